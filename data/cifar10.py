@@ -1,0 +1,143 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""CIFAR-10: 60,000 photos of 32 x 32 pixels in 10 classes (Krizhevsky 2009), the test batch for validation.
+
+Read from the official binary files (`cifar-10-binary.tar.gz`), from parquet as the hub stores it, or from
+the hub. The python version is refused: unpickling a downloaded file runs whatever code is in it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from data.hub import open_hub, require
+from data.images import load_sample, to_sample
+from data.options import existing_path, photo_channels, refuse
+from torchditan import config as options
+from torchditan.config import ConfigError
+
+CLASS_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+RECORD_BYTES = 1 + 3 * 32 * 32
+SOURCES = "a folder of data_batch_*.bin, a parquet file or folder, or dataset.hub_name uoft-cs/cifar10"
+Split = Literal["train", "validation"]
+
+
+class Cifar10:
+    """All images in memory, uint8: 150 MB for the training split."""
+
+    name = "cifar10"
+    horizontal_flip = True
+
+    def __init__(self, *, pixels: np.ndarray, class_labels: np.ndarray, channels: int) -> None:
+        self.pixels = pixels  # (N, 32, 32, 3)
+        self.class_labels = class_labels
+        self.class_names = list(CLASS_NAMES)
+        self.sample_shape = (channels, 32, 32)
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        pixels = self.pixels[index]
+        if self.sample_shape[0] == 1:
+            from PIL import Image
+
+            pixels = np.asarray(Image.fromarray(pixels).convert("L"))
+        return {"sample": torch.from_numpy(to_sample(pixels)), "class_label": int(self.class_labels[index])}
+
+
+class Cifar10Parquet:
+    """PNG bytes of a parquet table in memory, decoded when asked for."""
+
+    name = "cifar10"
+    horizontal_flip = True
+
+    def __init__(self, *, images: Any, class_labels: np.ndarray, channels: int, where: str) -> None:
+        self.images = images
+        self.class_labels = class_labels
+        self.class_names = list(CLASS_NAMES)
+        self.sample_shape = (channels, 32, 32)
+        self.where = where
+
+    def __len__(self) -> int:
+        return len(self.class_labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image = self.images[index].as_py()["bytes"]
+        sample = load_sample(image, sample_shape=self.sample_shape, where=f"{self.where}, row {index}")
+        return {"sample": torch.from_numpy(sample), "class_label": int(self.class_labels[index])}
+
+
+def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> Any:
+    channels = photo_channels(config, input_channels)
+    if config.hub_name is not None:
+        refuse(config, "root_dir")
+        return open_hub(
+            config,
+            hub_name=config.hub_name,
+            split=split,
+            image_key="img" if config.image_key == "image" else config.image_key,
+            sample_shape=(channels, 32, 32),
+            horizontal_flip=True,
+        )
+    if config.streaming:
+        raise ConfigError("dataset.streaming needs the hub: set dataset.hub_name uoft-cs/cifar10")
+    root = existing_path(config, what=SOURCES)
+    if root.is_dir() and (root / "cifar-10-batches-bin").is_dir():
+        root = root / "cifar-10-batches-bin"
+    parquet = [root] if root.suffix == ".parquet" else sorted(root.rglob("*.parquet"))
+    if parquet:
+        return _read_parquet(config, parquet, split=split, channels=channels)
+    pattern = "test_batch*.bin" if split == "validation" else "data_batch_*.bin"
+    files = sorted(root.glob(pattern))
+    if not files:
+        raise ConfigError(_nothing_found(root, pattern))
+    records = np.concatenate([_read_binary(path) for path in files])  # (N, RECORD_BYTES)
+    pixels = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return Cifar10(pixels=np.ascontiguousarray(pixels), class_labels=records[:, 0].astype(np.int64), channels=channels)
+
+
+def _read_binary(path: Path) -> np.ndarray:
+    """(N, 3073) uint8: one byte of label, then 1,024 of red, of green and of blue."""
+    data = np.frombuffer(path.read_bytes(), dtype=np.uint8)
+    if len(data) == 0 or len(data) % RECORD_BYTES:
+        raise ConfigError(f"dataset.root_dir: {path} holds {len(data)} bytes, not a multiple of {RECORD_BYTES}")
+    return data.reshape(-1, RECORD_BYTES)
+
+
+def _nothing_found(root: Path, pattern: str) -> str:
+    if any((folder / "data_batch_1").exists() for folder in (root, root / "cifar-10-batches-py")):
+        return (
+            f"dataset.root_dir {str(root)!r} is CIFAR-10's python version, whose pickles can run code; "
+            "download cifar-10-binary.tar.gz instead"
+        )
+    return f"dataset.root_dir {str(root)!r} has no {pattern} and no parquet; cifar10 needs {SOURCES}"
+
+
+def _read_parquet(config: options.Dataset, files: list[Path], *, split: Split, channels: int) -> Cifar10Parquet:
+    """Files with `test` or `val` in their name are the validation split; a single file is all training."""
+    pyarrow_parquet = require("pyarrow.parquet", package="pyarrow", extra="hub")
+    pyarrow = require("pyarrow", package="pyarrow", extra="hub")
+    held_out = [path for path in files if "test" in path.name or "val" in path.name]
+    chosen = held_out if split == "validation" else [p for p in files if p not in held_out] or files
+    if not chosen:
+        raise ConfigError(f"dataset.root_dir {config.root_dir!r} has no test-*.parquet for the validation images")
+    try:
+        table = pyarrow.concat_tables([pyarrow_parquet.read_table(path) for path in chosen])
+    except pyarrow.ArrowInvalid as error:
+        raise ConfigError(f"dataset.root_dir: {chosen[0]} is not readable: {str(error).splitlines()[0]}") from error
+    image_key = next((key for key in (config.image_key, "img") if key in table.column_names), None)
+    columns = ", ".join(table.column_names)
+    if image_key is None:
+        raise ConfigError(f"dataset.image_key {config.image_key!r} is not a column of {chosen[0]}: {columns}")
+    if config.label_key not in table.column_names:
+        raise ConfigError(f"dataset.label_key {config.label_key!r} is not a column of {chosen[0]}: {columns}")
+    return Cifar10Parquet(
+        images=table[image_key],
+        class_labels=table[config.label_key].to_numpy().astype(np.int64),
+        channels=channels,
+        where=str(chosen[0] if len(chosen) == 1 else chosen[0].parent),
+    )

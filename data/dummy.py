@@ -1,0 +1,65 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Random samples of any shape, for benchmarks; a stand-in for pixels or latents that are not at hand.
+
+Standard normal by default. Zeros on request, but matrix products of zeros draw less power and run faster
+than real data: a benchmark on them flatters. Sample and label are pure functions of the index.
+`dataset.root_dir` and `dataset.hub_name` are not read: dummy takes the place of any dataset of a config.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from data.options import height_and_width
+from torchditan import config as options
+from torchditan.config import ConfigError
+from torchditan.randomness import generator
+
+
+class Dummy:
+    name = "dummy"
+    horizontal_flip = False
+
+    def __init__(
+        self,
+        *,
+        sample_shape: tuple[int, ...],
+        num_samples: int,
+        num_classes: int,
+        fill: Literal["normal", "zeros"],
+        split: Literal["train", "validation"],
+    ) -> None:
+        self.sample_shape = sample_shape
+        self.num_samples = num_samples
+        self.class_names = [f"class {label}" for label in range(num_classes)]
+        self.fill = fill
+        self.purpose = f"dummy {split}"
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        draws = generator(0, self.purpose, index)
+        label = int(draws.integers(len(self.class_names))) if self.class_names else None
+        if self.fill == "zeros":
+            sample = torch.zeros(self.sample_shape)
+        else:
+            sample = torch.from_numpy(draws.standard_normal(self.sample_shape, dtype=np.float32))
+        return {"sample": sample} if label is None else {"sample": sample, "class_label": label}
+
+
+def build(
+    config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
+) -> Dummy:
+    if config.dummy_size < 1:
+        raise ConfigError(f"dataset.dummy_size is {config.dummy_size}; it must be at least 1")
+    return Dummy(
+        sample_shape=(input_channels or 4, *height_and_width(config, default=(32, 32))),
+        num_samples=config.dummy_size,
+        num_classes=1000 if config.num_classes is None else config.num_classes,
+        fill=config.dummy_fill,
+        split=split,
+    )

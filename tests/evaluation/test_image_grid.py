@@ -1,0 +1,131 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The grid shows every image and every name whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw
+
+from torchditan.evaluation.image_grid import save_grid
+
+
+def colors(path):
+    """Pixels of the grid, (H, W, 3)."""
+    return np.asarray(Image.open(path)).astype(int)
+
+
+def count(pixels, color):
+    return int((pixels == np.array(color)).all(axis=-1).sum())
+
+
+def solid(color, *, rows=2, k=3, size=(8, 8)):
+    return (torch.tensor(color).view(1, 1, 3, 1, 1) / 127.5 - 1).expand(rows, k, 3, *size)
+
+
+def test_every_image_is_there_enlarged_and_in_its_colour(tmp_path):
+    save_grid(
+        tmp_path / "grid.png",
+        solid([255.0, 0.0, 0.0], k=3),
+        solid([0.0, 0.0, 255.0], k=2),
+        ["a", "b"],
+        title="run",
+    )
+    pixels = colors(tmp_path / "grid.png")
+    assert count(pixels, (255, 0, 0)) == 2 * 3 * 64 * 64
+    assert count(pixels, (0, 0, 255)) == 2 * 2 * 64 * 64
+
+
+def test_generated_stand_left_of_real_with_a_clear_gap(tmp_path):
+    red, blue = solid([255.0, 0.0, 0.0]), solid([0.0, 0.0, 255.0])
+    save_grid(tmp_path / "grid.png", red, blue, ["a", "b"], title="run")
+    pixels = colors(tmp_path / "grid.png")
+    last_red = np.argwhere((pixels == (255, 0, 0)).all(axis=-1))[:, 1].max()
+    first_blue = np.argwhere((pixels == (0, 0, 255)).all(axis=-1))[:, 1].min()
+    assert first_blue - last_red >= 30
+
+
+def test_a_pixel_stays_a_square(tmp_path):
+    image = torch.randint(0, 256, (1, 1, 3, 8, 8), generator=torch.Generator().manual_seed(0))
+    save_grid(tmp_path / "grid.png", image / 127.5 - 1, None, ["a"], title="run")
+    cell = image[0, 0].permute(1, 2, 0).repeat_interleave(8, 0).repeat_interleave(8, 1).numpy()
+    pixels = colors(tmp_path / "grid.png")
+    windows = np.lib.stride_tricks.sliding_window_view(pixels, (64, 64), axis=(0, 1))  # (y, x, 3, 64, 64)
+    corners = np.argwhere((windows[..., 0, 0] == cell[0, 0]).all(axis=-1))
+    assert any((pixels[y : y + 64, x : x + 64] == cell).all() for y, x in corners)
+
+
+@pytest.mark.parametrize(
+    ("side", "cell"), [(8, 64), (16, 64), (28, 56), (32, 64), (43, 86), (48, 48), (64, 64), (256, 256)]
+)
+def test_cells_are_large_enough_to_see(tmp_path, side, cell):
+    red = solid([255.0, 0.0, 0.0], rows=1, k=1, size=(side, side))
+    save_grid(tmp_path / "grid.png", red, None, ["a"], title="run")
+    assert count(colors(tmp_path / "grid.png"), (255, 0, 0)) == cell * cell
+
+
+def test_images_that_are_not_square_keep_their_shape(tmp_path):
+    red = solid([255.0, 0.0, 0.0], rows=1, k=1, size=(8, 16))
+    save_grid(tmp_path / "grid.png", red, None, ["a"], title="run", scale=3)
+    where = np.argwhere((colors(tmp_path / "grid.png") == (255, 0, 0)).all(axis=-1))
+    assert tuple(where.max(axis=0) - where.min(axis=0) + 1) == (24, 48)
+
+
+def test_grey_images_are_grey_and_nan_is_black(tmp_path):
+    grey = torch.full((1, 2, 1, 8, 8), 0.0)
+    grey[0, 1] = float("nan")
+    save_grid(tmp_path / "grid.png", grey, None, [""], title="")
+    pixels = colors(tmp_path / "grid.png")
+    assert count(pixels, (128, 128, 128)) == 64 * 64
+    assert 64 * 64 <= count(pixels, (0, 0, 0)) < 1.1 * 64 * 64  # the heading is black too
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    """Boxes (left, top, right, bottom) of all texts drawn."""
+    boxes = {}
+    draw_text = ImageDraw.ImageDraw.text
+
+    def text(self, xy, text, **options):
+        boxes[text] = self.textbbox(xy, text, font=options["font"], anchor=options.get("anchor"))
+        return draw_text(self, xy, text, **options)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", text)
+    return boxes
+
+
+def test_no_text_is_cut_off_or_drawn_over_images(tmp_path, texts):
+    name = "black-footed ferret, ferret, Mustela nigripes, an animal with a long name"
+    title = "a-run-with-a-long-name  step 100000  guidance 2.0 " * 3
+    red = solid([255.0, 0.0, 0.0], k=1)
+    save_grid(tmp_path / "grid.png", red, red, [name, "x"], title=title)
+    pixels = colors(tmp_path / "grid.png")
+    height, width = pixels.shape[:2]
+    assert texts.keys() == {name, "x", title, "generated", "real"}
+    for left, top, right, bottom in texts.values():
+        assert 0 <= left < right <= width and 0 <= top < bottom <= height
+    images = np.argwhere((pixels == (255, 0, 0)).all(axis=-1))
+    assert texts[name][2] < images[:, 1].min()
+    assert max(texts[heading][3] for heading in ("generated", "real")) <= images[:, 0].min()
+    assert texts["generated"][2] < texts["real"][0]
+
+
+def test_latents_show_three_channels_on_the_scale_of_the_real_ones(tmp_path, texts):
+    real = torch.zeros(1, 2, 16, 8, 8)
+    real[0, 0, :3], real[0, 1, :3] = -40.0, 40.0
+    generated = torch.full((1, 1, 16, 8, 8), 20.0)
+    generated[:, :, 3:] = 1e9
+    save_grid(tmp_path / "grid.png", generated, real, ["a"], title="run")
+    pixels = colors(tmp_path / "grid.png")
+    assert "generated (latent channels 0-2)" in texts and "real (latent channels 0-2)" in texts
+    assert 64 * 64 <= count(pixels, (191, 191, 191)) < 1.1 * 64 * 64  # texts have grey edges
+    assert 64 * 64 <= count(pixels, (0, 0, 0)) < 1.1 * 64 * 64
+
+
+def test_the_file_is_whole_and_alone(tmp_path):
+    path = tmp_path / "samples" / "step_00000100.png"
+    red = solid([255.0, 0.0, 0.0])
+    save_grid(path, red, red, ["a", "b"], title="run")
+    assert list(path.parent.iterdir()) == [path]
+    Image.open(path).verify()

@@ -1,0 +1,247 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What the native DiT promises: the paper's parameters, its shapes, and the numerics of its parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchditan.models.dit import (
+    FLAVORS,
+    PRESETS,
+    DiT,
+    DiTConfig,
+    patchify,
+    rope_table,
+    rotate,
+    sincos_position_table,
+    timestep_embedding,
+    unpatchify,
+)
+
+OFFICIAL_PARAMETERS = {
+    ("DiT-S", 2): 32_963_360,
+    ("DiT-S", 4): 32_945_024,
+    ("DiT-S", 8): 33_148_160,
+    ("DiT-B", 2): 130_512_416,
+    ("DiT-B", 4): 130_475_648,
+    ("DiT-B", 8): 130_881_536,
+    ("DiT-L", 2): 458_102_816,
+    ("DiT-L", 4): 458_053_760,
+    ("DiT-L", 8): 458_594_816,
+    ("DiT-XL", 2): 675_129_632,
+    ("DiT-XL", 4): 675_074_432,
+    ("DiT-XL", 8): 675_683_072,
+}
+
+
+def official_config(flavor: str, patch_size: int) -> DiTConfig:
+    options = dataclasses.asdict(FLAVORS[flavor]) | PRESETS["official"] | {"patch_size": patch_size}
+    return DiTConfig(input_channels=4, image_size=(32, 32), num_classes=1000, **options)
+
+
+def tiny_config(**options) -> DiTConfig:
+    options = {"image_size": (8, 8), "num_classes": 10, "patch_size": 2, "input_channels": 3} | options
+    return DiTConfig(depth=2, width=32, num_heads=2, **options)
+
+
+def random_model(config: DiTConfig) -> DiT:
+    """Zero-initialised layers hide mistakes, so all parameters are random here."""
+    torch.manual_seed(0)
+    model = DiT(config)
+    model.init_weights(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name != "pos_embed":
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def inputs(config: DiTConfig, batch_size: int = 3, size: tuple[int, int] | None = None):
+    generator = torch.Generator().manual_seed(1)
+    x_t = torch.randn(batch_size, config.input_channels, *(size or config.image_size), generator=generator)
+    t = torch.rand(batch_size, generator=generator)
+    return x_t, t, {"class_label": torch.arange(batch_size)} if config.num_classes else {}
+
+
+@pytest.mark.parametrize(("flavor", "patch_size"), OFFICIAL_PARAMETERS)
+def test_official_preset_has_exactly_the_papers_parameters(flavor, patch_size):
+    with torch.device("meta"):
+        model = DiT(official_config(flavor, patch_size))
+    assert sum(p.numel() for p in model.parameters()) == OFFICIAL_PARAMETERS[flavor, patch_size]
+
+
+def test_official_state_dict_has_the_keys_and_shapes_of_the_released_checkpoints():
+    with torch.device("meta"):
+        model = DiT(official_config("DiT-XL", 2))
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    expected = {
+        "pos_embed": (1, 256, 1152),
+        "x_embedder.proj": (1152, 4, 2, 2),
+        "t_embedder.mlp.0": (1152, 256),
+        "t_embedder.mlp.2": (1152, 1152),
+        "y_embedder.embedding_table.weight": (1001, 1152),
+        "final_layer.linear": (32, 1152),
+        "final_layer.adaLN_modulation.1": (2 * 1152, 1152),
+    }
+    for i in range(28):
+        expected |= {
+            f"blocks.{i}.attn.qkv": (3 * 1152, 1152),
+            f"blocks.{i}.attn.proj": (1152, 1152),
+            f"blocks.{i}.mlp.fc1": (4 * 1152, 1152),
+            f"blocks.{i}.mlp.fc2": (1152, 4 * 1152),
+            f"blocks.{i}.adaLN_modulation.1": (6 * 1152, 1152),
+        }
+    expected_keys = {}
+    for name, shape in expected.items():
+        if name == "pos_embed" or name.endswith(".weight"):
+            expected_keys[name] = shape
+        else:
+            expected_keys |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    assert len(shapes) == 292
+    assert shapes == expected_keys
+
+
+@pytest.mark.parametrize(("height", "width", "patch_size"), [(8, 8, 2), (4, 12, 4), (9, 6, 3), (5, 7, 1)])
+def test_unpatchify_inverts_patchify(height, width, patch_size):
+    x = torch.randn(2, 3, height, width)
+    patches = patchify(x, patch_size)
+    assert patches.shape == (2, height * width // patch_size**2, 3 * patch_size**2)
+    assert torch.equal(unpatchify(patches, patch_size, height, width), x)
+    # tokens run along rows, and a patch holds all channels of a pixel side by side
+    assert torch.equal(patches[0, 1].view(patch_size, patch_size, 3)[0, 0], x[0, :, 0, patch_size])
+
+
+def test_patch_embedding_is_the_convolution_its_weight_says():
+    model = random_model(tiny_config())
+    x = torch.randn(2, 3, 8, 12)
+    proj = model.x_embedder.proj
+    convolution = F.conv2d(x, proj.weight, proj.bias, stride=2).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(model.x_embedder(x), convolution)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
+@pytest.mark.parametrize("num_classes", [0, 10])
+def test_any_height_and_width_that_the_patch_divides(preset, conditioning, num_classes):
+    options = PRESETS[preset] | {"conditioning": conditioning}
+    for size in [(8, 8), (4, 12), (10, 2)]:
+        config = tiny_config(image_size=size, num_classes=num_classes, **options)
+        model = random_model(config)
+        x_t, t, cond = inputs(config)
+        prediction = model(x_t, t, cond)
+        assert prediction.shape == (3, config.output_channels, *size)
+        prediction.square().mean().backward()
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert [name for name, p in trainable.items() if not p.grad.abs().sum() > 0] == []
+
+
+def test_learned_sigma_doubles_the_output_channels():
+    for learn_sigma, channels in ((False, 3), (True, 6)):
+        config = tiny_config(learn_sigma=learn_sigma)
+        assert random_model(config)(*inputs(config)).shape == (3, channels, 8, 8)
+
+
+@pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
+def test_label_and_timestep_change_the_prediction(conditioning):
+    config = tiny_config(conditioning=conditioning)
+    model = random_model(config)
+    x_t, t, cond = inputs(config)
+    prediction = model(x_t, t, cond)
+    null = model(x_t, t, {"class_label": torch.full((3,), 10)})
+    later = model(x_t, t * 0.9, cond)
+    assert (prediction - null).abs().amax(dim=(1, 2, 3)).min() > 1e-3
+    assert (prediction - later).abs().amax(dim=(1, 2, 3)).min() > 1e-3
+
+
+def test_an_unconditional_model_has_no_label_table():
+    model = DiT(tiny_config(num_classes=0))
+    assert not [name for name, _ in model.named_parameters() if name.startswith("y_embedder")]
+
+
+def test_samples_of_a_batch_do_not_see_each_other():
+    config = tiny_config()
+    model = random_model(config)
+    x_t, t, cond = inputs(config)
+    one = model(x_t[1:2], t[1:2], {"class_label": cond["class_label"][1:2]})
+    torch.testing.assert_close(model(x_t, t, cond)[1:2], one)
+
+
+@pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
+def test_rope_makes_attention_scores_depend_on_the_offset_alone(conditioning):
+    config = tiny_config(conditioning=conditioning)
+    rows, columns, context = 4, 6, config.num_context_tokens
+    rope = rope_table(config, 2 * rows, 2 * columns, torch.device("cpu"))
+    query, key = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+    num_tokens = rows * columns + context
+    q, k = (rotate(x.expand(1, num_tokens, 1, 16), rope)[0, context:, 0] for x in (query, key))
+    scores = (q @ k.T).view(rows, columns, rows, columns)
+    by_offset: dict[tuple[int, int], list[float]] = {}
+    for i, j, m, n in itertools.product(range(rows), range(columns), range(rows), range(columns)):
+        by_offset.setdefault((m - i, n - j), []).append(scores[i, j, m, n].item())
+    for values in by_offset.values():
+        assert max(values) - min(values) < 1e-4
+    means = torch.tensor([values[0] for values in by_offset.values()])
+    assert len(means.round(decimals=4).unique()) > 0.9 * len(means), "other offsets, other scores"
+    assert torch.equal(rope[:context, ..., 0], torch.ones(context, 1, 8)), "context tokens are not turned"
+
+
+def test_rope_theta_changes_the_frequencies():
+    device = torch.device("cpu")
+    table = rope_table(tiny_config(), 8, 8, device)
+    assert not torch.equal(table, rope_table(tiny_config(rope_theta=100.0), 8, 8, device))
+
+
+def test_rotation_is_the_same_in_eager_and_compiled_code():
+    config = tiny_config()
+    rope = rope_table(config, 8, 8, torch.device("cpu"))
+    x = torch.randn(2, 16, 2, 16, dtype=torch.bfloat16)
+    compiled = torch.compile(rotate, backend="aot_eager", fullgraph=True)
+    assert rotate(x, rope).dtype == torch.bfloat16
+    assert torch.equal(compiled(x, rope), rotate(x, rope))
+    x = x.float()
+    torch.testing.assert_close(compiled(x, rope), rotate(x, rope))
+
+
+def test_sincos_positions_put_the_column_first_and_sine_first():
+    table = sincos_position_table(8, rows=3, columns=5)
+    assert table.shape == (15, 8)
+    row, column = 2, 4
+    angles = torch.tensor([1.0, 10000**-0.5])
+    expected = torch.cat([f(angles * position) for position in (column, row) for f in (torch.sin, torch.cos)])
+    torch.testing.assert_close(table[row * 5 + column], expected)
+
+
+def test_timestep_embedding_is_cosine_first_over_a_thousand_steps():
+    embedding = timestep_embedding(torch.tensor([0.25]))[0]
+    assert embedding.shape == (256,)
+    frequency = 10000.0 ** (-torch.arange(128, dtype=torch.float64) / 128)
+    torch.testing.assert_close(embedding[:128].double(), torch.cos(250 * frequency), atol=1e-4, rtol=0)
+    torch.testing.assert_close(embedding[128:].double(), torch.sin(250 * frequency), atol=1e-4, rtol=0)
+
+
+def test_the_prediction_is_zero_at_initialisation_and_adaln_blocks_are_identities():
+    config = tiny_config()
+    model = DiT(config)
+    model.init_weights(0)
+    x_t, t, cond = inputs(config)
+    assert not model(x_t, t, cond).any()
+    x = torch.randn(3, 16, 32)
+    rope = rope_table(config, 8, 8, x.device)
+    assert torch.equal(model.blocks[0](x, model.t_embedder(t), rope), x)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
+def test_bfloat16_weights_follow_float32_closely(preset, conditioning):
+    config = tiny_config(**PRESETS[preset] | {"conditioning": conditioning})
+    model = random_model(config)
+    x_t, t, cond = inputs(config)
+    exact = model(x_t, t, cond)
+    rounded = model.bfloat16()(x_t, t, cond)
+    assert rounded.dtype == torch.bfloat16
+    assert (rounded.float() - exact).norm() < 0.03 * exact.norm()

@@ -1,0 +1,87 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""From the options of [model] to a spec: what resolves, and what is refused in one line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchditan.config import ConfigError, Model
+from torchditan.models import ClassLabels, Unconditional, build_model_spec
+from torchditan.models.dit import FLAVORS, PRESETS
+
+DIGITS = {"sample_shape": (1, 8, 8), "num_classes": 10}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_decides_what_the_options_leave_open(preset):
+    config = build_model_spec(Model(preset=preset), **DIGITS).config
+    assert {option: getattr(config, option) for option in PRESETS[preset]} == PRESETS[preset]
+
+
+def test_options_override_the_preset():
+    options = {"learn_sigma": False, "qk_norm": True, "mlp": "swiglu", "position": "rope", "rope_theta": 100.0}
+    spec = build_model_spec(Model(preset="official", **options), **DIGITS)
+    config = spec.config
+    assert {option: getattr(config, option) for option in options} == options
+    assert spec.learn_sigma is False
+    assert config.norm_type == "np_layernorm"
+
+
+def test_fused_rmsnorm_is_rmsnorm():
+    assert build_model_spec(Model(norm_type="fused_rmsnorm"), **DIGITS).config.norm_type == "rmsnorm"
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_every_flavor_builds_on_meta_and_shows_its_blocks(flavor):
+    spec = build_model_spec(Model(flavor=flavor), sample_shape=(16, 64, 32), num_classes=1000)
+    with torch.device("meta"):
+        model = spec.build()
+        x_t, t, cond = spec.example_inputs(batch_size=2)
+    assert len(spec.blocks(model)) == FLAVORS[flavor].depth
+    assert spec.num_tokens == 32 * 16
+    if flavor == "debugmodel":
+        assert model(x_t, t, cond).shape == (2, 16, 64, 32)
+
+
+def test_the_large_flavors_have_the_head_sizes_attention_kernels_like():
+    for flavor, head_dim in (("DiT-1B", 64), ("DiT-7B", 128)):
+        assert FLAVORS[flavor].width / FLAVORS[flavor].num_heads == head_dim
+
+
+@pytest.mark.parametrize(
+    ("options", "sample_shape", "message"),
+    [
+        ({"flavor": "DiT-XS"}, (3, 8, 8), "model.flavor = 'DiT-XS' is unknown; did you mean 'DiT-S'?"),
+        ({"flavor": "huge"}, (3, 8, 8), "Choose from debugmodel, DiT-S"),
+        ({"patch_size": 4}, (3, 8, 10), "dataset.image_size = 8 x 10 is not a multiple of model.patch_size = 4"),
+        ({"patch_size": 0}, (3, 8, 8), "model.patch_size = 0"),
+        ({"input_channels": 16}, (3, 8, 8), "model.input_channels = 16, but samples have 3 channels"),
+        ({"rope_theta": -1.0}, (3, 8, 8), "model.rope_theta = -1"),
+        ({"rope_theta": 100.0, "preset": "official"}, (3, 8, 8), "model.rope_theta = 100 has no effect"),
+    ],
+)
+def test_a_users_mistake_is_one_line_with_option_and_value(options, sample_shape, message):
+    with pytest.raises(ConfigError) as error:
+        build_model_spec(Model(**options), sample_shape=sample_shape, num_classes=10)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_class_labels_are_replaced_by_the_null_class_where_dropped():
+    conditioning = build_model_spec(Model(), **DIGITS).conditioning
+    assert conditioning == ClassLabels(10)
+    label = torch.tensor([3, 0, 9])
+    cond = conditioning.from_batch({"class_label": label, "sample": torch.zeros(3)})
+    assert cond.keys() == {"class_label"}
+    dropped = conditioning.drop(cond, torch.tensor([True, False, True]))
+    assert dropped["class_label"].tolist() == [10, 0, 10]
+    assert conditioning.null(cond)["class_label"].tolist() == [10, 10, 10]
+    assert label.tolist() == [3, 0, 9], "the batch itself is untouched"
+
+
+def test_no_classes_is_unconditional():
+    conditioning = build_model_spec(Model(), sample_shape=(1, 8, 8), num_classes=0).conditioning
+    assert conditioning == Unconditional()
+    cond = conditioning.from_batch({"class_label": torch.tensor([1])})
+    assert cond == conditioning.drop(cond, torch.tensor([True])) == conditioning.null(cond) == {}

@@ -1,0 +1,157 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The FLOP count against the paper and a closed form written apart; the peaks against real device names."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from torchditan.config import Model
+from torchditan.flops import count_model_flops, peak_flops
+from torchditan.models import ModelSpec, build_model_spec
+
+PUBLISHED_GMACS = {
+    ("DiT-S", 2): 6.06,
+    ("DiT-S", 4): 1.41,
+    ("DiT-S", 8): 0.36,
+    ("DiT-B", 2): 23.01,
+    ("DiT-B", 4): 5.56,
+    ("DiT-B", 8): 1.42,
+    ("DiT-L", 2): 80.71,
+    ("DiT-L", 4): 19.70,
+    ("DiT-L", 8): 5.01,
+    ("DiT-XL", 2): 118.64,
+    ("DiT-XL", 4): 29.05,
+    ("DiT-XL", 8): 7.39,
+}
+DEPTH_WIDTH = {"DiT-S": (12, 384), "DiT-B": (12, 768), "DiT-L": (24, 1024), "DiT-XL": (28, 1152)}
+
+
+def official(flavor: str, patch_size: int, **options) -> ModelSpec:
+    model = Model(flavor=flavor, preset="official", patch_size=patch_size, **options)
+    return build_model_spec(model, sample_shape=(4, 32, 32), num_classes=1000)
+
+
+def closed_form_macs(flavor: str, patch: int) -> dict[str, int]:
+    """Forward multiply-adds of the paper's DiT on 32 x 32 x 4 latents, by hand."""
+    depth, width = DEPTH_WIDTH[flavor]
+    tokens = (32 // patch) ** 2
+    embed, head = patch**2 * 4 * width, patch**2 * 8 * width
+    return {
+        # qkv 3, projection 1, MLP 4 + 4
+        "per_token": depth * 12 * width**2 + embed + head,
+        # scores and values: tokens^2 x width each
+        "attention": depth * 2 * tokens**2 * width,
+        # adaLN of the blocks and the final layer; timestep MLP
+        "per_image": depth * 6 * width**2 + 2 * width**2 + 256 * width + width**2,
+        # the patch embedding and the timestep MLP's first layer take data: they have no input gradient
+        "no_input_gradient": tokens * embed + 256 * width,
+    }
+
+
+@pytest.mark.parametrize(("flavor", "patch_size"), PUBLISHED_GMACS)
+def test_flops_equal_the_closed_form_and_the_published_gmacs(flavor, patch_size):
+    flops = official(flavor, patch_size).flops()
+    macs = closed_form_macs(flavor, patch_size)
+    tokens = (32 // patch_size) ** 2
+    forward = macs["per_token"] * tokens + macs["attention"] + macs["per_image"]
+    assert flops.forward == 2 * forward
+    assert flops.forward_gmacs == pytest.approx(PUBLISHED_GMACS[flavor, patch_size], rel=0.01)
+    # Each product of the forward pass has two in the backward pass, but for gradients of data.
+    assert flops.total == 6 * forward - 2 * macs["no_input_gradient"]
+    assert flops.attention == 6 * macs["attention"]
+    assert flops.per_image == 6 * macs["per_image"] - 2 * 256 * DEPTH_WIDTH[flavor][1]
+    assert flops.num_tokens == tokens
+    assert flops.per_condition == 0
+
+
+def test_adaln_counts_once_per_image_whatever_the_number_of_tokens():
+    per_image = {official("DiT-S", patch_size).flops().per_image for patch_size in (1, 2, 4, 8)}
+    assert len(per_image) == 1
+
+
+def test_terms_stay_apart_where_a_feature_has_size_one():
+    model = Model(flavor="debugmodel", patch_size=1)
+    spec = build_model_spec(model, sample_shape=(1, 8, 8), num_classes=10)
+    width = 64
+    adaln = 3 * 6 * width**2 + 2 * width**2
+    assert spec.flops().per_image == 6 * (adaln + 256 * width + width**2) - 2 * 256 * width
+
+
+def test_context_tokens_count_as_condition():
+    model = Model(flavor="debugmodel", conditioning="in_context", mlp="gelu")
+    spec = build_model_spec(model, sample_shape=(4, 16, 16), num_classes=10)
+    flops = spec.flops()
+    width, tokens, blocks_per_token = 64, 64, 3 * 12 * 64**2
+    assert flops.per_condition == 6 * 2 * blocks_per_token
+    assert flops.attention == 6 * 3 * 2 * (tokens + 2) ** 2 * width
+    assert flops.per_image == 6 * (256 * width + width**2) - 2 * 256 * width
+    assert flops.per_token == 6 * blocks_per_token + 4 * 16 * width + 6 * 16 * width
+
+
+def test_frozen_weights_cost_forward_and_input_gradient():
+    spec = official("DiT-S", 4)
+
+    def build_with_frozen_mlps():
+        model = spec.build()
+        for block in model.blocks:
+            block.mlp.requires_grad_(False)
+        return model
+
+    frozen = count_model_flops(dataclasses.replace(spec, build=build_with_frozen_mlps))
+    mlp_weights = 12 * 8 * 384**2
+    assert spec.flops().total - frozen.total == 2 * mlp_weights * 64
+    assert frozen.forward == spec.flops().forward
+    assert frozen.per_image == spec.flops().per_image
+
+
+@pytest.mark.parametrize(
+    ("device_name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A40", 149.7),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("AMD Instinct MI250X", 191.5),
+        ("AMD Instinct MI300X", 1307),
+        ("AMD Instinct MI325X", 1307),
+        ("NVIDIA GeForce RTX 4090", 165),
+    ],
+)
+def test_peak_flops_knows_real_device_names(device_name, tflops):
+    assert peak_flops(device_name) == tflops * 1e12
+
+
+@pytest.mark.parametrize(
+    "device_name",
+    [
+        "NVIDIA L40",
+        "NVIDIA A10",
+        "NVIDIA A10G",
+        "NVIDIA A100X",
+        "NVIDIA A800-SXM4-80GB",
+        "NVIDIA H800",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4080",
+        "AMD Instinct MI300A",
+        "Tesla V100-SXM2-16GB",
+        "cpu",
+        "",
+    ],
+)
+def test_peak_flops_never_guesses(device_name):
+    assert peak_flops(device_name) is None

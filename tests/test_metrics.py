@@ -1,0 +1,373 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What a run reports, on a clock that the tests move."""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from torchditan.config import ConfigError, Metrics
+from torchditan.metrics import ALWAYS_KEYS, MetricsLogger, StepTimer, check_trackers
+from torchditan.run_directory import RunDirectory, read_config, read_metrics
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def run(tmp_path):
+    directory = RunDirectory(tmp_path / "run", is_writer=True)
+    directory.open({"training": {"seed": 0}}, trajectory={"seed": 0})
+    yield directory
+    directory.close()
+
+
+@pytest.fixture
+def make(run, clock):
+    loggers = []
+
+    def make(config=None, *, directory=run, **options):
+        options = {"stream": io.StringIO(), "total_steps": 100, "flops_per_image": 2e12, **options}
+        logger = MetricsLogger(
+            config or Metrics(),
+            directory,
+            device=CPU,
+            clock=clock,
+            **{"world_size": 2, "peak_flops": 100e12, **options},
+        )
+        loggers.append(logger)
+        return logger
+
+    yield make
+    for logger in loggers:
+        logger.close()
+
+
+def train(logger, clock, steps, *, images=8, seconds=0.5):
+    for _ in range(steps):
+        clock.now += seconds
+        logger.count_images(images)
+
+
+def test_a_line_has_the_contracts_keys_in_their_order(make, run, clock):
+    logger = make()
+    train(logger, clock, 10)
+    logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4)
+    (record,) = read_metrics(run.path)
+    assert tuple(record) == ALWAYS_KEYS == (
+        "step", "images_seen", "loss", "grad_norm", "lr", "step_time_s", "images_per_second",
+        "tflops_per_device", "mfu", "peak_memory_gib", "peak_reserved_gib", "peak_memory_percent",
+        "data_loading_percent", "elapsed_s",
+    )  # fmt: skip
+
+
+def test_throughput_is_global_and_flops_are_per_device(make, clock):
+    logger = make(world_size=2, flops_per_image=2e12, peak_flops=100e12)
+    train(logger, clock, 10, images=8, seconds=0.5)
+    record = logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4)
+    assert record["step_time_s"] == pytest.approx(0.5)
+    assert record["images_per_second"] == pytest.approx(16)
+    assert record["tflops_per_device"] == pytest.approx(16)
+    assert record["mfu"] == pytest.approx(16)
+    assert record["images_seen"] == 80
+
+
+def test_images_counted_are_those_in_the_batches(make, clock):
+    logger = make()
+    for images in (8, 8, 3):
+        train(logger, clock, 1, images=images)
+    assert logger.log(3, loss=0.0, grad_norm=0.0, lr=0.0)["images_per_second"] == pytest.approx(19 / 1.5)
+
+
+def test_mfu_is_null_where_the_peak_is_unknown(make, run, clock):
+    logger = make(peak_flops=None)
+    train(logger, clock, 1)
+    logger.log(1, loss=0.5, grad_norm=1.5, lr=1e-4)
+    (record,) = read_metrics(run.path)
+    assert record["mfu"] is None and record["tflops_per_device"] > 0
+
+
+def test_sampling_and_checkpoints_are_not_in_the_throughput_but_on_their_own(make, clock):
+    logger = make()
+    train(logger, clock, 5)
+    for seconds in (7.0, 2.0):
+        with logger.timer.excluded("sampling"):
+            clock.now += seconds
+    with logger.timer.excluded("checkpoint"):
+        clock.now += 3.0
+    train(logger, clock, 5)
+    record = logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4)
+    assert record["sampling_s"] == pytest.approx(9) and record["checkpoint_s"] == pytest.approx(3)
+    assert record["step_time_s"] == pytest.approx(0.5) and record["images_per_second"] == pytest.approx(16)
+    assert record["elapsed_s"] == pytest.approx(17)
+    train(logger, clock, 1)
+    assert "sampling_s" not in logger.log(11, loss=0.5, grad_norm=1.5, lr=1e-4)
+
+
+def test_excluded_time_counts_when_the_body_fails(clock):
+    timer = StepTimer(CPU, clock)
+    with pytest.raises(RuntimeError), timer.excluded("sampling"):
+        clock.now += 4.0
+        raise RuntimeError
+    clock.now += 1.0
+    assert timer.read(steps=1, images=8)["step_time_s"] == pytest.approx(1)
+
+
+def test_data_loading_is_a_share_of_training_time(clock):
+    timer = StepTimer(CPU, clock)
+    with timer.data_loading():
+        clock.now += 1.0
+    clock.now += 3.0
+    with timer.excluded("validation"):
+        clock.now += 10.0
+        with timer.data_loading():
+            clock.now += 10.0
+    assert timer.read(steps=1, images=8)["data_loading_percent"] == pytest.approx(25)
+
+
+def test_every_window_starts_at_the_last_log(make, clock):
+    logger = make()
+    train(logger, clock, 10, seconds=5.0)
+    logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4)
+    train(logger, clock, 10, seconds=0.25)
+    record = logger.log(20, loss=0.5, grad_norm=1.5, lr=1e-4)
+    assert record["step_time_s"] == pytest.approx(0.25) and record["images_per_second"] == pytest.approx(32)
+
+
+def test_time_before_the_first_step_can_be_left_out(make, clock):
+    logger = make()
+    clock.now += 100.0
+    logger.timer.restart()
+    train(logger, clock, 1)
+    assert logger.log(1, loss=0.5, grad_norm=1.5, lr=1e-4)["step_time_s"] == pytest.approx(0.5)
+
+
+def test_a_line_before_the_first_step_has_no_speed(make, clock):
+    record = make().log(0, loss=0.5, grad_norm=0.0, lr=0.0, extra={"validation_loss": 0.4})
+    assert record["step_time_s"] is None and record["images_per_second"] is None and record["mfu"] is None
+    assert record["validation_loss"] == 0.4
+
+
+def test_a_resume_continues_images_and_elapsed_time(make, clock):
+    logger = make(start_step=10, images_seen=80, elapsed_s=60.0)
+    train(logger, clock, 10)
+    record = logger.log(20, loss=0.5, grad_norm=1.5, lr=1e-4)
+    assert record["images_seen"] == 160 and record["elapsed_s"] == pytest.approx(65)
+    assert record["images_per_second"] == pytest.approx(16)
+
+
+def test_cpu_memory_is_the_process_in_the_host(make, clock):
+    logger = make()
+    train(logger, clock, 1)
+    record = logger.log(1, loss=0.5, grad_norm=1.5, lr=1e-4)
+    assert 0.01 < record["peak_memory_gib"] < 1000
+    assert 0 < record["peak_memory_percent"] < 100
+    assert record["peak_reserved_gib"] is None
+
+
+@pytest.mark.gpu
+def test_gpu_peak_memory_is_of_training_and_of_the_window():
+    device = torch.device("cuda")
+    timer = StepTimer(device)
+    timer.memory.read()
+    torch.empty(2**28, dtype=torch.uint8, device=device)
+    with timer.excluded("sampling"):
+        torch.empty(2**30, dtype=torch.uint8, device=device)
+    peaks = timer.memory.read()
+    assert peaks["peak_memory_gib"] == pytest.approx(0.25, abs=0.1)
+    assert peaks["peak_reserved_gib"] >= peaks["peak_memory_gib"]
+    assert timer.memory.read()["peak_memory_gib"] < 0.1
+
+
+def test_steps_logged_are_the_steps_counted(make, clock):
+    logger = make()
+    train(logger, clock, 1)
+    with pytest.raises(AssertionError, match="step 2 logged, 1 counted"):
+        logger.log(2, loss=0.5, grad_norm=1.5, lr=1e-4)
+
+
+def test_other_ranks_count_and_are_silent(tmp_path, make, clock, capsys):
+    directory = RunDirectory(tmp_path / "other", is_writer=False)
+    stream = io.StringIO()
+    logger = make(Metrics(enable_tensorboard=True), directory=directory, stream=stream)
+    train(logger, clock, 1)
+    assert logger.log(1, loss=0.5, grad_norm=1.5, lr=1e-4)["images_seen"] == 8
+    logger.message("hello")
+    logger.log_image("samples", np.zeros((2, 2, 3), np.uint8), 1)
+    assert stream.getvalue() == "" and capsys.readouterr() == ("", "")
+    assert not directory.path.exists()
+
+
+def test_a_log_file_gets_plain_lines_with_an_eta(make, clock):
+    stream = io.StringIO()
+    logger = make(stream=stream)
+    train(logger, clock, 10)
+    logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4, extra={"validation_loss": 0.25})
+    logger.message("wrote a grid")
+    logger.close()
+    line, message = stream.getvalue().splitlines()
+    assert line.startswith("step  10/100  loss 0.5000  validation_loss 0.2500  grad_norm 1.500  lr 1.00e-04")
+    assert "16.0 images/s" in line and "MFU 16.0%" in line and line.endswith("ETA 0:00:45")
+    assert message == "wrote a grid"
+    assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
+
+
+def test_eta_forgets_the_slow_first_step(make, clock):
+    stream = io.StringIO()
+    logger = make(stream=stream)
+    train(logger, clock, 1, seconds=100.0)
+    train(logger, clock, 9, seconds=1.0)
+    logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4)
+    assert stream.getvalue().endswith("ETA 0:01:30\n")
+
+
+def screen(text: str) -> list[str]:
+    """What a terminal shows of `text`: each line after its last erasure."""
+    return [line.rsplit("\r\x1b[2K", 1)[-1] for line in text.split("\n")]
+
+
+def test_the_bar_never_mixes_with_lines(make, clock, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    logger = make(Metrics(enable_color_printing=False), stream=stream)
+    train(logger, clock, 10)
+    logger.message("wrote a grid")
+    train(logger, clock, 10)
+    logger.log(20, loss=0.5, grad_norm=1.5, lr=1e-4)
+    message, line, bar = screen(stream.getvalue())
+    assert message == "wrote a grid"
+    assert line.startswith("step  20/100")
+    assert bar == " 20% [####....................] step 20/100  ETA 0:00:40"
+    logger.close()
+    assert screen(stream.getvalue())[-1] == ""
+
+
+def test_the_bar_never_wraps_and_is_drawn_a_few_times_a_second(make, clock, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "20")
+    stream = Terminal()
+    logger = make(stream=stream)
+    train(logger, clock, 50, seconds=0.01)
+    drawn = stream.getvalue().split("\r\x1b[2K")
+    assert 4 <= len(drawn) <= 6
+    assert max(map(len, drawn)) == 19
+
+
+@pytest.mark.parametrize(
+    ("enabled", "no_color", "colored"), [(True, "", True), (False, "", False), (True, "1", False)]
+)
+def test_colour_only_where_it_is_wanted(make, clock, monkeypatch, enabled, no_color, colored):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    stream = Terminal()
+    logger = make(Metrics(enable_color_printing=enabled), stream=stream)
+    train(logger, clock, 1)
+    logger.log(1, loss=0.5, grad_norm=1.5, lr=1e-4)
+    assert ("\x1b[32mloss" in stream.getvalue()) == colored
+
+
+def test_tensorboard_gets_numbers_and_images_and_a_resume_hides_what_comes_again(make, run, clock, tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = Metrics(enable_tensorboard=True, save_tb_folder="NAME")
+    picture = tmp_path / "grid.png"
+    Image.new("RGB", (4, 4), (255, 0, 0)).save(picture)
+    logger = make(config)
+    for step in (1, 2, 3):
+        train(logger, clock, 1)
+        logger.log(step, loss=float(step), grad_norm=1.5, lr=1e-4)
+    logger.log_image("samples", picture, 2)
+    logger.log_image("array", np.zeros((4, 4, 3), np.uint8), 2)
+    logger.close()
+    resumed = make(config, start_step=2)
+    train(resumed, clock, 1)
+    resumed.log(3, loss=30.0, grad_norm=1.5, lr=1e-4)
+    resumed.close()
+    events = accumulator.EventAccumulator(str(run.path / "NAME"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert {"images_per_second", "mfu", "elapsed_s"} <= set(events.Tags()["scalars"])
+    assert set(events.Tags()["images"]) == {"samples", "array"}
+
+
+@pytest.mark.parametrize(
+    ("option", "module"), [("enable_tensorboard", "torch.utils.tensorboard"), ("enable_wandb", "wandb")]
+)
+def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch, option, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"^metrics\.{option} = True needs .*: pip install \w+$"):
+        check_trackers(Metrics(**{option: True}))
+
+
+@pytest.fixture
+def wandb(monkeypatch, tmp_path):
+    """A stand-in that keeps what it was told."""
+    module = types.ModuleType("wandb")
+    calls = types.SimpleNamespace(init=None, log=[], finished=False)
+    run = types.SimpleNamespace(
+        log=calls.log.append,
+        define_metric=lambda *_, **__: None,
+        finish=lambda: setattr(calls, "finished", True),
+    )
+
+    def init(**options):
+        calls.init = options
+        return run
+
+    module.init = init
+    module.Settings = dict
+    module.Image = lambda pixels: pixels.shape
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+def test_wandb_is_offline_without_a_login_and_gets_numbers_and_images(make, run, clock, wandb):
+    logger = make(Metrics(enable_wandb=True), peak_flops=None)
+    train(logger, clock, 1)
+    logger.log(1, loss=0.5, grad_norm=1.5, lr=1e-4)
+    logger.log_image("samples", np.zeros((4, 6, 3), np.uint8), 1)
+    logger.close()
+    assert wandb.init["mode"] == "offline"
+    assert wandb.init["id"] == read_config(run.path)["run_id"]
+    assert wandb.init["config"] == {"training": {"seed": 0}}
+    numbers, image = wandb.log
+    assert numbers["step"] == 1 and numbers["loss"] == 0.5 and "mfu" not in numbers
+    assert image == {"samples": (4, 6, 3), "step": 1}
+    assert wandb.finished
+
+
+@pytest.mark.parametrize("login", ["key", "netrc", "mode"])
+def test_wandb_is_left_to_itself_with_a_login_or_a_mode(make, wandb, monkeypatch, tmp_path, login):
+    if login == "netrc":
+        (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
+        (tmp_path / ".netrc").chmod(0o600)
+    else:
+        monkeypatch.setenv({"key": "WANDB_API_KEY", "mode": "WANDB_MODE"}[login], "online")
+    make(Metrics(enable_wandb=True))
+    assert wandb.init["mode"] is None

@@ -1,0 +1,145 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Traces and memory snapshots land where they should, of the steps they should."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import torch
+from torch.profiler import ProfilerAction
+
+from torchditan.config import ConfigError, Profiling
+from torchditan.profiling import profiling, trace_action
+from torchditan.run_directory import RunDirectory
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory(tmp_path / "run", is_writer=True)
+
+
+def work(profiler, first, last, device=CPU):
+    for step in range(first, last + 1):
+        with torch.profiler.record_function(f"train_step_{step}"):
+            torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)
+        profiler.step(step)
+
+
+def names(path):
+    return {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+
+
+def files(run):
+    return sorted(str(path.relative_to(run.path)) for path in run.path.rglob("*") if path.is_file())
+
+
+def test_one_trace_each_profile_freq_steps_holds_that_step_only(run):
+    with profiling(Profiling(enable_profiling=True, profile_freq=4), run, 1, device=CPU) as profiler:
+        work(profiler, 1, 10)
+    assert files(run) == ["profile_trace/step_00000004/rank1.json", "profile_trace/step_00000008/rank1.json"]
+    recorded = names(run.path / "profile_trace/step_00000008/rank1.json")
+    assert "train_step_8" in recorded and "aten::mm" in recorded
+    assert not recorded & {"train_step_7", "train_step_9", "train_step_4"}
+
+
+def test_a_resumed_run_traces_the_same_steps(run):
+    config = Profiling(enable_profiling=True, profile_freq=4, save_traces_folder="traces")
+    with profiling(config, run, 0, device=CPU, start_step=6) as profiler:
+        work(profiler, 7, 9)
+    assert files(run) == ["traces/step_00000008/rank0.json"]
+    assert "train_step_8" in names(run.path / "traces/step_00000008/rank0.json")
+
+
+def test_every_step_can_be_traced(run):
+    with profiling(Profiling(enable_profiling=True, profile_freq=1), run, 0, device=CPU) as profiler:
+        work(profiler, 1, 2)
+    assert len(files(run)) == 2
+
+
+def test_a_step_that_fails_leaves_no_trace(run):
+    with (
+        pytest.raises(RuntimeError, match="boom"),
+        profiling(Profiling(enable_profiling=True, profile_freq=2), run, 0, device=CPU) as profiler,
+    ):
+        work(profiler, 1, 1)
+        raise RuntimeError("boom")
+    assert files(run) == []
+
+
+def test_the_profiler_idles_until_shortly_before_the_traced_step():
+    actions = [trace_action(step, 10) for step in range(1, 11)]
+    assert actions == [ProfilerAction.NONE] * 6 + [ProfilerAction.WARMUP] * 3 + [
+        ProfilerAction.RECORD_AND_SAVE
+    ]
+
+
+def test_nothing_is_written_when_it_is_off(run):
+    with profiling(Profiling(profile_freq=1), run, 0, device=CPU) as profiler:
+        work(profiler, 1, 3)
+    assert not run.path.exists()
+
+
+def test_memory_snapshots_need_cuda(run):
+    with (
+        pytest.raises(ConfigError, match=r"profiling\.enable_memory_snapshot = True needs CUDA.* on cpu"),
+        profiling(Profiling(enable_memory_snapshot=True), run, 0, device=CPU),
+    ):
+        pass
+
+
+def test_a_frequency_of_zero_is_refused(run):
+    with (
+        pytest.raises(ConfigError, match=r"profiling\.profile_freq = 0 must be 1 or more"),
+        profiling(Profiling(enable_profiling=True, profile_freq=0), run, 0, device=CPU),
+    ):
+        pass
+
+
+class _MemoryHistory:
+    """Stands for torch.cuda.memory's private recorder, so that the rules are tested without a GPU."""
+
+    def __init__(self, monkeypatch):
+        self.recording = False
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
+        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", self.dump)
+
+    def record(self, enabled="all", **_):
+        self.recording = enabled is not None
+
+    def dump(self, path):
+        assert self.recording
+        with open(path, "wb") as file:
+            file.write(b"snapshot")
+
+
+def test_memory_snapshots_come_each_profile_freq_steps_and_on_running_out(run, monkeypatch):
+    history = _MemoryHistory(monkeypatch)
+    config = Profiling(enable_memory_snapshot=True, profile_freq=2)
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        profiling(config, run, 0, device=torch.device("cuda")) as profiler,
+    ):
+        work(profiler, 1, 4)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert files(run) == [
+        "memory_snapshot/step_00000002/rank0.pickle",
+        "memory_snapshot/step_00000004/rank0.pickle",
+        "memory_snapshot/step_00000005_oom/rank0.pickle",
+    ]
+    assert not history.recording
+
+
+@pytest.mark.gpu
+def test_gpu_traces_hold_kernels_and_snapshots_load(run):
+    device = torch.device("cuda")
+    config = Profiling(enable_profiling=True, enable_memory_snapshot=True, profile_freq=2)
+    with profiling(config, run, 0, device=device) as profiler:
+        work(profiler, 1, 2, device)
+    events = json.loads((run.path / "profile_trace/step_00000002/rank0.json").read_text())["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)
+    with open(run.path / "memory_snapshot/step_00000002/rank0.pickle", "rb") as file:
+        assert "segments" in pickle.load(file)

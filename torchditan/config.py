@@ -1,0 +1,523 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Every option of TorchDiTan: typed, documented, validated; from TOML and the command line.
+
+One dataclass per TOML section; its docstring heads the section in `--help`, and the string under a
+field is the help of that option. `validate` holds the rules that need neither data nor devices.
+Reading TOML and the command line is config_loader.py's work. A user's mistake is a `ConfigError`:
+one line that names the option, its value and what would be right. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any, Literal
+
+FLAVOR_NAMES = ("debugmodel", "DiT-Ti", "DiT-S", "DiT-B", "DiT-L", "DiT-XL", "DiT-1B", "DiT-7B")
+"""Sizes of models/dit.py, repeated here because that module imports torch; a test compares them."""
+
+
+class ConfigError(ValueError):
+    """The user's mistake, in one line that says what would be right. `train.py` exits with code 2."""
+
+
+def option_error(option: str, value: Any, right: str) -> ConfigError:
+    """The one form of a refusal: `training.steps = 0: must be at least 1`."""
+    shown = "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    if len(shown) > 120:
+        shown = shown[:117] + "..."
+    return ConfigError(f"{option} = {shown}: {right}")
+
+
+def nearest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The choice most like `name`, whatever its case, or None where none is alike."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """`; did you mean DiT-XL?`, or nothing where no choice is alike."""
+    found = nearest(name, choices)
+    return f"; did you mean {found}?" if found else ""
+
+
+@dataclass
+class Job:
+    """Which configuration to run, and where its results go."""
+
+    config_file: str | None = None
+    """TOML file of the job: a path, or a name that is looked up in train_configs/."""
+    dump_folder: str = "./outputs"
+    """Folder that holds the run directories; a run writes to <dump_folder>/<experiment_name>/."""
+    description: str = ""
+    """A sentence about the run, kept in its config.json."""
+    print_config: bool = False
+    """Print the resolved configuration and exit without training."""
+
+
+@dataclass
+class Model:
+    """The diffusion transformer: a flavor names its sizes, a preset its options."""
+
+    name: Literal["dit"] = "dit"
+    """Architecture: our own diffusion transformer."""
+    flavor: str = "DiT-S"
+    """Size of the model: debugmodel, DiT-Ti, DiT-S, DiT-B, DiT-L, DiT-XL, DiT-1B or DiT-7B."""
+    preset: Literal["torchditan", "official"] = "torchditan"
+    """Options the flavor is built with: torchditan (RoPE, SwiGLU) or official (Peebles and Xie 2023)."""
+    patch_size: int = 2
+    """Side of a square patch, in pixels or latent cells; image height and width must be multiples of it."""
+    input_channels: int | None = None
+    """Channels of a sample (3 for RGB pixels, 16 for Cosmos latents); left open, the dataset says."""
+    conditioning: Literal["adaln", "in_context"] | None = None
+    """How timestep and label enter: adaLN-zero modulation, or extra tokens. Default: the preset's."""
+    norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] | None = None
+    """Norm of the blocks; np_ has no parameters, fused_rmsnorm means rmsnorm. Default: the preset's."""
+    qk_norm: bool | None = None
+    """Normalise queries and keys of every head. Default: the preset's."""
+    mlp: Literal["swiglu", "gelu"] | None = None
+    """Feed-forward layer. Default: the preset's."""
+    position: Literal["rope", "sincos"] | None = None
+    """Positions: axial 2D rotary embedding, or fixed sin-cos added to the patches. Default: the preset's."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    learn_sigma: bool | None = None
+    """Predict a variance beside the mean (twice the output channels). Default: the preset's."""
+
+
+@dataclass
+class Dataset:
+    """The images to train on; the registry is in data/."""
+
+    dataset_name: str = "digits"
+    """Name in the registry: digits, earth, emoji, cifar10, imagenet, imagenet_hub, folder or dummy."""
+    root_dir: str | None = None
+    """Folder (or file) of the images, where the dataset is not embedded."""
+    hub_name: str | None = None
+    """Hugging Face dataset to read instead of root_dir, where the dataset supports it."""
+    streaming: bool = False
+    """Stream the hub dataset in its stored order instead of downloading it first (torchdata, unshuffled)."""
+    image_size: list[int] | None = None
+    """Height and width of a sample, `32` or `[32, 48]`; left open, the dataset says."""
+    num_classes: int | None = None
+    """Number of class labels; 0 trains without labels; left open, the dataset says."""
+    num_workers: int = 2
+    """Processes per rank that decode images; 0 decodes in the training process."""
+    prefetch_factor: int = 4
+    """Batches each worker prepares ahead."""
+    horizontal_flip: bool | None = None
+    """Mirror half of the training images, chosen by position in the stream. Default: the dataset's."""
+    image_key: str = "image"
+    """Column of the images in parquet files and hub datasets."""
+    label_key: str = "label"
+    """Column of the labels in parquet files and hub datasets."""
+    corrupt_images: Literal["error", "skip"] = "error"
+    """What an unreadable image does: stop the run naming it, or be replaced by the next one and counted."""
+    dummy_fill: Literal["normal", "zeros"] = "normal"
+    """Content of the dummy dataset: standard normal, or zeros (which run faster than real data on GPUs)."""
+    dummy_size: int = 10000
+    """Number of samples in the dummy dataset."""
+
+
+@dataclass
+class Diffusion:
+    """The training objective and its timesteps."""
+
+    objective: Literal["flow_matching"] = "flow_matching"
+    """Training objective: flow matching, x_t = (1 - t) noise + t x with velocity target."""
+    timestep_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
+    """Distribution of training timesteps (t = 0 noise, t = 1 data)."""
+    logit_normal_mean: float = 0.0
+    """Mean of logit(t); below 0 trains more on noisy samples."""
+    logit_normal_std: float = 1.0
+    """Standard deviation of logit(t)."""
+    timestep_shift: float = 1.0
+    """Shift towards noise for larger samples, t / (t + shift (1 - t)); 1 is none. Also used in sampling."""
+    label_dropout: float = 0.1
+    """Share of training samples whose label is replaced by the null class, for classifier-free guidance."""
+
+
+@dataclass
+class Training:
+    """Batch, steps, precision, and how ranks share the work."""
+
+    batch_size: int = 16
+    """Images per rank in one forward pass."""
+    global_batch_size: int | None = None
+    """Images per optimizer step over all ranks; more than ranks x batch_size accumulates gradients."""
+    steps: int = 1000
+    """Optimizer steps to train."""
+    seed: int = 0
+    """Seed of weights, data order, noise, timesteps, label dropout and samples."""
+    deterministic: bool = False
+    """Use deterministic kernels only; slower, bitwise repeatable."""
+    compile: bool = False
+    """Compile every transformer block with torch.compile."""
+    max_norm: float = 1.0
+    """Clip gradients to this global norm; 0 measures the norm and clips nothing."""
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of the parameters in forward and backward; master weights are always float32."""
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which gradients are reduced over ranks."""
+    data_parallel_replicate_degree: int = 1
+    """Ranks that hold copies of the model; equal to the world size it is DDP, between is HSDP."""
+    data_parallel_shard_degree: int = -1
+    """Ranks the parameters are sharded over (FSDP); -1 takes all ranks left."""
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+    gc_freq: int = 50
+    """Collect Python garbage every so many steps, on all ranks at once."""
+
+
+@dataclass
+class Optimizer:
+    """The update of the weights."""
+
+    name: Literal["AdamW"] = "AdamW"
+    """Optimizer; norms, biases and embeddings get no weight decay."""
+    lr: float = 1e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.999
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the denominator of the update."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+
+
+@dataclass
+class LRScheduler:
+    """The learning rate over the run."""
+
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    """Learning rate after warmup: constant, cosine or linear to the end, or warmup-stable-decay."""
+    warmup_steps: int = 0
+    """Steps of linear warmup."""
+    decay_ratio: float = 0.2
+    """Share of all steps that the decay of wsd takes, at the end."""
+    min_lr_factor: float = 0.0
+    """Learning rate at the end of a decay, as a share of the peak."""
+
+
+@dataclass
+class ActivationCheckpoint:
+    """Trade compute for memory: recompute activations in the backward pass."""
+
+    mode: Literal["none", "full", "selective"] = "none"
+    """Blocks whose activations are recomputed: none, all (full), or what selective_ac_option says."""
+    selective_ac_option: str = "2"
+    """For mode selective: n checkpoints every n-th block, `op` keeps outputs of matmuls and attention."""
+
+
+@dataclass
+class Compile:
+    """How torch.compile works, with --training.compile."""
+
+    backend: str = "inductor"
+    """Backend of torch.compile."""
+    mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """Effort of the inductor backend; max-autotune tries matmul templates and starts slowly."""
+
+
+@dataclass
+class Float8:
+    """Float8 training of the linear layers, through torchao."""
+
+    enable_float8_linear: bool = False
+    """Train the linear layers of the blocks in float8 through torchao (compute capability 8.9 or newer)."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """Scaling granularity of torchao's float8 training."""
+    emulate: bool = False
+    """Compute float8 products in higher precision where the device has none; slow, for tests."""
+    enable_fsdp_float8_all_gather: bool = False
+    """All-gather weights in float8 (tensorwise recipe only)."""
+
+
+@dataclass
+class Checkpoint:
+    """Saving the run, and continuing it."""
+
+    enable_checkpoint: bool = False
+    """Write checkpoints, and continue from the newest one when the same command is run again."""
+    folder: str = "checkpoint"
+    """Name of the folder inside the run directory."""
+    interval: int = 500
+    """Optimizer steps between checkpoints; the last step is always saved."""
+    keep_latest_k: int = 2
+    """Checkpoints to keep; 0 keeps all."""
+    async_mode: Literal["disabled"] = "disabled"
+    """Asynchronous saving; only `disabled` in this version."""
+
+
+@dataclass
+class Metrics:
+    """What a run is called, logs and draws while it trains."""
+
+    experiment_name: str | None = None
+    """Name of the run and of its folder; default: the name of the config file."""
+    log_freq: int = 10
+    """Steps between two lines of metrics."""
+    enable_color_printing: bool = True
+    """Colour the console lines on a terminal."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard event files."""
+    save_tb_folder: str = "tensorboard"
+    """Folder of the event files inside the run directory."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases; offline where there is no login."""
+    wandb_project: str = "torchditan"
+    """Weights & Biases project."""
+    enable_sampling: bool = True
+    """Draw sample grids while training."""
+    sample_freq: int = 0
+    """Steps between two sample grids; 0 draws one at the end."""
+    sample_batch_size: int = 16
+    """Images sampled at once on each rank."""
+
+
+@dataclass
+class Sampling:
+    """How images are drawn, while training and by scripts/generate.py."""
+
+    sampler: Literal["euler", "heun"] = "euler"
+    """ODE solver of first or second order."""
+    num_steps: int = 50
+    """Solver steps from noise to image; Heun evaluates the model twice in each."""
+    guidance_scale: float = 2.0
+    """Classifier-free guidance; 1 is none."""
+    guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    """Guidance applies for t between these two (t = 1 is data)."""
+    guidance_channels: int | None = None
+    """Guide only the first n channels, as the official DiT samples (3); default: all."""
+    images_per_class: int = 8
+    """Generated images in each row of the grid."""
+    max_classes: int = 10
+    """Rows of the grid: the first so many classes."""
+    use_ema: bool = True
+    """Sample from the EMA weights where there are any."""
+
+
+@dataclass
+class EMA:
+    """The average of the weights that samples are drawn from."""
+
+    enable: bool = True
+    """Keep an exponential moving average of the weights, for sampling and export."""
+    decay: float = 0.9999
+    """Decay per step once warmed up; .9999 suits a global batch of 256."""
+    warmup: bool = True
+    """Start with a short average: decay min(decay, (1 + step) / (10 + step))."""
+
+
+@dataclass
+class Validation:
+    """A loss on held-out images, comparable between runs."""
+
+    freq: int = 0
+    """Steps between two validation losses on held-out images with fixed noise and timesteps; 0 is never."""
+    num_images: int = 256
+    """Held-out images each validation uses."""
+
+
+@dataclass
+class Profiling:
+    """Traces and memory snapshots of the running job."""
+
+    enable_profiling: bool = False
+    """Write torch profiler traces."""
+    save_traces_folder: str = "profile_trace"
+    """Folder of the traces inside the run directory."""
+    profile_freq: int = 100
+    """Steps between two traced steps."""
+    enable_memory_snapshot: bool = False
+    """Write CUDA memory snapshots, every profile_freq steps and on running out of memory."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the snapshots inside the run directory."""
+
+
+@dataclass
+class Comm:
+    """How long ranks wait for each other."""
+
+    init_timeout_seconds: int = 600
+    """Timeout of collectives until the first step is done (compilation is slow)."""
+    train_timeout_seconds: int = 100
+    """Timeout of collectives afterwards."""
+
+
+@dataclass
+class Config:
+    """Every section, in the order of --help."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    dataset: Dataset = field(default_factory=Dataset)
+    diffusion: Diffusion = field(default_factory=Diffusion)
+    training: Training = field(default_factory=Training)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    float8: Float8 = field(default_factory=Float8)
+    ema: EMA = field(default_factory=EMA)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    sampling: Sampling = field(default_factory=Sampling)
+    validation: Validation = field(default_factory=Validation)
+    profiling: Profiling = field(default_factory=Profiling)
+    comm: Comm = field(default_factory=Comm)
+
+
+def _is_inner_folder(name: str) -> bool:
+    parts = PurePath(name).parts
+    return bool(parts) and not PurePath(name).is_absolute() and ".." not in parts and name.isprintable()
+
+
+def _is_plain_name(name: str) -> bool:
+    return _is_inner_folder(name) and "/" not in name and "\\" not in name
+
+
+_RULES: list[tuple[str, Callable[[Any], bool], str]] = [
+    (
+        "must be at least 1",
+        lambda value: value >= 1,
+        "model.patch_size model.input_channels dataset.prefetch_factor dataset.dummy_size "
+        "training.batch_size training.global_batch_size training.steps training.gc_freq "
+        "training.data_parallel_replicate_degree "
+        "checkpoint.interval metrics.log_freq metrics.sample_batch_size sampling.num_steps "
+        "sampling.guidance_channels sampling.images_per_class sampling.max_classes validation.num_images "
+        "profiling.profile_freq comm.init_timeout_seconds comm.train_timeout_seconds",
+    ),
+    (
+        "must be 0 or more",
+        lambda value: value >= 0,
+        "dataset.num_classes dataset.num_workers training.max_norm optimizer.lr optimizer.weight_decay "
+        "lr_scheduler.warmup_steps checkpoint.keep_latest_k metrics.sample_freq sampling.guidance_scale "
+        "validation.freq",
+    ),
+    (
+        "must be greater than 0",
+        lambda value: value > 0,
+        "model.rope_theta diffusion.logit_normal_std diffusion.timestep_shift optimizer.eps",
+    ),
+    (
+        "must be between 0 and 1",
+        lambda value: 0 <= value <= 1,
+        "diffusion.label_dropout lr_scheduler.decay_ratio lr_scheduler.min_lr_factor",
+    ),
+    (
+        "must be 0 or more and below 1",
+        lambda value: 0 <= value < 1,
+        "optimizer.beta1 optimizer.beta2 ema.decay",
+    ),
+    (
+        "must be 0 or more and below 2^63",
+        lambda value: 0 <= value < 2**63,
+        "training.seed",
+    ),
+    (
+        "must be at least 1, or -1 for all ranks left",
+        lambda value: value >= 1 or value == -1,
+        "training.data_parallel_shard_degree",
+    ),
+    (
+        "must be a plain folder name inside the run directory, without `..`",
+        _is_inner_folder,
+        "checkpoint.folder metrics.save_tb_folder profiling.save_traces_folder "
+        "profiling.save_memory_snapshot_folder",
+    ),
+    (
+        "must be a plain name without slashes: it names the run's folder",
+        _is_plain_name,
+        "metrics.experiment_name",
+    ),
+]
+"""(what is right, its test, the options it holds for); an option left open (None) is not tested."""
+
+
+def validate(config: Config) -> None:
+    """Refuse what the options alone show to be wrong; data, ranks and devices are checked by their owners."""
+    values = flatten(config)
+    for right, is_right, options in _RULES:
+        for option in options.split():
+            if values[option] is not None and not is_right(values[option]):
+                raise option_error(option, values[option], right)
+    _validate_model(config)
+    _validate_image_size(config)
+    _validate_global_batch_size(config)
+    _validate_guidance_interval(config)
+    _validate_activation_checkpoint(config)
+    _validate_float8(config)
+
+
+def _validate_model(config: Config) -> None:
+    model = config.model
+    if model.flavor not in FLAVOR_NAMES:
+        hint = did_you_mean(model.flavor, FLAVOR_NAMES)
+        raise option_error("model.flavor", model.flavor, f"must be one of {', '.join(FLAVOR_NAMES)}{hint}")
+    learns_sigma = model.preset == "official" if model.learn_sigma is None else model.learn_sigma
+    if learns_sigma and config.diffusion.objective == "flow_matching":
+        right = "flow matching predicts no variance; set --model.learn_sigma=false"
+        if model.learn_sigma is None:
+            raise option_error("model.preset", model.preset, f"learns sigma, and {right}")
+        raise option_error("model.learn_sigma", True, right)
+
+
+def _validate_image_size(config: Config) -> None:
+    size, patch_size = config.dataset.image_size, config.model.patch_size
+    if size is None:
+        return
+    if len(size) not in (1, 2) or min(size) < 1:
+        raise option_error("dataset.image_size", size, "must be one or two positive integers, 32 or [32, 48]")
+    if any(side % patch_size for side in size):
+        right = f"must be a multiple of model.patch_size = {patch_size}"
+        raise option_error("dataset.image_size", size, right)
+
+
+def _validate_global_batch_size(config: Config) -> None:
+    training = config.training
+    if training.global_batch_size is not None and training.global_batch_size % training.batch_size:
+        right = f"must be a multiple of training.batch_size = {training.batch_size} times the number of ranks"
+        raise option_error("training.global_batch_size", training.global_batch_size, right)
+
+
+def _validate_guidance_interval(config: Config) -> None:
+    interval = config.sampling.guidance_interval
+    if len(interval) != 2 or not 0 <= interval[0] <= interval[1] <= 1:
+        right = "must be two numbers, 0 <= from <= to <= 1"
+        raise option_error("sampling.guidance_interval", interval, right)
+
+
+def _validate_activation_checkpoint(config: Config) -> None:
+    option = config.activation_checkpoint.selective_ac_option
+    if option != "op" and not (option.isascii() and option.isdigit() and int(option) >= 1):
+        right = "must be an integer of at least 1, or op"
+        raise option_error("activation_checkpoint.selective_ac_option", option, right)
+
+
+def _validate_float8(config: Config) -> None:
+    float8 = config.float8
+    if not float8.enable_fsdp_float8_all_gather:
+        return
+    if not float8.enable_float8_linear:
+        right = "needs --float8.enable_float8_linear"
+        raise option_error("float8.enable_fsdp_float8_all_gather", True, right)
+    if float8.recipe_name != "tensorwise":
+        right = f"needs --float8.recipe_name=tensorwise, not {float8.recipe_name}"
+        raise option_error("float8.enable_fsdp_float8_all_gather", True, right)
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """`{"training.steps": 1000, ...}`, in the order of --help."""
+    return {
+        f"{section}.{key}": value
+        for section, keys in dataclasses.asdict(config).items()
+        for key, value in keys.items()
+    }

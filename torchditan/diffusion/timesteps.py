@@ -1,0 +1,42 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Distributions of the timestep t in [0, 1]; t = 0 is noise and t = 1 is data, everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+TimestepSampling = Callable[[torch.Tensor], torch.Tensor]
+"""Uniform numbers (B,) float32 in [0, 1) -> timesteps (B,) float32 in [0, 1]."""
+
+
+def shift_timesteps(t: torch.Tensor, shift: float) -> torch.Tensor:
+    """Move timesteps towards noise: t / (t + shift (1 - t)).
+
+    With noise level s = 1 - t this is s' = shift s / (1 + (shift - 1) s), equation 23 of Esser et al.
+    2024 (arXiv 2403.03206), where shift = sqrt(m / n) for m against n values per sample.
+    """
+    return t / (t + shift * (1 - t))
+
+
+def timestep_sampling(
+    *, kind: Literal["uniform", "logit_normal"], mean: float = 0.0, std: float = 1.0, shift: float = 1.0
+) -> TimestepSampling:
+    """Build the map from a sample's uniform draw to its timestep, by the inverse of the distribution function.
+
+    Args:
+        kind: uniform, or logit_normal (section 3.1 of Esser et al. 2024): logit(t) ~ N(mean, std^2).
+        mean: mean of logit(t); below 0 trains more on noisy samples.
+        std: standard deviation of logit(t), positive.
+        shift: see `shift_timesteps`; 1 changes nothing.
+    """
+
+    def sample(uniform: torch.Tensor) -> torch.Tensor:
+        t = uniform
+        if kind == "logit_normal":
+            t = torch.sigmoid(mean + std * torch.special.ndtri(uniform))
+        return shift_timesteps(t, shift)
+
+    return sample

@@ -1,0 +1,58 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Activation checkpointing: which blocks recompute what in the backward pass.
+
+A block's `forward` is replaced on the instance, not wrapped in a module, so parameter names stay the
+model's own (initialisation, checkpoints and weight decay go by name).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+_OPS_TO_SAVE = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def _save_expensive_ops(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _OPS_TO_SAVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def apply_activation_checkpoint(
+    blocks: nn.ModuleList, *, mode: Literal["none", "full", "selective"], selective_option: str = "2"
+) -> None:
+    """Checkpoint the repeated blocks of a model, in place.
+
+    Args:
+        blocks: the model's repeated blocks.
+        mode: none, full (every block), or selective.
+        selective_option: with mode selective, "n" checkpoints every n-th block and "op" checkpoints all
+            blocks but keeps the outputs of matrix products and attention.
+    """
+    if mode == "none":
+        return
+    every_nth, options = 1, {}
+    if mode == "selective" and selective_option == "op":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _save_expensive_ops)
+    elif mode == "selective":
+        every_nth = int(selective_option)
+    for block in list(blocks)[every_nth - 1 :: every_nth]:
+        block.forward = _checkpointed(block.forward, **options)
+
+
+def _checkpointed(forward: Callable[..., torch.Tensor], **options: Any) -> Callable[..., torch.Tensor]:
+    # The blocks draw no random numbers, so there is no random state to keep.
+    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **options)

@@ -1,0 +1,60 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""How the ranks are divided into replicas and shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchditan.config import ConfigError
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """replicate x shard ranks: (n, 1) is DDP, (1, n) is FSDP, anything between is HSDP."""
+
+    replicate: int
+    shard: int
+
+    @classmethod
+    def resolve(cls, *, replicate: int, shard: int, world_size: int) -> ParallelDims:
+        """Degrees for this world size; a shard degree of -1 takes all ranks left.
+
+        Raises:
+            ConfigError: the degrees do not multiply to the world size.
+        """
+        options = "training.data_parallel_replicate_degree"
+        if replicate < 1 or world_size % replicate:
+            raise ConfigError(
+                f"{options} is {replicate}, but it must divide the {world_size} rank(s) of this job"
+            )
+        resolved = world_size // replicate if shard == -1 else shard
+        if replicate * resolved != world_size:
+            raise ConfigError(
+                f"{options} {replicate} x data_parallel_shard_degree {shard} is {replicate * shard} rank(s), but "
+                f"this job has {world_size}; set data_parallel_shard_degree to {world_size // replicate} or -1"
+            )
+        return cls(replicate=replicate, shard=resolved)
+
+    @property
+    def world_size(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def mode(self) -> str:
+        if self.world_size == 1:
+            return "one process"
+        if self.shard == 1:
+            return f"DDP over {self.replicate} ranks (a replicate-only mesh)"
+        if self.replicate == 1:
+            return f"FSDP over {self.shard} ranks"
+        return f"HSDP over {self.replicate} x {self.shard} ranks"
+
+    def build_mesh(self, device_type: str) -> DeviceMesh:
+        """1D (shard) mesh for FSDP and one process, 2D (replicate, shard) for DDP and HSDP."""
+        if self.replicate == 1:
+            return init_device_mesh(device_type, (self.shard,), mesh_dim_names=("shard",))
+        return init_device_mesh(
+            device_type, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard")
+        )

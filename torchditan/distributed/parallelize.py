@@ -1,0 +1,78 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""One way to parallelise any model: activation checkpointing -> per-block compile -> fully_shard.
+
+Notable:
+- `fully_shard` is applied in every mode, one process and DDP (a replicate-only mesh) included: float32
+  master weights and one precision story everywhere, so comparing modes compares one thing;
+- inputs are not cast on the way in (t and x_t stay float32); the model's two entries, patches and
+  timestep embedding, follow the dtype of their own weights;
+- compiled and checkpointed forwards replace `block.forward` on the instance: parameter names never change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    backend: str = "inductor"
+    mode: str = "default"
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    blocks: nn.ModuleList,
+    mesh: DeviceMesh,
+    activation_checkpoint: Literal["none", "full", "selective"] = "none",
+    selective_ac_option: str = "2",
+    compile: CompileOptions | None = None,
+    param_dtype: torch.dtype = torch.bfloat16,
+    reduce_dtype: torch.dtype = torch.float32,
+    cpu_offload: bool = False,
+) -> nn.Module:
+    """Checkpoint, compile and shard a model in place; usually still on the meta device.
+
+    Args:
+        model: any module; its parameters outside the blocks form one more communication unit.
+        blocks: the repeated blocks of the model.
+        mesh: 1D (shard) or 2D (replicate, shard), see `ParallelDims.build_mesh`.
+        activation_checkpoint: see `apply_activation_checkpoint`.
+        selective_ac_option: see `apply_activation_checkpoint`.
+        compile: options of torch.compile for each block, or None for eager.
+        param_dtype: dtype of the parameters in forward and backward.
+        reduce_dtype: dtype in which gradients are reduced over ranks.
+        cpu_offload: keep the sharded parameters, gradients and optimizer state in host memory.
+    """
+    apply_activation_checkpoint(blocks, mode=activation_checkpoint, selective_option=selective_ac_option)
+    if compile is not None:
+        compile_blocks(blocks, options=compile)
+    precision = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    # Resharding after forward frees gathered weights; with one shard there is nothing to free but a copy.
+    reshard = mesh.size(mesh.ndim - 1) > 1
+    for block in blocks:
+        fully_shard(
+            block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard
+        )
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+    return model
+
+
+def compile_blocks(blocks: nn.ModuleList, *, options: CompileOptions) -> None:
+    """Compile the forward of every block; blocks of one shape share one compiled graph."""
+    for block in blocks:
+        block.forward = torch.compile(
+            block.forward, fullgraph=True, backend=options.backend, mode=options.mode
+        )

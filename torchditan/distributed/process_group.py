@@ -1,0 +1,73 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Start and end of the process group: under torchrun, or alone in one process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among those of the job, as torchrun's environment says; (0 of 1) without it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def from_environment(cls) -> Rank:
+        return cls(
+            rank=int(os.environ.get("RANK", 0)),
+            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+            world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's GPU where there is one, else the CPU."""
+        if torch.cuda.is_available():
+            return torch.device("cuda", self.local_rank)
+        return torch.device("cpu")
+
+
+def init_process_group(rank: Rank, *, timeout_seconds: int) -> None:
+    """Join the job's process group; a lone process makes one of its own, without ports or files."""
+    if rank.device.type == "cuda":
+        torch.cuda.set_device(rank.device)
+    # Tensors in host memory (CPU offload, checkpoint metadata) need gloo beside NCCL.
+    backend = "cpu:gloo,cuda:nccl" if rank.device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_seconds)
+    if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    _die_with_launcher()
+    dist.init_process_group(backend, timeout=timeout)
+
+
+def _die_with_launcher() -> None:
+    """Have the kernel end this rank when torchrun is killed: ranks are sessions of their own and would live on."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def set_timeout(timeout_seconds: int) -> None:
+    """Change the timeout of all collectives, once the slow first step is over."""
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not None]
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+
+
+def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """Sum of a tensor over all ranks, in place."""
+    dist.all_reduce(value)
+    return value

@@ -1,0 +1,56 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Exponential moving average of the weights, in float32, sharded as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class EMA:
+    """average <- decay average + (1 - decay) weights, with decay min(decay, (1 + n) / (10 + n)) while warming up."""
+
+    def __init__(self, model: nn.Module, *, decay: float, warmup: bool = True) -> None:
+        self.decay = decay
+        self.warmup = warmup
+        self.parameters = dict(model.named_parameters())
+        self.average = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def decay_at(self, step: int) -> float:
+        """Decay of this step (1 is the first)."""
+        return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after this optimizer step."""
+        averages = [_local(average) for average in self.average.values()]
+        weights = [_local(parameter.detach()) for parameter in self.parameters.values()]
+        torch._foreach_lerp_(averages, weights, 1 - self.decay_at(step))
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The model computes with the averaged weights inside; afterwards its own are back, to the bit."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, parameter in self.parameters.items():
+            weight, average = _local(parameter.detach()), _local(self.average[name])
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.average

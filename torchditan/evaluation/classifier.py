@@ -1,0 +1,74 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A small classifier of real images, to ask whether generated ones show the class they were asked for."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchditan.stream import ImageDataset
+
+
+class Classifier(nn.Module):
+    """Four convolutions with group norm, then the average over positions; any size from 8 x 8 on."""
+
+    def __init__(self, *, in_channels: int, num_classes: int, width: int = 64) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for channels_in, channels_out, stride in (
+            (in_channels, width, 1),
+            (width, width, 2),
+            (width, 2 * width, 1),
+            (2 * width, 2 * width, 2),
+        ):
+            layers += [
+                nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1),
+                nn.GroupNorm(8, channels_out),
+                nn.SiLU(),
+            ]
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Linear(2 * width, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """(B, C, H, W) in [-1, 1] -> logits (B, num_classes)."""
+        return self.head(self.features(images).mean((2, 3)))
+
+
+def train_classifier(
+    dataset: ImageDataset, *, epochs: int = 20, batch_size: int = 64, lr: float = 2e-3, seed: int = 0
+) -> Classifier:
+    """Fit a classifier on all images of a labelled dataset (read into memory), with small random shifts."""
+    torch.manual_seed(seed)
+    images, labels = as_tensors(dataset)
+    model = Classifier(in_channels=images.shape[1], num_classes=len(dataset.class_names))
+    steps = epochs * -(-len(images) // batch_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(images)).split(batch_size):
+            shift = torch.randint(-1, 2, (2,)).tolist()
+            batch = torch.roll(images[rows], shift, dims=(2, 3))
+            loss = F.cross_entropy(model(batch), labels[rows], label_smoothing=0.05)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return model.eval()
+
+
+@torch.no_grad()
+def accuracy(
+    model: Classifier, images: torch.Tensor, labels: torch.Tensor, *, batch_size: int = 256
+) -> float:
+    """Share of images (N, C, H, W) whose label (N,) the classifier names."""
+    predictions = [model(batch).argmax(1) for batch in images.split(batch_size)]
+    return (torch.cat(predictions) == labels).float().mean().item()
+
+
+def as_tensors(dataset: ImageDataset) -> tuple[torch.Tensor, torch.Tensor]:
+    """All images (N, C, H, W) and labels (N,) of a dataset."""
+    items = [dataset[index] for index in range(len(dataset))]
+    return torch.stack([item["sample"] for item in items]), torch.tensor(
+        [item["class_label"] for item in items]
+    )

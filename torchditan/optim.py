@@ -1,0 +1,155 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""AdamW, the learning rate as a function of the step, gradient clipping and the non-finite guard."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchditan.config import LRScheduler
+from torchditan.config import Optimizer as OptimizerConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Fused AdamW over the trainable parameters; norms, biases and embeddings get no weight decay."""
+    decayed, plain = [], []
+    no_decay = parameters_without_decay(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (plain if name in no_decay else decayed).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def parameters_without_decay(model: nn.Module) -> set[str]:
+    """Names of the vectors (norms and biases), embedding tables and position or token embeddings of a model."""
+    tables = {
+        f"{name}.weight" if name else "weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+    }
+    owned_by_layers = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d)
+        for parameter in module.parameters(recurse=False)
+    }
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if name in tables or parameter.dim() < 2 or id(parameter) not in owned_by_layers
+    }
+
+
+def learning_rate(step: int, *, steps: int, peak: float, config: LRScheduler) -> float:
+    """Learning rate of a step.
+
+    Args:
+        step: 1 for the first optimizer step.
+        steps: steps of the whole run.
+        peak: learning rate after warmup.
+        config: linear warmup over `warmup_steps`, then the schedule; `wsd` stays constant and falls
+            linearly over the last `decay_ratio` of all steps (Hu et al. 2024, arXiv 2404.06395).
+    """
+    warmup = config.warmup_steps
+    if step <= warmup:
+        return peak * step / warmup
+    start = warmup
+    if config.schedule == "wsd":
+        start = max(warmup, round(steps * (1 - config.decay_ratio)))
+    progress = min(1.0, max(0, step - start) / max(1, steps - start))
+    decay = {
+        "constant": 1.0,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
+        "wsd": 1 - progress,
+    }[config.schedule]
+    return peak * (config.min_lr_factor + (1 - config.min_lr_factor) * decay)
+
+
+def clip_grad_norm(parameters: list[nn.Parameter], *, max_norm: float) -> torch.Tensor:
+    """Clip the gradients to a global norm over all ranks, on the device.
+
+    Args:
+        parameters: those with gradients.
+        max_norm: 0 measures and does not clip.
+
+    Returns:
+        The norm before clipping, a scalar; not finite where any gradient of any rank is not.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+    return norm
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient was NaN or infinite; the weights were not touched by it."""
+
+
+class NonFiniteGuard:
+    """Keeps a NaN or an infinity from reaching the weights, without waiting for the device.
+
+    The flag goes to the fused optimizer, which skips the update on the device. The host reads the flag
+    of a step only after the next one is enqueued, so the device never runs dry.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
+
+    def step(self, step: int, grad_norm: torch.Tensor) -> None:
+        """Update the weights unless the gradient norm of this step is not finite.
+
+        Raises:
+            NonFiniteGradientError: an earlier step's was not (on a CPU, this step's).
+        """
+        found_inf = (~torch.isfinite(grad_norm)).float()
+        setattr(self.optimizer, "found_inf", found_inf)  # noqa: B010  read by the fused kernels, declared nowhere
+        self.optimizer.step()
+        previous, self._pending = self._pending, self._copy_to_host(step, found_inf)
+        if self._pending[2] is None:
+            previous = self._pending
+        self._raise_if_set(previous)
+
+    def wait(self) -> None:
+        """Check the last step too: before its weights are saved or sampled from."""
+        self._raise_if_set(self._pending)
+
+    def _copy_to_host(
+        self, step: int, flag: torch.Tensor
+    ) -> tuple[int, torch.Tensor, torch.cuda.Event | None]:
+        if flag.device.type == "cpu":
+            return step, flag, None
+        host = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return step, host, event
+
+    def _raise_if_set(self, pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None) -> None:
+        if pending is None:
+            return
+        step, flag, event = pending
+        if event is not None:
+            event.synchronize()
+        if flag.item():
+            raise NonFiniteGradientError(
+                f"step {step}: the gradient is not finite; the update was skipped and the weights are those of "
+                f"step {step - 1}. A lower optimizer.lr, more lr_scheduler.warmup_steps or "
+                "training.mixed_precision_param float32 may help"
+            )

@@ -1,0 +1,134 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Traces of single steps by the torch profiler, and snapshots of CUDA memory.
+
+Notable:
+- Step 100, 200, ... is traced with `profile_freq = 100`, after a resume too; the steps before it warm up.
+- A trace is `<save_traces_folder>/step_00000100/rank0.json`, for chrome://tracing or Perfetto.
+- A snapshot is `<save_memory_snapshot_folder>/step_00000100/rank0.pickle`, for pytorch.org/memory_viz;
+  running out of memory leaves one in `step_00000100_oom/`, named by the step that failed.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from torchditan.config import ConfigError, Profiling
+from torchditan.run_directory import RunDirectory
+
+_WARMUP_STEPS = 3  # the first traced step would pay for starting the tracer
+_MAX_MEMORY_EVENTS = 100_000
+
+
+def check_profiling(config: Profiling, device: torch.device) -> None:
+    """ConfigError where `config` asks for what `device` cannot do."""
+    if config.enable_memory_snapshot and device.type != "cuda":
+        raise ConfigError(
+            f"profiling.enable_memory_snapshot = True needs CUDA, this run is on {device.type}; leave it out"
+        )
+    if (config.enable_profiling or config.enable_memory_snapshot) and config.profile_freq < 1:
+        raise ConfigError(f"profiling.profile_freq = {config.profile_freq} must be 1 or more")
+
+
+class Profiler:
+    """What `profiling` yields; `step` is called at the end of every training step."""
+
+    def __init__(self, start_step: int) -> None:
+        self.last_step = start_step
+        self.on_step: list[Callable[[], None]] = []
+
+    def step(self, step: int) -> None:
+        assert step == self.last_step + 1, f"step {step} after {self.last_step}"
+        self.last_step = step
+        for call in self.on_step:
+            call()
+
+
+@contextmanager
+def profiling(
+    config: Profiling, run_directory: RunDirectory, rank: int, *, device: torch.device, start_step: int = 0
+) -> Iterator[Profiler]:
+    """Profile the steps in the body as `config` says; every rank writes files of its own."""
+    check_profiling(config, device)
+    profiler = Profiler(start_step)
+    with ExitStack() as stack:
+        if config.enable_profiling:
+            folder = run_directory.folder(config.save_traces_folder)
+            stack.enter_context(_traces(profiler, folder, rank, device, config.profile_freq))
+        if config.enable_memory_snapshot:
+            folder = run_directory.folder(config.save_memory_snapshot_folder)
+            stack.enter_context(_memory_snapshots(profiler, folder, rank, config.profile_freq))
+        yield profiler
+
+
+def trace_action(step: int, profile_freq: int) -> ProfilerAction:
+    """What the profiler does during training step `step`, counted from 1."""
+    until_traced = -step % profile_freq
+    if until_traced == 0:
+        return ProfilerAction.RECORD_AND_SAVE
+    return ProfilerAction.WARMUP if until_traced <= _WARMUP_STEPS else ProfilerAction.NONE
+
+
+@contextmanager
+def _traces(
+    profiler: Profiler, folder: Path, rank: int, device: torch.device, profile_freq: int
+) -> Iterator[None]:
+    def save(trace: profile) -> None:
+        _write(folder / _step_name(profiler.last_step) / f"rank{rank}.json", trace.export_chrome_trace)
+
+    # A trace is one step, so that the profiler forgets the one before is what we want.
+    warnings.filterwarnings("ignore", message=".*Profiler clears events")
+    first = profiler.last_step + 1
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    trace = profile(
+        activities=activities,
+        schedule=lambda count: trace_action(first + count, profile_freq),
+        on_trace_ready=save,
+        record_shapes=True,
+    )
+    trace.start()
+    profiler.on_step.append(trace.step)
+    try:
+        yield
+    finally:
+        trace.on_trace_ready = None  # a step that did not end is no trace
+        trace.stop()
+
+
+@contextmanager
+def _memory_snapshots(profiler: Profiler, folder: Path, rank: int, profile_freq: int) -> Iterator[None]:
+    dump = torch.cuda.memory._dump_snapshot
+
+    def save() -> None:
+        if profiler.last_step % profile_freq == 0:
+            _write(folder / _step_name(profiler.last_step) / f"rank{rank}.pickle", dump)
+
+    torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
+    profiler.on_step.append(save)
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        _write(folder / f"{_step_name(profiler.last_step + 1)}_oom" / f"rank{rank}.pickle", dump)
+        raise
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _step_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def _write(path: Path, save: Callable[[str], object]) -> None:
+    """Have `save` write beside `path`, then rename: a killed run leaves no half trace under that name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.partial")
+    save(str(beside))
+    os.replace(beside, path)

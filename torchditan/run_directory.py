@@ -1,0 +1,370 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The one place that writes and reads a run's files: `<dump_folder>/<experiment_name>/`.
+
+Notable:
+- Nothing is created before `open`, and `open` changes nothing in a folder that it refuses.
+- A run holds a lock on its folder. The kernel drops it with the process, however that ends.
+- Files are written beside, synced and renamed: a reader sees the old file or the new one, never half of it.
+  `metrics.jsonl` grows by whole lines instead; readers skip the line a killed run left torn.
+- Reading (`read_config`, `read_metrics`, `read_status`) needs no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import weakref
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+from uuid import uuid4
+
+from torchditan.config import ConfigError
+
+STATES = ("running", "completed", "interrupted", "oom", "error")
+_OWN_NAMES = ("config.json", "metrics.jsonl", "status.json", ".lock", "samples", "wandb")
+_FOLDER_OPTIONS = (
+    ("checkpoint", "folder"),
+    ("metrics", "save_tb_folder"),
+    ("profiling", "save_traces_folder"),
+    ("profiling", "save_memory_snapshot_folder"),
+)
+
+
+def run_path(dump_folder: str, experiment_name: str) -> Path:
+    """Where a run lives; a name that would leave the dump folder is a ConfigError."""
+    _check_inside("metrics.experiment_name", experiment_name, "the dump folder")
+    return Path(dump_folder) / experiment_name
+
+
+def check_folders(config: dict[str, Any]) -> None:
+    """Every folder option of the resolved `config` stays inside the run directory, else ConfigError."""
+    for section, key in _FOLDER_OPTIONS:
+        value = config.get(section, {}).get(key)
+        if value is not None:
+            _check_inside(f"{section}.{key}", value, "the run directory")
+            if Path(value).parts[0] in _OWN_NAMES:
+                raise ConfigError(
+                    f"{section}.{key} = {value!r} is a name the run uses itself; choose another"
+                )
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write `data` to `path` so that a reader, or a crash, meets the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # the rename itself survives a power cut
+    os.close(folder)
+
+
+class RunDirectory:
+    """The files of one run. Rank 0 is the writer; other ranks use the paths, their writes do nothing."""
+
+    def __init__(self, path: Path, *, is_writer: bool) -> None:
+        self.path = Path(path)
+        self.is_writer = is_writer
+        self._lock: int | None = None
+        self._metrics: TextIO | None = None
+        self._is_new = False
+        self._created: list[Path] = []  # folders that `open` made, deepest first
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def status_path(self) -> Path:
+        return self.path / "status.json"
+
+    def sample_path(self, step: int) -> Path:
+        return self.path / "samples" / f"step_{step:08d}.png"
+
+    def folder(self, name: str) -> Path:
+        """Folder that an option names (`metrics.save_tb_folder`, `checkpoint.folder`, ...)."""
+        return self.path / name
+
+    def open(
+        self, config: dict[str, Any], *, trajectory: dict[str, Any], device: str = "cpu", world_size: int = 1
+    ) -> None:
+        """Take the folder for this run and write config.json.
+
+        `config` is the resolved configuration as nested dicts; `trajectory` the settings that decide what
+        the weights become. ConfigError where the folder holds a run with another trajectory, or a run that
+        is still going; the folder is left as it was.
+        """
+        check_folders(config)
+        if not self.is_writer:
+            return
+        self._refuse_other_trajectory(trajectory)
+        self._create_and_lock()
+        try:
+            # Again under the lock: another run may have taken the folder in between.
+            stored = self._refuse_other_trajectory(trajectory)
+        except ConfigError:
+            self.close()
+            raise
+        self._is_new = stored is None
+        now = _now()
+        content = {
+            "run_id": stored["run_id"] if stored else uuid4().hex[:8],
+            "created": stored["created"] if stored else now,
+            "started": now,
+            "config": config,
+            "trajectory": trajectory,
+            "versions": _versions(),
+            "git_commit": _git_commit(),
+            "hardware": _hardware(device, world_size),
+            "command": sys.argv,
+        }
+        write_file(self.config_path, _to_json(content, indent=2))
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def discard(self) -> None:
+        """Undo `open`, for a user's mistake found after it; a folder in which training began stays."""
+        began = self.metrics_path.exists() or any(self.path.glob("*/step[-_]*"))
+        if self._lock is None or not self._is_new or began:
+            return
+        if self._created:
+            shutil.rmtree(self.path)
+            for parent in self._created[1:]:
+                if not any(parent.iterdir()):
+                    parent.rmdir()
+        else:
+            for name in ("config.json", "status.json", ".lock"):
+                (self.path / name).unlink(missing_ok=True)
+        self.close()
+
+    def write_status(
+        self, state: str, reason: str | None = None, *, step: int | None = None, rank: int = 0, **extra: Any
+    ) -> None:
+        """Write status.json: how the run stands, and why. `rank` is the one the reason comes from.
+
+        Does nothing unless `open` succeeded: a refused folder holds the status of another run.
+        """
+        assert state in STATES, state
+        if self._lock is not None:
+            status = {"state": state, "reason": reason, "step": step, "time": _now(), "rank": rank, **extra}
+            write_file(self.status_path, _to_json(status, indent=2))
+
+    def append_metrics(self, record: dict[str, Any]) -> None:
+        """Add one line to metrics.jsonl and flush it; NaN and infinities are written as null."""
+        if not self.is_writer:
+            return
+        assert self._lock is not None, "the run directory is not open"
+        if self._metrics is None:
+            self._metrics = open(self.metrics_path, "a", encoding="utf-8")
+        self._metrics.write(_to_json(record).decode() + "\n")
+        self._metrics.flush()
+
+    def truncate_metrics(self, step: int) -> None:
+        """Before a resume from `step`: drop the lines of later steps, and what a kill left torn."""
+        if not self.is_writer or not self.metrics_path.exists():
+            return
+        assert self._metrics is None, "truncate before the first append"
+        kept = [record for record in read_metrics(self.path) if record["step"] <= step]
+        write_file(self.metrics_path, b"".join(_to_json(record) + b"\n" for record in kept))
+
+    def _refuse_other_trajectory(self, trajectory: dict[str, Any]) -> dict[str, Any] | None:
+        """The stored config.json, None for a new run; ConfigError where the folder belongs to another run."""
+        if not self.config_path.exists():
+            if self.metrics_path.exists():
+                raise ConfigError(
+                    f"{self.path} holds metrics.jsonl but no config.json, so what made it is unknown; "
+                    "name this run with --metrics.experiment_name"
+                )
+            return None
+        stored = read_config(self.path)
+        there = _flatten(stored.get("trajectory", {}))
+        here = _flatten(json.loads(_to_json(trajectory)))
+        absent = "absent"
+        differing = [
+            f"{key} is {there.get(key, absent)} there and {here.get(key, absent)} here"
+            for key in [*here, *(there.keys() - here.keys())]
+            if there.get(key, absent) != here.get(key, absent)
+        ]
+        if differing:
+            raise ConfigError(
+                f"{self.path} holds a run with other settings: {'; '.join(differing)}. "
+                "To resume it use its settings, else name a new run with --metrics.experiment_name"
+            )
+        return stored
+
+    def _create_and_lock(self) -> None:
+        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"job.dump_folder, metrics.experiment_name: {self.path} is no folder that can be written "
+                f"({error.strerror}); choose another"
+            ) from None
+        self._created = missing
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 200).decode().strip()
+            os.close(lock)
+            raise ConfigError(
+                f"{self.path} is in use by process {holder}; wait for it, or name this run with "
+                "--metrics.experiment_name"
+            ) from None
+        except OSError as error:
+            # Some cluster file systems are mounted without locks; that is no reason not to train.
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+            print(f"warning: {self.path} cannot be locked ({error.strerror})", file=sys.stderr)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"PID {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._lock = lock
+        self._drop_lock_in_forks()
+
+    def _drop_lock_in_forks(self) -> None:
+        """A forked data worker would inherit the lock, and hold it after its parent was killed."""
+        reference = weakref.ref(self)
+
+        def drop() -> None:
+            directory = reference()
+            if directory is not None and directory._lock is not None:
+                os.close(directory._lock)
+                directory._lock = None
+
+        os.register_at_fork(after_in_child=drop)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """config.json of the run in folder `path`; ConfigError where there is none."""
+    file = Path(path) / "config.json"
+    try:
+        content: dict[str, Any] = json.loads(file.read_bytes())
+        return content
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is not a run directory: it has no config.json") from None
+    except ValueError as error:
+        raise ConfigError(f"{file} does not parse: {error}") from None
+
+
+def read_status(path: str | Path) -> dict[str, Any] | None:
+    """status.json of the run in folder `path`, None where none was written."""
+    file = Path(path) / "status.json"
+    return json.loads(file.read_bytes()) if file.exists() else None
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl of the run in folder `path`; none where none was written."""
+    file = Path(path) / "metrics.jsonl"
+    records = []
+    for line in file.read_bytes().split(b"\n") if file.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except ValueError:  # empty after the last newline, or torn by a kill
+            continue
+    return records
+
+
+def _check_inside(option: str, value: str, place: str) -> None:
+    parts = Path(value).parts
+    if not parts or Path(value).is_absolute() or ".." in parts:
+        raise ConfigError(f"{option} = {value!r} must name a folder inside {place}, without '..'")
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        flat.update(_flatten(value, f"{name}.") if isinstance(value, dict) else {name: value})
+    return flat
+
+
+def _to_json(value: Any, indent: int | None = None) -> bytes:
+    text = json.dumps(_finite(value), indent=indent, allow_nan=False, default=str, ensure_ascii=False)
+    return text.encode()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _versions() -> dict[str, str | None]:
+    import torch
+
+    try:
+        torchditan = metadata.version("torchditan")
+    except metadata.PackageNotFoundError:  # run from a clone that is not installed
+        torchditan = None
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "torchditan": torchditan}
+
+
+def _git_commit() -> str | None:
+    """Commit of the clone this package runs from, `-dirty` where files differ from it; None without git."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None
+
+
+def _hardware(device: str, world_size: int) -> dict[str, Any]:
+    import torch
+
+    is_cuda = torch.device(device).type == "cuda"
+    return {
+        "device": torch.device(device).type,
+        "device_name": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
+        "device_count": world_size,
+        "hostname": socket.gethostname(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

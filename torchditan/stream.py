@@ -1,0 +1,286 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Position -> sample -> batch: the training stream over any map-style dataset.
+
+Notable:
+- the stream is a function of (seed, position): position p is sample p mod N of the shuffle of epoch p div N,
+  mirrored or not by a draw keyed to p. A checkpoint stores one integer; any world size, batch split or
+  number of workers continues from it without losing or repeating a sample;
+- a loader worker also draws the sample's noise, timestep and label dropout (see randomness.py);
+- a source that can only be read in order (hub streaming) goes through torchdata's StatefulDataLoader instead;
+- an unreadable image stops the run by name, or is replaced by the next readable one and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from torchditan.config import ConfigError
+from torchditan.randomness import Randomness, draw, generator
+
+Batch = dict[str, torch.Tensor]
+
+
+class CorruptImageError(ConfigError):
+    """An image that cannot be read; the message names it."""
+
+
+class ImageDataset(Protocol):
+    """What the stream needs of a dataset; `data/` has one file for each."""
+
+    name: str
+    sample_shape: tuple[int, ...]
+    """(C, H, W) of every sample."""
+    class_names: list[str]
+    """Empty: the dataset has no labels."""
+    horizontal_flip: bool
+    """Whether a mirrored sample is as good as the original."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """`sample` (C, H, W) float32 in [-1, 1], and `class_label` int where there are labels."""
+
+
+class StreamedDataset(Protocol):
+    """A dataset that can only be read in order."""
+
+    name: str
+    sample_shape: tuple[int, ...]
+    class_names: list[str]
+    horizontal_flip: bool
+
+    def iterate(self, *, rank: int, world_size: int) -> IterableDataset:
+        """This rank's share, items as in ImageDataset; the iterable has `state_dict` and `load_state_dict`."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Which positions of the stream make up which batch of which rank."""
+
+    batch_size: int
+    """Images per rank in one forward pass."""
+    global_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.global_batch_size // (self.batch_size * self.world_size)
+
+    def positions(self, start: int) -> Iterator[list[int]]:
+        """Positions of this rank's batches, endlessly, from global position `start`."""
+        stride = self.batch_size * self.world_size
+        first = start + self.rank * self.batch_size
+        while True:
+            yield list(range(first, first + self.batch_size))
+            first += stride
+
+
+class StreamDataset(Dataset):
+    """Map-style view of the training stream: position -> sample."""
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        *,
+        seed: int,
+        num_classes: int,
+        horizontal_flip: bool,
+        corrupt_images: Literal["error", "skip"],
+    ) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.num_classes = num_classes
+        self.horizontal_flip = horizontal_flip
+        self.corrupt_images = corrupt_images
+        self._epoch = -1
+        self._permutation = np.empty(0, dtype=np.int64)
+
+    def locate(self, position: int) -> int:
+        """Index in the dataset of the sample at this position."""
+        epoch, offset = divmod(position, len(self.dataset))
+        if epoch != self._epoch:
+            shuffle = generator(self.seed, "shuffle", epoch)
+            self._permutation = shuffle.permutation(len(self.dataset))
+            self._epoch = epoch
+        return int(self._permutation[offset])
+
+    def __getitem__(self, position: int) -> dict[str, Any] | ConfigError:
+        # A worker process would lengthen a raised message with its traceback, so the error travels as a value.
+        try:
+            item = self._read(self.locate(position))
+        except ConfigError as error:
+            return error
+        flips = self.horizontal_flip and generator(self.seed, "flip", position).random() < 0.5
+        if flips:
+            item["sample"] = item["sample"].flip(-1)
+        item["index"] = position
+        return item
+
+    def _read(self, index: int) -> dict[str, Any]:
+        for skipped in range(len(self.dataset)):
+            try:
+                item = dict(self.dataset[(index + skipped) % len(self.dataset)])
+            except CorruptImageError:
+                if self.corrupt_images == "error":
+                    raise
+                continue
+            self._check_label(item, index)
+            item["skipped"] = skipped
+            return item
+        raise ConfigError(f"dataset.dataset_name {self.dataset.name!r} has no readable image")
+
+    def _check_label(self, item: dict[str, Any], index: int) -> None:
+        if self.num_classes and not 0 <= item["class_label"] < self.num_classes:
+            raise ConfigError(
+                f"dataset.num_classes is {self.num_classes}, but image {index} of {self.dataset.name} has label "
+                f"{item['class_label']}; labels must be 0 to {self.num_classes - 1}"
+            )
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Samples -> (batch, randomness), in the worker."""
+
+    seed: int
+    labelled: bool
+
+    def __call__(self, items: list[dict[str, Any] | ConfigError]) -> tuple[Batch, Randomness] | ConfigError:
+        for item in items:
+            if isinstance(item, ConfigError):
+                return item
+        samples = cast(list[dict[str, Any]], items)
+        batch = {"sample": torch.stack([item["sample"] for item in samples])}  # (B, C, H, W)
+        for key in ("index", "skipped", "class_label") if self.labelled else ("index", "skipped"):
+            batch[key] = torch.tensor([item[key] for item in samples], dtype=torch.int64)  # (B,)
+        index = batch["index"].tolist()
+        return batch, draw(self.seed, index, batch["sample"].shape[1:])
+
+
+class TrainingStream:
+    """This rank's micro-batches, from a position on, endlessly."""
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        *,
+        plan: BatchPlan,
+        seed: int,
+        num_classes: int,
+        horizontal_flip: bool | None,
+        corrupt_images: Literal["error", "skip"],
+        num_workers: int,
+        prefetch_factor: int,
+        pin_memory: bool,
+    ) -> None:
+        flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
+        self.plan = plan
+        self.stream = StreamDataset(
+            dataset, seed=seed, num_classes=num_classes, horizontal_flip=flip, corrupt_images=corrupt_images
+        )
+        self.loader_options: dict[str, Any] = {
+            "collate_fn": Collate(seed=seed, labelled=num_classes > 0),
+            "num_workers": num_workers,
+            "prefetch_factor": prefetch_factor if num_workers else None,
+            "pin_memory": pin_memory,
+        }
+
+    def state(self) -> None:
+        """Nothing: the position says it all."""
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        assert state is None
+
+    def batches(self, position: int) -> Iterator[tuple[Batch, Randomness]]:
+        """Micro-batches of this rank from a global position of the stream."""
+        sampler = cast(Iterable[list[int]], self.plan.positions(position))
+        for item in DataLoader(self.stream, batch_sampler=sampler, **self.loader_options):
+            if isinstance(item, ConfigError):
+                raise item
+            yield item
+
+
+class StreamedTraining:
+    """This rank's micro-batches of a source that is read in its stored order, unshuffled.
+
+    Every rank reads its own share of the source, so a checkpoint holds a state for each rank: a resume is exact
+    with the same number of ranks and workers, and refused with others. Flips, noise, timesteps and label dropout
+    are keyed to the position in the stream, as everywhere.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamedDataset,
+        *,
+        plan: BatchPlan,
+        seed: int,
+        num_classes: int,
+        horizontal_flip: bool | None,
+        num_workers: int,
+        pin_memory: bool,
+    ) -> None:
+        self.dataset = dataset
+        self.plan = plan
+        self.seed = seed
+        self.flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
+        self.labelled = num_classes > 0
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self._loader: Any = None
+        self._resume_from: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "world_size": self.plan.world_size,
+            "num_workers": self.num_workers,
+            "loader": self._loader.state_dict(),
+        }
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Continue from a saved state.
+
+        Raises:
+            ConfigError: it is of another number of ranks or workers.
+        """
+        there = (state["world_size"], state["num_workers"]) if state else None
+        here = (self.plan.world_size, self.num_workers)
+        if state is None or there != here:
+            raise ConfigError(
+                f"dataset.streaming is on, and the checkpoint is of {there} ranks and workers, this job of {here}; a "
+                "streamed source resumes with the same numbers only"
+            )
+        self._resume_from = state["loader"]
+
+    def batches(self, position: int) -> Iterator[tuple[Batch, Randomness]]:
+        """Micro-batches of this rank; `position` names the samples, the loader's state finds them."""
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        positions = self.plan.positions(position)
+        while True:
+            self._loader = StatefulDataLoader(
+                self.dataset.iterate(rank=self.plan.rank, world_size=self.plan.world_size),
+                batch_size=self.plan.batch_size,
+                drop_last=True,
+                num_workers=self.num_workers,
+                pin_memory=self.pin_memory,
+            )
+            if self._resume_from is not None:
+                self._loader.load_state_dict(self._resume_from)
+                self._resume_from = None
+            for batch in self._loader:
+                yield self._position(batch, next(positions))
+
+    def _position(self, batch: Batch, index: list[int]) -> tuple[Batch, Randomness]:
+        if self.flip:
+            flips = [generator(self.seed, "flip", i).random() < 0.5 for i in index]
+            batch["sample"][flips] = batch["sample"][flips].flip(-1)
+        batch = {key: tensor for key, tensor in batch.items() if key != "class_label" or self.labelled}
+        batch["index"] = torch.tensor(index, dtype=torch.int64)
+        batch["skipped"] = torch.zeros(len(index), dtype=torch.int64)
+        return batch, draw(self.seed, index, batch["sample"].shape[1:])

@@ -1,0 +1,85 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Open a finished or running run for reading: its configuration, and its model with a checkpoint's weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from torchditan.checkpoint import find_checkpoint, load_weights, read_progress
+from torchditan.config import Config
+from torchditan.config_loader import from_dict
+from torchditan.evaluation.generate import generate
+from torchditan.models import ModelSpec, build_model_spec
+from torchditan.run_directory import read_config
+
+
+@dataclass
+class TrainedModel:
+    """A run's model in one process, in float32, ready to sample."""
+
+    config: Config
+    spec: ModelSpec
+    model: nn.Module
+    sample_shape: tuple[int, ...]
+    num_classes: int
+    step: int
+    device: torch.device
+
+    @classmethod
+    def load(cls, run: Path, *, step: int | None, ema: bool, device: torch.device) -> TrainedModel:
+        """Load a checkpoint of a run directory.
+
+        Args:
+            run: the run directory.
+            step: step of the checkpoint; None takes the newest.
+            ema: the averaged weights, where the run kept them, instead of the raw ones.
+            device: where to put the model.
+
+        Raises:
+            ConfigError: no run or no such checkpoint is there.
+        """
+        config = from_dict(read_config(run)["config"])
+        checkpoint = find_checkpoint(run / config.checkpoint.folder, step)
+        size, channels = config.dataset.image_size, config.model.input_channels
+        num_classes = config.dataset.num_classes
+        assert size is not None and channels is not None and num_classes is not None, (
+            "runs store resolved configs"
+        )
+        sample_shape = (channels, *size)
+        spec = build_model_spec(config.model, sample_shape=sample_shape, num_classes=num_classes)
+        with torch.device("meta"):
+            model = spec.build()
+        model.to_empty(device=device)
+        model.init_weights(config.training.seed)
+        load_weights(model, checkpoint, ema=ema and config.ema.enable)
+        return cls(
+            config=config,
+            spec=spec,
+            model=model.eval().requires_grad_(False),
+            sample_shape=sample_shape,
+            num_classes=num_classes,
+            step=read_progress(checkpoint).step,
+            device=device,
+        )
+
+    def generate(
+        self, labels: list[int], *, samples_per_label: int, seed: int, batch_size: int
+    ) -> torch.Tensor:
+        """Sample by the run's `[sampling]` options: (len(labels), samples_per_label, C, H, W) in [-1, 1]."""
+        return generate(
+            self.model,
+            labels=labels,
+            samples_per_label=samples_per_label,
+            sample_shape=self.sample_shape,
+            conditioning=self.spec.conditioning,
+            conditional=self.num_classes > 0,
+            sampling=self.config.sampling,
+            timestep_shift=self.config.diffusion.timestep_shift,
+            seed=seed,
+            batch_size=batch_size,
+            device=self.device,
+        )

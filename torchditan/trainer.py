@@ -1,0 +1,415 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The trainer: checks, then a build in readable order, then a loop of about 40 lines.
+
+Notable:
+- one step is the same code on a laptop and on a node: every mode goes through one `parallelize`;
+- the host never waits for the device inside a step; it reads numbers at log steps only;
+- sampling, validation and saving are called by all ranks and stay out of the throughput.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchditan.checkpoint import CheckpointManager, Progress
+from torchditan.config import Config, ConfigError
+from torchditan.config_loader import to_dict, trajectory
+from torchditan.diffusion.flow_matching import FlowMatching
+from torchditan.diffusion.timesteps import timestep_sampling
+from torchditan.distributed.parallel_dims import ParallelDims
+from torchditan.distributed.parallelize import CompileOptions, parallelize
+from torchditan.distributed.process_group import Rank, init_process_group, set_timeout, sum_over_ranks
+from torchditan.ema import EMA
+from torchditan.evaluation.generate import generate, real_samples
+from torchditan.evaluation.image_grid import save_grid
+from torchditan.evaluation.validation import validation_loss
+from torchditan.flops import count_model_flops, peak_flops
+from torchditan.metrics import MetricsLogger, check_trackers
+from torchditan.models import build_model_spec
+from torchditan.optim import NonFiniteGuard, build_optimizer, clip_grad_norm, learning_rate
+from torchditan.precision.float8 import check_float8, convert_to_float8
+from torchditan.profiling import check_profiling, profiling
+from torchditan.randomness import Randomness
+from torchditan.run_directory import RunDirectory, run_path
+from torchditan.stream import Batch, BatchPlan, ImageDataset, StreamedTraining, TrainingStream
+from torchditan.verdict import verdict_of
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Trainer:
+    """Trains one model on one dataset.
+
+    The constructor resolves and checks the settings and builds nothing large; `run` takes the run
+    directory, builds, trains and records how it ended.
+
+    Args:
+        config: the job; what it leaves open is filled in from the dataset.
+        dataset: training images.
+        validation_dataset: held-out images, needed where `validation.freq` is set.
+
+    Raises:
+        ConfigError: settings that cannot work together or on this machine.
+    """
+
+    def __init__(
+        self, config: Config, dataset: ImageDataset, validation_dataset: ImageDataset | None = None
+    ) -> None:
+        self.config = config
+        self.dataset = dataset
+        self.validation_dataset = validation_dataset
+        self.rank = Rank.from_environment()
+        self.device = self.rank.device
+        self.parallel_dims = ParallelDims.resolve(
+            replicate=config.training.data_parallel_replicate_degree,
+            shard=config.training.data_parallel_shard_degree,
+            world_size=self.rank.world_size,
+        )
+        check_float8(config.float8, device=self.device)
+        check_trackers(config.metrics)
+        check_profiling(config.profiling, self.device)
+        fill_in_from_dataset(config, dataset)
+        self.plan = resolve_batches(config, self.rank)
+        self.spec = build_model_spec(
+            config.model, sample_shape=dataset.sample_shape, num_classes=len(dataset.class_names)
+        )
+        assert config.metrics.experiment_name is not None
+        path = run_path(config.job.dump_folder, config.metrics.experiment_name)
+        self.run_directory = RunDirectory(path, is_writer=self.rank.rank == 0)
+        self.progress = Progress(global_batch_size=self.plan.global_batch_size)
+        self.extra_metrics: dict[str, float] = {}
+        self.num_skipped = 0
+        self.real: torch.Tensor | None = None
+        self.last_grid: Path | None = None
+
+    def run(self) -> None:
+        """Take the run directory, build, train; status.json says how it ended, whatever happens."""
+        self.run_directory.open(
+            to_dict(self.config),
+            trajectory=trajectory(self.config),
+            device=str(self.device),
+            world_size=self.rank.world_size,
+        )
+        try:
+            self.run_directory.write_status("running", step=0)
+            self.build()
+            self.train()
+            self.run_directory.write_status("completed", step=self.progress.step)
+            dist.barrier()
+        except (Exception, KeyboardInterrupt) as error:
+            self.record_failure(error)
+            raise
+        finally:
+            self.run_directory.close()
+        dist.destroy_process_group()
+
+    def record_failure(self, error: BaseException) -> None:
+        """Write the verdict; any rank may, since the others are ended when this one exits."""
+        verdict = verdict_of(error)
+        status = verdict.status
+        if status == "interrupted" and self.rank.world_size > 1:
+            status = "error"  # the ranks did not agree to stop
+        self.run_directory.is_writer = True
+        if verdict.exit_code == 2:
+            self.run_directory.discard()
+        if self.run_directory.path.exists():
+            self.run_directory.write_status(
+                status, verdict.reason, step=self.progress.step, rank=self.rank.rank
+            )
+
+    def build(self) -> None:
+        """Process group, model, optimizer, data and metrics, then the newest checkpoint over them."""
+        config = self.config
+        set_determinism(config.training.seed, deterministic=config.training.deterministic)
+        init_process_group(self.rank, timeout_seconds=config.comm.init_timeout_seconds)
+        mesh = self.parallel_dims.build_mesh(self.device.type)
+
+        with torch.device("meta"):
+            model = self.spec.build()
+        if config.float8.enable_float8_linear:
+            convert_to_float8(blocks=self.spec.blocks(model), config=config.float8)
+        compile_options = CompileOptions(backend=config.compile.backend, mode=config.compile.mode)
+        self.model = parallelize(
+            model,
+            blocks=self.spec.blocks(model),
+            mesh=mesh,
+            activation_checkpoint=config.activation_checkpoint.mode,
+            selective_ac_option=config.activation_checkpoint.selective_ac_option,
+            compile=compile_options if config.training.compile else None,
+            param_dtype=DTYPES[config.training.mixed_precision_param],
+            reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
+            cpu_offload=config.training.enable_cpu_offload,
+        )
+        self.model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device)
+        self.model.init_weights(config.training.seed)
+        self.model.train()
+
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.guard = NonFiniteGuard(self.optimizer)
+        self.ema = None
+        if config.ema.enable:
+            self.ema = EMA(self.model, decay=config.ema.decay, warmup=config.ema.warmup)
+        self.objective = FlowMatching(
+            conditioning=self.spec.conditioning,
+            timesteps=timestep_sampling(
+                kind=config.diffusion.timestep_sampling,
+                mean=config.diffusion.logit_normal_mean,
+                std=config.diffusion.logit_normal_std,
+                shift=config.diffusion.timestep_shift,
+            ),
+            label_dropout=config.diffusion.label_dropout,
+        )
+        self.stream = self.build_stream()
+        self.checkpoints = CheckpointManager(
+            self.run_directory.folder(config.checkpoint.folder),
+            model=self.model,
+            ema=self.ema,
+            optimizer=self.optimizer,
+            keep_latest_k=config.checkpoint.keep_latest_k,
+        )
+        self.resume()
+        self.logger = MetricsLogger(
+            config.metrics,
+            self.run_directory,
+            world_size=self.rank.world_size,
+            device=self.device,
+            flops_per_image=count_model_flops(self.spec).total,
+            peak_flops=peak_flops(torch.cuda.get_device_name()) if self.device.type == "cuda" else None,
+            total_steps=config.training.steps,
+            start_step=self.progress.step,
+            images_seen=self.progress.images_seen,
+            elapsed_s=self.progress.elapsed_s,
+        )
+        self.logger.message(self.describe())
+
+    def build_stream(self) -> TrainingStream | StreamedTraining:
+        options = self.config.dataset
+        shared: dict[str, Any] = {
+            "plan": self.plan,
+            "seed": self.config.training.seed,
+            "num_classes": len(self.dataset.class_names),
+            "horizontal_flip": options.horizontal_flip,
+            "num_workers": options.num_workers,
+            "pin_memory": self.device.type == "cuda",
+        }
+        if options.streaming:
+            return StreamedTraining(self.dataset, **shared)
+        return TrainingStream(
+            self.dataset,
+            corrupt_images=options.corrupt_images,
+            prefetch_factor=options.prefetch_factor,
+            **shared,
+        )
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint of this run directory, if there is one."""
+        loaded = self.checkpoints.load_latest() if self.config.checkpoint.enable_checkpoint else None
+        if loaded is not None:
+            self.progress, loader_state = loaded
+            self.stream.load_state(loader_state)
+        self.run_directory.truncate_metrics(self.progress.step)
+
+    def describe(self) -> str:
+        config, count = self.config, sum(parameter.numel() for parameter in self.model.parameters())
+        start = f", resumed at step {self.progress.step}" if self.progress.step else ""
+        return (
+            f"{config.metrics.experiment_name}: {config.model.flavor}/{config.model.patch_size} "
+            f"({config.model.preset}), {count / 1e6:.2f}M parameters, on {self.dataset.name} "
+            f"({len(self.dataset)} images of {'x'.join(map(str, self.dataset.sample_shape))}); "
+            f"{self.parallel_dims.mode} on {self.device.type}, {config.training.mixed_precision_param}; "
+            f"global batch {self.plan.global_batch_size}, {config.training.steps} steps{start}"
+        )
+
+    def train(self) -> None:
+        """The loop: from the step that was reached to the last one."""
+        config, progress = self.config, self.progress
+        first_step = progress.step + 1
+        batches = self.stream.batches(progress.images_seen)
+        gc.disable()
+        self.logger.timer.restart()
+        with profiling(
+            config.profiling,
+            self.run_directory,
+            self.rank.rank,
+            device=self.device,
+            start_step=progress.step,
+        ) as profiler:
+            while progress.step < config.training.steps:
+                step = progress.step + 1
+                self.set_learning_rate(step)
+                loss = self.accumulate_gradients(batches)
+                grad_norm = clip_grad_norm(self.parameters, max_norm=config.training.max_norm)
+                self.guard.step(step, grad_norm)
+                self.optimizer.zero_grad()
+                if self.ema is not None:
+                    self.ema.update(step)
+
+                progress.step = step
+                progress.images_seen += self.plan.global_batch_size
+                self.logger.count_images(self.plan.global_batch_size)
+                if step == first_step:
+                    set_timeout(config.comm.train_timeout_seconds)
+                if step % config.training.gc_freq == 0:
+                    gc.collect(1)
+
+                if config.validation.freq and self.is_due(step, config.validation.freq):
+                    self.validate()
+                if step == first_step or self.extra_metrics or self.is_due(step, config.metrics.log_freq):
+                    self.log(step, loss, grad_norm)
+                profiler.step(step)
+                if config.metrics.enable_sampling and self.is_due(step, config.metrics.sample_freq):
+                    self.sample()
+                if config.checkpoint.enable_checkpoint and self.is_due(step, config.checkpoint.interval):
+                    self.save()
+        self.guard.wait()
+        self.finish()
+
+    def is_due(self, step: int, freq: int) -> bool:
+        """Every freq steps and at the last one; a frequency of 0 is the last step alone."""
+        return step == self.config.training.steps or (freq > 0 and step % freq == 0)
+
+    def accumulate_gradients(self, batches: Iterator[tuple[Batch, Randomness]]) -> torch.Tensor:
+        """Forward and backward over this rank's micro-batches; its share of the mean loss, on the device."""
+        share = self.plan.global_batch_size // self.rank.world_size
+        total = torch.zeros((), device=self.device)
+        for micro_batch in range(self.plan.num_micro_batches):
+            with self.logger.timer.data_loading():
+                batch, randomness = next(batches)
+            self.num_skipped += int(batch.pop("skipped").sum())
+            batch = {key: tensor.to(self.device, non_blocking=True) for key, tensor in batch.items()}
+            self.model.set_requires_gradient_sync(micro_batch == self.plan.num_micro_batches - 1)
+            losses = self.objective.loss(self.model, batch, randomness.to(self.device))
+            # FSDP averages gradients over ranks, so each rank contributes the mean of its own share.
+            loss = losses.sum() / share
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def set_learning_rate(self, step: int) -> None:
+        config = self.config
+        self.lr = learning_rate(
+            step, steps=config.training.steps, peak=config.optimizer.lr, config=config.lr_scheduler
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+
+    def log(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        extra: dict[str, float] = dict(self.extra_metrics)
+        if self.num_skipped:
+            extra["corrupt_images_rank0"] = self.num_skipped
+        mean_loss = sum_over_ranks(loss.clone()).item() / self.rank.world_size
+        self.logger.log(step, loss=mean_loss, grad_norm=grad_norm.item(), lr=self.lr, extra=extra)
+        self.extra_metrics.clear()
+
+    def validate(self) -> None:
+        assert self.validation_dataset is not None
+        with self.logger.timer.excluded("validation"):
+            self.extra_metrics["validation_loss"] = validation_loss(
+                self.model,
+                objective=self.objective,
+                dataset=self.validation_dataset,
+                num_images=self.config.validation.num_images,
+                batch_size=self.config.training.batch_size,
+                device=self.device,
+            )
+
+    def sample(self) -> None:
+        """Draw the grid of generated and real images of this step."""
+        config, num_classes = self.config, len(self.dataset.class_names)
+        self.guard.wait()
+        labels = list(range(min(config.sampling.max_classes, max(1, num_classes))))
+        averaged = self.ema is not None and config.sampling.use_ema
+        with self.logger.timer.excluded("sampling"), self.ema.swapped_in() if averaged else nullcontext():
+            generated = generate(
+                self.model,
+                labels=labels,
+                samples_per_label=config.sampling.images_per_class,
+                sample_shape=self.dataset.sample_shape,
+                conditioning=self.spec.conditioning,
+                conditional=num_classes > 0,
+                sampling=config.sampling,
+                timestep_shift=config.diffusion.timestep_shift,
+                seed=config.training.seed,
+                batch_size=config.metrics.sample_batch_size,
+                device=self.device,
+            )
+            self.model.train()
+            if self.rank.rank == 0:
+                self.write_grid(generated, labels)
+
+    def write_grid(self, generated: torch.Tensor, labels: list[int]) -> None:
+        per_row = self.config.sampling.images_per_class
+        if self.real is None:
+            self.real = real_samples(self.dataset, labels=labels, samples_per_label=per_row)
+        path = self.run_directory.sample_path(self.progress.step)
+        title = (
+            f"{self.config.metrics.experiment_name}, step {self.progress.step}, "
+            f"{self.config.sampling.sampler} {self.config.sampling.num_steps} steps, "
+            f"guidance {self.config.sampling.guidance_scale:g}"
+        )
+        names = [self.dataset.class_names[label] for label in labels] if self.dataset.class_names else [""]
+        save_grid(path, generated, self.real, names, title=title)
+        self.logger.log_image("samples", path, self.progress.step)
+        self.last_grid = path
+
+    def save(self) -> None:
+        self.guard.wait()
+        with self.logger.timer.excluded("checkpoint"):
+            self.progress.elapsed_s = self.logger.elapsed_s
+            self.checkpoints.save(self.progress, loader_state=self.stream.state())
+
+    def finish(self) -> None:
+        if self.last_grid is not None:
+            self.logger.message(f"samples, generated beside real: {self.last_grid}")
+        self.logger.message(f"done; everything of this run is in {self.run_directory.path}")
+        self.logger.close()
+
+
+def fill_in_from_dataset(config: Config, dataset: ImageDataset) -> None:
+    """Set what the config leaves open: channels, image size and number of classes are the dataset's."""
+    channels, *size = dataset.sample_shape
+    if config.model.input_channels is None:
+        config.model.input_channels = channels
+    if config.dataset.image_size is None:
+        config.dataset.image_size = list(size)
+    if config.dataset.num_classes is None:
+        config.dataset.num_classes = len(dataset.class_names)
+
+
+def resolve_batches(config: Config, rank: Rank) -> BatchPlan:
+    """Batches of each rank; fills in the global batch size where the config leaves it open.
+
+    Raises:
+        ConfigError: the global batch is not divisible by what the ranks take at once.
+    """
+    at_once = config.training.batch_size * rank.world_size
+    if config.training.global_batch_size is None:
+        config.training.global_batch_size = at_once
+    if config.training.global_batch_size % at_once:
+        raise ConfigError(
+            f"training.global_batch_size is {config.training.global_batch_size}, but it must be a multiple of "
+            f"{at_once}: training.batch_size {config.training.batch_size} x {rank.world_size} rank(s)"
+        )
+    return BatchPlan(
+        batch_size=config.training.batch_size,
+        global_batch_size=config.training.global_batch_size,
+        rank=rank.rank,
+        world_size=rank.world_size,
+    )
+
+
+def set_determinism(seed: int, *, deterministic: bool) -> None:
+    """Seed torch's own generators (nothing of ours draws from them) and choose deterministic kernels."""
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)

@@ -1,0 +1,66 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""How a run ended: its status, its reason in one line, and the exit code of the process.
+
+Exit codes: 0 done, 2 the user's mistake, 3 out of memory, 75 interrupted and resumable, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torchditan.config import ConfigError
+
+
+class Verdict(NamedTuple):
+    status: str
+    exit_code: int
+    reason: str
+
+
+def verdict_of(error: BaseException) -> Verdict:
+    """Status, exit code and one-line reason of an exception."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, ConfigError):
+        return Verdict("error", 2, reason)
+    if isinstance(error, KeyboardInterrupt):
+        return Verdict("interrupted", 75, "interrupted from the keyboard")
+    if _is_out_of_memory(error):
+        return Verdict("oom", 3, reason)
+    return Verdict("error", 1, f"{type(error).__name__}: {reason}")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    # The CPU allocator raises a bare RuntimeError; nothing else carries its name.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def run_job(main: Callable[[], None]) -> int:
+    """Run a job and return the exit code of the process; a user's mistake prints one line, on rank 0."""
+    try:
+        main()
+    except (Exception, KeyboardInterrupt) as error:
+        verdict = verdict_of(error)
+        if verdict.exit_code == 2:
+            _report_mistake(verdict.reason, on_this_rank=getattr(error, "on_this_rank", False))
+        elif verdict.exit_code == 75:
+            print(verdict.reason, file=sys.stderr)
+        else:
+            traceback.print_exc()
+        return verdict.exit_code
+    return 0
+
+
+def _report_mistake(reason: str, *, on_this_rank: bool) -> None:
+    if on_this_rank or int(os.environ.get("RANK", 0)) == 0:
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+        return
+    # Every rank finds the same mistake. torchrun ends all of them when the first one exits, so the others
+    # give rank 0 the time to say what it is.
+    time.sleep(5)

@@ -1,0 +1,29 @@
+#!/usr/bin/env python
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Train a diffusion transformer: `python train.py --job.config_file quickstart.toml`, or under torchrun."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    from torchditan.config_loader import load_config
+
+    config = load_config(sys.argv[1:])
+
+    from data import build_dataset
+    from torchditan.trainer import Trainer
+
+    channels = config.model.input_channels
+    train = build_dataset(config.dataset, split="train", input_channels=channels)
+    validation = None
+    if config.validation.freq:
+        validation = build_dataset(config.dataset, split="validation", input_channels=channels)
+    Trainer(config, train, validation).run()
+
+
+if __name__ == "__main__":
+    from torchditan.verdict import run_job
+
+    sys.exit(run_job(main))
