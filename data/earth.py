@@ -117,7 +117,7 @@ def _held_out_blocks(rows: int, columns: int) -> np.ndarray:
 def _classify(picture: np.ndarray, land: np.ndarray, *, tops: np.ndarray, size: int) -> np.ndarray:
     """(rows, columns) class of every candidate crop, or -1; shares of the crop's pixels, colours in 0..255."""
     red, green, blue = (picture[..., channel].astype(np.int16) for channel in range(3))
-    brightest, darkest = picture.max(axis=-1).astype(np.int16), picture.min(axis=-1).astype(np.int16)
+    brightest, darkest = np.maximum(np.maximum(red, green), blue), np.minimum(np.minimum(red, green), blue)
     snow = land & (darkest >= 130) & (brightest - darkest < 30)
     sand = land & ~snow & (red >= 120) & (red - blue >= 40)
     trees = land & ~snow & (green > red + 2) & (brightest < 85)
@@ -126,14 +126,14 @@ def _classify(picture: np.ndarray, land: np.ndarray, *, tops: np.ndarray, size: 
 
     def share(values: np.ndarray) -> np.ndarray:
         """Mean over each crop, from sums over cells of STRIDE x STRIDE pixels."""
-        cells = values[: values.shape[0] // STRIDE * STRIDE]
-        cells = cells.reshape(len(cells) // STRIDE, STRIDE, -1, STRIDE).sum(axis=(1, 3), dtype=np.int64)
+        rows = values[: len(values) // STRIDE * STRIDE].reshape(-1, STRIDE, values.shape[1])
+        cells = rows.sum(axis=1, dtype=np.int32).reshape(len(rows), -1, STRIDE).sum(axis=2)
         windows = np.lib.stride_tricks.sliding_window_view(cells, (size // STRIDE, size // STRIDE))
         return windows.sum(axis=(2, 3)) / size**2  # (rows, columns)
 
     land_share, snow_share = share(land), share(snow)
     bare_share = land_share - snow_share
-    contrast = np.sqrt(np.maximum(share(green.astype(np.int64) ** 2) - share(green) ** 2, 0))
+    contrast = np.sqrt(np.maximum(share(green.astype(np.int32) ** 2) - share(green) ** 2, 0))
     latitude = 90 - (tops[:, None] + size / 2) * 180 / picture.shape[0]
     mixed = (land_share > 0.3) & (land_share < 0.7)
     inland = land_share > 0.96

@@ -4,7 +4,7 @@
 Notable:
 - Classes are the groups of Unicode ("Food & Drink"); names are `captions`, for models that read text.
 - Split by base emoji: the skin tones of one emoji are all in training, or all held out (about 5 percent).
-- Drawn by resvg at the size asked for, on white, in two seconds; nothing is cached on disk. Not mirrored:
+- Drawn by resvg at the size asked for, on white, in a few seconds; nothing is cached on disk. Not mirrored:
   flags and signs would become wrong.
 """
 

@@ -61,9 +61,10 @@ class StreamingImages:
 
     Resume: the state is a place in the files (shard and row), restored by skipping to it. With the same
     number of ranks and of loader workers no row is lost or repeated. It cannot continue on another number
-    of ranks or workers (each holds its own part of the files), it does not shuffle (a shuffle buffer loses
-    its content on resume; store the rows shuffled), mirrored images are not drawn by position, and
-    `len` is unknown. Download the dataset (`dataset.streaming = false`) where any of this matters.
+    of ranks or workers (each holds its own part of the files), the rows keep their stored order (a shuffle
+    buffer would lose its content on resume; store them shuffled), which row stands at which position
+    depends on ranks and workers, so loss curves of different world sizes differ, and `len` is unknown.
+    Download the dataset (`dataset.streaming = false`) where any of this matters.
     """
 
     def __init__(
@@ -221,6 +222,8 @@ def _load(hub_name: str, *, split: Literal["train", "validation"], streaming: bo
             raise ConfigError(
                 f"dataset.hub_name {hub_name!r} was not found on the Hugging Face hub (a private one needs HF_TOKEN)"
             ) from error
+        except datasets.exceptions.DatasetsError as error:
+            raise ConfigError(f"dataset.hub_name {hub_name!r} cannot be read: {_first_line(error)}") from error
         except OSError as error:  # ConnectionError among them
             raise ConfigError(
                 f"dataset.hub_name {hub_name!r}: the Hugging Face hub cannot be reached ({_first_line(error)}); "

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from torchditan.config import ConfigError
+from torchditan.config import FLAVOR_NAMES, ConfigError
 from torchditan.config_loader import load_config
 
-FLAVORS = "debugmodel, DiT-S, DiT-B, DiT-L, DiT-XL, DiT-1B, DiT-7B"
+FLAVORS = ", ".join(FLAVOR_NAMES)
 INNER_FOLDER = "must be a plain folder name inside the run directory, without `..`"
 
 
@@ -67,7 +67,7 @@ def test_flag_of_no_section_lists_the_sections() -> None:
         ("--training.compile=yes", 'training.compile = "yes": must be true or false'),
         ("--training.steps=none", 'training.steps = "none": must be an integer'),
         ("--training.steps=", 'training.steps = "": must be an integer'),
-        ("--training.steps", "training.steps: expected one argument"),
+        ("--training.steps", "training.steps has no value: must be an integer; write --training.steps=VALUE"),
         ("--dataset.image_size=32x32", 'dataset.image_size = ["32x32"]: must be integers: 32, or [32, 48]'),
         (
             "--lr_scheduler.schedule=cosin",

@@ -337,7 +337,10 @@ def _parse_error(path: Path, text: str, message: str) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(re.sub(r"^argument --", "", message))
+        # Values are judged in _coerce; what is left to argparse is that one is missing.
+        name = re.sub(r"^argument --([^:]*):.*", r"\1", message)
+        expected = f"{options()[name].expected}; write --{name}=VALUE" if name in options() else message
+        raise ConfigError(f"{name} has no value: {expected}")
 
 
 def _help_formatter(prog: str) -> argparse.HelpFormatter:

@@ -73,5 +73,5 @@ def test_dummy_takes_the_place_of_a_dataset_with_a_folder() -> None:
 
 
 def test_an_empty_dummy_is_refused() -> None:
-    with pytest.raises(ConfigError, match="dataset.dummy_size is 0"):
+    with pytest.raises(ConfigError, match=r"dataset\.dummy_size is 0"):
         build_dataset(Dataset(dataset_name="dummy", dummy_size=0), split="train")

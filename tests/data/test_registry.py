@@ -108,13 +108,16 @@ def test_one_line_adds_a_dataset_and_it_is_checked_like_ours(monkeypatch: pytest
 def test_a_class_that_is_there_after_padding_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Mine(num=2, class_names=["a", "b"], labels=[0, 1])
     monkeypatch.setitem(DATASETS, "mine", lambda config, *, split, input_channels: mine)
-    assert build_dataset(Dataset(dataset_name="mine", num_classes=3), split="train").class_names == ["a", "b", "class 2"]
+    assert build_dataset(Dataset(dataset_name="mine", num_classes=3), split="train").class_names == [
+        "a",
+        "b",
+        "class 2",
+    ]
 
 
 @pytest.mark.parametrize("name", ["digits", "dummy", "earth", "emoji"])
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_items_are_what_the_stream_expects(name: str, split: Any) -> None:
-    dataset = build_dataset(Dataset(dataset_name=name), split=split)
+def test_items_are_what_the_stream_expects(name: str) -> None:
+    dataset = build_dataset(Dataset(dataset_name=name), split="validation")
     for index in (0, len(dataset) // 2, len(dataset) - 1):
         item = dataset[index]
         assert item["sample"].dtype == torch.float32

@@ -1,0 +1,286 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""CIFAR-10 from its binary files, parquet and the hub; hub datasets downloaded and streamed. All offline."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data import build_dataset
+from torchditan.config import ConfigError, Dataset
+from torchditan.stream import CorruptImageError
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (7, 32, 32, 3), dtype=np.uint8)
+LABELS = [3, 0, 9, 1, 1, 7, 2]
+
+
+def open_cifar10(root: Path, split: Any = "train", input_channels: int | None = None, **options: Any) -> Any:
+    config = Dataset(dataset_name="cifar10", root_dir=str(root), **options)
+    return build_dataset(config, split=split, input_channels=input_channels)
+
+
+def pixels_of(item: dict[str, Any]) -> np.ndarray:
+    return ((item["sample"].numpy() + 1) * 127.5).round().astype(np.uint8).transpose(1, 2, 0)
+
+
+def refuse(message: str, call: Any, *args: Any, **options: Any) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        call(*args, **options)
+    assert "\n" not in str(error.value)
+
+
+def write_binary(path: Path, chosen: slice) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    planes = IMAGES[chosen].transpose(0, 3, 1, 2).reshape(-1, 3072)
+    path.write_bytes(np.concatenate([np.array(LABELS, np.uint8)[chosen, None], planes], axis=1).tobytes())
+
+
+@pytest.mark.parametrize("folder", [".", "cifar-10-batches-bin"])
+def test_binary_files_are_read_in_order(tmp_path: Path, folder: str) -> None:
+    write_binary(tmp_path / folder / "data_batch_1.bin", slice(0, 3))
+    write_binary(tmp_path / folder / "data_batch_2.bin", slice(3, 5))
+    write_binary(tmp_path / folder / "test_batch.bin", slice(5, 7))
+    train, validation = open_cifar10(tmp_path), open_cifar10(tmp_path, "validation")
+    assert [train[i]["class_label"] for i in range(5)] == LABELS[:5]
+    assert [validation[i]["class_label"] for i in range(2)] == LABELS[5:]
+    assert all((pixels_of(train[i]) == IMAGES[i]).all() for i in range(5))
+    assert train.class_names[3] == "cat"
+    assert train.sample_shape == (3, 32, 32)
+
+
+def test_one_channel_is_luma(tmp_path: Path) -> None:
+    write_binary(tmp_path / "data_batch_1.bin", slice(0, 1))
+    grey = pixels_of(open_cifar10(tmp_path, input_channels=1)[0])[..., 0]
+    assert (grey == np.asarray(Image.fromarray(IMAGES[0]).convert("L"))).all()
+
+
+def test_what_a_cifar10_folder_cannot_be_is_refused(tmp_path: Path) -> None:
+    refuse(r"has no data_batch_\*\.bin and no parquet", open_cifar10, tmp_path)
+    (tmp_path / "data_batch_1").write_bytes(b"pickle")
+    refuse("python version.*download cifar-10-binary.tar.gz", open_cifar10, tmp_path)
+    (tmp_path / "data_batch_1").unlink()
+    (tmp_path / "data_batch_1.bin").write_bytes(b"short")
+    refuse(r"data_batch_1\.bin (holds|has) 5 bytes", open_cifar10, tmp_path)
+    write_binary(tmp_path / "data_batch_1.bin", slice(0, 2))
+    refuse(r"dataset.image_size is \[64\], but cifar10 is 32 x 32", open_cifar10, tmp_path, image_size=[64])
+    refuse(r"no test_batch\*\.bin", open_cifar10, tmp_path, "validation")
+    refuse("dataset.root_dir is '.*', but cifar10", open_cifar10, tmp_path, hub_name="a/b")
+    refuse("dataset.streaming", open_cifar10, tmp_path, streaming=True)
+    (tmp_path / "data_batch_2.bin").write_bytes(bytes([10]) + bytes(3072))
+    refuse("labels run from 0 to 10, but there are 10 classes", open_cifar10, tmp_path)
+
+
+def encode(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def write_parquet(path: Path, chosen: range, *, image_key: str = "img", labels: Any = None, bad: int = -1) -> None:
+    """The layout of the hub; its class names travel in the schema's metadata."""
+    datasets = pytest.importorskip("datasets")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    images = [{"bytes": b"bad" if i == bad else encode(IMAGES[i % 7]), "path": f"{i}.png"} for i in chosen]
+    label_type = datasets.ClassLabel(num_classes=10) if labels is None else datasets.Value("int64")
+    rows = datasets.Dataset.from_dict(
+        {image_key: images, "label": [LABELS[i % 7] for i in chosen] if labels is None else labels},
+        features=datasets.Features({image_key: datasets.Image(), "label": label_type}),
+    )
+    rows.to_parquet(str(path))
+
+
+def test_parquet_files_with_test_in_their_name_are_validation(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "plain_text" / "train-00000-of-00001.parquet", range(5))
+    write_parquet(tmp_path / "plain_text" / "test-00000-of-00001.parquet", range(5, 7))
+    train, validation = open_cifar10(tmp_path), open_cifar10(tmp_path, "validation")
+    assert (len(train), len(validation)) == (5, 2)
+    assert (pixels_of(train[4]) == IMAGES[4]).all()
+    assert (pixels_of(validation[1]) == IMAGES[6]).all()
+    assert validation[1]["class_label"] == LABELS[6]
+
+
+def test_a_parquet_file_is_training_data(tmp_path: Path) -> None:
+    path = tmp_path / "cifar10.parquet"
+    write_parquet(path, range(4), image_key="image", bad=2)
+    dataset = open_cifar10(path)
+    assert len(dataset) == 4
+    with pytest.raises(CorruptImageError, match=r"cifar10\.parquet, row 2: not a readable image"):
+        dataset[2]
+    refuse(r"has no test-\*\.parquet", open_cifar10, path, "validation")
+    refuse("dataset.label_key 'name' is not (among|a column of .*): image, label", open_cifar10, path, label_key="name")
+
+
+def test_bad_parquet_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    write_parquet(path, range(2), image_key="picture")
+    refuse("dataset.image_key 'image' is not (among|a column of .*): picture, label", open_cifar10, path)
+    path.write_bytes(b"no parquet at all")
+    refuse(r"x\.parquet", open_cifar10, path)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the hub's layout, which `load_dataset` reads like a name on the hub."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    write_parquet(tmp_path / "hub" / "train-0.parquet", range(6), image_key="image")
+    write_parquet(tmp_path / "hub" / "train-1.parquet", range(6, 12), image_key="image")
+    write_parquet(tmp_path / "hub" / "test-0.parquet", range(12, 14), image_key="image")
+    return tmp_path / "hub"
+
+
+def open_hub(hub: Path, split: Any = "train", **options: Any) -> Any:
+    config = Dataset(dataset_name="imagenet_hub", hub_name=str(hub), image_size=[32], **options)
+    return build_dataset(config, split=split)
+
+
+def test_hub_rows_are_decoded_and_labelled(hub: Path) -> None:
+    train, validation = open_hub(hub), open_hub(hub, "validation")
+    assert (len(train), len(validation)) == (12, 2)
+    assert (pixels_of(train[8]) == IMAGES[1]).all()
+    assert train[8]["class_label"] == LABELS[1]
+    assert train.class_names == [str(label) for label in range(10)]
+    assert set(open_hub(hub, num_classes=0)[0]) == {"sample"}
+
+
+def test_cifar10_reads_the_hubs_column_names(hub: Path) -> None:
+    write_parquet(hub / "train-0.parquet", range(3))
+    for name in ("train-1.parquet", "test-0.parquet"):
+        (hub / name).unlink()
+    dataset = build_dataset(Dataset(dataset_name="cifar10", hub_name=str(hub)), split="train")
+    assert (pixels_of(dataset[2]) == IMAGES[2]).all()
+    assert dataset.sample_shape == (3, 32, 32)
+
+
+def test_wrong_columns_of_a_hub_dataset_are_refused(hub: Path) -> None:
+    refuse("dataset.image_key 'photo' is not a column of .*: image, label", open_hub, hub, image_key="photo")
+    refuse("dataset.label_key 'kind' is not a column of .*num_classes 0", open_hub, hub, label_key="kind")
+    refuse("dataset.num_classes is 5, but .* has 10", open_hub, hub, num_classes=5)
+    (hub / "test-0.parquet").unlink()
+    refuse("has no validation split; it needs one of validation, val, test", open_hub, hub, "validation")
+
+
+def test_integer_labels_make_as_many_classes_as_they_need(hub: Path) -> None:
+    write_parquet(hub / "train-0.parquet", range(3), image_key="image", labels=[0, 4, 1])
+    (hub / "train-1.parquet").unlink()
+    (hub / "test-0.parquet").unlink()
+    assert open_hub(hub).class_names == [f"class {label}" for label in range(5)]
+    refuse("dataset.num_classes is 3, but|labels run from 0 to 4, but there are 3", open_hub, hub, num_classes=3)
+    refuse("dataset.num_classes must be given", open_hub, hub, streaming=True)
+
+
+def test_files_that_do_not_fit_together_are_refused(hub: Path) -> None:
+    write_parquet(hub / "train-0.parquet", range(3))  # its column is img, the others' is image
+    refuse("dataset.hub_name '.*' cannot be read", open_hub, hub)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("DatasetNotFoundError:Dataset 'a/b' is a gated dataset on the Hub.\nVisit", "is gated: accept its terms"),
+        ("DatasetNotFoundError:Dataset 'a/b' doesn't exist", "HF_TOKEN"),
+        ("ConnectionError:Couldn't reach the Hub\nmore", r"hub_name 'a/b'.*Couldn't reach the Hub\); go online"),
+        ("ValueError:Config name is missing.\nPick one", "hub_name 'a/b': Config name is missing"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch, error: str, message: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    kind, text = error.split(":", 1)
+    classes = {"ConnectionError": ConnectionError, "ValueError": ValueError}
+
+    def load_dataset(*args: Any, **options: Any) -> None:
+        raise classes.get(kind, datasets.exceptions.DatasetNotFoundError)(text)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    refuse(message, open_hub, Path("a/b"))
+
+
+def draw(shard: Any, count: int) -> list[bytes]:
+    """The next images of a shard, undecoded errors included by their text."""
+    found = []
+    for item in shard:
+        found.append(str(item).encode() if isinstance(item, Exception) else pixels_of(item).tobytes())
+        if len(found) == count:
+            break
+    return found
+
+
+def test_a_stream_reads_stored_order_and_starts_over(hub: Path) -> None:
+    stream = open_hub(hub, streaming=True)
+    assert stream.sample_shape == (3, 32, 32)
+    assert len(stream.class_names) == 10
+    expected = [IMAGES[i % 7].tobytes() for i in [*range(12), *range(12), 0]]
+    assert draw(stream.iterate(rank=0, world_size=1), 25) == expected
+
+
+def test_ranks_of_a_stream_share_the_rows(hub: Path) -> None:
+    stream = open_hub(hub, streaming=True)
+    parts = [draw(stream.iterate(rank=rank, world_size=2), 6) for rank in (0, 1)]
+    assert sorted(parts[0] + parts[1]) == sorted(IMAGES[i % 7].tobytes() for i in range(12))
+
+
+def test_unlabelled_streams_have_no_labels(hub: Path) -> None:
+    stream = open_hub(hub, streaming=True, num_classes=0)
+    assert stream.class_names == []
+    assert set(next(iter(stream.iterate(rank=0, world_size=1)))) == {"sample", "skipped"}
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4, 8, 15])
+def test_a_stream_resumes_at_the_next_row(hub: Path, stop: int) -> None:
+    shard = open_hub(hub, streaming=True).iterate(rank=0, world_size=1)
+    whole = draw(open_hub(hub, streaming=True).iterate(rank=0, world_size=1), 25)
+    assert draw(shard, stop) == whole[:stop] if stop else True
+    resumed = open_hub(hub, streaming=True).iterate(rank=0, world_size=1)
+    resumed.load_state_dict(shard.state_dict())
+    assert draw(resumed, 25 - stop) == whole[stop:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stateful_loader_resumes_a_stream(hub: Path, num_workers: int) -> None:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def open_loader() -> Any:
+        shard = open_hub(hub, streaming=True).iterate(rank=0, world_size=1)
+        return loaders.StatefulDataLoader(shard, batch_size=2, num_workers=num_workers)
+
+    def batches(loader: Any, count: int) -> list[bytes]:
+        return [batch["sample"].numpy().tobytes() for batch, _ in zip(loader, range(count), strict=False)]
+
+    whole = batches(open_loader(), 10)
+    loader = open_loader()
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    state = loader.state_dict()
+    del iterator
+    resumed = open_loader()
+    resumed.load_state_dict(state)
+    assert batches(resumed, 6) == whole[4:]
+
+
+def test_an_unreadable_image_of_a_stream_stops_it_or_is_skipped_and_counted(hub: Path) -> None:
+    write_parquet(hub / "train-0.parquet", range(6), image_key="image", bad=1)
+    shard = open_hub(hub, streaming=True).iterate(rank=0, world_size=1)
+    first, second = draw(shard, 3)
+    assert first == IMAGES[0].tobytes()
+    assert b"1.png): not a readable image" in second
+    shard = open_hub(hub, streaming=True, corrupt_images="skip").iterate(rank=0, world_size=1)
+    items = [item for item, _ in zip(shard, range(3), strict=False)]
+    assert [item["skipped"] for item in items] == [0, 1, 0]
+    assert (pixels_of(items[1]) == IMAGES[2]).all()
+
+
+def test_a_label_out_of_range_stops_a_stream(hub: Path) -> None:
+    write_parquet(hub / "train-0.parquet", range(3), image_key="image", labels=[0, 4, 1])
+    for name in ("train-1.parquet", "test-0.parquet"):
+        (hub / name).unlink()
+    shard = open_hub(hub, streaming=True, num_classes=3).iterate(rank=0, world_size=1)
+    found = draw(shard, 3)
+    assert len(found) == 2
+    assert b"has label 4; labels are 0 to 2" in found[1]

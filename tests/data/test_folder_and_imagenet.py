@@ -1,0 +1,150 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Folders of images: classes, splits, hold-out, and what is wrong with a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from data import build_dataset
+from torchditan.config import ConfigError, Dataset
+from torchditan.stream import CorruptImageError
+
+
+def write_image(path: Path, grey: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (6, 4), (grey,) * 3).save(path)
+
+
+def open_folder(root: Path, split: Any = "train", name: str = "folder", **options: Any) -> Any:
+    return build_dataset(Dataset(dataset_name=name, root_dir=str(root), image_size=[4], **options), split=split)
+
+
+def greys(dataset: Any) -> list[int]:
+    return [round((dataset[i]["sample"][0, 0, 0].item() + 1) * 127.5) for i in range(len(dataset))]
+
+
+def test_subfolders_are_classes_in_sorted_order(tmp_path: Path) -> None:
+    for grey, name in enumerate(["dog/a.png", "cat/b.JPG", "cat/deep/c.webp", "eel/.hidden.png", "eel/d.bmp"]):
+        write_image(tmp_path / name, 40 * grey)
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    (tmp_path / ".cache").mkdir()
+    train, validation = open_folder(tmp_path), open_folder(tmp_path, "validation")
+    assert train.class_names == validation.class_names == ["cat", "dog", "eel"]
+    found = {dataset[i]["class_label"] for dataset in (train, validation) for i in range(len(dataset))}
+    assert len(train) + len(validation) == 4
+    assert found == {0, 1, 2}
+    assert train.horizontal_flip
+
+
+def test_labels_belong_to_their_images(tmp_path: Path) -> None:
+    for label, name in enumerate(["a", "b", "c"]):
+        for copy in range(4):
+            write_image(tmp_path / "train" / name / f"{copy}.png", 80 * label)
+    dataset = open_folder(tmp_path)
+    assert all(grey == 80 * dataset[i]["class_label"] for i, grey in enumerate(greys(dataset)))
+
+
+def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
+    for index in range(5):
+        write_image(tmp_path / f"{index}.png", 10 * index)
+    dataset = open_folder(tmp_path)
+    assert dataset.class_names == []
+    assert set(dataset[0]) == {"sample"}
+
+
+def test_about_two_percent_are_held_out_and_no_image_is_in_both(tmp_path: Path) -> None:
+    for index in range(150):
+        write_image(tmp_path / f"{index:03}.png", index)
+    train, validation = greys(open_folder(tmp_path)), greys(open_folder(tmp_path, "validation"))
+    assert len(validation) == 3
+    assert sorted(train + validation) == list(range(150))
+    assert greys(open_folder(tmp_path, "validation")) == validation
+
+
+def test_the_hold_out_does_not_depend_on_where_the_folder_is(tmp_path: Path) -> None:
+    for place in ("here", "there"):
+        for index in range(60):
+            write_image(tmp_path / place / f"{index}.png", index)
+    assert greys(open_folder(tmp_path / "here", "validation")) == greys(open_folder(tmp_path / "there", "validation"))
+
+
+@pytest.mark.parametrize("name", ["val", "validation"])
+def test_train_and_validation_folders_are_respected(tmp_path: Path, name: str) -> None:
+    write_image(tmp_path / "train" / "a" / "1.png", 1)
+    write_image(tmp_path / "train" / "b" / "2.png", 2)
+    write_image(tmp_path / name / "b" / "3.png", 3)
+    assert greys(open_folder(tmp_path)) == [1, 2]
+    validation = open_folder(tmp_path, "validation")
+    assert greys(validation) == [3]
+    assert validation[0]["class_label"] == 1  # numbered as in training, though `a` is missing here
+
+
+def test_a_class_of_trains_is_a_class(tmp_path: Path) -> None:
+    write_image(tmp_path / "train" / "1.png", 1)
+    write_image(tmp_path / "plane" / "2.png", 2)
+    write_image(tmp_path / "plane" / "3.png", 2)
+    assert open_folder(tmp_path).class_names == ["plane", "train"]
+
+
+def test_grey_is_made_where_the_model_asks_for_one_channel(tmp_path: Path) -> None:
+    write_image(tmp_path / "1.png", 128)
+    config = Dataset(dataset_name="folder", root_dir=str(tmp_path), image_size=[4, 8])
+    dataset = build_dataset(config, split="train", input_channels=1)
+    assert tuple(dataset[0]["sample"].shape) == (1, 4, 8)
+    with pytest.raises(ConfigError, match=r"model.input_channels is 16, but folder gives 3 \(colour\) or 1 \(grey\)"):
+        build_dataset(config, split="train", input_channels=16)
+
+
+def test_a_corrupt_image_is_named_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_bytes(b"no")
+    with pytest.raises(CorruptImageError, match=r"broken\.png: not a readable image"):
+        open_folder(tmp_path)[0]
+
+
+def refuse(message: str, root: Path | None, *, split: Any = "train", **options: Any) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        build_dataset(Dataset(root_dir=root and str(root), **options), split=split)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["folder", "imagenet", "cifar10"])
+def test_a_missing_folder_is_refused(tmp_path: Path, name: str) -> None:
+    refuse(f"dataset.root_dir is not set; {name} needs a folder", None, dataset_name=name)
+    refuse(f"dataset.root_dir '.*gone' does not exist; {name} needs", tmp_path / "gone", dataset_name=name)
+
+
+def test_what_a_folder_cannot_be_is_refused(tmp_path: Path) -> None:
+    refuse("'folder': no train images in", tmp_path, dataset_name="folder")
+    write_image(tmp_path / "1.png")
+    refuse("'folder': no validation images in", tmp_path, split="validation", dataset_name="folder")
+    refuse("is a file; folder needs a folder", tmp_path / "1.png", dataset_name="folder")
+    refuse("num_classes is 3, but folder has no labels", tmp_path, dataset_name="folder", num_classes=3)
+    refuse("dataset.hub_name is 'a/b', but folder", tmp_path, dataset_name="folder", hub_name="a/b")
+    write_image(tmp_path / "a" / "2.png")
+    refuse(r"1\.png is in no folder of a training class \(a, \.\.\.\)", tmp_path, dataset_name="folder")
+
+
+def test_imagenet_is_a_tree_with_train_and_val(tmp_path: Path) -> None:
+    refuse("has no (folder )?train/", tmp_path, dataset_name="imagenet")
+    write_image(tmp_path / "train" / "1.png")
+    refuse("train/ must hold one subfolder per class", tmp_path, dataset_name="imagenet")
+    (tmp_path / "train" / "1.png").unlink()
+    write_image(tmp_path / "train" / "n01" / "1.JPEG", 50)
+    write_image(tmp_path / "train" / "n02" / "1.JPEG", 60)
+    write_image(tmp_path / "val" / "n02" / "1.JPEG", 70)
+    train, validation = (open_folder(tmp_path, split, name="imagenet") for split in ("train", "validation"))
+    assert train.class_names == ["n01", "n02"]
+    assert (greys(train), greys(validation)) == ([50, 60], [70])
+    write_image(tmp_path / "val" / "flat.JPEG")
+    refuse(r"flat\.JPEG is in no folder of a training class", tmp_path, split="validation", dataset_name="imagenet")
+
+
+def test_imagenet_defaults_to_256_pixels(tmp_path: Path) -> None:
+    write_image(tmp_path / "train" / "n01" / "1.JPEG")
+    write_image(tmp_path / "val" / "n01" / "1.JPEG")
+    dataset = build_dataset(Dataset(dataset_name="imagenet", root_dir=str(tmp_path)), split="train")
+    assert tuple(dataset[0]["sample"].shape) == (3, 256, 256)
