@@ -15,7 +15,7 @@ import torch
 
 from data.hub import open_hub, require
 from data.images import load_sample, to_sample
-from data.options import existing_path, photo_channels, refuse
+from data.options import existing_path, photo_channels
 from torchditan import config as options
 from torchditan.config import ConfigError
 
@@ -74,7 +74,6 @@ class Cifar10Parquet:
 def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> Any:
     channels = photo_channels(config, input_channels)
     if config.hub_name is not None:
-        refuse(config, "root_dir")
         return open_hub(
             config,
             hub_name=config.hub_name,

@@ -60,7 +60,7 @@ class ImageFolder:
         return np.array([labels[folder] for folder in folders], dtype=np.int64)
 
     def _keep(self, chosen: np.ndarray) -> None:
-        self.paths = self.paths
+        self.paths = self.paths[chosen]
         if self.class_labels is not None:
             self.class_labels = self.class_labels[chosen]
 

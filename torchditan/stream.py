@@ -146,21 +146,33 @@ class StreamDataset(Dataset):
 
 @dataclass(frozen=True)
 class Collate:
-    """Samples -> (batch, randomness), in the worker."""
+    """Samples -> batch, in the worker; an error among them travels as a value."""
 
-    seed: int
     labelled: bool
 
-    def __call__(self, items: list[dict[str, Any] | ConfigError]) -> tuple[Batch, Randomness] | ConfigError:
+    def __call__(self, items: list[dict[str, Any] | ConfigError]) -> Batch | ConfigError:
         for item in items:
             if isinstance(item, ConfigError):
                 return item
         samples = cast(list[dict[str, Any]], items)
         batch = {"sample": torch.stack([item["sample"] for item in samples])}  # (B, C, H, W)
         for key in ("index", "skipped", "class_label") if self.labelled else ("index", "skipped"):
-            batch[key] = torch.tensor([item[key] for item in samples], dtype=torch.int64)  # (B,)
-        index = batch["index"].tolist()
-        return batch, draw(self.seed, index, batch["sample"].shape[1:])
+            batch[key] = torch.tensor([item.get(key, 0) for item in samples], dtype=torch.int64)  # (B,)
+        return batch
+
+
+@dataclass(frozen=True)
+class CollateAndDraw:
+    """Samples -> (batch, randomness), in the worker."""
+
+    seed: int
+    collate: Collate
+
+    def __call__(self, items: list[dict[str, Any] | ConfigError]) -> tuple[Batch, Randomness] | ConfigError:
+        batch = self.collate(items)
+        if isinstance(batch, ConfigError):
+            return batch
+        return batch, draw(self.seed, batch["index"].tolist(), batch["sample"].shape[1:])
 
 
 class TrainingStream:
@@ -185,7 +197,7 @@ class TrainingStream:
             dataset, seed=seed, num_classes=num_classes, horizontal_flip=flip, corrupt_images=corrupt_images
         )
         self.loader_options: dict[str, Any] = {
-            "collate_fn": Collate(seed=seed, labelled=num_classes > 0),
+            "collate_fn": CollateAndDraw(seed, Collate(labelled=num_classes > 0)),
             "num_workers": num_workers,
             "prefetch_factor": prefetch_factor if num_workers else None,
             "pin_memory": pin_memory,
@@ -229,7 +241,7 @@ class StreamedTraining:
         self.plan = plan
         self.seed = seed
         self.flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
-        self.labelled = num_classes > 0
+        self.collate = Collate(labelled=num_classes > 0)
         self.num_workers = num_workers
         self.pin_memory = pin_memory
         self._loader: Any = None
@@ -266,6 +278,7 @@ class StreamedTraining:
             self._loader = StatefulDataLoader(
                 self.dataset.iterate(rank=self.plan.rank, world_size=self.plan.world_size),
                 batch_size=self.plan.batch_size,
+                collate_fn=self.collate,
                 drop_last=True,
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
@@ -274,13 +287,13 @@ class StreamedTraining:
                 self._loader.load_state_dict(self._resume_from)
                 self._resume_from = None
             for batch in self._loader:
+                if isinstance(batch, ConfigError):
+                    raise batch
                 yield self._position(batch, next(positions))
 
     def _position(self, batch: Batch, index: list[int]) -> tuple[Batch, Randomness]:
         if self.flip:
             flips = [generator(self.seed, "flip", i).random() < 0.5 for i in index]
             batch["sample"][flips] = batch["sample"][flips].flip(-1)
-        batch = {key: tensor for key, tensor in batch.items() if key != "class_label" or self.labelled}
         batch["index"] = torch.tensor(index, dtype=torch.int64)
-        batch["skipped"] = torch.zeros(len(index), dtype=torch.int64)
         return batch, draw(self.seed, index, batch["sample"].shape[1:])

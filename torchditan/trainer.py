@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchditan.checkpoint import CheckpointManager, Progress
-from torchditan.config import Config, ConfigError
+from torchditan.config import Config, option_error
 from torchditan.config_loader import to_dict, trajectory
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.timesteps import timestep_sampling
@@ -395,10 +395,11 @@ def resolve_batches(config: Config, rank: Rank) -> BatchPlan:
     if config.training.global_batch_size is None:
         config.training.global_batch_size = at_once
     if config.training.global_batch_size % at_once:
-        raise ConfigError(
-            f"training.global_batch_size is {config.training.global_batch_size}, but it must be a multiple of "
-            f"{at_once}: training.batch_size {config.training.batch_size} x {rank.world_size} rank(s)"
+        right = (
+            f"must be a multiple of {at_once}: training.batch_size {config.training.batch_size} x "
+            f"{rank.world_size} rank(s)"
         )
+        raise option_error("training.global_batch_size", config.training.global_batch_size, right)
     return BatchPlan(
         batch_size=config.training.batch_size,
         global_batch_size=config.training.global_batch_size,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchditan.config import ConfigError
+from torchditan.config import option_error
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,16 @@ class ParallelDims:
         Raises:
             ConfigError: the degrees do not multiply to the world size.
         """
-        options = "training.data_parallel_replicate_degree"
-        if replicate < 1 or world_size % replicate:
-            raise ConfigError(
-                f"{options} is {replicate}, but it must divide the {world_size} rank(s) of this job"
-            )
+        if world_size % replicate:
+            right = f"must divide the {world_size} rank(s) of this job"
+            raise option_error("training.data_parallel_replicate_degree", replicate, right)
         resolved = world_size // replicate if shard == -1 else shard
         if replicate * resolved != world_size:
-            raise ConfigError(
-                f"{options} {replicate} x data_parallel_shard_degree {shard} is {replicate * shard} rank(s), but "
-                f"this job has {world_size}; set data_parallel_shard_degree to {world_size // replicate} or -1"
+            right = (
+                f"times data_parallel_replicate_degree {replicate} is {replicate * shard}, but this job has "
+                f"{world_size} rank(s); must be {world_size // replicate} or -1"
             )
+            raise option_error("training.data_parallel_shard_degree", shard, right)
         return cls(replicate=replicate, shard=resolved)
 
     @property

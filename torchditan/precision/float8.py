@@ -9,7 +9,7 @@ import importlib.util
 import torch
 from torch import nn
 
-from torchditan.config import ConfigError, Float8
+from torchditan.config import Float8, option_error
 
 
 def check_float8(config: Float8, *, device: torch.device) -> None:
@@ -20,10 +20,9 @@ def check_float8(config: Float8, *, device: torch.device) -> None:
     """
     if not config.enable_float8_linear:
         return
+    option = "float8.enable_float8_linear"
     if importlib.util.find_spec("torchao") is None:
-        raise ConfigError(
-            "float8.enable_float8_linear needs torchao; install it: pip install 'torchditan[float8]'"
-        )
+        raise option_error(option, True, "needs torchao; pip install 'torchditan[float8]'")
     if config.emulate:
         return
     supported = device.type == "cuda" and (
@@ -31,10 +30,11 @@ def check_float8(config: Float8, *, device: torch.device) -> None:
     )
     if not supported:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-        raise ConfigError(
-            f"float8.enable_float8_linear is on, but {name} has no float8 products; they need compute capability 8.9 "
-            "(H100, L40S, RTX 4090), or --float8.emulate to compute them slowly"
+        right = (
+            f"{name} has no float8 products; needs compute capability 8.9 (H100, L40S, RTX 4090), or --float8.emulate "
+            "to compute them slowly"
         )
+        raise option_error(option, True, right)
 
 
 def convert_to_float8(*, blocks: nn.ModuleList, config: Float8) -> None:

@@ -1,0 +1,138 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Schedules, weight decay, clipping, the non-finite guard and the EMA, in one process without FSDP."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from torchditan.config import LRScheduler, Optimizer
+from torchditan.ema import EMA
+from torchditan.models.dit import DiT, DiTConfig
+from torchditan.optim import (
+    NonFiniteGradientError,
+    NonFiniteGuard,
+    build_optimizer,
+    clip_grad_norm,
+    learning_rate,
+    parameters_without_decay,
+)
+
+
+def rates(schedule: str, **options: float) -> list[float]:
+    config = LRScheduler(schedule=schedule, **options)
+    return [learning_rate(step, steps=100, peak=2.0, config=config) for step in range(1, 101)]
+
+
+def test_warmup_is_linear_and_reaches_the_peak() -> None:
+    assert rates("constant", warmup_steps=4)[:6] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    assert rates("constant")[0] == 2.0
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_decays_fall_from_the_peak_to_their_floor(schedule: str) -> None:
+    curve = rates(schedule, warmup_steps=10, min_lr_factor=0.1)
+    assert max(curve) == 2.0
+    assert curve[-1] == pytest.approx(0.2)
+    assert curve[9:] == sorted(curve[9:], reverse=True)
+
+
+def test_decays_pass_through_their_closed_forms() -> None:
+    assert rates("cosine")[24] == pytest.approx(1 + math.cos(math.pi / 4))
+    assert rates("linear")[24] == pytest.approx(1.5)
+    wsd = rates("wsd", decay_ratio=0.2)
+    assert wsd[:80] == [2.0] * 80
+    assert wsd[89] == pytest.approx(1.0)
+
+
+def small_dit(**options: object) -> DiT:
+    config = DiTConfig(
+        depth=2, width=32, num_heads=2, patch_size=2, input_channels=1, image_size=(8, 8), num_classes=10, **options
+    )
+    model = DiT(config)
+    model.init_weights(0)
+    return model
+
+
+def test_weight_decay_leaves_out_norms_biases_and_embeddings() -> None:
+    for options in ({}, {"norm_type": "layernorm", "position": "sincos"}, {"conditioning": "in_context"}):
+        model = small_dit(**options)
+        plain = parameters_without_decay(model)
+        names = {name for name, _ in model.named_parameters()}
+        matrices = {name for name in names if name.endswith(".weight") and dict(model.named_parameters())[name].dim() > 1}
+        assert plain == names - matrices | {name for name in names if "embedding_table" in name or "pos_embed" in name}
+        assert "blocks.0.attn.qkv.weight" not in plain
+        assert "x_embedder.proj.weight" not in plain
+
+
+def test_optimizer_groups_hold_every_trainable_parameter_once() -> None:
+    model = small_dit(position="sincos")
+    optimizer = build_optimizer(model, Optimizer(weight_decay=0.1))
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(held) == sorted(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_clipping_reports_the_norm_before_and_leaves_the_limit_behind() -> None:
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    norm = clip_grad_norm(parameters, max_norm=0)
+    assert norm.item() == pytest.approx(math.sqrt(28))
+    assert parameters[0].grad.tolist() == [2.0] * 3
+    clip_grad_norm(parameters, max_norm=1.0)
+    assert clip_grad_norm(parameters, max_norm=0).item() == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_nonfinite_gradient_never_reaches_weights_or_moments(bad: float) -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
+    guard = NonFiniteGuard(optimizer)
+
+    def step(number: int, gradient: float) -> None:
+        parameter.grad = torch.tensor([1.0, gradient, 1.0, 1.0])
+        guard.step(number, clip_grad_norm([parameter], max_norm=1.0))
+
+    step(1, 1.0)
+    weights = parameter.detach().clone()
+    moments = {key: value.clone() for key, value in optimizer.state[parameter].items()}
+    with pytest.raises(NonFiniteGradientError, match="step 2: the gradient is not finite; .* those of step 1"):
+        step(2, bad)
+    assert torch.equal(parameter.detach(), weights)
+    for key, value in moments.items():
+        assert torch.equal(optimizer.state[parameter][key], value), key
+
+
+def test_ema_warms_up_and_then_follows_its_decay() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(0.0)
+    ema = EMA(model, decay=0.9)
+    expected = 0.0
+    for step in range(1, 200):
+        model.weight.data.fill_(float(step))
+        ema.update(step)
+        decay = min(0.9, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * step
+    assert ema.average["weight"].item() == pytest.approx(expected, rel=1e-5)
+    assert ema.decay_at(1) == pytest.approx(2 / 11)
+    assert EMA(model, decay=0.9, warmup=False).decay_at(1) == 0.9
+
+
+def test_swapping_the_average_in_and_out_is_exact() -> None:
+    model = small_dit()
+    ema = EMA(model, decay=0.5, warmup=False)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)
+    ema.update(1)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    average = {name: tensor.clone() for name, tensor in ema.average.items()}
+    with ema.swapped_in():
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, average[name])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name])
+        assert torch.equal(ema.average[name], average[name])

@@ -1,0 +1,201 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The training stream is a function of (seed, position), whatever ranks, workers and batch splits."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchditan.config import ConfigError
+from torchditan.stream import (
+    Batch,
+    BatchPlan,
+    CorruptImageError,
+    StreamDataset,
+    StreamedTraining,
+    TrainingStream,
+)
+
+
+class Numbers:
+    """Sample i is filled with i; `broken` ones cannot be read."""
+
+    name = "numbers"
+    sample_shape = (1, 2, 2)
+    class_names = ["even", "odd"]
+    horizontal_flip = True
+
+    def __init__(self, length: int = 10, *, broken: tuple[int, ...] = (), label: int | None = None) -> None:
+        self.length = length
+        self.broken = broken
+        self.label = label
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index in self.broken:
+            raise CorruptImageError(f"images/{index}.png cannot be read")
+        sample = torch.tensor([[[index, index + 0.25], [index, index + 0.25]]])
+        return {"sample": sample, "class_label": index % 2 if self.label is None else self.label}
+
+
+def read(
+    num_batches: int, *, plan: BatchPlan, dataset: Numbers | None = None, start: int = 0, **options: Any
+) -> list[Batch]:
+    settings: dict[str, Any] = {
+        "seed": 0,
+        "num_classes": 2,
+        "horizontal_flip": None,
+        "corrupt_images": "error",
+        "num_workers": 0,
+        "prefetch_factor": 2,
+        "pin_memory": False,
+    }
+    stream = TrainingStream(dataset or Numbers(), plan=plan, **{**settings, **options})
+    pairs = itertools.islice(stream.batches(start), num_batches)
+    return [{**batch, "noise": randomness.noise} for batch, randomness in pairs]
+
+
+def by_position(batches: list[Batch]) -> dict[int, dict[str, torch.Tensor]]:
+    return {
+        int(index): {key: batch[key][row] for key in batch}
+        for batch in batches
+        for row, index in enumerate(batch["index"])
+    }
+
+
+def assert_same(left: dict[int, dict[str, torch.Tensor]], right: dict[int, dict[str, torch.Tensor]]) -> None:
+    assert left.keys() == right.keys()
+    for position in left:
+        for key in left[position]:
+            assert torch.equal(left[position][key], right[position][key]), (position, key)
+
+
+def test_an_epoch_shows_every_sample_once_and_the_next_in_another_order() -> None:
+    stream = StreamDataset(Numbers(), seed=0, num_classes=2, horizontal_flip=False, corrupt_images="error")
+    epochs = [[stream.locate(position) for position in range(start, start + 10)] for start in (0, 10, 20)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 3), (1, 6), (2, 3), (4, 3), (3, 2)])
+def test_any_split_over_ranks_reads_the_same_samples(world_size: int, batch_size: int) -> None:
+    whole = by_position(read(2, plan=BatchPlan(batch_size=12, global_batch_size=12)))
+    parts: dict[int, dict[str, torch.Tensor]] = {}
+    for rank in range(world_size):
+        plan = BatchPlan(batch_size=batch_size, global_batch_size=12, rank=rank, world_size=world_size)
+        mine = by_position(read(2 * plan.num_micro_batches, plan=plan))
+        assert not parts.keys() & mine.keys()
+        parts.update(mine)
+    assert_same(whole, parts)
+
+
+def test_workers_change_nothing() -> None:
+    plan = BatchPlan(batch_size=4, global_batch_size=4)
+    assert_same(by_position(read(5, plan=plan)), by_position(read(5, plan=plan, num_workers=2)))
+
+
+def test_a_stream_continues_from_any_position() -> None:
+    plan = BatchPlan(batch_size=4, global_batch_size=4)
+    whole = by_position(read(5, plan=plan))
+    tail = by_position(read(3, plan=plan, start=8))
+    assert_same({position: whole[position] for position in tail}, tail)
+
+
+def test_flips_mirror_about_half_and_the_same_ones_every_time() -> None:
+    plan = BatchPlan(batch_size=100, global_batch_size=100)
+    samples = read(2, plan=plan)[1]["sample"]
+    flipped = samples[:, 0, 0, 0] > samples[:, 0, 0, 1]
+    assert 30 < flipped.sum() < 70
+    assert torch.equal(samples, read(2, plan=plan)[1]["sample"])
+    unflipped = read(2, plan=plan, horizontal_flip=False)[1]["sample"]
+    assert (unflipped[:, 0, 0, 0] < unflipped[:, 0, 0, 1]).all()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_corrupt_image_stops_the_run_by_name(num_workers: int) -> None:
+    plan = BatchPlan(batch_size=10, global_batch_size=10)
+    with pytest.raises(CorruptImageError) as caught:
+        read(1, plan=plan, dataset=Numbers(broken=(4,)), num_workers=num_workers)
+    assert str(caught.value) == "images/4.png cannot be read"
+
+
+def test_a_corrupt_image_is_replaced_by_the_next_and_counted_where_the_config_says_so() -> None:
+    plan = BatchPlan(batch_size=10, global_batch_size=10)
+    (batch,) = read(1, plan=plan, dataset=Numbers(broken=(4, 5)), corrupt_images="skip", horizontal_flip=False)
+    shown = sorted(batch["sample"][:, 0, 0, 0].tolist())
+    assert shown == [0, 1, 2, 3, 6, 6, 6, 7, 8, 9]
+    assert sorted(batch["skipped"].tolist()) == [0] * 8 + [1, 2]
+
+
+def test_a_dataset_of_only_corrupt_images_is_refused() -> None:
+    dataset = Numbers(2, broken=(0, 1))
+    with pytest.raises(ConfigError, match="has no readable image"):
+        read(1, plan=BatchPlan(batch_size=1, global_batch_size=1), dataset=dataset, corrupt_images="skip")
+
+
+def test_a_label_out_of_range_names_the_image_and_the_range() -> None:
+    with pytest.raises(ConfigError, match=r"num_classes is 2, but image \d of numbers has label 7; .* 0 to 1"):
+        read(1, plan=BatchPlan(batch_size=1, global_batch_size=1), dataset=Numbers(label=7))
+
+
+class InOrder(torch.utils.data.IterableDataset):
+    """A source that can only be read in order, with a state."""
+
+    def __init__(self, numbers: range) -> None:
+        self.numbers = numbers
+        self.done = 0
+
+    def __iter__(self) -> Any:
+        while self.done < len(self.numbers):
+            self.done += 1
+            yield Numbers(100)[self.numbers[self.done - 1]]
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+
+class Streamed(Numbers):
+    def iterate(self, *, rank: int, world_size: int) -> InOrder:
+        return InOrder(range(rank, 16, world_size))
+
+
+def streamed(rank: int = 0, world_size: int = 1) -> StreamedTraining:
+    plan = BatchPlan(batch_size=4, global_batch_size=4 * world_size, rank=rank, world_size=world_size)
+    return StreamedTraining(
+        Streamed(), plan=plan, seed=0, num_classes=2, horizontal_flip=None, num_workers=0, pin_memory=False
+    )
+
+
+def test_a_streamed_source_resumes_where_it_was_and_its_state_is_json(tmp_path: Path) -> None:
+    import json
+
+    pytest.importorskip("torchdata")
+    stream = streamed()
+    batches = stream.batches(0)
+    whole = [batch for batch, _ in itertools.islice(batches, 2)]
+    state = json.loads(json.dumps(stream.state()))
+    whole += [batch for batch, _ in itertools.islice(batches, 4)]  # past the end of the source
+
+    resumed = streamed()
+    resumed.load_state(state)
+    tail = [batch for batch, _ in itertools.islice(resumed.batches(8), 4)]
+    assert_same(by_position(whole[2:]), by_position(tail))
+    assert [int(batch["index"][0]) for batch in tail] == [8, 12, 16, 20]
+
+
+def test_a_streamed_source_refuses_another_number_of_ranks() -> None:
+    pytest.importorskip("torchdata")
+    stream = streamed()
+    next(stream.batches(0))
+    with pytest.raises(ConfigError, match="streamed source resumes with the same numbers only"):
+        streamed(world_size=2).load_state(stream.state())
