@@ -8,14 +8,13 @@ yours is checked like ours. docs/data.md has an example.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any, Literal
 
 from data import cifar10, digits, dummy, earth, emoji, folder, imagenet
 from data.options import height_and_width
 from torchditan import config as options
-from torchditan.config import ConfigError
+from torchditan.config import ConfigError, did_you_mean, option_error
 from torchditan.stream import ImageDataset
 
 DATASETS: dict[str, Callable[..., Any]] = {
@@ -50,52 +49,48 @@ def build_dataset(
     """
     name = config.dataset_name
     if name not in DATASETS:
-        raise ConfigError(_unknown_name(name))
+        raise _unknown_name(name)
     if config.streaming and name not in STREAMED:
-        raise ConfigError(f"dataset.streaming: {name} is not read from the hub; only {', '.join(STREAMED)} can stream")
+        right = f"{name} is not read from the hub; only {', '.join(STREAMED)} can stream"
+        raise option_error("dataset.streaming", True, right)
     dataset = DATASETS[name](config, split=split, input_channels=input_channels)
     _check_shape(config, dataset, input_channels=input_channels)
     if hasattr(dataset, "__len__") and len(dataset) == 0:
-        where = config.root_dir or name
-        raise ConfigError(f"dataset.dataset_name {name!r}: no {split} images in {where}")
+        option, value = ("dataset_name", name) if config.root_dir is None else ("root_dir", config.root_dir)
+        raise option_error(f"dataset.{option}", value, f"holds no {split} images")
     return _set_classes(config, dataset)
 
 
-def _unknown_name(name: str) -> str:
+def _unknown_name(name: str) -> ConfigError:
+    right = f"must be one of {', '.join(DATASETS)}{did_you_mean(name, DATASETS)}"
     if name == "imagenet_dummy":
-        return (
-            "dataset.dataset_name 'imagenet_dummy' reads latents, which come with a later version; "
-            "for a benchmark use --dataset.dataset_name dummy"
-        )
-    nearest = difflib.get_close_matches(name, DATASETS, n=1)
-    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-    return f"dataset.dataset_name {name!r} is unknown{hint}; there are {', '.join(DATASETS)}"
+        right = "reads latents, which come with a later version; for a benchmark use --dataset.dataset_name dummy"
+    return option_error("dataset.dataset_name", name, right)
 
 
 def _check_shape(config: options.Dataset, dataset: Any, *, input_channels: int | None) -> None:
     channels, height, width = dataset.sample_shape
     if height_and_width(config, default=(height, width)) != (height, width):
-        raise ConfigError(
-            f"dataset.image_size is {config.image_size}, but {dataset.name} is {height} x {width}; leave it out"
-        )
+        right = f"{dataset.name} is {height} x {width}; leave it out"
+        raise option_error("dataset.image_size", config.image_size, right)
     if input_channels not in (None, channels):
-        raise ConfigError(f"model.input_channels is {input_channels}, but {dataset.name} has {channels}; leave it out")
+        right = f"{dataset.name} has {channels} channel(s); leave it out"
+        raise option_error("model.input_channels", input_channels, right)
 
 
 def _set_classes(config: options.Dataset, dataset: Any) -> Any:
     if config.num_classes == 0:
         return Unlabelled(dataset) if dataset.class_names else dataset
     if config.num_classes is not None and not dataset.class_names:
-        raise ConfigError(f"dataset.num_classes is {config.num_classes}, but {dataset.name} has no labels; set it to 0")
+        raise option_error("dataset.num_classes", config.num_classes, f"{dataset.name} has no labels; must be 0")
     num_found = len(dataset.class_names)
     if config.num_classes is not None and config.num_classes < num_found:
-        raise ConfigError(f"dataset.num_classes is {config.num_classes}, but {dataset.name} has {num_found} classes")
+        right = f"{dataset.name} has {num_found} classes; must be at least that, or 0 to train without labels"
+        raise option_error("dataset.num_classes", config.num_classes, right)
     labels = getattr(dataset, "class_labels", None)
     if num_found and labels is not None and not 0 <= labels.min() <= labels.max() < num_found:
-        raise ConfigError(
-            f"dataset.dataset_name {dataset.name!r}: labels run from {labels.min()} to {labels.max()}, "
-            f"but there are {num_found} classes, 0 to {num_found - 1}"
-        )
+        right = f"has labels from {labels.min()} to {labels.max()}; must be 0 to {num_found - 1}, one of its classes"
+        raise option_error("dataset.dataset_name", config.dataset_name, right)
     dataset.class_names += [f"class {label}" for label in range(num_found, config.num_classes or 0)]
     return dataset
 

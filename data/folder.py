@@ -20,7 +20,7 @@ import torch
 from data.images import IMAGE_SUFFIXES, load_sample
 from data.options import existing_path, height_and_width, photo_channels, refuse
 from torchditan import config as options
-from torchditan.config import ConfigError
+from torchditan.config import option_error
 
 Split = Literal["train", "validation"]
 HELD_OUT_SHARE = 0.02
@@ -55,8 +55,8 @@ class ImageFolder:
         folders = [path.split(os.sep)[0] if os.sep in path else "" for path in paths]
         for folder, path in zip(folders, paths, strict=True):
             if folder not in labels:
-                reason = f"is in no folder of a training class ({', '.join(self.class_names[:3])}, ...)"
-                raise ConfigError(f"dataset.root_dir: {self.root / path} {reason}")
+                right = f"{path} is in no folder of a training class ({', '.join(self.class_names[:3])}, ...)"
+                raise option_error("dataset.root_dir", str(self.root), right)
         return np.array([labels[folder] for folder in folders], dtype=np.int64)
 
     def _keep(self, chosen: np.ndarray) -> None:
@@ -120,7 +120,7 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
     refuse(config, "hub_name")
     root = existing_path(config, what="a folder of images, or of one subfolder per class")
     if not root.is_dir():
-        raise ConfigError(f"dataset.root_dir {config.root_dir!r} is a file; folder needs a folder of images")
+        raise option_error("dataset.root_dir", config.root_dir, "is a file; folder needs a folder of images")
     train_root, validation_root = _split_roots(root)
     return ImageFolder(
         name=config.dataset_name,

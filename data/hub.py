@@ -19,7 +19,7 @@ import torch
 
 from data.images import load_sample
 from torchditan import config as options
-from torchditan.config import ConfigError
+from torchditan.config import ConfigError, option_error
 from torchditan.stream import CorruptImageError
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
@@ -92,7 +92,7 @@ class StreamingImages:
         item = _to_item(row, self.image_key, self.label_key, self.sample_shape, where=self.name)
         if self.class_names and not 0 <= item["class_label"] < len(self.class_names):
             last = len(self.class_names) - 1
-            raise ConfigError(f"dataset.hub_name {self.name!r} has label {item['class_label']}; labels are 0 to {last}")
+            raise option_error("dataset.hub_name", self.name, f"has label {item['class_label']}; must be 0 to {last}")
         return item
 
     def iterate(self, *, rank: int, world_size: int) -> StreamShard:
@@ -163,7 +163,7 @@ def require(module: str, *, package: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"dataset: the package {package} is missing: pip install -e '.[{extra}]'") from error
+        raise ConfigError(f"the package {package} is missing: pip install -e '.[{extra}]'") from error
 
 
 def open_hub(
@@ -180,14 +180,13 @@ def open_hub(
     if rows.features is None:
         rows = rows._resolve_features()
     columns = list(rows.features)
+    right = f"must be one of the columns of {hub_name}: {', '.join(columns)}"
     if image_key not in columns:
-        raise ConfigError(f"dataset.image_key {image_key!r} is not a column of {hub_name}: {', '.join(columns)}")
+        raise option_error("dataset.image_key", image_key, right)
     label_key = None if config.num_classes == 0 else config.label_key
     if label_key is not None and label_key not in columns:
-        raise ConfigError(
-            f"dataset.label_key {label_key!r} is not a column of {hub_name}: {', '.join(columns)} "
-            "(dataset.num_classes 0 trains without labels)"
-        )
+        right += "; --dataset.num_classes 0 trains without labels"
+        raise option_error("dataset.label_key", label_key, right)
     datasets = importlib.import_module("datasets")
     rows = rows.cast_column(image_key, datasets.Image(decode=False))
     rows = rows.select_columns([image_key] if label_key is None else [image_key, label_key])
@@ -212,26 +211,23 @@ def _load(hub_name: str, *, split: Literal["train", "validation"], streaming: bo
             return datasets.load_dataset(hub_name, split=split_name, streaming=streaming)
         except ValueError as error:  # "Unknown split" or, streaming, "Bad split"
             if "split" not in str(error):
-                raise ConfigError(f"dataset.hub_name {hub_name!r}: {_first_line(error)}") from error
+                raise option_error("dataset.hub_name", hub_name, _first_line(error)) from error
         except datasets.exceptions.DatasetNotFoundError as error:
             if "gated" in str(error):
-                raise ConfigError(
-                    f"dataset.hub_name {hub_name!r} is gated: accept its terms on its page, then log in with "
-                    "`hf auth login` or set HF_TOKEN"
-                ) from error
-            raise ConfigError(
-                f"dataset.hub_name {hub_name!r} was not found on the Hugging Face hub (a private one needs HF_TOKEN)"
-            ) from error
+                right = "is gated: accept its terms on its page, then log in with `hf auth login` or set HF_TOKEN"
+                raise option_error("dataset.hub_name", hub_name, right) from error
+            right = "was not found on the Hugging Face hub (a private one needs HF_TOKEN)"
+            raise option_error("dataset.hub_name", hub_name, right) from error
         except datasets.exceptions.DatasetsError as error:
-            raise ConfigError(f"dataset.hub_name {hub_name!r} cannot be read: {_first_line(error)}") from error
+            raise option_error("dataset.hub_name", hub_name, f"cannot be read: {_first_line(error)}") from error
         except OSError as error:  # ConnectionError among them
-            raise ConfigError(
-                f"dataset.hub_name {hub_name!r}: the Hugging Face hub cannot be reached ({_first_line(error)}); "
-                "go online, or use local files with dataset.root_dir"
-            ) from error
-    raise ConfigError(
-        f"dataset.hub_name {hub_name!r} has no {split} split; it needs one of {', '.join(SPLIT_NAMES[split])}"
-    )
+            right = (
+                f"the Hugging Face hub cannot be reached ({_first_line(error)}); go online, or use local files "
+                "with --dataset.root_dir"
+            )
+            raise option_error("dataset.hub_name", hub_name, right) from error
+    right = f"has no {split} split; must have one of {', '.join(SPLIT_NAMES[split])}"
+    raise option_error("dataset.hub_name", hub_name, right)
 
 
 def _first_line(error: Exception) -> str:
@@ -243,10 +239,9 @@ def _class_names(config: options.Dataset, rows: Any, label_key: str) -> list[str
     if names is not None:
         return list(names)
     if not rows.features[label_key].dtype.startswith(("int", "uint")):
-        raise ConfigError(
-            f"dataset.label_key {label_key!r} holds {rows.features[label_key].dtype}, not integers from 0"
-        )
+        right = f"holds {rows.features[label_key].dtype}; must be integers from 0"
+        raise option_error("dataset.label_key", label_key, right)
     if config.num_classes is None and config.streaming:
-        raise ConfigError("dataset.num_classes must be given: the streamed dataset does not name its classes")
+        raise option_error("dataset.num_classes", None, "must be given: the streamed dataset does not name its classes")
     num_classes = config.num_classes or int(max(rows[label_key])) + 1
     return [f"class {label}" for label in range(num_classes)]

@@ -13,7 +13,7 @@ from data.folder import ImageFolder, find_validation
 from data.hub import open_hub
 from data.options import existing_path, height_and_width, photo_channels, refuse
 from torchditan import config as options
-from torchditan.config import ConfigError
+from torchditan.config import option_error
 
 HUB_NAME = "ILSVRC/imagenet-1k"
 
@@ -24,7 +24,7 @@ def build(
     refuse(config, "hub_name")
     root = existing_path(config, what="a folder with train/ and val/, one subfolder per class in each")
     if not (root / "train").is_dir():
-        raise ConfigError(f"dataset.root_dir {config.root_dir!r} has no folder train/ with one subfolder per class")
+        raise option_error("dataset.root_dir", config.root_dir, "has no folder train/ with one subfolder per class")
     dataset = ImageFolder(
         name="imagenet",
         train_root=root / "train",
@@ -33,7 +33,7 @@ def build(
         sample_shape=(photo_channels(config, input_channels), *height_and_width(config, default=(256, 256))),
     )
     if not dataset.class_names:
-        raise ConfigError(f"dataset.root_dir {config.root_dir!r}: train/ must hold one subfolder per class")
+        raise option_error("dataset.root_dir", config.root_dir, "train/ must hold one subfolder per class")
     return dataset
 
 

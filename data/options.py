@@ -6,35 +6,29 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchditan import config as options
-from torchditan.config import ConfigError
+from torchditan.config import option_error
 
 
 def height_and_width(config: options.Dataset, *, default: tuple[int, int]) -> tuple[int, int]:
     """`dataset.image_size` as (height, width); one number is a square."""
     size = config.image_size
-    if size is None:
-        return default
-    if len(size) not in (1, 2) or min(size) < 1:
-        raise ConfigError(f"dataset.image_size is {size}; give one side, 32, or height and width, [32, 48]")
-    return size[0], size[-1]
+    return default if size is None else (size[0], size[-1])
 
 
 def photo_channels(config: options.Dataset, input_channels: int | None) -> int:
     """3 for colour, 1 where the model asks for grey."""
     if input_channels not in (None, 1, 3):
-        raise ConfigError(
-            f"model.input_channels is {input_channels}, but {config.dataset_name} gives 3 (colour) or 1 (grey)"
-        )
+        raise option_error("model.input_channels", input_channels, f"{config.dataset_name} gives 3 (colour) or 1 (grey)")
     return input_channels or 3
 
 
 def existing_path(config: options.Dataset, *, what: str) -> Path:
     """`dataset.root_dir`, which must exist; `what` says what should be there."""
     if config.root_dir is None:
-        raise ConfigError(f"dataset.root_dir is not set; {config.dataset_name} needs {what}")
+        raise option_error("dataset.root_dir", None, f"{config.dataset_name} needs {what}")
     path = Path(config.root_dir).expanduser()
     if not path.exists():
-        raise ConfigError(f"dataset.root_dir {config.root_dir!r} does not exist; {config.dataset_name} needs {what}")
+        raise option_error("dataset.root_dir", config.root_dir, f"does not exist; {config.dataset_name} needs {what}")
     return path
 
 
@@ -42,6 +36,5 @@ def refuse(config: options.Dataset, *names: str) -> None:
     """An option that this dataset does not read must be left out, not ignored."""
     for name in names:
         if getattr(config, name) is not None:
-            raise ConfigError(
-                f"dataset.{name} is {getattr(config, name)!r}, but {config.dataset_name} does not read it; leave it out"
-            )
+            right = f"{config.dataset_name} does not read it; leave it out"
+            raise option_error(f"dataset.{name}", getattr(config, name), right)

@@ -67,7 +67,9 @@ def main() -> None:
     seconds = time.perf_counter() - start
 
     dataset = build_dataset(config.dataset, split="train", input_channels=config.model.input_channels)
-    real = real_samples(dataset, labels=labels, samples_per_label=per_label)
+    real = real_samples(
+        dataset, labels=labels, samples_per_label=per_label, conditional=trained.num_classes > 0
+    )
     names = [dataset.class_names[label] for label in labels] if trained.num_classes else [""]
     out = args.out or args.run / "samples" / f"generated_{trained.step:08d}_seed{args.seed}.png"
     out.parent.mkdir(parents=True, exist_ok=True)

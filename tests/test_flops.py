@@ -93,17 +93,17 @@ def test_context_tokens_count_as_condition():
 def test_frozen_weights_cost_forward_and_input_gradient():
     spec = official("DiT-S", 4)
 
-    def build_with_frozen_mlps():
+    def build_partly_frozen():
         model = spec.build()
         for block in model.blocks:
             block.mlp.requires_grad_(False)
+            block.adaLN_modulation.requires_grad_(False)
         return model
 
-    frozen = count_model_flops(dataclasses.replace(spec, build=build_with_frozen_mlps))
-    mlp_weights = 12 * 8 * 384**2
-    assert spec.flops().total - frozen.total == 2 * mlp_weights * 64
-    assert frozen.forward == spec.flops().forward
-    assert frozen.per_image == spec.flops().per_image
+    trained, frozen = spec.flops(), count_model_flops(dataclasses.replace(spec, build=build_partly_frozen))
+    assert trained.per_token - frozen.per_token == 2 * 12 * 8 * 384**2
+    assert trained.per_image - frozen.per_image == 2 * 12 * 6 * 384**2
+    assert (trained.attention, trained.forward) == (frozen.attention, frozen.forward)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def check_folders(config: dict[str, Any]) -> None:
 def write_file(path: Path, data: bytes) -> None:
     """Write `data` to `path` so that a reader, or a crash, meets the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.partial")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(beside, "wb") as file:
             file.write(data)
@@ -176,6 +176,13 @@ class RunDirectory:
         if self._lock is not None:
             status = {"state": state, "reason": reason, "step": step, "time": _now(), "rank": rank, **extra}
             write_file(self.status_path, _to_json(status, indent=2))
+
+    def write_failure(self, state: str, reason: str, *, step: int, rank: int) -> None:
+        """`write_status` for a rank that fails while all are running and may not be the writer: when it exits,
+        the others are ended before they can write anything."""
+        assert state in STATES, state
+        status = {"state": state, "reason": reason, "step": step, "time": _now(), "rank": rank}
+        write_file(self.status_path, _to_json(status, indent=2))
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         """Add one line to metrics.jsonl and flush it; NaN and infinities are written as null."""

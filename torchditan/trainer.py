@@ -117,13 +117,14 @@ class Trainer:
         status = verdict.status
         if status == "interrupted" and self.rank.world_size > 1:
             status = "error"  # the ranks did not agree to stop
-        self.run_directory.is_writer = True
         if verdict.exit_code == 2:
             self.run_directory.discard()
-        if self.run_directory.path.exists():
-            self.run_directory.write_status(
+        if dist.is_initialized() and self.run_directory.path.exists():
+            self.run_directory.write_failure(
                 status, verdict.reason, step=self.progress.step, rank=self.rank.rank
             )
+        else:
+            self.run_directory.write_status(status, verdict.reason, step=self.progress.step)
 
     def build(self) -> None:
         """Process group, model, optimizer, data and metrics, then the newest checkpoint over them."""
@@ -220,11 +221,12 @@ class Trainer:
 
     def describe(self) -> str:
         config, count = self.config, sum(parameter.numel() for parameter in self.model.parameters())
+        images = f"{len(self.dataset)} images" if hasattr(self.dataset, "__len__") else "streamed images"
         start = f", resumed at step {self.progress.step}" if self.progress.step else ""
         return (
             f"{config.metrics.experiment_name}: {config.model.flavor}/{config.model.patch_size} "
             f"({config.model.preset}), {count / 1e6:.2f}M parameters, on {self.dataset.name} "
-            f"({len(self.dataset)} images of {'x'.join(map(str, self.dataset.sample_shape))}); "
+            f"({images} of {'x'.join(map(str, self.dataset.sample_shape))}); "
             f"{self.parallel_dims.mode} on {self.device.type}, {config.training.mixed_precision_param}; "
             f"global batch {self.plan.global_batch_size}, {config.training.steps} steps{start}"
         )
@@ -349,7 +351,12 @@ class Trainer:
     def write_grid(self, generated: torch.Tensor, labels: list[int]) -> None:
         per_row = self.config.sampling.images_per_class
         if self.real is None:
-            self.real = real_samples(self.dataset, labels=labels, samples_per_label=per_row)
+            self.real = real_samples(
+                self.dataset,
+                labels=labels,
+                samples_per_label=per_row,
+                conditional=bool(self.dataset.class_names),
+            )
         path = self.run_directory.sample_path(self.progress.step)
         title = (
             f"{self.config.metrics.experiment_name}, step {self.progress.step}, "

@@ -42,13 +42,13 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def run_job(main: Callable[[], None]) -> int:
-    """Run a job and return the exit code of the process; a user's mistake prints one line, on rank 0."""
+    """Run a job and return the exit code of the process; a user's mistake prints one line."""
     try:
         main()
     except (Exception, KeyboardInterrupt) as error:
         verdict = verdict_of(error)
         if verdict.exit_code == 2:
-            _report_mistake(verdict.reason, on_this_rank=getattr(error, "on_this_rank", False))
+            _report_mistake(verdict.reason)
         elif verdict.exit_code == 75:
             print(verdict.reason, file=sys.stderr)
         else:
@@ -57,10 +57,9 @@ def run_job(main: Callable[[], None]) -> int:
     return 0
 
 
-def _report_mistake(reason: str, *, on_this_rank: bool) -> None:
-    if on_this_rank or int(os.environ.get("RANK", 0)) == 0:
-        print(f"error: {reason}", file=sys.stderr, flush=True)
-        return
-    # Every rank finds the same mistake. torchrun ends all of them when the first one exits, so the others
-    # give rank 0 the time to say what it is.
-    time.sleep(5)
+def _report_mistake(reason: str) -> None:
+    if int(os.environ.get("RANK", 0)) != 0:
+        # Most mistakes are found by every rank. torchrun ends all of them when the first one exits, so the others
+        # leave rank 0 the time to say it once; who is still there found something of its own, a corrupt image say.
+        time.sleep(5)
+    print(f"error: {reason}", file=sys.stderr, flush=True)

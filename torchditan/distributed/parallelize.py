@@ -59,7 +59,7 @@ def parallelize(
     precision = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     # Resharding after forward frees gathered weights; with one shard there is nothing to free but a copy.
     reshard = mesh.size(mesh.ndim - 1) > 1
     for block in blocks:

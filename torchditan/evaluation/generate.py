@@ -9,6 +9,9 @@ Notable:
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -96,37 +99,44 @@ def _gather(local: torch.Tensor, world_size: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def real_samples(dataset: ImageDataset, *, labels: list[int], samples_per_label: int) -> torch.Tensor:
-    """The first samples of each label in a dataset, to lay beside generated ones.
+def real_samples(
+    dataset: ImageDataset, *, labels: list[int], samples_per_label: int, conditional: bool
+) -> torch.Tensor | None:
+    """Samples of each label in a dataset, to lay beside generated ones; None where it can only be streamed.
 
-    Where a label has too few among the first 20,000 samples, its last one repeats (black if it has none).
+    Where a label has too few (among 20,000 samples searched, if the labels are not known beforehand), its
+    last one repeats; a label with none is black.
 
     Returns:
         (len(labels), samples_per_label, C, H, W) float32 in [-1, 1].
     """
-    found: dict[int, list[torch.Tensor]] = {label: [] for label in labels}
-    # A folder of images is sorted by class, so neighbours are alike: walk in strides through all of it.
-    stride = max(1, len(dataset) // _SEARCH_LIMIT)
-    missing = len(labels) * samples_per_label
-    for index in range(0, len(dataset), stride):
-        if missing == 0:
+    if not hasattr(dataset, "__len__"):
+        return None
+    rows = []
+    for indices in _candidates(dataset, labels=labels if conditional else [], wanted=samples_per_label):
+        row: list[torch.Tensor] = []
+        for index in indices:
+            if len(row) == samples_per_label:
+                break
+            with suppress(CorruptImageError):
+                row.append(dataset[int(index)]["sample"])
+        black = torch.full(dataset.sample_shape, -1.0)
+        rows.append(torch.stack((row + [row[-1] if row else black] * samples_per_label)[:samples_per_label]))
+    return torch.stack(rows)
+
+
+def _candidates(dataset: ImageDataset, *, labels: list[int], wanted: int) -> list[np.ndarray]:
+    """For each label, indices of samples that have it; with no labels one row, spread over the dataset."""
+    spread = np.arange(0, len(dataset), max(1, len(dataset) // _SEARCH_LIMIT))
+    if not labels:
+        return [spread[:: max(1, len(spread) // wanted)]]
+    known = getattr(dataset, "class_labels", None)
+    if known is not None:
+        return [np.flatnonzero(np.asarray(known) == label) for label in labels]
+    found: dict[int, list[int]] = {label: [] for label in labels}
+    for index in spread:
+        with suppress(CorruptImageError):
+            found.get(int(dataset[int(index)]["class_label"]), []).append(int(index))
+        if all(len(indices) >= wanted for indices in found.values()):
             break
-        known = getattr(dataset, "labels", None)
-        if (
-            known is not None
-            and len(found.get(int(known[index]), [None] * samples_per_label)) >= samples_per_label
-        ):
-            continue
-        try:
-            item = dataset[index]
-        except CorruptImageError:
-            continue
-        row = found.get(int(item.get("class_label", labels[0])))
-        if row is not None and len(row) < samples_per_label:
-            row.append(item["sample"])
-            missing -= 1
-    black = torch.full(dataset.sample_shape, -1.0)
-    rows = [
-        (row + [row[-1] if row else black] * samples_per_label)[:samples_per_label] for row in found.values()
-    ]
-    return torch.stack([torch.stack(row) for row in rows])
+    return [np.array(indices, dtype=np.int64) for indices in found.values()]

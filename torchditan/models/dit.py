@@ -38,8 +38,8 @@ class Size:
     num_heads: int
 
 
-# Ti is for small images on a CPU. S to XL are the paper's sizes. Attention kernels are fastest at head sizes 64 and 128, so the 1B has
-# 24 heads of 64 and the 7B 20 heads of 128 (XL's 72 is the paper's, and slower).
+# Ti is for small images on a CPU; S to XL are the paper's sizes. Attention kernels are fastest at head sizes
+# 64 and 128, so the 1B has 24 heads of 64 and the 7B 20 heads of 128 (XL's 72 is the paper's, and slower).
 FLAVORS: dict[str, Size] = {
     "debugmodel": Size(depth=3, width=64, num_heads=4),
     "DiT-Ti": Size(depth=6, width=192, num_heads=3),

@@ -1,0 +1,245 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Whole runs through train.py: one loss curve in every mode, resume, precisions, the non-finite stop, samples."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchditan.run_directory import read_config, read_metrics, read_status
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TINY = [
+    "--model.flavor=debugmodel",
+    "--model.patch_size=2",
+    "--dataset.num_workers=0",
+    "--training.mixed_precision_param=float32",
+    "--training.global_batch_size=16",
+    "--optimizer.lr=1e-3",
+    "--metrics.log_freq=1",
+    "--metrics.enable_sampling=false",
+]
+
+
+def train(folder: Path, name: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python train.py`, without torchrun."""
+    command = [sys.executable, str(REPOSITORY / "train.py"), *TINY, *flags]
+    command += [f"--job.dump_folder={folder}", f"--metrics.experiment_name={name}"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def curve(run: Path) -> list[tuple[float, float]]:
+    return [(record["loss"], record["grad_norm"]) for record in read_metrics(run)]
+
+
+def largest_difference(left: list[tuple[float, float]], right: list[tuple[float, float]]) -> float:
+    assert len(left) == len(right) > 0
+    pairs = [(a, b) for row_a, row_b in zip(left, right, strict=True) for a, b in zip(row_a, row_b, strict=True)]
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 steps in one process, the curve that every other mode has to follow."""
+    folder = tmp_path_factory.mktemp("one_process")
+    result = train(folder, "run", "--training.steps=20", "--training.batch_size=16")
+    assert result.returncode == 0, result.stderr
+    return folder / "run"
+
+
+NONE, FULL = "--activation_checkpoint.mode=none", "--activation_checkpoint.mode=full"
+NTH = "--activation_checkpoint.mode=selective"
+OP = "--activation_checkpoint.selective_ac_option=op"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "replicate", "flags"),
+    [
+        (1, 1, ["--training.batch_size=4", NTH]),
+        (2, 2, ["--training.batch_size=8", NONE]),
+        (2, 1, ["--training.batch_size=4", FULL]),
+        pytest.param(2, 2, ["--training.batch_size=2", NTH, OP], marks=pytest.mark.slow),
+        pytest.param(2, 1, ["--training.batch_size=8", NONE], marks=pytest.mark.slow),
+        pytest.param(4, 4, ["--training.batch_size=4", FULL], marks=pytest.mark.slow),
+        pytest.param(4, 4, ["--training.batch_size=1", NONE], marks=pytest.mark.slow),
+        pytest.param(4, 1, ["--training.batch_size=4", NTH, OP], marks=pytest.mark.slow),
+        pytest.param(4, 1, ["--training.batch_size=2", NONE], marks=pytest.mark.slow),
+        pytest.param(4, 2, ["--training.batch_size=4", NONE], marks=pytest.mark.slow),
+        pytest.param(4, 2, ["--training.batch_size=2", NTH], marks=pytest.mark.slow),
+    ],
+)
+def test_one_curve_in_every_mode(
+    world_size: int, replicate: int, flags: list[str], one_process: Path, tmp_path: Path, run_distributed: Any
+) -> None:
+    degrees = [f"--training.data_parallel_replicate_degree={replicate}"]
+    arguments = ["train.py", *TINY, "--training.steps=20", *degrees, *flags]
+    arguments += [f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=run"]
+    result = run_distributed(arguments, world_size)
+    assert result.returncode == 0, result.stderr
+    assert largest_difference(curve(tmp_path / "run"), curve(one_process)) < 1e-5
+
+
+def test_rerunning_the_command_continues_bitwise(one_process: Path, tmp_path: Path) -> None:
+    flags = ["--training.batch_size=16", "--checkpoint.enable_checkpoint", "--checkpoint.interval=10"]
+    assert train(tmp_path, "run", "--training.steps=13", *flags).returncode == 0
+    # As if killed after step 13: its checkpoint is gone, its metrics are not.
+    checkpoints = tmp_path / "run" / "checkpoint"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000010", "step-00000013"]
+    (checkpoints / "step-00000013").rename(tmp_path / "gone")
+    result = train(tmp_path, "run", "--training.steps=20", *flags)
+    assert "resumed at step 10" in result.stdout
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == list(range(1, 21))
+    assert curve(tmp_path / "run") == curve(one_process)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000010", "step-00000020"]
+    assert read_status(tmp_path / "run")["state"] == "completed"
+
+
+def test_rerunning_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    flags = ["--training.steps=2", "--training.batch_size=16", "--checkpoint.enable_checkpoint"]
+    assert train(tmp_path, "run", *flags).returncode == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    again = train(tmp_path, "run", *flags)
+    assert again.returncode == 0
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_run_directory_holds_what_it_promises(tmp_path: Path) -> None:
+    flags = ["--training.steps=3", "--training.batch_size=16", "--metrics.enable_tensorboard", "--validation.freq=2"]
+    flags += ["--metrics.enable_sampling=true", "--sampling.num_steps=2", "--metrics.sample_freq=2"]
+    result = train(tmp_path, "run", *flags)
+    assert result.returncode == 0, result.stderr
+    run = tmp_path / "run"
+    assert sorted(path.name for path in (run / "samples").iterdir()) == ["step_00000002.png", "step_00000003.png"]
+    assert f"generated beside real: {run}/samples/step_00000003.png" in result.stdout
+    assert list((run / "tensorboard").glob("events.*"))
+    records = read_metrics(run)
+    assert [record["images_seen"] for record in records] == [16, 32, 48]
+    assert [("validation_loss" in record) for record in records] == [False, True, True]
+    assert all(record["mfu"] is None and record["images_per_second"] > 0 for record in records)
+    stored = read_config(run)["config"]
+    assert stored["model"]["input_channels"] == 1
+    assert stored["dataset"]["image_size"] == [8, 8]
+    assert stored["dataset"]["num_classes"] == 10
+
+
+def test_ranks_draw_the_same_samples_as_one_process(tmp_path: Path, run_distributed: Any) -> None:
+    flags = ["--training.steps=1", "--metrics.enable_sampling=true", "--sampling.num_steps=3"]
+    flags += ["--sampling.images_per_class=3", "--sampling.max_classes=3", "--metrics.sample_batch_size=2"]
+    assert train(tmp_path, "one", *flags, "--training.batch_size=16").returncode == 0
+    arguments = ["train.py", *TINY, *flags, "--training.batch_size=8", f"--job.dump_folder={tmp_path}"]
+    result = run_distributed([*arguments, "--metrics.experiment_name=two"], 2)
+    assert result.returncode == 0, result.stderr
+    from PIL import Image, ImageChops
+
+    one, two = (Image.open(tmp_path / name / "samples" / "step_00000001.png").convert("L") for name in ("one", "two"))
+    width, height = one.size
+    below_the_title = (0, height // 4, width, height)
+    difference = ImageChops.difference(one.crop(below_the_title), two.crop(below_the_title))
+    assert difference.getextrema()[1] <= 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--training.mixed_precision_param=bfloat16"],
+        ["--training.mixed_precision_param=bfloat16", "--training.mixed_precision_reduce=bfloat16"],
+        ["--float8.enable_float8_linear", "--float8.emulate"],
+        pytest.param(
+            ["--float8.enable_float8_linear", "--float8.emulate", "--float8.recipe_name=rowwise"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_each_precision_changes_the_numbers_a_little(flags: list[str], one_process: Path, tmp_path: Path) -> None:
+    if "--float8.enable_float8_linear" in flags:
+        pytest.importorskip("torchao")
+    result = train(tmp_path, "run", "--training.steps=20", "--training.batch_size=16", *flags)
+    assert result.returncode == 0, result.stderr
+    assert 1e-6 < largest_difference(curve(tmp_path / "run"), curve(one_process)) < 0.1
+
+
+def test_cpu_offload_changes_no_number(one_process: Path, tmp_path: Path) -> None:
+    result = train(tmp_path, "run", "--training.steps=20", "--training.batch_size=16", "--training.enable_cpu_offload")
+    assert result.returncode == 0, result.stderr
+    assert largest_difference(curve(tmp_path / "run"), curve(one_process)) < 1e-5
+
+
+@pytest.mark.slow
+def test_compiled_blocks_follow_the_curve_in_every_checkpointing_mode(
+    one_process: Path, tmp_path: Path, run_distributed: Any
+) -> None:
+    for name, world_size, flags in (("none", 1, [NONE]), ("nth", 2, [NTH]), ("op", 1, [NTH, OP])):
+        arguments = ["train.py", *TINY, "--training.steps=20", "--training.compile", *flags]
+        arguments += [f"--training.batch_size={16 // world_size}", f"--job.dump_folder={tmp_path}"]
+        result = run_distributed([*arguments, f"--metrics.experiment_name={name}"], world_size, timeout=400)
+        assert result.returncode == 0, result.stderr
+        assert largest_difference(curve(tmp_path / name), curve(one_process)) < 1e-5
+
+
+POISONED = """
+import os, sys
+sys.path.insert(0, {repository!r})
+sys.argv = ["train.py", *{arguments!r}]
+import train
+from torchditan.diffusion.flow_matching import FlowMatching
+from torchditan.trainer import Trainer
+from torchditan.verdict import run_job
+
+loss = FlowMatching.loss
+calls = []
+
+def poisoned(self, model, batch, randomness):
+    # A NaN in the loss of the third step, on the last rank alone.
+    calls.append(1)
+    last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+    return loss(self, model, batch, randomness) * (float("nan") if last and len(calls) == 3 else 1)
+
+FlowMatching.loss = poisoned
+step = Trainer.set_learning_rate
+
+def remember(self, number):
+    self.before = {{name: p.detach().to_local().clone() for name, p in self.model.named_parameters()}}
+    step(self, number)
+
+Trainer.set_learning_rate = remember
+failed = Trainer.record_failure
+
+def check(self, error):
+    same = all((p.detach().to_local() == self.before[name]).all() for name, p in self.model.named_parameters())
+    print("weights untouched" if same else "WEIGHTS CHANGED", flush=True)
+    failed(self, error)
+
+Trainer.record_failure = check
+sys.exit(run_job(train.main))
+"""
+
+
+@pytest.mark.parametrize(("world_size", "replicate"), [(1, 1), (2, 1), (2, 2)])
+def test_a_nan_on_one_rank_reaches_no_weight_and_stops_the_run_by_step(
+    world_size: int, replicate: int, tmp_path: Path, run_distributed: Any
+) -> None:
+    arguments = [*TINY, "--training.steps=9", f"--training.batch_size={16 // world_size}"]
+    arguments += [f"--training.data_parallel_replicate_degree={replicate}"]
+    arguments += [f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=run"]
+    script = tmp_path / "poisoned.py"
+    script.write_text(POISONED.format(repository=str(REPOSITORY), arguments=arguments))
+    result = run_distributed([script], world_size)
+    assert result.returncode == 1
+    assert "WEIGHTS CHANGED" not in result.stdout
+    assert "weights untouched" in result.stdout, result.stdout + result.stderr
+    status = read_status(tmp_path / "run")
+    assert status["state"] == "error"
+    assert "step 3: the gradient is not finite" in status["reason"]
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_a_command_without_torchrun_leaves_no_process_group_files(tmp_path: Path) -> None:
+    result = train(tmp_path, "run", "--training.steps=1", "--training.batch_size=16")
+    assert result.returncode == 0, result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "completed"
