@@ -155,9 +155,9 @@ def gpu_cases(models: Sequence[str], *, against: str) -> list[Case]:
     cases = []
     for how in ("per_block", "eager"):
         for model in models:
+            # float32 weights, gradients, moments and an EMA of 7B parameters are more than one GPU holds
             cases.append(Case("ours", model, "torchditan", "bf16", how, "trainer", ema=model != "DiT-7B"))
     for model in models:
-        # float32 weights, gradients, moments and EMA of 7B parameters are more than one GPU has: no EMA for it
         if model == "DiT-7B":
             case = Case("ours", model, "torchditan", "bf16", "per_block", "trainer", activation_checkpoint="full")
             cases.append(case)
@@ -176,7 +176,7 @@ def gpu_cases(models: Sequence[str], *, against: str) -> list[Case]:
 def build_spec(case: Case) -> ModelSpec:
     """Our model of a case; for diffusers, the one of ours that has its shape."""
     preset = "official" if case.implementation == "diffusers" else case.preset
-    config = Model(flavor=case.model, preset=preset, patch_size=PATCH_SIZE, learn_sigma=False)
+    config = Model(flavor=case.model, preset=preset, patch_size=PATCH_SIZE, learn_sigma=False)  # type: ignore[arg-type]
     return build_model_spec(config, sample_shape=SAMPLE_SHAPES[case.model], num_classes=NUM_CLASSES)
 
 
@@ -288,7 +288,7 @@ def diffusers_step(model: nn.Module, case: Case, device: torch.device) -> Step:
     if case.compile == "whole_model":
         predict = torch.compile(model)
     elif case.compile == "per_block":
-        for block in model.transformer_blocks:
+        for block in model.get_submodule("transformer_blocks").children():
             block.compile()
 
     def step(batch: Batch) -> None:
@@ -669,7 +669,7 @@ def measure_cpu(args: argparse.Namespace, head: dict[str, Any], out: Path) -> li
     rows: list[dict[str, Any]] = []
     for model in args.models:
         cases = cpu_cases(model, against=args.against, variants=args.variants)
-        memory: dict[Case, dict[str, Any]] = {}
+        memory: list[dict[str, Any]] = []
         for case in cases if args.memory else []:
             print(f"memory of {case.title}", flush=True)
             sweep_in_subprocess(
@@ -679,15 +679,15 @@ def measure_cpu(args: argparse.Namespace, head: dict[str, Any], out: Path) -> li
                 warmup=1,
                 deadline=time.time() + args.time_limit,
                 device=device,
-                report=lambda row, case=case: memory.update({case: row}),  # type: ignore[misc]
+                report=memory.append,
             )
         with one_process(device):
             timed = take_turns(
                 cases, batch_size=args.batch_size[0], repeats=args.repeats, warmup=args.warmup, device=device
             )
-        for case, row in zip(cases, timed, strict=True):
+        for row, of_its_own in zip(timed, memory, strict=args.memory):
             for key in ("peak_memory_gib", "peak_memory_growth_gib"):
-                row[key] = memory.get(case, row)[key]
+                row[key] = of_its_own[key]
         rows += timed
         write_results(out, head, rows)
     return rows

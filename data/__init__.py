@@ -89,8 +89,11 @@ def _set_classes(config: options.Dataset, dataset: Any) -> Any:
         raise option_error("dataset.num_classes", config.num_classes, right)
     labels = getattr(dataset, "class_labels", None)
     if num_found and labels is not None and not 0 <= labels.min() <= labels.max() < num_found:
-        right = f"has labels from {labels.min()} to {labels.max()}; must be 0 to {num_found - 1}, one of its classes"
-        raise option_error("dataset.dataset_name", config.dataset_name, right)
+        right = (
+            f"the labels of {dataset.name} run from {labels.min()} to {labels.max()}; must be 0 to {num_found - 1}, "
+            f"its {num_found} classes"
+        )
+        raise option_error("dataset.num_classes", config.num_classes, right)
     dataset.class_names += [f"class {label}" for label in range(num_found, config.num_classes or 0)]
     return dataset
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from data.images import load_sample
+from data.images import corrupt_image, load_sample
 from torchditan import config as options
 from torchditan.config import ConfigError, option_error
 from torchditan.stream import CorruptImageError
@@ -25,38 +26,47 @@ from torchditan.stream import CorruptImageError
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
 
 
-class HubImages:
+@dataclass(kw_only=True, eq=False)
+class HubRows:
+    """Rows of a hub dataset whose images are still encoded, and what a sample of them is."""
+
+    name: str
+    rows: Any
+    image_key: str
+    label_key: str | None
+    class_names: list[str]
+    sample_shape: tuple[int, ...]
+    horizontal_flip: bool
+
+    def to_item(self, row: dict[str, Any], *, where: str) -> dict[str, Any]:
+        image = row[self.image_key]  # {"bytes", "path"}, undecoded
+        if image is None or image["bytes"] is None:
+            raise corrupt_image(where, "there is none")
+        where = f"{where} ({image['path']})" if image["path"] else where
+        sample = load_sample(image["bytes"], sample_shape=self.sample_shape, where=where)
+        item: dict[str, Any] = {"sample": torch.from_numpy(sample)}
+        if self.label_key is not None:
+            item["class_label"] = int(row[self.label_key])
+        return item
+
+
+@dataclass(kw_only=True, eq=False)
+class HubImages(HubRows):
     """Map-style view of a downloaded hub dataset."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        rows: Any,
-        image_key: str,
-        label_key: str | None,
-        class_names: list[str],
-        sample_shape: tuple[int, ...],
-        horizontal_flip: bool,
-    ) -> None:
-        self.name = name
-        self.rows = rows
-        self.image_key = image_key
-        self.label_key = label_key
-        self.class_names = class_names
-        self.sample_shape = sample_shape
-        self.horizontal_flip = horizontal_flip
-        self.class_labels = None if label_key is None else np.asarray(rows.data.column(label_key).to_numpy())
+    def __post_init__(self) -> None:
+        column = None if self.label_key is None else self.rows.data.column(self.label_key)
+        self.class_labels = None if column is None else np.asarray(column.to_numpy())
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        where = f"{self.name}, row {index}"
-        return _to_item(self.rows[index], self.image_key, self.label_key, self.sample_shape, where=where)
+        return self.to_item(self.rows[index], where=f"{self.name}, row {index}")
 
 
-class StreamingImages:
+@dataclass(kw_only=True, eq=False)
+class StreamingImages(HubRows):
     """A hub dataset read over the network in its stored order, one part per rank.
 
     Resume: the state is a place in the files (shard and row), restored by skipping to it. With the same
@@ -67,29 +77,10 @@ class StreamingImages:
     Download the dataset (`dataset.streaming = false`) where any of this matters.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        rows: Any,
-        image_key: str,
-        label_key: str | None,
-        class_names: list[str],
-        sample_shape: tuple[int, ...],
-        horizontal_flip: bool,
-        corrupt_images: Literal["error", "skip"],
-    ) -> None:
-        self.name = name
-        self.rows = rows
-        self.image_key = image_key
-        self.label_key = label_key
-        self.class_names = class_names
-        self.sample_shape = sample_shape
-        self.horizontal_flip = horizontal_flip
-        self.corrupt_images = corrupt_images
+    corrupt_images: Literal["error", "skip"]
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
-        item = _to_item(row, self.image_key, self.label_key, self.sample_shape, where=self.name)
+        item = self.to_item(row, where=self.name)
         if self.class_names and not 0 <= item["class_label"] < len(self.class_names):
             last = len(self.class_names) - 1
             raise option_error("dataset.hub_name", self.name, f"has label {item['class_label']}; must be 0 to {last}")
@@ -143,21 +134,6 @@ class StreamShard(torch.utils.data.IterableDataset):
         self.skipped = state["skipped"]
 
 
-def _to_item(
-    row: dict[str, Any], image_key: str, label_key: str | None, sample_shape: tuple[int, ...], *, where: str
-) -> dict[str, Any]:
-    image = row[image_key]  # {"bytes", "path"}, undecoded
-    if image is None or image["bytes"] is None:
-        raise CorruptImageError(f"{where}: there is no image")
-    where = f"{where} ({image['path']})" if image["path"] else where
-    item: dict[str, Any] = {
-        "sample": torch.from_numpy(load_sample(image["bytes"], sample_shape=sample_shape, where=where))
-    }
-    if label_key is not None:
-        item["class_label"] = int(row[label_key])
-    return item
-
-
 def require(module: str, *, package: str, extra: str) -> Any:
     """Import an optional library, or say how to install it."""
     try:
@@ -200,6 +176,7 @@ def open_hub(
         "horizontal_flip": horizontal_flip,
     }
     if config.streaming:
+        require("torchdata", package="torchdata", extra="hub")
         return StreamingImages(**arguments, corrupt_images=config.corrupt_images)
     return HubImages(**arguments)
 
@@ -243,5 +220,5 @@ def _class_names(config: options.Dataset, rows: Any, label_key: str) -> list[str
         raise option_error("dataset.label_key", label_key, right)
     if config.num_classes is None and config.streaming:
         raise option_error("dataset.num_classes", None, "must be given: the streamed dataset does not name its classes")
-    num_classes = config.num_classes or int(max(rows[label_key])) + 1
+    num_classes = config.num_classes or max(rows[label_key], default=-1) + 1
     return [f"class {label}" for label in range(num_classes)]

@@ -15,7 +15,7 @@ import struct
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from torchditan.stream import CorruptImageError
 
@@ -32,9 +32,17 @@ def load_sample(source: Path | bytes, *, sample_shape: tuple[int, ...], where: s
                 side = 2 * max(sample_shape[1:])  # of either side: EXIF may turn the image
                 image.draft(None, (side, side))
             return fit(image, sample_shape=sample_shape)
+    except UnidentifiedImageError as error:
+        raise corrupt_image(where, "of no known format") from error
     except DECODE_ERRORS as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CorruptImageError(f"{where}: not a readable image ({reason})") from error
+        raise corrupt_image(where, reason) from error
+
+
+def corrupt_image(where: str, reason: str) -> CorruptImageError:
+    """The refusal of one image; `where` names it."""
+    skip = "--dataset.corrupt_images skip"
+    return CorruptImageError(f"{where}: not a readable image ({reason}); repair or remove it, or skip such with {skip}")
 
 
 def fit(image: Image.Image, *, sample_shape: tuple[int, ...]) -> np.ndarray:

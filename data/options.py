@@ -18,7 +18,8 @@ def height_and_width(config: options.Dataset, *, default: tuple[int, int]) -> tu
 def photo_channels(config: options.Dataset, input_channels: int | None) -> int:
     """3 for colour, 1 where the model asks for grey."""
     if input_channels not in (None, 1, 3):
-        raise option_error("model.input_channels", input_channels, f"{config.dataset_name} gives 3 (colour) or 1 (grey)")
+        right = f"{config.dataset_name} gives 3 (colour) or 1 (grey)"
+        raise option_error("model.input_channels", input_channels, right)
     return input_channels or 3
 
 

@@ -7,7 +7,6 @@ python scripts/evaluate.py outputs/quickstart
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -16,27 +15,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("run", type=Path, help="run directory, outputs/quickstart say")
-    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
-    parser.add_argument(
-        "--samples_per_class", type=int, default=100, help="samples of each class (default: 100)"
-    )
+    from torchditan.command_line import RunParser, count
+
+    parser = RunParser(__doc__)
+    parser.add_argument("--samples_per_class", type=count, default=100, help="samples of each class (default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="seed of noise and classifier (default: 1)")
-    parser.add_argument("--epochs", type=int, default=20, help="epochs of the classifier (default: 20)")
-    args, flags = parser.parse_known_args()
+    parser.add_argument("--epochs", type=count, default=20, help="epochs of the classifier (default: 20)")
+    args, flags = parser.parse(sys.argv[1:])
 
     from data import build_dataset
     from torchditan.config import ConfigError
-    from torchditan.config_loader import override
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.classifier import accuracy, as_tensors, train_classifier
     from torchditan.trained_model import TrainedModel
 
-    trained = TrainedModel.load(args.run, step=args.step, ema=True, device=Rank(0, 0, 1).device)
-    trained.config = config = override(trained.config, flags, sections=("sampling",))
+    trained = TrainedModel.load(args.run, step=args.step, device=Rank(0, 0, 1).device, flags=flags)
+    config = trained.config
     if not trained.num_classes:
         raise ConfigError(f"{args.run} was trained without labels; there is no class to name")
     channels = config.model.input_channels

@@ -18,22 +18,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the `--sampling.*` flags left for the configuration."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="Every --sampling.key of train.py works here too, over the run's own settings.",
-    )
-    parser.add_argument("run", type=Path, help="run directory, outputs/quickstart say")
-    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
-    parser.add_argument(
-        "--weights", choices=("ema", "raw"), default="ema", help="which weights (default: ema)"
-    )
+    from torchditan.command_line import RunParser, count
+
+    parser = RunParser(__doc__)
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema where the run has them)")
     parser.add_argument("--classes", help="class labels, 3,5,7 (default: the first sampling.max_classes)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the noise (default: 0)")
-    parser.add_argument("--batch_size", type=int, default=64, help="samples at once (default: 64)")
+    parser.add_argument("--batch_size", type=count, default=64, help="samples at once (default: 64)")
     parser.add_argument("--out", type=Path, help="PNG to write (default: samples/ of the run)")
-    return parser.parse_known_args(argv)
+    return parser.parse(argv)
+
+
+def parse_labels(text: str, *, num_classes: int) -> list[int]:
+    """`3,5,7` as labels of the run."""
+    from torchditan.config import option_error
+
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) < num_classes for word in words):
+        right = f"must be labels from 0 to {num_classes - 1}, 3,5 say" if num_classes else "this run has no labels"
+        raise option_error("--classes", text, right)
+    return [int(word) for word in words]
 
 
 def main() -> None:
@@ -42,44 +46,35 @@ def main() -> None:
     import torch
 
     from data import build_dataset
-    from torchditan.config import ConfigError
-    from torchditan.config_loader import override
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.generate import real_samples
     from torchditan.evaluation.image_grid import save_grid
     from torchditan.trained_model import TrainedModel
 
     trained = TrainedModel.load(
-        args.run, step=args.step, ema=args.weights == "ema", device=Rank(0, 0, 1).device
+        args.run, step=args.step, weights=args.weights, device=Rank(0, 0, 1).device, flags=flags
     )
-    trained.config = config = override(trained.config, flags, sections=("sampling",))
-    labels = list(range(min(config.sampling.max_classes, max(1, trained.num_classes))))
-    if args.classes:
-        labels = [int(label) for label in args.classes.split(",")]
-    if not all(0 <= label < max(1, trained.num_classes) for label in labels):
-        raise ConfigError(f"--classes {args.classes}: this run's labels are 0 to {trained.num_classes - 1}")
+    config, sampling = trained.config, trained.config.sampling
+    labels = list(range(min(sampling.max_classes, max(1, trained.num_classes))))
+    if args.classes is not None:
+        labels = parse_labels(args.classes, num_classes=trained.num_classes)
+    dataset = build_dataset(config.dataset, split="train", input_channels=config.model.input_channels)
 
-    per_label = config.sampling.images_per_class
+    per_label = sampling.images_per_class
     start = time.perf_counter()
-    samples = trained.generate(
-        labels, samples_per_label=per_label, seed=args.seed, batch_size=args.batch_size
-    )
+    samples = trained.generate(labels, samples_per_label=per_label, seed=args.seed, batch_size=args.batch_size)
     seconds = time.perf_counter() - start
 
-    dataset = build_dataset(config.dataset, split="train", input_channels=config.model.input_channels)
-    real = real_samples(
-        dataset, labels=labels, samples_per_label=per_label, conditional=trained.num_classes > 0
-    )
+    real = real_samples(dataset, labels=labels, samples_per_label=per_label, conditional=trained.num_classes > 0)
     names = [dataset.class_names[label] for label in labels] if trained.num_classes else [""]
     out = args.out or args.run / "samples" / f"generated_{trained.step:08d}_seed{args.seed}.png"
     out.parent.mkdir(parents=True, exist_ok=True)
-    sampling = config.sampling
     save_grid(
         out,
         samples,
         real,
         names,
-        title=f"{args.run.name}, step {trained.step}, {args.weights} weights, {sampling.sampler} "
+        title=f"{args.run.name}, step {trained.step}, {trained.weights} weights, {sampling.sampler} "
         f"{sampling.num_steps} steps, guidance {sampling.guidance_scale:g}",
     )
     count = len(labels) * per_label

@@ -318,7 +318,7 @@ def test_tensorboard_gets_numbers_and_images_and_a_resume_hides_what_comes_again
 )
 def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch, option, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=rf"^metrics\.{option} = True needs .*: pip install \w+$"):
+    with pytest.raises(ConfigError, match=rf"^metrics\.{option} = true: needs .*: pip install \w+$"):
         check_trackers(Metrics(**{option: True}))
 
 

@@ -72,9 +72,7 @@ def test_a_step_that_fails_leaves_no_trace(run):
 
 def test_the_profiler_idles_until_shortly_before_the_traced_step():
     actions = [trace_action(step, 10) for step in range(1, 11)]
-    assert actions == [ProfilerAction.NONE] * 6 + [ProfilerAction.WARMUP] * 3 + [
-        ProfilerAction.RECORD_AND_SAVE
-    ]
+    assert actions == [ProfilerAction.NONE] * 6 + [ProfilerAction.WARMUP] * 3 + [ProfilerAction.RECORD_AND_SAVE]
 
 
 def test_nothing_is_written_when_it_is_off(run):
@@ -85,16 +83,8 @@ def test_nothing_is_written_when_it_is_off(run):
 
 def test_memory_snapshots_need_cuda(run):
     with (
-        pytest.raises(ConfigError, match=r"profiling\.enable_memory_snapshot = True needs CUDA.* on cpu"),
+        pytest.raises(ConfigError, match=r"profiling\.enable_memory_snapshot = true: needs CUDA.* on cpu"),
         profiling(Profiling(enable_memory_snapshot=True), run, 0, device=CPU),
-    ):
-        pass
-
-
-def test_a_frequency_of_zero_is_refused(run):
-    with (
-        pytest.raises(ConfigError, match=r"profiling\.profile_freq = 0 must be 1 or more"),
-        profiling(Profiling(enable_profiling=True, profile_freq=0), run, 0, device=CPU),
     ):
         pass
 

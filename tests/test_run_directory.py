@@ -176,13 +176,15 @@ def test_discard_keeps_a_run_that_trained(run, evidence):
     assert (run.path / evidence).exists() and run.config_path.exists()
 
 
-def test_discard_keeps_a_resumed_run(run):
+def test_discard_leaves_a_resumed_run_as_it_was(run):
+    run.write_status("completed", step=3)
     run.close()
+    before = snapshot(run.path)
     again = RunDirectory(run.path, is_writer=True)
-    again.open(CONFIG, trajectory=TRAJECTORY)
+    again.open({**CONFIG, "job": {"description": "again"}}, trajectory=TRAJECTORY)
+    again.write_status("running", step=0)
     again.discard()
-    again.close()
-    assert run.config_path.exists()
+    assert snapshot(run.path) == before
 
 
 def test_status_says_state_reason_step_time_rank(run):
@@ -277,7 +279,7 @@ def test_folder_option_outside_the_run_is_refused_by_name(tmp_path, value):
 
 
 def test_folder_option_must_not_take_a_name_of_the_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"checkpoint\.folder = 'samples'"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.folder = \"samples\""):
         RunDirectory(tmp_path / "x", is_writer=True).open(
             {"checkpoint": {"folder": "samples"}}, trajectory=TRAJECTORY
         )

@@ -140,7 +140,7 @@ def test_a_dataset_of_only_corrupt_images_is_refused() -> None:
 
 
 def test_a_label_out_of_range_names_the_image_and_the_range() -> None:
-    with pytest.raises(ConfigError, match=r"num_classes is 2, but image \d of numbers has label 7; .* 0 to 1"):
+    with pytest.raises(ConfigError, match=r"num_classes = 2: image \d of numbers has label 7; .* 0 to 1"):
         read(1, plan=BatchPlan(batch_size=1, global_batch_size=1), dataset=Numbers(label=7))
 
 

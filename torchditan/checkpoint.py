@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from torchditan.config import ConfigError
+from torchditan.config import ConfigError, option_error
 from torchditan.ema import EMA
 
 _NAME = re.compile(r"step-(\d{8})")
@@ -135,7 +136,7 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     if not checkpoints:
         raise ConfigError(f"{folder} holds no checkpoint; train with --checkpoint.enable_checkpoint")
     if step is not None and step not in checkpoints:
-        raise ConfigError(f"--step {step} has no checkpoint in {folder}; there are {sorted(checkpoints)}")
+        raise option_error("--step", step, f"no such checkpoint in {folder}; there are {sorted(checkpoints)}")
     return checkpoints[max(checkpoints) if step is None else step]
 
 
@@ -147,7 +148,10 @@ def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool) -> None:
     """Load only the weights of a checkpoint, averaged or raw, into a model, in place."""
     weights = get_model_state_dict(model)
     key = "ema" if ema else "model"
-    dcp.load({key: weights}, checkpoint_id=checkpoint)
+    with warnings.catch_warnings():
+        # Of a load in one process, which is what was asked for.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load({key: weights}, checkpoint_id=checkpoint, no_dist=True)
     set_model_state_dict(model, weights)
 
 

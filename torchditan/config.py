@@ -452,6 +452,7 @@ def validate(config: Config) -> None:
     _validate_model(config)
     _validate_image_size(config)
     _validate_global_batch_size(config)
+    _validate_streaming(config)
     _validate_guidance_interval(config)
     _validate_activation_checkpoint(config)
     _validate_float8(config)
@@ -486,6 +487,12 @@ def _validate_global_batch_size(config: Config) -> None:
     if training.global_batch_size is not None and training.global_batch_size % training.batch_size:
         right = f"must be a multiple of training.batch_size = {training.batch_size} times the number of ranks"
         raise option_error("training.global_batch_size", training.global_batch_size, right)
+
+
+def _validate_streaming(config: Config) -> None:
+    if config.dataset.streaming and config.validation.freq:
+        right = "reads held-out images in an order of its own, which dataset.streaming cannot give; must be 0"
+        raise option_error("validation.freq", config.validation.freq, right)
 
 
 def _validate_guidance_interval(config: Config) -> None:

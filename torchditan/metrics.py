@@ -28,7 +28,7 @@ from urllib.parse import urlparse
 
 import torch
 
-from torchditan.config import ConfigError, Metrics
+from torchditan.config import Metrics, option_error
 from torchditan.run_directory import RunDirectory, read_config
 
 ALWAYS_KEYS = (
@@ -371,7 +371,7 @@ def _require(module: str, option: str, package: str) -> None:
     try:
         import_module(module)
     except ImportError:
-        raise ConfigError(f"{option} = True needs the {package} package: pip install {package}") from None
+        raise option_error(option, True, f"needs the {package} package: pip install {package}") from None
 
 
 def _open_tensorboard(folder: Path, start_step: int) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from torchditan.config import ConfigError, Profiling
+from torchditan.config import Profiling, option_error
 from torchditan.run_directory import RunDirectory
 
 _WARMUP_STEPS = 3  # the first traced step would pay for starting the tracer
@@ -29,11 +29,8 @@ _MAX_MEMORY_EVENTS = 100_000
 def check_profiling(config: Profiling, device: torch.device) -> None:
     """ConfigError where `config` asks for what `device` cannot do."""
     if config.enable_memory_snapshot and device.type != "cuda":
-        raise ConfigError(
-            f"profiling.enable_memory_snapshot = True needs CUDA, this run is on {device.type}; leave it out"
-        )
-    if (config.enable_profiling or config.enable_memory_snapshot) and config.profile_freq < 1:
-        raise ConfigError(f"profiling.profile_freq = {config.profile_freq} must be 1 or more")
+        right = f"needs CUDA, this run is on {device.type}; leave it out"
+        raise option_error("profiling.enable_memory_snapshot", True, right)
 
 
 class Profiler:
@@ -76,9 +73,7 @@ def trace_action(step: int, profile_freq: int) -> ProfilerAction:
 
 
 @contextmanager
-def _traces(
-    profiler: Profiler, folder: Path, rank: int, device: torch.device, profile_freq: int
-) -> Iterator[None]:
+def _traces(profiler: Profiler, folder: Path, rank: int, device: torch.device, profile_freq: int) -> Iterator[None]:
     def save(trace: profile) -> None:
         _write(folder / _step_name(profiler.last_step) / f"rank{rank}.json", trace.export_chrome_trace)
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from uuid import uuid4
 
-from torchditan.config import ConfigError
+from torchditan.config import ConfigError, option_error
 
 STATES = ("running", "completed", "interrupted", "oom", "error")
 _OWN_NAMES = ("config.json", "metrics.jsonl", "status.json", ".lock", "samples", "wandb")
@@ -53,9 +53,7 @@ def check_folders(config: dict[str, Any]) -> None:
         if value is not None:
             _check_inside(f"{section}.{key}", value, "the run directory")
             if Path(value).parts[0] in _OWN_NAMES:
-                raise ConfigError(
-                    f"{section}.{key} = {value!r} is a name the run uses itself; choose another"
-                )
+                raise option_error(f"{section}.{key}", value, "is a name the run uses itself; choose another")
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -86,6 +84,7 @@ class RunDirectory:
         self._metrics: TextIO | None = None
         self._is_new = False
         self._created: list[Path] = []  # folders that `open` made, deepest first
+        self._replaced: dict[Path, bytes | None] = {}  # files that are not as `open` found them
 
     @property
     def config_path(self) -> Path:
@@ -127,6 +126,8 @@ class RunDirectory:
             self.close()
             raise
         self._is_new = stored is None
+        files = (self.config_path, self.status_path)
+        self._replaced = {file: file.read_bytes() if file.exists() else None for file in files}
         now = _now()
         content = {
             "run_id": stored["run_id"] if stored else uuid4().hex[:8],
@@ -151,9 +152,9 @@ class RunDirectory:
             self._lock = None
 
     def discard(self) -> None:
-        """Undo `open`, for a user's mistake found after it; a folder in which training began stays."""
+        """Undo `open`, for a user's mistake found before any step; what trained in the folder stays."""
         began = self.metrics_path.exists() or any(self.path.glob("*/step[-_]*"))
-        if self._lock is None or not self._is_new or began:
+        if self._lock is None or (self._is_new and began):
             return
         if self._created:
             shutil.rmtree(self.path)
@@ -161,8 +162,13 @@ class RunDirectory:
                 if not any(parent.iterdir()):
                     parent.rmdir()
         else:
-            for name in ("config.json", "status.json", ".lock"):
-                (self.path / name).unlink(missing_ok=True)
+            for file, content in self._replaced.items():
+                if content is None:
+                    file.unlink(missing_ok=True)
+                else:
+                    write_file(file, content)
+            if self._is_new:
+                (self.path / ".lock").unlink()
         self.close()
 
     def write_status(
@@ -233,10 +239,8 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise ConfigError(
-                f"job.dump_folder, metrics.experiment_name: {self.path} is no folder that can be written "
-                f"({error.strerror}); choose another"
-            ) from None
+            right = f"{self.path} is no folder that can be written ({error.strerror}); choose another"
+            raise option_error("job.dump_folder", str(self.path.parent), right) from None
         self._created = missing
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -303,7 +307,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 def _check_inside(option: str, value: str, place: str) -> None:
     parts = Path(value).parts
     if not parts or Path(value).is_absolute() or ".." in parts:
-        raise ConfigError(f"{option} = {value!r} must name a folder inside {place}, without '..'")
+        raise option_error(option, value, f"must name a folder inside {place}, without `..`")
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

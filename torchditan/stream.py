@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from torchditan.config import ConfigError
+from torchditan.config import ConfigError, option_error
 from torchditan.randomness import Randomness, draw, generator
 
 Batch = dict[str, torch.Tensor]
@@ -57,6 +57,17 @@ class StreamedDataset(Protocol):
 
     def iterate(self, *, rank: int, world_size: int) -> IterableDataset:
         """This rank's share, items as in ImageDataset; the iterable has `state_dict` and `load_state_dict`."""
+
+
+def read_image(dataset: ImageDataset, index: int, *, corrupt_images: Literal["error", "skip"]) -> dict[str, Any]:
+    """The item at `index`, or with `skip` the next readable one; `skipped` counts those passed over."""
+    for skipped in range(len(dataset)):
+        try:
+            return {**dataset[(index + skipped) % len(dataset)], "skipped": skipped}
+        except CorruptImageError:
+            if corrupt_images == "error":
+                raise
+    raise option_error("dataset.dataset_name", dataset.name, "has no readable image")
 
 
 @dataclass(frozen=True)
@@ -124,24 +135,15 @@ class StreamDataset(Dataset):
         return item
 
     def _read(self, index: int) -> dict[str, Any]:
-        for skipped in range(len(self.dataset)):
-            try:
-                item = dict(self.dataset[(index + skipped) % len(self.dataset)])
-            except CorruptImageError:
-                if self.corrupt_images == "error":
-                    raise
-                continue
-            self._check_label(item, index)
-            item["skipped"] = skipped
-            return item
-        raise ConfigError(f"dataset.dataset_name {self.dataset.name!r} has no readable image")
-
-    def _check_label(self, item: dict[str, Any], index: int) -> None:
+        item = read_image(self.dataset, index, corrupt_images=self.corrupt_images)
         if self.num_classes and not 0 <= item["class_label"] < self.num_classes:
-            raise ConfigError(
-                f"dataset.num_classes is {self.num_classes}, but image {index} of {self.dataset.name} has label "
-                f"{item['class_label']}; labels must be 0 to {self.num_classes - 1}"
+            index = (index + item["skipped"]) % len(self.dataset)
+            right = (
+                f"image {index} of {self.dataset.name} has label {item['class_label']}; must be 0 to "
+                f"{self.num_classes - 1}"
             )
+            raise option_error("dataset.num_classes", self.num_classes, right)
+        return item
 
 
 @dataclass(frozen=True)
@@ -263,10 +265,11 @@ class StreamedTraining:
         there = (state["world_size"], state["num_workers"]) if state else None
         here = (self.plan.world_size, self.num_workers)
         if state is None or there != here:
-            raise ConfigError(
-                f"dataset.streaming is on, and the checkpoint is of {there} ranks and workers, this job of {here}; a "
-                "streamed source resumes with the same numbers only"
+            right = (
+                f"the checkpoint is of {there} ranks and workers, this job of {here}; a streamed source resumes with "
+                "the same numbers only"
             )
+            raise option_error("dataset.streaming", True, right)
         self._resume_from = state["loader"]
 
     def batches(self, position: int) -> Iterator[tuple[Batch, Randomness]]:

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
 
 from torchditan.checkpoint import find_checkpoint, load_weights, read_progress
-from torchditan.config import Config
-from torchditan.config_loader import from_dict
+from torchditan.config import Config, option_error
+from torchditan.config_loader import from_dict, override
 from torchditan.evaluation.generate import generate
 from torchditan.models import ModelSpec, build_model_spec
 from torchditan.run_directory import read_config
@@ -27,35 +29,46 @@ class TrainedModel:
     sample_shape: tuple[int, ...]
     num_classes: int
     step: int
+    weights: Literal["ema", "raw"]
     device: torch.device
 
     @classmethod
-    def load(cls, run: Path, *, step: int | None, ema: bool, device: torch.device) -> TrainedModel:
+    def load(
+        cls,
+        run: Path,
+        *,
+        step: int | None = None,
+        weights: Literal["ema", "raw"] | None = None,
+        device: torch.device,
+        flags: Sequence[str] = (),
+    ) -> TrainedModel:
         """Load a checkpoint of a run directory.
 
         Args:
             run: the run directory.
             step: step of the checkpoint; None takes the newest.
-            ema: the averaged weights, where the run kept them, instead of the raw ones.
+            weights: averaged or raw; None takes the averaged ones where the run kept them.
             device: where to put the model.
+            flags: `--sampling.key value`, laid over the run's own options.
 
         Raises:
-            ConfigError: no run or no such checkpoint is there.
+            ConfigError: no run, no such checkpoint or no such weights are there, or a flag is wrong.
         """
-        config = from_dict(read_config(run)["config"])
+        config = override(from_dict(read_config(run)["config"]), list(flags), sections=("sampling",))
+        if weights == "ema" and not config.ema.enable:
+            raise option_error("--weights", weights, "this run kept no average; must be raw")
+        weights = weights or ("ema" if config.ema.enable else "raw")
         checkpoint = find_checkpoint(run / config.checkpoint.folder, step)
         size, channels = config.dataset.image_size, config.model.input_channels
         num_classes = config.dataset.num_classes
-        assert size is not None and channels is not None and num_classes is not None, (
-            "runs store resolved configs"
-        )
+        assert size is not None and channels is not None and num_classes is not None, "runs store resolved configs"
         sample_shape = (channels, *size)
         spec = build_model_spec(config.model, sample_shape=sample_shape, num_classes=num_classes)
         with torch.device("meta"):
             model = spec.build()
         model.to_empty(device=device)
         model.init_weights(config.training.seed)
-        load_weights(model, checkpoint, ema=ema and config.ema.enable)
+        load_weights(model, checkpoint, ema=weights == "ema")
         return cls(
             config=config,
             spec=spec,
@@ -63,12 +76,11 @@ class TrainedModel:
             sample_shape=sample_shape,
             num_classes=num_classes,
             step=read_progress(checkpoint).step,
+            weights=weights,
             device=device,
         )
 
-    def generate(
-        self, labels: list[int], *, samples_per_label: int, seed: int, batch_size: int
-    ) -> torch.Tensor:
+    def generate(self, labels: list[int], *, samples_per_label: int, seed: int, batch_size: int) -> torch.Tensor:
         """Sample by the run's `[sampling]` options: (len(labels), samples_per_label, C, H, W) in [-1, 1]."""
         return generate(
             self.model,

@@ -10,6 +10,7 @@ Notable:
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -20,13 +21,19 @@ import torch
 import torch.distributed as dist
 
 from torchditan.checkpoint import CheckpointManager, Progress
-from torchditan.config import Config, option_error
+from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict, trajectory
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.timesteps import timestep_sampling
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.parallelize import CompileOptions, parallelize
-from torchditan.distributed.process_group import Rank, init_process_group, set_timeout, sum_over_ranks
+from torchditan.distributed.process_group import (
+    Rank,
+    init_process_group,
+    raise_on_all_ranks,
+    set_timeout,
+    sum_over_ranks,
+)
 from torchditan.ema import EMA
 from torchditan.evaluation.generate import generate, real_samples
 from torchditan.evaluation.image_grid import save_grid
@@ -38,7 +45,7 @@ from torchditan.optim import NonFiniteGuard, build_optimizer, clip_grad_norm, le
 from torchditan.precision.float8 import check_float8, convert_to_float8
 from torchditan.profiling import check_profiling, profiling
 from torchditan.randomness import Randomness
-from torchditan.run_directory import RunDirectory, run_path
+from torchditan.run_directory import RunDirectory, read_status, run_path
 from torchditan.stream import Batch, BatchPlan, ImageDataset, StreamedTraining, TrainingStream
 from torchditan.verdict import verdict_of
 
@@ -60,9 +67,7 @@ class Trainer:
         ConfigError: settings that cannot work together or on this machine.
     """
 
-    def __init__(
-        self, config: Config, dataset: ImageDataset, validation_dataset: ImageDataset | None = None
-    ) -> None:
+    def __init__(self, config: Config, dataset: ImageDataset, validation_dataset: ImageDataset | None = None) -> None:
         self.config = config
         self.dataset = dataset
         self.validation_dataset = validation_dataset
@@ -87,6 +92,7 @@ class Trainer:
         self.progress = Progress(global_batch_size=self.plan.global_batch_size)
         self.extra_metrics: dict[str, float] = {}
         self.num_skipped = 0
+        self.start_step: int | None = None
         self.real: torch.Tensor | None = None
         self.last_grid: Path | None = None
 
@@ -112,19 +118,30 @@ class Trainer:
         dist.destroy_process_group()
 
     def record_failure(self, error: BaseException) -> None:
-        """Write the verdict; any rank may, since the others are ended when this one exits."""
+        """Write the verdict. Any rank may, since the others are ended when this one exits; the first one stands.
+
+        A mistake found before the first step is every rank's, and rank 0 alone deals with it.
+        """
         verdict = verdict_of(error)
         status = verdict.status
         if status == "interrupted" and self.rank.world_size > 1:
             status = "error"  # the ranks did not agree to stop
-        if verdict.exit_code == 2:
+        is_own = dist.is_initialized() and (self.start_step is not None or verdict.exit_code != 2)
+        if is_own:
+            self.exit_if_another_rank_failed()
+        if verdict.exit_code == 2 and self.start_step in (None, self.progress.step) and self.rank.rank == 0:
             self.run_directory.discard()
-        if dist.is_initialized() and self.run_directory.path.exists():
-            self.run_directory.write_failure(
-                status, verdict.reason, step=self.progress.step, rank=self.rank.rank
-            )
+        elif is_own and self.run_directory.path.exists():
+            self.run_directory.write_failure(status, verdict.reason, step=self.progress.step, rank=self.rank.rank)
         else:
             self.run_directory.write_status(status, verdict.reason, step=self.progress.step)
+
+    def exit_if_another_rank_failed(self) -> None:
+        """Its end shows here as a lost connection, which is no news: rank 0 repeats the reason in one line."""
+        status = read_status(self.run_directory.path)
+        if status is not None and status["state"] in ("error", "oom") and status["rank"] != self.rank.rank:
+            stopped = f"stopped by rank {status['rank']}: {status['reason']}"
+            raise SystemExit(stopped if self.rank.rank == 0 else 1)
 
     def build(self) -> None:
         """Process group, model, optimizer, data and metrics, then the newest checkpoint over them."""
@@ -235,7 +252,8 @@ class Trainer:
         """The loop: from the step that was reached to the last one."""
         config, progress = self.config, self.progress
         first_step = progress.step + 1
-        batches = self.stream.batches(progress.images_seen)
+        batches = self.open_stream()
+        self.start_step = progress.step
         gc.disable()
         self.logger.timer.restart()
         with profiling(
@@ -275,6 +293,22 @@ class Trainer:
         self.guard.wait()
         self.finish()
 
+    def open_stream(self) -> Iterator[tuple[Batch, Randomness]]:
+        """Batches from where the run stands.
+
+        A mistake in the data mostly shows in the first batch of some rank: then all ranks stop before any step, and
+        leave nothing behind.
+        """
+        batches = self.stream.batches(self.progress.images_seen)
+        first: list[tuple[Batch, Randomness]] = []
+        mistake: ConfigError | None = None
+        try:
+            first.append(next(batches))
+        except ConfigError as error:
+            mistake = error
+        raise_on_all_ranks(mistake)
+        return itertools.chain(first, batches)
+
     def is_due(self, step: int, freq: int) -> bool:
         """Every freq steps and at the last one; a frequency of 0 is the last step alone."""
         return step == self.config.training.steps or (freq > 0 and step % freq == 0)
@@ -298,9 +332,7 @@ class Trainer:
 
     def set_learning_rate(self, step: int) -> None:
         config = self.config
-        self.lr = learning_rate(
-            step, steps=config.training.steps, peak=config.optimizer.lr, config=config.lr_scheduler
-        )
+        self.lr = learning_rate(step, steps=config.training.steps, peak=config.optimizer.lr, config=config.lr_scheduler)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr
 
@@ -321,6 +353,7 @@ class Trainer:
                 dataset=self.validation_dataset,
                 num_images=self.config.validation.num_images,
                 batch_size=self.config.training.batch_size,
+                corrupt_images=self.config.dataset.corrupt_images,
                 device=self.device,
             )
 

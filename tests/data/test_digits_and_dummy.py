@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from data import build_dataset
-from torchditan.config import ConfigError, Dataset
+from torchditan.config import Dataset
 
 
 def test_digits_are_all_there_once() -> None:
@@ -70,8 +69,3 @@ def test_dummy_without_classes_has_no_label() -> None:
 
 def test_dummy_takes_the_place_of_a_dataset_with_a_folder() -> None:
     assert len(build_dataset(Dataset(dataset_name="dummy", root_dir="/nowhere"), split="train")) == 10000
-
-
-def test_an_empty_dummy_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"dataset\.dummy_size is 0"):
-        build_dataset(Dataset(dataset_name="dummy", dummy_size=0), split="train")

@@ -22,7 +22,7 @@ def refuse(message: str, *, input_channels: int | None = None, **options: Any) -
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_the_list() -> None:
-    refuse(r"'digit' is unknown \(did you mean 'digits'\?\); there are .*" + ", ".join(DATASETS), dataset_name="digit")
+    refuse(f'"digit": must be one of {", ".join(DATASETS)}; did you mean digits\\?', dataset_name="digit")
 
 
 def test_the_course_projects_latents_point_at_dummy() -> None:
@@ -31,18 +31,17 @@ def test_the_course_projects_latents_point_at_dummy() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(DATASETS) - set(data.STREAMED)))
 def test_only_hub_datasets_stream(name: str) -> None:
-    refuse(f"dataset.streaming.*not from the hub|dataset.streaming: {name} is not", dataset_name=name, streaming=True)
+    refuse(f"dataset.streaming = true: {name} is not read from the hub", dataset_name=name, streaming=True)
 
 
 @pytest.mark.parametrize(
     ("message", "options"),
     [
-        (r"dataset.image_size is \[32\], but digits is 8 x 8", {"image_size": [32]}),
-        (r"dataset.image_size is \[1, 2, 3\]; give", {"image_size": [1, 2, 3]}),
-        ("dataset.num_classes is 9, but digits has 10", {"num_classes": 9}),
-        ("model.input_channels is 3, but digits has 1", {"input_channels": 3}),
-        ("dataset.root_dir is 'x', but digits", {"root_dir": "x"}),
-        ("dataset.hub_name is 'x', but digits", {"hub_name": "x"}),
+        (r"dataset.image_size = \[32\]: digits is 8 x 8", {"image_size": [32]}),
+        ("dataset.num_classes = 9: digits has 10", {"num_classes": 9}),
+        ("model.input_channels = 3: digits has 1", {"input_channels": 3}),
+        ('dataset.root_dir = "x": digits does not read it', {"root_dir": "x"}),
+        ('dataset.hub_name = "x": digits does not read it', {"hub_name": "x"}),
     ],
 )
 def test_what_digits_cannot_be_is_refused(message: str, options: dict[str, Any]) -> None:
@@ -96,13 +95,13 @@ def test_one_line_adds_a_dataset_and_it_is_checked_like_ours(monkeypatch: pytest
 
     register(Mine(num=2, class_names=[]))
     assert len(build_dataset(Dataset(dataset_name="mine"), split="train")) == 2
-    refuse("num_classes is 5, but mine has no labels", dataset_name="mine", num_classes=5)
+    refuse("num_classes = 5: mine has no labels", dataset_name="mine", num_classes=5)
     register(Mine(num=0, class_names=[]))
-    refuse("'mine': no train images", dataset_name="mine")
+    refuse('"mine": holds no train images', dataset_name="mine")
     register(Mine(num=2, class_names=["a", "b"], labels=[0, 2]))
-    refuse("labels run from 0 to 2, but there are 2 classes, 0 to 1", dataset_name="mine")
+    refuse("labels of mine run from 0 to 2; must be 0 to 1, its 2 classes", dataset_name="mine")
     register(Mine(num=2, class_names=["a", "b"], labels=[-1, 1]))
-    refuse("labels run from -1", dataset_name="mine")
+    refuse("labels of mine run from -1", dataset_name="mine")
 
 
 def test_a_class_that_is_there_after_padding_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,15 @@ def set_timeout(timeout_seconds: int) -> None:
     groups = [group for group in dist.distributed_c10d._world.pg_map if group is not None]
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+
+
+def raise_on_all_ranks(error: Exception | None) -> None:
+    """Raise on every rank what any rank found; all ranks call it, most with None."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, error)
+    for error_of_rank in found:
+        if error_of_rank is not None:
+            raise error_of_rank
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchditan.run_directory import write_file
 
 _MARGIN = 16
-_CELL_GAP = 2
+_CELL_GAP = 6
 _BLOCK_GAP = 40  # between generated and real; the line in it says that they are two things
 _INK, _PALE, _PAPER = (0, 0, 0), (170, 170, 170), (255, 255, 255)
 

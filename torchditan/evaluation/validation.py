@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from torchditan.diffusion.flow_matching import Objective
 from torchditan.randomness import Randomness, normal
-from torchditan.stream import ImageDataset
+from torchditan.stream import ImageDataset, read_image
 
 _GOLDEN_RATIO = 0.6180339887498949
 
@@ -22,6 +24,7 @@ def validation_loss(
     dataset: ImageDataset,
     num_images: int,
     batch_size: int,
+    corrupt_images: Literal["error", "skip"],
     device: torch.device,
 ) -> float:
     """Mean loss over evenly spaced images; the same images, noise and timesteps at every call and world size.
@@ -35,6 +38,7 @@ def validation_loss(
         dataset: held-out images.
         num_images: images to use, at most the dataset's.
         batch_size: images at once on each rank.
+        corrupt_images: as in training.
         device: where the model is.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -44,7 +48,8 @@ def validation_loss(
         numbers = range(start + rank * batch_size, start + (rank + 1) * batch_size)
         real = torch.tensor([number < count for number in numbers])
         rows = [min(number, count - 1) for number in numbers]
-        items = [dataset[row * len(dataset) // count] for row in rows]
+        chosen = [row * len(dataset) // count for row in rows]
+        items = [read_image(dataset, index, corrupt_images=corrupt_images) for index in chosen]
         batch = {"sample": torch.stack([item["sample"] for item in items]).to(device)}
         if "class_label" in items[0]:
             batch["class_label"] = torch.tensor([item["class_label"] for item in items], device=device)

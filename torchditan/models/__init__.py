@@ -7,12 +7,11 @@ To add an architecture, write a function like `build_dit_spec` and name it in `M
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import operator
 from collections.abc import Callable
 
 import torchditan.config
-from torchditan.config import ConfigError
+from torchditan.config import did_you_mean, option_error
 from torchditan.models.dit import FLAVORS, PRESETS, DiT, DiTConfig
 from torchditan.models.spec import ClassLabels, Condition, Conditioning, ModelSpec, Unconditional
 
@@ -31,21 +30,16 @@ def build_dit_spec(
     config: torchditan.config.Model, *, sample_shape: tuple[int, int, int], num_classes: int
 ) -> ModelSpec:
     if config.flavor not in FLAVORS:
-        nearest = difflib.get_close_matches(config.flavor, FLAVORS, n=1)
-        did_you_mean = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise ConfigError(
-            f"model.flavor = {config.flavor!r} is unknown; {did_you_mean}Choose from {', '.join(FLAVORS)}"
-        )
+        right = f"must be one of {', '.join(FLAVORS)}{did_you_mean(config.flavor, FLAVORS)}"
+        raise option_error("model.flavor", config.flavor, right)
     options = dict(PRESETS[config.preset])
     overrides = {option: getattr(config, option) for option in options}
     options |= {option: value for option, value in overrides.items() if value is not None}
     if options["norm_type"] == "fused_rmsnorm":
         options["norm_type"] = "rmsnorm"
     if options["position"] == "sincos" and config.rope_theta != torchditan.config.Model.rope_theta:
-        raise ConfigError(
-            f"model.rope_theta = {config.rope_theta:g} has no effect with sincos positions; "
-            "leave it out, or set model.position = rope"
-        )
+        right = "has no effect with sincos positions; leave it out, or set --model.position rope"
+        raise option_error("model.rope_theta", config.rope_theta, right)
 
     channels, height, width = sample_shape
     dit_config = DiTConfig(
@@ -90,17 +84,9 @@ def build_model_spec(
     """
     channels, height, width = sample_shape
     if config.input_channels not in (None, channels):
-        raise ConfigError(
-            f"model.input_channels = {config.input_channels}, but samples have {channels} channels; "
-            f"set it to {channels} or leave it out"
-        )
-    if config.patch_size < 1:
-        raise ConfigError(f"model.patch_size = {config.patch_size} must be at least 1")
-    if config.rope_theta <= 0:
-        raise ConfigError(f"model.rope_theta = {config.rope_theta:g} must be positive")
+        right = f"samples have {channels} channel(s); leave it out"
+        raise option_error("model.input_channels", config.input_channels, right)
     if height % config.patch_size or width % config.patch_size:
-        raise ConfigError(
-            f"dataset.image_size = {height} x {width} is not a multiple of model.patch_size = "
-            f"{config.patch_size}; choose a patch size that divides height and width"
-        )
+        right = f"must divide the samples' height and width, {height} x {width}"
+        raise option_error("model.patch_size", config.patch_size, right)
     return MODELS[config.name](config, sample_shape=sample_shape, num_classes=num_classes)

@@ -178,7 +178,7 @@ def timestep_embedding(t: torch.Tensor) -> torch.Tensor:
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """x * (1 + scale) + shift. x: (B, N, D); shift, scale: (B, 1, D)."""
-    return torch.addcmul(shift, x, scale + 1)
+    return x * (1 + scale) + shift
 
 
 def build_norm(norm_type: str, dim: int) -> nn.Module:
@@ -291,8 +291,8 @@ class Block(nn.Module):
             return x + self.mlp(self.norm2(x))
         chunks = self.adaLN_modulation(c).unsqueeze(1).chunk(6, dim=-1)  # 6 of (B, 1, D)
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = chunks
-        x = torch.addcmul(x, gate_attn, self.attn(modulate(self.norm1(x), shift_attn, scale_attn), rope))
-        return torch.addcmul(x, gate_mlp, self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
+        x = x + gate_attn * self.attn(modulate(self.norm1(x), shift_attn, scale_attn), rope)
+        return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
 
 
 class FinalLayer(nn.Module):

@@ -1,0 +1,178 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""scripts/: generate and evaluate on a tiny trained run, from another folder; the launcher's arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+RUN = "a run"
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of three steps, with a checkpoint."""
+    folder = tmp_path_factory.mktemp("outputs")
+    flags = ["--model.flavor=debugmodel", "--training.steps=3", "--training.batch_size=4", "--dataset.num_workers=0"]
+    flags += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2", "--metrics.enable_sampling=false"]
+    flags += ["--sampling.num_steps=2", f"--job.dump_folder={folder}", f"--metrics.experiment_name={RUN}"]
+    command = [sys.executable, str(SCRIPTS.parent / "train.py"), *flags]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return folder
+
+
+def run_script(name: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / name), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+Refuse = Callable[..., str]
+
+
+@pytest.fixture
+def refused(outputs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refuse:
+    """`refused("generate.py", RUN, "--step=7")`: a script in this process; the one line it ends with."""
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.chdir(outputs)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+        assert caught.value.code == 2
+        output = capfd.readouterr()
+        (line,) = output.err.splitlines()
+        assert output.out == ""
+        return line
+
+    return run
+
+
+def test_generate_draws_a_grid_from_the_newest_checkpoint(outputs: Path) -> None:
+    result = run_script("generate.py", outputs, RUN)
+    assert (result.returncode, result.stderr) == (0, "")
+    grid = outputs / RUN / "samples" / "generated_00000003_seed0.png"
+    timing, where = result.stdout.splitlines()
+    assert timing.startswith("80 images in ")
+    assert where == f"samples, generated beside real: {grid.relative_to(outputs)}"
+    assert Image.open(grid).size[1] > 10 * 48, "ten classes"
+
+
+def test_generate_draws_what_it_was_asked_for(outputs: Path, tmp_path: Path) -> None:
+    arguments = [
+        str(outputs / RUN),
+        "--step=2",
+        "--weights=raw",
+        "--classes=3,5",
+        f"--out={tmp_path / 'x' / 'grid.png'}",
+    ]
+    arguments += ["--sampling.images_per_class=2", "--sampling.sampler=heun", "--batch_size=3", "--seed=4"]
+    result = run_script("generate.py", tmp_path, *arguments)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("4 images in ")
+    assert Image.open(tmp_path / "x" / "grid.png").size[1] < 5 * 48, "two classes"
+
+
+def test_evaluate_counts_the_classes_that_a_classifier_recognises(outputs: Path, tmp_path: Path) -> None:
+    result = run_script("evaluate.py", tmp_path, str(outputs / RUN), "--samples_per_class=2", "--epochs=4")
+    assert (result.returncode, result.stderr) == (0, "")
+    report = json.loads(result.stdout)
+    assert (report["step"], report["num_samples"], report["chance"]) == (3, 20, 0.1)
+    assert list(report["per_class"]) == list("0123456789")
+    assert 0 <= report["accuracy_generated"] <= 1
+    assert report["accuracy_held_out_real"] > 0.5, "the classifier learns the real images"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["gone"], "gone is not a run directory: it has no config.json"),
+        ([], "the following arguments are required: run"),
+        ([RUN, "--step=7"], f"--step = 7: no such checkpoint in {RUN}/checkpoint; there are [2, 3]"),
+        ([RUN, "--step=x"], "--step: invalid int value: 'x'"),
+        ([RUN, "--stepp=1"], "--stepp is no option of this script; did you mean --step?"),
+        ([RUN, "--sampling.num_step=1"], "sampling.num_step is no option; did you mean sampling.num_steps?"),
+        ([RUN, "--sampling.num_steps=0"], "sampling.num_steps = 0: must be at least 1"),
+        ([RUN, "extra"], "extra belongs to no option; options are written --section.key value"),
+    ],
+)
+@pytest.mark.parametrize("name", ["generate.py", "evaluate.py"])
+def test_a_mistake_is_one_line(name: str, arguments: list[str], line: str, refused: Refuse) -> None:
+    assert refused(name, *arguments) == f"error: {line}"
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "line"),
+    [
+        ("generate.py", "--classes=3,x", '--classes = "3,x": must be labels from 0 to 9, 3,5 say'),
+        ("generate.py", "--classes=3,10", '--classes = "3,10": must be labels from 0 to 9, 3,5 say'),
+        ("generate.py", "--classes=", '--classes = "": must be labels from 0 to 9, 3,5 say'),
+        ("generate.py", "--batch_size=0", "--batch_size: '0' must be an integer of at least 1"),
+        (
+            "generate.py",
+            "--training.steps=3",
+            "--training.steps is no option of this script; there are --help, --step, --weights, --classes, --seed, "
+            "--batch_size, --out and --sampling.key",
+        ),
+        ("evaluate.py", "--epochs=few", "--epochs: 'few' must be an integer of at least 1"),
+    ],
+)
+def test_a_value_that_cannot_be_is_one_line(name: str, argument: str, line: str, refused: Refuse) -> None:
+    assert refused(name, RUN, argument) == f"error: {line}"
+
+
+def test_a_run_without_a_checkpoint_says_how_to_get_one(outputs: Path, tmp_path: Path, refused: Refuse) -> None:
+    (tmp_path / "config.json").write_bytes((outputs / RUN / "config.json").read_bytes())
+    line = f"error: {tmp_path}/checkpoint holds no checkpoint; train with --checkpoint.enable_checkpoint"
+    assert refused("generate.py", str(tmp_path)) == line
+
+
+def test_weights_that_the_run_did_not_keep_are_refused(outputs: Path, tmp_path: Path, refused: Refuse) -> None:
+    content = json.loads((outputs / RUN / "config.json").read_text())
+    content["config"]["ema"]["enable"] = False
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    line = 'error: --weights = "ema": this run kept no average; must be raw'
+    assert refused("generate.py", str(tmp_path), "--weights=ema") == line
+
+
+def launch(folder: Path, *arguments: str, **environment: str) -> list[str]:
+    """What scripts/train_latent_diffusion.sh makes of it: the arguments of torchrun, which only prints them here."""
+    torchrun = folder / "bin" / "torchrun"
+    torchrun.parent.mkdir(exist_ok=True)
+    torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    torchrun.chmod(0o755)
+    kept = {key: value for key, value in os.environ.items() if key not in ("NGPU", "CONFIG_FILE", "LOG_RANK")}
+    path = f"{torchrun.parent}{os.pathsep}{os.environ['PATH']}"
+    result = subprocess.run(
+        [str(SCRIPTS / "train_latent_diffusion.sh"), *arguments],
+        cwd=folder,
+        env={**kept, "PATH": path, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return result.stdout.splitlines()
+
+
+def test_the_launcher_trains_the_course_projects_job_on_one_gpu(tmp_path: Path) -> None:
+    arguments = launch(tmp_path)
+    assert "--nproc_per_node=1" in arguments
+    assert "--local-ranks-filter=0" in arguments
+    assert arguments[-2:] == [str(SCRIPTS.parent / "train.py"), "--job.config_file=llama3_latent_diffusion.toml"]
+
+
+def test_the_launcher_passes_environment_and_arguments_on(tmp_path: Path) -> None:
+    further = ["--training.steps=100", "--job.description", "two words"]
+    arguments = launch(tmp_path, *further, NGPU="8", CONFIG_FILE="my jobs/a.toml", LOG_RANK="0,3")
+    assert "--nproc_per_node=8" in arguments
+    assert "--local-ranks-filter=0,3" in arguments
+    assert arguments[-4:] == ["--job.config_file=my jobs/a.toml", *further]
