@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> None:
-    from torchditan.config_loader import load_config
+    from torchditan.config_loader import load_config, to_toml
 
     config = load_config(sys.argv[1:])
 
@@ -20,7 +20,11 @@ def main() -> None:
     validation = None
     if config.validation.freq:
         validation = build_dataset(config.dataset, split="validation", input_channels=channels)
-    Trainer(config, train, validation).run()
+    trainer = Trainer(config, train, validation)
+    if not config.job.print_config:
+        trainer.run()
+    elif trainer.rank.rank == 0:
+        print(to_toml(config))
 
 
 if __name__ == "__main__":

@@ -225,7 +225,7 @@ def test_a_job_that_cannot_be_is_refused_in_one_line(
         (
             4,
             "--training.batch_size=8 --training.global_batch_size=16",
-            "training.global_batch_size = 16: must be a multiple of 32: training.batch_size 8 x 4 rank(s)",
+            "training.global_batch_size = 16: must be a multiple of 32: 4 rank(s) x training.batch_size 8",
         ),
     ],
 )
@@ -326,6 +326,11 @@ def test_the_default_job_runs_without_any_option(tmp_path: Path, run_here: RunHe
     flags = ["--model.flavor=DiT-S", "--training.batch_size=16", "--dataset.num_workers=2"]  # the defaults
     assert run_here(*flags, "--training.steps=1") == (0, [])
     assert read_status(tmp_path / "outputs" / "digits-dit-s")["state"] == "completed"
+
+
+def test_a_job_that_only_prints_its_configuration_writes_nothing(tmp_path: Path, run_here: RunHere) -> None:
+    assert run_here("--job.print_config") == (0, [])
+    assert contents(tmp_path) == {}
 
 
 def in_own_process(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from torchditan.config import FLAVOR_NAMES, Config, ConfigError, flatten
-from torchditan.config_loader import TRAIN_CONFIGS, from_dict, load_config, options, to_dict, trajectory
+from torchditan.config_loader import TRAIN_CONFIGS, from_dict, load_config, options, to_dict, to_toml, trajectory
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -357,3 +357,14 @@ def test_core_modules_import_no_optional_library_at_the_top() -> None:
                 names = [node.module or ""]
             assert not optional & {name.split(".")[0] for name in names}, path
             assert "data" not in {name.split(".")[0] for name in names}, path
+
+
+def test_the_printed_configuration_reads_back_as_itself(tmp_path: Path) -> None:
+    config = load_config(
+        ["--optimizer.lr=3e-5", "--dataset.image_size=8", '--job.description=say "a\\b" é', "--ema.enable=false"]
+    )
+    path = tmp_path / "printed.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    again = load_config(["--job.config_file", str(path)])
+    again.job.config_file = None
+    assert again == config

@@ -146,8 +146,8 @@ class Diffusion:
 class Training:
     """Batch, steps, precision, and how ranks share the work."""
 
-    batch_size: int = 16
-    """Images per rank in one forward pass."""
+    batch_size: int | None = None
+    """Images per rank in one forward pass. Default: the ranks' share of global_batch_size, or 16."""
     global_batch_size: int | None = None
     """Images per optimizer step over all ranks; more than ranks x batch_size accumulates gradients."""
     steps: int = 1000
@@ -483,10 +483,10 @@ def _validate_image_size(config: Config) -> None:
 
 
 def _validate_global_batch_size(config: Config) -> None:
-    training = config.training
-    if training.global_batch_size is not None and training.global_batch_size % training.batch_size:
-        right = f"must be a multiple of training.batch_size = {training.batch_size} times the number of ranks"
-        raise option_error("training.global_batch_size", training.global_batch_size, right)
+    global_batch_size, batch_size = config.training.global_batch_size, config.training.batch_size
+    if global_batch_size is not None and batch_size is not None and global_batch_size % batch_size:
+        right = f"must be a multiple of training.batch_size = {batch_size} times the number of ranks"
+        raise option_error("training.global_batch_size", global_batch_size, right)
 
 
 def _validate_streaming(config: Config) -> None:

@@ -14,6 +14,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import json
 import math
 import os
 import re
@@ -129,6 +130,20 @@ def _fill_in(config: Config) -> None:
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """The configuration as nested dictionaries of plain values, as config.json holds it."""
     return dataclasses.asdict(config)
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as a file that `--job.config_file` reads back; what is left open is left out."""
+    lines = []
+    for section, keys in to_dict(config).items():
+        lines += ["", f"[{section}]"]
+        # Numbers, texts, switches and lists of them are written alike in JSON and in TOML.
+        lines += [
+            f"{key} = {json.dumps(value, ensure_ascii=False)}"
+            for key, value in keys.items()
+            if value is not None and f"{section}.{key}" not in ("job.config_file", "job.print_config")
+        ]
+    return "\n".join(lines[1:])
 
 
 _NOT_TRAJECTORY = (
@@ -443,9 +458,7 @@ def _from_toml_text(words: Iterable[str]) -> Any:
 
 def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
     """The configuration of a run from its config.json, as `to_dict` wrote it."""
-    return build_config(
-        {f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()}
-    )
+    return build_config({f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()})
 
 
 def override(config: Config, argv: list[str], *, sections: tuple[str, ...]) -> Config:
@@ -453,9 +466,7 @@ def override(config: Config, argv: list[str], *, sections: tuple[str, ...]) -> C
     flags = _parse_flags(argv)
     for name in flags:
         if name.split(".")[0] not in sections:
-            raise ConfigError(
-                f"--{name} cannot be changed here; this script takes --{', --'.join(sections)}.key"
-            )
+            raise ConfigError(f"--{name} cannot be changed here; this script takes --{', --'.join(sections)}.key")
     changed = build_config({**flatten(config), **flags})
     validate(changed)
     return changed

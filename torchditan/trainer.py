@@ -352,7 +352,7 @@ class Trainer:
                 objective=self.objective,
                 dataset=self.validation_dataset,
                 num_images=self.config.validation.num_images,
-                batch_size=self.config.training.batch_size,
+                batch_size=self.plan.batch_size,
                 corrupt_images=self.config.dataset.corrupt_images,
                 device=self.device,
             )
@@ -426,23 +426,23 @@ def fill_in_from_dataset(config: Config, dataset: ImageDataset) -> None:
 
 
 def resolve_batches(config: Config, rank: Rank) -> BatchPlan:
-    """Batches of each rank; fills in the global batch size where the config leaves it open.
+    """Batches of each rank; fills in what the config leaves open of batch size and global batch size.
 
     Raises:
         ConfigError: the global batch is not divisible by what the ranks take at once.
     """
-    at_once = config.training.batch_size * rank.world_size
-    if config.training.global_batch_size is None:
-        config.training.global_batch_size = at_once
-    if config.training.global_batch_size % at_once:
-        right = (
-            f"must be a multiple of {at_once}: training.batch_size {config.training.batch_size} x "
-            f"{rank.world_size} rank(s)"
-        )
-        raise option_error("training.global_batch_size", config.training.global_batch_size, right)
+    training = config.training
+    if training.batch_size is None:
+        training.batch_size = max(1, (training.global_batch_size or 16 * rank.world_size) // rank.world_size)
+    at_once = training.batch_size * rank.world_size
+    if training.global_batch_size is None:
+        training.global_batch_size = at_once
+    if training.global_batch_size % at_once:
+        right = f"must be a multiple of {at_once}: {rank.world_size} rank(s) x training.batch_size {training.batch_size}"
+        raise option_error("training.global_batch_size", training.global_batch_size, right)
     return BatchPlan(
-        batch_size=config.training.batch_size,
-        global_batch_size=config.training.global_batch_size,
+        batch_size=training.batch_size,
+        global_batch_size=training.global_batch_size,
         rank=rank.rank,
         world_size=rank.world_size,
     )

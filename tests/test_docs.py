@@ -1,0 +1,50 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What the documentation promises of the code: files, options, keys and exit codes that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from torchditan.config_loader import options
+from torchditan.legacy_config import LEGACY_KEYS
+from torchditan.metrics import ALWAYS_KEYS
+from torchditan.run_directory import STATES
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGES = [path for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")) if path.exists()]
+SECTIONS = {option.split(".")[0] for option in options()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"--([a-z_0-9]+\.[a-z_0-9]+)", text))
+    named |= {name for name in re.findall(r"`([a-z_0-9]+\.[a-z_0-9]+)[` ]", text) if name.split(".")[0] in SECTIONS}
+    files = {name for name in named if name.endswith((".json", ".jsonl", ".py", ".toml"))}
+    assert named - files - options().keys() - LEGACY_KEYS.keys() - {"training.warmup_steps", "sampling.key"} == set()
+
+
+def test_the_configuration_page_is_complete() -> None:
+    text = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
+    absent = [name for name in (*ALWAYS_KEYS, *LEGACY_KEYS, *STATES) if f"`{name}`" not in text]
+    assert absent == []
+
+
+def test_the_training_step_names_functions_that_exist() -> None:
+    page = REPOSITORY / "docs" / "training_step.md"
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "torchditan").rglob("*.py"))
+    names = re.findall(r"`((?:[A-Z][A-Za-z]+|[A-Za-z]+\.[a-z_]+))`", page.read_text(encoding="utf-8"))
+    names = [name for name in names if not name.split(".")[0].islower()]  # options and files are tested above
+    assert len(names) > 5
+    absent = [name for name in names if not re.search(rf"(?:def|class) {name.split('.')[-1]}\b", code)]
+    assert absent == []
