@@ -94,7 +94,8 @@ def _set_classes(config: options.Dataset, dataset: Any) -> Any:
             f"its {num_found} classes"
         )
         raise option_error("dataset.num_classes", config.num_classes, right)
-    dataset.class_names += [f"class {label}" for label in range(num_found, config.num_classes or 0)]
+    more = [f"class {label}" for label in range(num_found, config.num_classes or 0)]
+    dataset.class_names = [*dataset.class_names, *more]
     return dataset
 
 

@@ -114,9 +114,8 @@ class StreamShard(torch.utils.data.IterableDataset):
                 try:
                     item = images.read(row)
                 except ConfigError as error:
-                    if images.corrupt_images == "error" or not isinstance(error, CorruptImageError):
-                        yield error
-                        return
+                    while images.corrupt_images == "error" or not isinstance(error, CorruptImageError):
+                        yield error  # until the batch is full: an incomplete one is dropped, and the error with it
                     self.skipped += 1
                     continue
                 item["skipped"], self.skipped = self.skipped, 0

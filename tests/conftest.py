@@ -16,6 +16,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+# Tests of ranks and precision compare CPU runs, also on a machine with a GPU; tests/test_gpu.py is for that.
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
 RunDistributed = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -53,7 +56,7 @@ def run_distributed() -> RunDistributed:
         process = subprocess.Popen(
             command,
             cwd=cwd,
-            env={**os.environ, "PYTHONPATH": path, **(env or {})},
+            env={**os.environ, **WITHOUT_GPU, "PYTHONPATH": path, **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -207,14 +207,6 @@ def test_missing_config_file_lists_the_names_and_the_nearest() -> None:
             "--activation_checkpoint.selective_ac_option=ops",
             'activation_checkpoint.selective_ac_option = "ops": must be an integer of at least 1, or op',
         ),
-        (
-            "--float8.enable_fsdp_float8_all_gather",
-            "float8.enable_fsdp_float8_all_gather = true: needs --float8.enable_float8_linear",
-        ),
-        (
-            "--float8.enable_fsdp_float8_all_gather --float8.enable_float8_linear --float8.recipe_name=rowwise",
-            "float8.enable_fsdp_float8_all_gather = true: needs --float8.recipe_name=tensorwise, not rowwise",
-        ),
         ("--checkpoint.folder=../elsewhere", f'checkpoint.folder = "../elsewhere": {INNER_FOLDER}'),
         ("--metrics.save_tb_folder=/elsewhere", f'metrics.save_tb_folder = "/elsewhere": {INNER_FOLDER}'),
         ("--profiling.save_traces_folder=", f'profiling.save_traces_folder = "": {INNER_FOLDER}'),

@@ -335,7 +335,8 @@ def test_a_job_that_only_prints_its_configuration_writes_nothing(tmp_path: Path,
 
 def in_own_process(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(TRAIN), *flags]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def test_python_train_py_exits_with_2_and_prints_one_line(tmp_path: Path) -> None:

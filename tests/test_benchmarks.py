@@ -3,37 +3,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))  # a folder of scripts, not a package
+
+import step_cases
+import step_measure
+import step_time
+
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "step_time.py"
 CPU = torch.device("cpu")
-
-
-def load_script() -> ModuleType:
-    """By its path: other packages are called `benchmarks` too."""
-    spec = importlib.util.spec_from_file_location("step_time", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["step_time"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-step_time = load_script()
-OURS = step_time.Case("ours", "debugmodel", "official", "fp32", "eager", "bare")
-DIFFUSERS = step_time.Case("diffusers", "debugmodel", "diffusers", "fp32", "eager", "bare")
+OURS = step_cases.Case("ours", "debugmodel", "official", "fp32", "eager", "bare")
+DIFFUSERS = step_cases.Case("diffusers", "debugmodel", "diffusers", "fp32", "eager", "bare")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -68,14 +58,14 @@ def diffusers_weights(ours: nn.Module, theirs: nn.Module) -> dict[str, torch.Ten
 def test_both_models_of_the_comparison_compute_the_same_function() -> None:
     pytest.importorskip("diffusers")
     torch.manual_seed(0)
-    spec = step_time.build_spec(OURS)
-    ours, theirs = spec.build(), step_time.build_diffusers(spec, CPU).train()
-    step_time.fill_with_normal(ours)
+    spec = step_cases.build_spec(OURS)
+    ours, theirs = spec.build(), step_cases.build_diffusers(spec, CPU).train()
+    step_cases.fill_with_normal(ours)
     with torch.no_grad():
         ours.pos_embed.copy_(theirs.pos_embed.pos_embed)
     theirs.load_state_dict(diffusers_weights(ours, theirs))
 
-    batch = step_time.make_batch(spec, 16, CPU)
+    batch = step_cases.make_batch(spec, 16, CPU)
     # Their timestep frequencies are spaced a little differently; at t = 0 they do not matter.
     t = torch.zeros(16)
     mine = ours(batch.sample, t, {"class_label": batch.class_label})
@@ -88,10 +78,10 @@ def test_both_models_of_the_comparison_compute_the_same_function() -> None:
 
 
 def test_no_weight_and_no_data_is_zero() -> None:
-    spec = step_time.build_spec(OURS)
+    spec = step_cases.build_spec(OURS)
     model = spec.build()
-    step_time.fill_with_normal(model)
-    batch = step_time.make_batch(spec, 2, CPU)
+    step_cases.fill_with_normal(model)
+    batch = step_cases.make_batch(spec, 2, CPU)
     tensors = [*model.parameters(), batch.sample, batch.randomness.noise]
     assert all(torch.count_nonzero(tensor) == tensor.numel() for tensor in tensors)
 
@@ -111,7 +101,7 @@ def test_cpu_run_writes_every_row_with_its_preset_and_the_ratio(tmp_path: Path) 
     assert (result["device"], result["threads"], result["versions"]["torch"]) == ("cpu", 1, torch.__version__)
 
     ours, theirs = result["rows"]
-    assert set(ours) == set(theirs) == set(step_time.new_row(OURS, 1))
+    assert set(ours) == set(theirs) == set(step_measure.new_row(OURS, 1))
     assert (ours["implementation"], ours["preset"]) == ("ours", "official")
     assert (theirs["implementation"], theirs["preset"]) == ("diffusers", "diffusers")
     for row in (ours, theirs):
@@ -127,15 +117,15 @@ def test_cpu_run_writes_every_row_with_its_preset_and_the_ratio(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_trainer_step_runs_in_a_process_of_its_own_and_reports_its_memory() -> None:
-    rows: list[dict[str, Any]] = []
-    step_time.sweep_in_subprocess(
-        step_time.Case("ours", "debugmodel", "torchditan", "bf16", "eager", "trainer", ema=True),
-        (2, 10**9, 4),
-        repeats=2,
-        warmup=1,
-        deadline=time.time() + 100,
-        device=CPU,
-        report=rows.append,
+    rows = list(
+        step_measure.sweep_in_subprocess(
+            step_cases.Case("ours", "debugmodel", "torchditan", "bf16", "eager", "trainer", ema=True),
+            (2, 10**9, 4),
+            repeats=2,
+            warmup=1,
+            deadline=time.time() + 100,
+            device=CPU,
+        )
     )
     assert [(row["batch_size"], row["status"]) for row in rows] == [(2, "ok"), (10**9, "oom")]
     if sys.platform == "linux":
@@ -149,11 +139,9 @@ def sweep(monkeypatch: pytest.MonkeyPatch, error: Exception, **options: Any) -> 
         if len(batch.sample) >= 4:
             raise error
 
-    monkeypatch.setattr(step_time, "build_step", lambda case, device: (step, 7))
-    rows: list[dict[str, Any]] = []
-    settings = {"repeats": 3, "warmup": 1, "deadline": time.time() + 60, "device": CPU, "report": rows.append}
-    step_time.sweep(OURS, (1, 2, 4, 8), **(settings | options))
-    return rows
+    monkeypatch.setattr(step_measure, "build_step", lambda case, device: (step, 7))
+    settings = {"repeats": 3, "warmup": 1, "deadline": time.time() + 60, "device": CPU}
+    return list(step_measure.sweep(OURS, (1, 2, 4, 8), **(settings | options)))
 
 
 def test_sweep_records_running_out_of_memory_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,11 +164,11 @@ def test_sweep_begins_no_row_after_the_deadline(monkeypatch: pytest.MonkeyPatch)
 
 def test_ratios_are_those_of_medians_and_take_the_faster_compiled_form_of_diffusers() -> None:
     def row(case: Any, times: list[float]) -> dict[str, Any]:
-        row = step_time.new_row(case, 16)
-        step_time.add_times(row, times, flops_per_image=1, peak=None)
+        row = step_measure.new_row(case, 16)
+        step_measure.add_times(row, times, flops_per_image=1, peak=None)
         return row
 
-    cases = step_time.cpu_cases("DiT-S", against="diffusers", variants=["fp32_eager", "bf16_compiled"])
+    cases = step_cases.cpu_cases("DiT-S", against="diffusers", variants=["fp32_eager", "bf16_compiled"])
     assert [case.implementation for case in cases] == ["ours", "diffusers", "ours", "diffusers", "diffusers"]
     times = [[3.0, 9.0, 2.0], [4.0, 4.0, 1.0], [1.0] * 3, [2.0] * 3, [1.6] * 3]
     found = step_time.ratios([row(case, seconds) for case, seconds in zip(cases, times, strict=True)])
@@ -192,8 +180,8 @@ def test_ratios_are_those_of_medians_and_take_the_faster_compiled_form_of_diffus
 
 
 def test_mfu_is_a_percentage_of_the_peak() -> None:
-    row = step_time.new_row(OURS, 10)
-    step_time.add_times(row, [2.0], flops_per_image=6e9, peak=1e11)
+    row = step_measure.new_row(OURS, 10)
+    step_measure.add_times(row, [2.0], flops_per_image=6e9, peak=1e11)
     assert (row["images_per_second"], row["tflops_per_device"], row["mfu"]) == (5.0, 0.03, pytest.approx(30.0))
 
 

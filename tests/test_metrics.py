@@ -277,9 +277,7 @@ def test_the_bar_never_wraps_and_is_drawn_a_few_times_a_second(make, clock, monk
     assert max(map(len, drawn)) == 19
 
 
-@pytest.mark.parametrize(
-    ("enabled", "no_color", "colored"), [(True, "", True), (False, "", False), (True, "1", False)]
-)
+@pytest.mark.parametrize(("enabled", "no_color", "colored"), [(True, "", True), (False, "", False), (True, "1", False)])
 def test_colour_only_where_it_is_wanted(make, clock, monkeypatch, enabled, no_color, colored):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", no_color)

@@ -62,7 +62,9 @@ def test_weight_decay_leaves_out_norms_biases_and_embeddings() -> None:
         model = small_dit(**options)
         plain = parameters_without_decay(model)
         names = {name for name, _ in model.named_parameters()}
-        matrices = {name for name in names if name.endswith(".weight") and dict(model.named_parameters())[name].dim() > 1}
+        matrices = {
+            name for name in names if name.endswith(".weight") and dict(model.named_parameters())[name].dim() > 1
+        }
         assert plain == names - matrices | {name for name in names if "embedding_table" in name or "pos_embed" in name}
         assert "blocks.0.attn.qkv.weight" not in plain
         assert "x_embedder.proj.weight" not in plain
@@ -100,7 +102,7 @@ def test_a_nonfinite_gradient_never_reaches_weights_or_moments(bad: float) -> No
     step(1, 1.0)
     weights = parameter.detach().clone()
     moments = {key: value.clone() for key, value in optimizer.state[parameter].items()}
-    with pytest.raises(NonFiniteGradientError, match="step 2: the gradient is not finite; .* those of step 1"):
+    with pytest.raises(NonFiniteGradientError, match="step 2: the gradient is not finite; its update was skipped"):
         step(2, bad)
     assert torch.equal(parameter.detach(), weights)
     for key, value in moments.items():

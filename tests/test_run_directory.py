@@ -166,9 +166,7 @@ def test_discard_keeps_what_was_there_before(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["launcher.log"]
 
 
-@pytest.mark.parametrize(
-    "evidence", ["metrics.jsonl", "checkpoint/step-00000010/x", "samples/step_00000010.png"]
-)
+@pytest.mark.parametrize("evidence", ["metrics.jsonl", "checkpoint/step-00000010/x", "samples/step_00000010.png"])
 def test_discard_keeps_a_run_that_trained(run, evidence):
     (run.path / evidence).parent.mkdir(parents=True, exist_ok=True)
     (run.path / evidence).write_text("trained")
@@ -205,9 +203,7 @@ def test_status_of_a_run_without_one_is_none(run):
 
 
 def test_metrics_lines_are_valid_json_and_readable_at_once(run):
-    run.append_metrics(
-        {"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "nested": [float("-inf")]}
-    )
+    run.append_metrics({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "nested": [float("-inf")]})
     text = run.metrics_path.read_text()
 
     def reject(token: str) -> None:
@@ -280,9 +276,7 @@ def test_folder_option_outside_the_run_is_refused_by_name(tmp_path, value):
 
 def test_folder_option_must_not_take_a_name_of_the_run(tmp_path):
     with pytest.raises(ConfigError, match=r"checkpoint\.folder = \"samples\""):
-        RunDirectory(tmp_path / "x", is_writer=True).open(
-            {"checkpoint": {"folder": "samples"}}, trajectory=TRAJECTORY
-        )
+        RunDirectory(tmp_path / "x", is_writer=True).open({"checkpoint": {"folder": "samples"}}, trajectory=TRAJECTORY)
 
 
 def test_experiment_name_stays_in_the_dump_folder():
@@ -291,3 +285,14 @@ def test_experiment_name_stays_in_the_dump_folder():
     for value in ("..", "/etc", "a/../../b", ""):
         with pytest.raises(ConfigError, match=r"metrics\.experiment_name"):
             run_path("outputs", value)
+
+
+def test_a_run_begun_anew_keeps_what_the_earlier_attempt_measured(run):
+    for attempt in (1, 2, 3):
+        run.truncate_metrics(0)
+        run.append_metrics({"step": 1, "loss": attempt})
+        run._metrics.close()
+        run._metrics = None
+    assert [record["loss"] for record in read_metrics(run.path)] == [3]
+    earlier = [(run.path / f"metrics.jsonl.{number}").read_text() for number in (1, 2)]
+    assert ['"loss": 1' in earlier[0], '"loss": 2' in earlier[1]] == [True, True]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ class Numbers:
 
     name = "numbers"
     sample_shape = (1, 2, 2)
-    class_names = ["even", "odd"]
+    class_names: ClassVar[list[str]] = ["even", "odd"]
     horizontal_flip = True
 
     def __init__(self, length: int = 10, *, broken: tuple[int, ...] = (), label: int | None = None) -> None:
@@ -199,3 +199,58 @@ def test_a_streamed_source_refuses_another_number_of_ranks() -> None:
     next(stream.batches(0))
     with pytest.raises(ConfigError, match="streamed source resumes with the same numbers only"):
         streamed(world_size=2).load_state(stream.state())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_corrupt_image_in_a_streamed_source_stops_the_run_wherever_it_stands(
+    num_workers: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("datasets")
+    pytest.importorskip("torchdata")
+    from datasets import Dataset
+
+    from data.hub import StreamingImages
+
+    rows = [{"image": {"bytes": png(), "path": None}, "label": 0} for _ in range(6)]
+    rows[5]["image"] = {"bytes": b"no image", "path": None}  # amid the second batch of four
+    images = StreamingImages(
+        name="hub",
+        rows=Dataset.from_list(rows).to_iterable_dataset(num_shards=1),
+        image_key="image",
+        label_key="label",
+        class_names=["one"],
+        sample_shape=(3, 4, 4),
+        horizontal_flip=False,
+        corrupt_images="error",
+    )
+    plan = BatchPlan(batch_size=4, global_batch_size=4)
+    stream = StreamedTraining(
+        images, plan=plan, seed=0, num_classes=1, horizontal_flip=None, num_workers=num_workers, pin_memory=False
+    )
+    with pytest.raises(CorruptImageError):
+        list(itertools.islice(stream.batches(0), 3))
+
+
+def png() -> bytes:
+    import io
+
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def test_a_streamed_source_without_a_whole_batch_is_refused() -> None:
+    pytest.importorskip("torchdata")
+
+    class Short(Streamed):
+        def iterate(self, *, rank: int, world_size: int) -> InOrder:
+            return InOrder(range(2))
+
+    plan = BatchPlan(batch_size=4, global_batch_size=4)
+    stream = StreamedTraining(
+        Short(), plan=plan, seed=0, num_classes=2, horizontal_flip=None, num_workers=0, pin_memory=False
+    )
+    with pytest.raises(ConfigError, match="fewer readable images than a batch of 4"):
+        next(stream.batches(0))

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from torchditan.run_directory import read_config, read_metrics, read_status
 
@@ -26,11 +28,12 @@ TINY = [
 ]
 
 
-def train(folder: Path, name: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def train(folder: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """`python train.py`, without torchrun."""
     command = [sys.executable, str(REPOSITORY / "train.py"), *TINY, *flags]
     command += [f"--job.dump_folder={folder}", f"--metrics.experiment_name={name}"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def curve(run: Path) -> list[tuple[float, float]]:
@@ -47,7 +50,7 @@ def largest_difference(left: list[tuple[float, float]], right: list[tuple[float,
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """20 steps in one process, the curve that every other mode has to follow."""
     folder = tmp_path_factory.mktemp("one_process")
-    result = train(folder, "run", "--training.steps=20", "--training.batch_size=16")
+    result = train(folder, "run", "--training.steps=20", "--training.batch_size=16", "--checkpoint.enable_checkpoint")
     assert result.returncode == 0, result.stderr
     return folder / "run"
 
@@ -97,6 +100,61 @@ def test_rerunning_the_command_continues_bitwise(one_process: Path, tmp_path: Pa
     assert curve(tmp_path / "run") == curve(one_process)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000010", "step-00000020"]
     assert read_status(tmp_path / "run")["state"] == "completed"
+    for weights in ("ema", "raw"):
+        resumed, uninterrupted = (load(run, weights) for run in (tmp_path / "run", one_process))
+        assert all(torch.equal(resumed[name], uninterrupted[name]) for name in uninterrupted), weights
+
+
+def load(run: Path, weights: str) -> dict[str, torch.Tensor]:
+    from torchditan.trained_model import TrainedModel
+
+    return TrainedModel.load(run, step=20, weights=weights, device=torch.device("cpu")).model.state_dict()
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_other_ranks_and_another_mesh(
+    one_process: Path, tmp_path: Path, run_distributed: Any
+) -> None:
+    flags = [*TINY, "--checkpoint.enable_checkpoint", f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=run"]
+    legs = ((7, 2, 1), (14, 4, 2), (20, 1, 1))  # FSDP over 2, HSDP over 2 x 2, one process
+    for steps, world_size, replicate in legs:
+        degrees = f"--training.data_parallel_replicate_degree={replicate}"
+        result = run_distributed(["train.py", *flags, f"--training.steps={steps}", degrees], world_size)
+        assert result.returncode == 0, result.stderr
+    assert largest_difference(curve(tmp_path / "run"), curve(one_process)) < 1e-5
+
+
+def test_deterministic_mode_trains(one_process: Path, tmp_path: Path) -> None:
+    result = train(tmp_path, "run", "--training.steps=20", "--training.batch_size=16", "--training.deterministic")
+    assert result.returncode == 0, result.stderr
+    assert largest_difference(curve(tmp_path / "run"), curve(one_process)) < 1e-5
+
+
+def test_sampling_and_validation_leave_no_trace_in_the_curve(one_process: Path, tmp_path: Path) -> None:
+    flags = ["--training.steps=20", "--training.batch_size=16", "--metrics.enable_sampling=true"]
+    flags += ["--metrics.sample_freq=3", "--validation.freq=4", "--sampling.num_steps=1", "--sampling.max_classes=1"]
+    result = train(tmp_path, "run", *flags)
+    assert result.returncode == 0, result.stderr
+    assert curve(tmp_path / "run") == curve(one_process)
+
+
+def test_training_samples_from_the_averaged_weights(tmp_path: Path) -> None:
+    """The grid drawn while training is the one that scripts/generate.py draws from the checkpoint's EMA."""
+    from PIL import Image, ImageChops
+
+    flags = ["--training.steps=8", "--training.batch_size=16", "--metrics.enable_sampling=true", "--validation.freq=2"]
+    flags += ["--checkpoint.enable_checkpoint", "--optimizer.lr=1e-2", "--ema.warmup=false", "--ema.decay=0.9"]
+    assert train(tmp_path, "run", *flags, "--sampling.num_steps=4").returncode == 0
+    script = [sys.executable, str(REPOSITORY / "scripts" / "generate.py"), "run", "--seed=0"]
+    for weights in ("ema", "raw"):
+        command = [*script, "--out", f"{weights}.png", "--weights", weights]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    drawn, averaged, raw = (
+        Image.open(tmp_path / name).convert("L").crop((0, 60, 500, 700))
+        for name in ("run/samples/step_00000008.png", "ema.png", "raw.png")
+    )
+    assert ImageChops.difference(drawn, averaged).getextrema()[1] <= 1
+    assert ImageChops.difference(drawn, raw).getextrema()[1] > 10
 
 
 def test_rerunning_a_finished_run_changes_nothing(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Checkpoints in torch's distributed format: sharded writing, and loading on any mesh and world size.
 
-A checkpoint is `step-00000100/`: the tensors of model, EMA and optimizer, and `progress.json` with the
-integers that the rest of a run follows from (learning rate, data position and randomness are functions of
-them). It is written beside, as `step-00000100.partial`, and published by one rename.
+A checkpoint is `step-00000100/`: the tensors of model, EMA and optimizer, the run's `config.json`, and
+`progress.json` with the integers that the rest of a run follows from (learning rate, data position and
+randomness are functions of them). It is written beside, as `step-00000100.partial`, and published by one rename.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torchditan.ema import EMA
 
 _NAME = re.compile(r"step-(\d{8})")
 _PROGRESS = "progress.json"
+_CONFIG = "config.json"
 
 
 @dataclasses.dataclass
@@ -45,21 +46,27 @@ class Progress:
     """Position in the training stream: samples consumed over all ranks."""
     elapsed_s: float = 0.0
     """Seconds spent training, over all parts of the run."""
-    global_batch_size: int = 0
-    """Samples per optimizer step."""
 
 
 class CheckpointManager:
     """Saves, prunes and loads the checkpoints of one run; every method is called by all ranks."""
 
     def __init__(
-        self, folder: Path, *, model: nn.Module, ema: EMA | None, optimizer: Optimizer, keep_latest_k: int
+        self,
+        folder: Path,
+        *,
+        model: nn.Module,
+        ema: EMA | None,
+        optimizer: Optimizer,
+        keep_latest_k: int,
+        config: dict[str, Any],
     ) -> None:
         self.folder = folder
         self.model = model
         self.ema = ema
         self.optimizer = optimizer
         self.keep_latest_k = keep_latest_k
+        self.config = config
 
     def save(self, progress: Progress, *, loader_state: dict[str, Any] | None = None) -> Path:
         """Write the checkpoint of this step and drop the oldest ones.
@@ -79,11 +86,13 @@ class CheckpointManager:
             _write_json(partial / f"loader_rank{dist.get_rank()}.json", loader_state)
         dist.barrier()
         if dist.get_rank() == 0:
+            _write_json(partial / _CONFIG, self.config)
             _write_json(partial / _PROGRESS, dataclasses.asdict(progress))
             shutil.rmtree(target, ignore_errors=True)
             os.replace(partial, target)
-            self._prune()
         dist.barrier()
+        if dist.get_rank() == 0:
+            self._prune()
         return target
 
     def load_latest(self) -> tuple[Progress, dict[str, Any] | None] | None:

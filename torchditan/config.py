@@ -236,8 +236,6 @@ class Float8:
     """Scaling granularity of torchao's float8 training."""
     emulate: bool = False
     """Compute float8 products in higher precision where the device has none; slow, for tests."""
-    enable_fsdp_float8_all_gather: bool = False
-    """All-gather weights in float8 (tensorwise recipe only)."""
 
 
 @dataclass
@@ -430,8 +428,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be a plain folder name inside the run directory, without `..`",
         _is_inner_folder,
-        "checkpoint.folder metrics.save_tb_folder profiling.save_traces_folder "
-        "profiling.save_memory_snapshot_folder",
+        "checkpoint.folder metrics.save_tb_folder profiling.save_traces_folder profiling.save_memory_snapshot_folder",
     ),
     (
         "must be a plain name without slashes: it names the run's folder",
@@ -455,7 +452,6 @@ def validate(config: Config) -> None:
     _validate_streaming(config)
     _validate_guidance_interval(config)
     _validate_activation_checkpoint(config)
-    _validate_float8(config)
 
 
 def _validate_model(config: Config) -> None:
@@ -509,22 +505,8 @@ def _validate_activation_checkpoint(config: Config) -> None:
         raise option_error("activation_checkpoint.selective_ac_option", option, right)
 
 
-def _validate_float8(config: Config) -> None:
-    float8 = config.float8
-    if not float8.enable_fsdp_float8_all_gather:
-        return
-    if not float8.enable_float8_linear:
-        right = "needs --float8.enable_float8_linear"
-        raise option_error("float8.enable_fsdp_float8_all_gather", True, right)
-    if float8.recipe_name != "tensorwise":
-        right = f"needs --float8.recipe_name=tensorwise, not {float8.recipe_name}"
-        raise option_error("float8.enable_fsdp_float8_all_gather", True, right)
-
-
 def flatten(config: Config) -> dict[str, Any]:
     """`{"training.steps": 1000, ...}`, in the order of --help."""
     return {
-        f"{section}.{key}": value
-        for section, keys in dataclasses.asdict(config).items()
-        for key, value in keys.items()
+        f"{section}.{key}": value for section, keys in dataclasses.asdict(config).items() for key, value in keys.items()
     }

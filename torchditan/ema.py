@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchditan.distributed.parallelize import drop_gathered_weights
+
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -19,6 +21,7 @@ class EMA:
     """average <- decay average + (1 - decay) weights, with decay min(decay, (1 + n) / (10 + n)) while warming up."""
 
     def __init__(self, model: nn.Module, *, decay: float, warmup: bool = True) -> None:
+        self.model = model
         self.decay = decay
         self.warmup = warmup
         self.parameters = dict(model.named_parameters())
@@ -51,6 +54,7 @@ class EMA:
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)
+        drop_gathered_weights(self.model)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self.average

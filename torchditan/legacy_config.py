@@ -36,6 +36,7 @@ LEGACY_KEYS: dict[str, tuple[tuple[Any, ...] | type, str]] = {
     "experimental.enable_compiled_autograd": ((False,), "compiled autograd is not supported"),
     "optimizer.fused": (ANY_BOOL, "it is a switch; AdamW is fused where the device has it"),
     "optimizer.early_step_in_backward": ((False,), "the optimizer steps after the backward pass"),
+    "float8.enable_fsdp_float8_all_gather": ((False,), "weights are gathered in training.mixed_precision_param"),
     "float8.precompute_float8_dynamic_scale_for_fsdp": ((False,), "torchao decides when scales are computed"),
     "checkpoint.interval_type": (("steps",), "checkpoint.interval counts steps"),
     "checkpoint.model_weights_only": ((False,), "a checkpoint holds all that a resume needs"),

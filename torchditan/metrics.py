@@ -163,9 +163,7 @@ class Console:
     _BAR_WIDTH = 24
     _REDRAW_S = 0.1
 
-    def __init__(
-        self, stream: TextIO, *, color: bool, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, stream: TextIO, *, color: bool, clock: Callable[[], float] = time.perf_counter) -> None:
         self._stream = stream
         self._clock = clock
         self.is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"

@@ -15,7 +15,8 @@ from torchditan.config import Optimizer as OptimizerConfig
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """Fused AdamW over the trainable parameters; norms, biases and embeddings get no weight decay."""
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     no_decay = parameters_without_decay(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -131,9 +132,7 @@ class NonFiniteGuard:
         """Check the last step too: before its weights are saved or sampled from."""
         self._raise_if_set(self._pending)
 
-    def _copy_to_host(
-        self, step: int, flag: torch.Tensor
-    ) -> tuple[int, torch.Tensor, torch.cuda.Event | None]:
+    def _copy_to_host(self, step: int, flag: torch.Tensor) -> tuple[int, torch.Tensor, torch.cuda.Event | None]:
         if flag.device.type == "cpu":
             return step, flag, None
         host = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
@@ -149,7 +148,6 @@ class NonFiniteGuard:
             event.synchronize()
         if flag.item():
             raise NonFiniteGradientError(
-                f"step {step}: the gradient is not finite; the update was skipped and the weights are those of "
-                f"step {step - 1}. A lower optimizer.lr, more lr_scheduler.warmup_steps or "
-                "training.mixed_precision_param float32 may help"
+                f"step {step}: the gradient is not finite; its update was skipped, so no weight has seen it. A lower "
+                "optimizer.lr, more lr_scheduler.warmup_steps or training.mixed_precision_param float32 may help"
             )

@@ -67,9 +67,7 @@ def normal(seed: int, purpose: str, index: Sequence[int], shape: Sequence[int]) 
 
 def uniform(seed: int, purpose: str, index: Sequence[int]) -> torch.Tensor:
     """Uniform numbers in [0, 1), (len(index),) float32, one stream per index."""
-    return torch.tensor(
-        [generator(seed, purpose, i).random(dtype=np.float32) for i in index], dtype=torch.float32
-    )
+    return torch.tensor([generator(seed, purpose, i).random(dtype=np.float32) for i in index], dtype=torch.float32)
 
 
 def draw(seed: int, index: Sequence[int], shape: Sequence[int]) -> Randomness:

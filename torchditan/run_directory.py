@@ -13,21 +13,20 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import math
 import os
-import platform
 import shutil
 import socket
-import subprocess
 import sys
 import weakref
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 from uuid import uuid4
 
+from torchditan import provenance
 from torchditan.config import ConfigError, option_error
 
 STATES = ("running", "completed", "interrupted", "oom", "error")
@@ -135,9 +134,9 @@ class RunDirectory:
             "started": now,
             "config": config,
             "trajectory": trajectory,
-            "versions": _versions(),
-            "git_commit": _git_commit(),
-            "hardware": _hardware(device, world_size),
+            "versions": provenance.versions("torch", "torchditan"),
+            "git_commit": provenance.git_commit(),
+            "hardware": provenance.hardware(device, world_size),
             "command": sys.argv,
         }
         write_file(self.config_path, _to_json(content, indent=2))
@@ -196,16 +195,24 @@ class RunDirectory:
             return
         assert self._lock is not None, "the run directory is not open"
         if self._metrics is None:
-            self._metrics = open(self.metrics_path, "a", encoding="utf-8")
+            self._metrics = open(self.metrics_path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
         self._metrics.write(_to_json(record).decode() + "\n")
         self._metrics.flush()
 
     def truncate_metrics(self, step: int) -> None:
-        """Before a resume from `step`: drop the lines of later steps, and what a kill left torn."""
+        """Before a resume from `step`: drop the lines of later steps, and what a kill left torn.
+
+        A run that begins anew in its folder (step 0) has lost nothing by it: what an earlier attempt without a
+        checkpoint measured is kept beside, as `metrics.jsonl.1`, `.2` and so on.
+        """
         if not self.is_writer or not self.metrics_path.exists():
             return
         assert self._metrics is None, "truncate before the first append"
         kept = [record for record in read_metrics(self.path) if record["step"] <= step]
+        if step == 0 and self.metrics_path.stat().st_size:
+            names = (self.path / f"metrics.jsonl.{number}" for number in itertools.count(1))
+            os.replace(self.metrics_path, next(name for name in names if not name.exists()))
+            return
         write_file(self.metrics_path, b"".join(_to_json(record) + b"\n" for record in kept))
 
     def _refuse_other_trajectory(self, trajectory: dict[str, Any]) -> dict[str, Any] | None:
@@ -334,48 +341,3 @@ def _finite(value: Any) -> Any:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def _versions() -> dict[str, str | None]:
-    import torch
-
-    try:
-        torchditan = metadata.version("torchditan")
-    except metadata.PackageNotFoundError:  # run from a clone that is not installed
-        torchditan = None
-    return {"python": platform.python_version(), "torch": str(torch.__version__), "torchditan": torchditan}
-
-
-def _git_commit() -> str | None:
-    """Commit of the clone this package runs from, `-dirty` where files differ from it; None without git."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() or None
-
-
-def _hardware(device: str, world_size: int) -> dict[str, Any]:
-    import torch
-
-    is_cuda = torch.device(device).type == "cuda"
-    return {
-        "device": torch.device(device).type,
-        "device_name": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
-        "device_count": world_size,
-        "hostname": socket.gethostname(),
-        "cpu": _cpu_name(),
-        "cpu_count": os.cpu_count(),
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -59,14 +59,27 @@ class StreamedDataset(Protocol):
         """This rank's share, items as in ImageDataset; the iterable has `state_dict` and `load_state_dict`."""
 
 
-def read_image(dataset: ImageDataset, index: int, *, corrupt_images: Literal["error", "skip"]) -> dict[str, Any]:
-    """The item at `index`, or with `skip` the next readable one; `skipped` counts those passed over."""
+def read_image(
+    dataset: ImageDataset, index: int, *, num_classes: int, corrupt_images: Literal["error", "skip"]
+) -> dict[str, Any]:
+    """The item at `index`, or with `skip` the next readable one; `skipped` counts those passed over.
+
+    Raises:
+        CorruptImageError: it cannot be read, and `corrupt_images` is `error`.
+        ConfigError: none can be read, or the label is not below `num_classes` (0: there are no labels).
+    """
     for skipped in range(len(dataset)):
+        place = (index + skipped) % len(dataset)
         try:
-            return {**dataset[(index + skipped) % len(dataset)], "skipped": skipped}
+            item = dataset[place]
         except CorruptImageError:
             if corrupt_images == "error":
                 raise
+            continue
+        if num_classes and not 0 <= item["class_label"] < num_classes:
+            right = f"image {place} of {dataset.name} has label {item['class_label']}; must be 0 to {num_classes - 1}"
+            raise option_error("dataset.num_classes", num_classes, right)
+        return {**item, "skipped": skipped}
     raise option_error("dataset.dataset_name", dataset.name, "has no readable image")
 
 
@@ -125,24 +138,18 @@ class StreamDataset(Dataset):
     def __getitem__(self, position: int) -> dict[str, Any] | ConfigError:
         # A worker process would lengthen a raised message with its traceback, so the error travels as a value.
         try:
-            item = self._read(self.locate(position))
+            item = read_image(
+                self.dataset,
+                self.locate(position),
+                num_classes=self.num_classes,
+                corrupt_images=self.corrupt_images,
+            )
         except ConfigError as error:
             return error
         flips = self.horizontal_flip and generator(self.seed, "flip", position).random() < 0.5
         if flips:
             item["sample"] = item["sample"].flip(-1)
         item["index"] = position
-        return item
-
-    def _read(self, index: int) -> dict[str, Any]:
-        item = read_image(self.dataset, index, corrupt_images=self.corrupt_images)
-        if self.num_classes and not 0 <= item["class_label"] < self.num_classes:
-            index = (index + item["skipped"]) % len(self.dataset)
-            right = (
-                f"image {index} of {self.dataset.name} has label {item['class_label']}; must be 0 to "
-                f"{self.num_classes - 1}"
-            )
-            raise option_error("dataset.num_classes", self.num_classes, right)
         return item
 
 
@@ -289,10 +296,15 @@ class StreamedTraining:
             if self._resume_from is not None:
                 self._loader.load_state_dict(self._resume_from)
                 self._resume_from = None
+            is_empty = True
             for batch in self._loader:
+                is_empty = False
                 if isinstance(batch, ConfigError):
                     raise batch
                 yield self._position(batch, next(positions))
+            if is_empty:
+                right = f"rank {self.plan.rank} finds fewer readable images than a batch of {self.plan.batch_size}"
+                raise option_error("dataset.dataset_name", self.dataset.name, right)
 
     def _position(self, batch: Batch, index: list[int]) -> tuple[Batch, Randomness]:
         if self.flip:

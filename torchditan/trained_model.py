@@ -62,12 +62,11 @@ class TrainedModel:
         size, channels = config.dataset.image_size, config.model.input_channels
         num_classes = config.dataset.num_classes
         assert size is not None and channels is not None and num_classes is not None, "runs store resolved configs"
-        sample_shape = (channels, *size)
+        sample_shape = (channels, size[0], size[1])
         spec = build_model_spec(config.model, sample_shape=sample_shape, num_classes=num_classes)
         with torch.device("meta"):
             model = spec.build()
         model.to_empty(device=device)
-        model.init_weights(config.training.seed)
         load_weights(model, checkpoint, ema=weights == "ema")
         return cls(
             config=config,

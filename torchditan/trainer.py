@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,10 @@ from torchditan.config_loader import to_dict, trajectory
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.timesteps import timestep_sampling
 from torchditan.distributed.parallel_dims import ParallelDims
-from torchditan.distributed.parallelize import CompileOptions, parallelize
+from torchditan.distributed.parallelize import CompileOptions, check_backend, parallelize
 from torchditan.distributed.process_group import (
     Rank,
+    check_devices,
     init_process_group,
     raise_on_all_ranks,
     set_timeout,
@@ -39,6 +40,7 @@ from torchditan.evaluation.generate import generate, real_samples
 from torchditan.evaluation.image_grid import save_grid
 from torchditan.evaluation.validation import validation_loss
 from torchditan.flops import count_model_flops, peak_flops
+from torchditan.host_memory import keep_freed_memory
 from torchditan.metrics import MetricsLogger, check_trackers
 from torchditan.models import build_model_spec
 from torchditan.optim import NonFiniteGuard, build_optimizer, clip_grad_norm, learning_rate
@@ -46,7 +48,7 @@ from torchditan.precision.float8 import check_float8, convert_to_float8
 from torchditan.profiling import check_profiling, profiling
 from torchditan.randomness import Randomness
 from torchditan.run_directory import RunDirectory, read_status, run_path
-from torchditan.stream import Batch, BatchPlan, ImageDataset, StreamedTraining, TrainingStream
+from torchditan.stream import Batch, BatchPlan, ImageDataset, StreamedDataset, StreamedTraining, TrainingStream
 from torchditan.verdict import verdict_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -78,7 +80,10 @@ class Trainer:
             shard=config.training.data_parallel_shard_degree,
             world_size=self.rank.world_size,
         )
+        check_devices(self.rank)
         check_float8(config.float8, device=self.device)
+        if config.training.compile:
+            check_backend(config.compile.backend)
         check_trackers(config.metrics)
         check_profiling(config.profiling, self.device)
         fill_in_from_dataset(config, dataset)
@@ -89,7 +94,7 @@ class Trainer:
         assert config.metrics.experiment_name is not None
         path = run_path(config.job.dump_folder, config.metrics.experiment_name)
         self.run_directory = RunDirectory(path, is_writer=self.rank.rank == 0)
-        self.progress = Progress(global_batch_size=self.plan.global_batch_size)
+        self.progress = Progress()
         self.extra_metrics: dict[str, float] = {}
         self.num_skipped = 0
         self.start_step: int | None = None
@@ -114,6 +119,8 @@ class Trainer:
             self.record_failure(error)
             raise
         finally:
+            if "logger" in vars(self):
+                self.logger.close()
             self.run_directory.close()
         dist.destroy_process_group()
 
@@ -146,16 +153,18 @@ class Trainer:
     def build(self) -> None:
         """Process group, model, optimizer, data and metrics, then the newest checkpoint over them."""
         config = self.config
+        if self.device.type == "cpu":
+            keep_freed_memory()
         set_determinism(config.training.seed, deterministic=config.training.deterministic)
         init_process_group(self.rank, timeout_seconds=config.comm.init_timeout_seconds)
         mesh = self.parallel_dims.build_mesh(self.device.type)
 
         with torch.device("meta"):
-            model = self.spec.build()
+            model: Any = self.spec.build()
         if config.float8.enable_float8_linear:
             convert_to_float8(blocks=self.spec.blocks(model), config=config.float8)
         compile_options = CompileOptions(backend=config.compile.backend, mode=config.compile.mode)
-        self.model = parallelize(
+        self.model: Any = parallelize(
             model,
             blocks=self.spec.blocks(model),
             mesh=mesh,
@@ -193,6 +202,7 @@ class Trainer:
             ema=self.ema,
             optimizer=self.optimizer,
             keep_latest_k=config.checkpoint.keep_latest_k,
+            config=to_dict(config),
         )
         self.resume()
         self.logger = MetricsLogger(
@@ -220,7 +230,7 @@ class Trainer:
             "pin_memory": self.device.type == "cuda",
         }
         if options.streaming:
-            return StreamedTraining(self.dataset, **shared)
+            return StreamedTraining(cast(StreamedDataset, self.dataset), **shared)
         return TrainingStream(
             self.dataset,
             corrupt_images=options.corrupt_images,
@@ -291,6 +301,8 @@ class Trainer:
                 if config.checkpoint.enable_checkpoint and self.is_due(step, config.checkpoint.interval):
                     self.save()
         self.guard.wait()
+        # Rank 0 may take its time with what is left, uploading say.
+        set_timeout(config.comm.init_timeout_seconds)
         self.finish()
 
     def open_stream(self) -> Iterator[tuple[Batch, Randomness]]:
@@ -337,6 +349,7 @@ class Trainer:
             group["lr"] = self.lr
 
     def log(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        self.guard.wait()
         extra: dict[str, float] = dict(self.extra_metrics)
         if self.num_skipped:
             extra["corrupt_images_rank0"] = self.num_skipped
@@ -362,8 +375,8 @@ class Trainer:
         config, num_classes = self.config, len(self.dataset.class_names)
         self.guard.wait()
         labels = list(range(min(config.sampling.max_classes, max(1, num_classes))))
-        averaged = self.ema is not None and config.sampling.use_ema
-        with self.logger.timer.excluded("sampling"), self.ema.swapped_in() if averaged else nullcontext():
+        averaged = self.ema.swapped_in() if self.ema is not None and config.sampling.use_ema else nullcontext()
+        with self.logger.timer.excluded("sampling"), averaged:
             generated = generate(
                 self.model,
                 labels=labels,
@@ -377,7 +390,6 @@ class Trainer:
                 batch_size=config.metrics.sample_batch_size,
                 device=self.device,
             )
-            self.model.train()
             if self.rank.rank == 0:
                 self.write_grid(generated, labels)
 
@@ -411,7 +423,6 @@ class Trainer:
         if self.last_grid is not None:
             self.logger.message(f"samples, generated beside real: {self.last_grid}")
         self.logger.message(f"done; everything of this run is in {self.run_directory.path}")
-        self.logger.close()
 
 
 def fill_in_from_dataset(config: Config, dataset: ImageDataset) -> None:
@@ -438,7 +449,8 @@ def resolve_batches(config: Config, rank: Rank) -> BatchPlan:
     if training.global_batch_size is None:
         training.global_batch_size = at_once
     if training.global_batch_size % at_once:
-        right = f"must be a multiple of {at_once}: {rank.world_size} rank(s) x training.batch_size {training.batch_size}"
+        at_once_is = f"{rank.world_size} rank(s) x training.batch_size {training.batch_size}"
+        right = f"must be a multiple of {at_once}: {at_once_is}"
         raise option_error("training.global_batch_size", training.global_batch_size, right)
     return BatchPlan(
         batch_size=training.batch_size,

@@ -15,6 +15,13 @@ from typing import NamedTuple
 
 from torchditan.config import ConfigError
 
+# What raises a bare RuntimeError: the CPU allocator, the CUDA driver, cuBLAS's workspace.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
 
 class Verdict(NamedTuple):
     status: str
@@ -37,8 +44,7 @@ def verdict_of(error: BaseException) -> Verdict:
 def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    # The CPU allocator raises a bare RuntimeError; nothing else carries its name.
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def run_job(main: Callable[[], None]) -> int:
@@ -62,4 +68,7 @@ def _report_mistake(reason: str) -> None:
         # Most mistakes are found by every rank. torchrun ends all of them when the first one exits, so the others
         # leave rank 0 the time to say it once; who is still there found something of its own, a corrupt image say.
         time.sleep(5)
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is None or not distributed.is_initialized():
+            return  # found before the ranks knew each other: rank 0, perhaps of another machine, says it
     print(f"error: {reason}", file=sys.stderr, flush=True)

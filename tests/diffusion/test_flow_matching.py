@@ -36,9 +36,7 @@ def test_loss_is_zero_for_the_true_velocity_and_its_square_for_none() -> None:
     perfect = Recorder(lambda *_: velocity)
     assert objective.loss(perfect, {"sample": x}, randomness).abs().max() == 0
     nothing = Recorder(lambda x_t, *_: torch.zeros_like(x_t))
-    torch.testing.assert_close(
-        objective.loss(nothing, {"sample": x}, randomness), velocity.square().mean((1, 2, 3))
-    )
+    torch.testing.assert_close(objective.loss(nothing, {"sample": x}, randomness), velocity.square().mean((1, 2, 3)))
 
 
 def test_the_path_runs_from_noise_at_0_to_data_at_1_in_float32() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -35,7 +36,7 @@ def solve(
         method: euler (one evaluation per step) or heun (two, the last one's second included).
     """
     x = noise
-    for t, t_next in zip(timesteps[:-1], timesteps[1:], strict=True):
+    for t, t_next in itertools.pairwise(timesteps):
         dt = t_next - t
         slope = velocity(x, t)
         x_next = x + dt * slope

@@ -54,6 +54,4 @@ class ParallelDims:
         """1D (shard) mesh for FSDP and one process, 2D (replicate, shard) for DDP and HSDP."""
         if self.replicate == 1:
             return init_device_mesh(device_type, (self.shard,), mesh_dim_names=("shard",))
-        return init_device_mesh(
-            device_type, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard")
-        )
+        return init_device_mesh(device_type, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))

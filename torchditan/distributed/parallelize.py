@@ -17,8 +17,9 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from torchditan.config import option_error
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 
 
@@ -56,23 +57,34 @@ def parallelize(
     apply_activation_checkpoint(blocks, mode=activation_checkpoint, selective_option=selective_ac_option)
     if compile is not None:
         compile_blocks(blocks, options=compile)
-    precision = MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
-    )
+    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     # Resharding after forward frees gathered weights; with one shard there is nothing to free but a copy.
     reshard = mesh.size(mesh.ndim - 1) > 1
     for block in blocks:
-        fully_shard(
-            block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard
-        )
+        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
     return model
+
+
+def check_backend(backend: str) -> None:
+    """Refuse a backend that torch.compile does not know."""
+    known = torch.compiler.list_backends()
+    if backend not in known:
+        raise option_error("compile.backend", backend, f"must be one of {', '.join(known)}")
 
 
 def compile_blocks(blocks: nn.ModuleList, *, options: CompileOptions) -> None:
     """Compile the forward of every block; blocks of one shape share one compiled graph."""
     for block in blocks:
-        block.forward = torch.compile(
-            block.forward, fullgraph=True, backend=options.backend, mode=options.mode
-        )
+        block.forward = torch.compile(block.forward, fullgraph=True, backend=options.backend, mode=options.mode)
+
+
+def drop_gathered_weights(model: nn.Module) -> None:
+    """Free the full weights that a forward without a backward left behind, after the shards were changed in place.
+
+    FSDP frees them in the backward pass; until then the next forward would compute with the old ones.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchditan.config import ConfigError
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -61,8 +63,23 @@ def _die_with_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def check_devices(rank: Rank) -> None:
+    """Refuse more ranks on this machine than it has GPUs.
+
+    Raises:
+        ConfigError: this rank would have no GPU of its own.
+    """
+    num_devices = torch.cuda.device_count()
+    if rank.device.type == "cuda" and rank.local_rank >= num_devices:
+        right = f"this machine has {num_devices} GPU(s); must be at most that"
+        raise ConfigError(f"--nproc_per_node = {rank.local_rank + 1} or more: {right}")
+
+
 def set_timeout(timeout_seconds: int) -> None:
-    """Change the timeout of all collectives, once the slow first step is over."""
+    """Change the timeout of all collectives, once the slow first step is over on every rank."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
     groups = [group for group in dist.distributed_c10d._world.pg_map if group is not None]
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)

@@ -58,9 +58,7 @@ def train_classifier(
 
 
 @torch.no_grad()
-def accuracy(
-    model: Classifier, images: torch.Tensor, labels: torch.Tensor, *, batch_size: int = 256
-) -> float:
+def accuracy(model: Classifier, images: torch.Tensor, labels: torch.Tensor, *, batch_size: int = 256) -> float:
     """Share of images (N, C, H, W) whose label (N,) the classifier names."""
     predictions = [model(batch).argmax(1) for batch in images.split(batch_size)]
     return (torch.cat(predictions) == labels).float().mean().item()
@@ -69,6 +67,4 @@ def accuracy(
 def as_tensors(dataset: ImageDataset) -> tuple[torch.Tensor, torch.Tensor]:
     """All images (N, C, H, W) and labels (N,) of a dataset."""
     items = [dataset[index] for index in range(len(dataset))]
-    return torch.stack([item["sample"] for item in items]), torch.tensor(
-        [item["class_label"] for item in items]
-    )
+    return torch.stack([item["sample"] for item in items]), torch.tensor([item["class_label"] for item in items])

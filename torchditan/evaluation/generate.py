@@ -129,10 +129,10 @@ def _candidates(dataset: ImageDataset, *, labels: list[int], wanted: int) -> lis
     """For each label, indices of samples that have it; with no labels one row, spread over the dataset."""
     spread = np.arange(0, len(dataset), max(1, len(dataset) // _SEARCH_LIMIT))
     if not labels:
-        return [spread[:: max(1, len(spread) // wanted)]]
+        return [_spread(spread, wanted)]
     known = getattr(dataset, "class_labels", None)
     if known is not None:
-        return [np.flatnonzero(np.asarray(known) == label) for label in labels]
+        return [_spread(np.flatnonzero(np.asarray(known) == label), wanted) for label in labels]
     found: dict[int, list[int]] = {label: [] for label in labels}
     for index in spread:
         with suppress(CorruptImageError):
@@ -140,3 +140,9 @@ def _candidates(dataset: ImageDataset, *, labels: list[int], wanted: int) -> lis
         if all(len(indices) >= wanted for indices in found.values()):
             break
     return [np.array(indices, dtype=np.int64) for indices in found.values()]
+
+
+def _spread(indices: np.ndarray, wanted: int) -> np.ndarray:
+    """Those evenly spaced over all of them first (neighbours may be alike), then the rest."""
+    stride = max(1, len(indices) // wanted)
+    return np.concatenate([indices[start::stride] for start in range(stride)])

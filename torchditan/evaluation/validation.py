@@ -49,7 +49,10 @@ def validation_loss(
         real = torch.tensor([number < count for number in numbers])
         rows = [min(number, count - 1) for number in numbers]
         chosen = [row * len(dataset) // count for row in rows]
-        items = [read_image(dataset, index, corrupt_images=corrupt_images) for index in chosen]
+        items = [
+            read_image(dataset, index, num_classes=len(dataset.class_names), corrupt_images=corrupt_images)
+            for index in chosen
+        ]
         batch = {"sample": torch.stack([item["sample"] for item in items]).to(device)}
         if "class_label" in items[0]:
             batch["class_label"] = torch.tensor([item["class_label"] for item in items], device=device)

@@ -26,9 +26,7 @@ __all__ = [
 ]
 
 
-def build_dit_spec(
-    config: torchditan.config.Model, *, sample_shape: tuple[int, int, int], num_classes: int
-) -> ModelSpec:
+def build_dit_spec(config: torchditan.config.Model, *, sample_shape: tuple[int, ...], num_classes: int) -> ModelSpec:
     if config.flavor not in FLAVORS:
         right = f"must be one of {', '.join(FLAVORS)}{did_you_mean(config.flavor, FLAVORS)}"
         raise option_error("model.flavor", config.flavor, right)
@@ -69,9 +67,7 @@ def build_dit_spec(
 MODELS: dict[str, Callable[..., ModelSpec]] = {"dit": build_dit_spec}
 
 
-def build_model_spec(
-    config: torchditan.config.Model, *, sample_shape: tuple[int, int, int], num_classes: int
-) -> ModelSpec:
+def build_model_spec(config: torchditan.config.Model, *, sample_shape: tuple[int, ...], num_classes: int) -> ModelSpec:
     """Resolve [model] for samples of one shape; builds no model.
 
     Args:

@@ -78,7 +78,7 @@ class ModelSpec:
     blocks: Callable[[nn.Module], nn.ModuleList]
     """The repeated blocks of a built model."""
     conditioning: Conditioning
-    sample_shape: tuple[int, int, int]
+    sample_shape: tuple[int, ...]
     """(C, H, W) of a sample."""
     learn_sigma: bool
     """The prediction has twice the channels of the sample."""

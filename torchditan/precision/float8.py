@@ -45,11 +45,7 @@ def convert_to_float8(*, blocks: nn.ModuleList, config: Float8) -> None:
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    options = dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(config.recipe_name),
-        emulate=config.emulate,
-        enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
-    )
+    options = dataclasses.replace(Float8LinearConfig.from_recipe_name(config.recipe_name), emulate=config.emulate)
 
     def is_converted(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear) or "adaLN_modulation" in name:

@@ -1,0 +1,71 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The rooms of the house: what may import what, and what stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+OPTIONAL = {"datasets", "diffusers", "peft", "tensorboard", "torchao", "torchdata", "transformers", "wandb"}
+
+
+def imports(file: Path, *, at_top: bool = False) -> set[str]:
+    tree = ast.parse(file.read_text())
+    nodes = tree.body if at_top else list(ast.walk(tree))
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def python_files(folder: str) -> list[Path]:
+    return sorted((REPOSITORY / folder).rglob("*.py"))
+
+
+def test_torchditan_never_imports_data() -> None:
+    for file in python_files("torchditan"):
+        assert not {name for name in imports(file) if name == "data" or name.startswith("data.")}, file
+
+
+@pytest.mark.parametrize("room", ["models", "diffusion", "distributed"])
+def test_inner_rooms_know_no_trainer_no_parser_and_no_logger(room: str) -> None:
+    outer = {f"torchditan.{name}" for name in ("trainer", "config_loader", "metrics", "run_directory", "checkpoint")}
+    for file in python_files(f"torchditan/{room}"):
+        assert not imports(file) & outer, file
+
+
+def test_optional_libraries_are_imported_where_they_are_used() -> None:
+    for file in [*python_files("torchditan"), *python_files("data"), REPOSITORY / "train.py"]:
+        top = {name.split(".")[0] for name in imports(file, at_top=True)}
+        assert not top & OPTIONAL, file
+
+
+def test_importing_the_package_imports_no_torch_and_help_neither() -> None:
+    for command in ("import torchditan", "import torchditan.config_loader, torchditan.verdict"):
+        script = f"import sys; {command}; sys.exit('torch' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY).returncode == 0, command
+
+
+def test_train_py_stays_short() -> None:
+    assert len((REPOSITORY / "train.py").read_text().splitlines()) <= 40
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "train_configs").glob("*.toml")), ids=lambda file: file.stem)
+def test_every_configuration_trains_a_step(file: Path, tmp_path: Path) -> None:
+    """With a small model on random samples: the options of each file go together."""
+    flags = ["--dataset.dataset_name=dummy", "--dataset.image_size=16", "--model.flavor=debugmodel"]
+    flags += ["--training.steps=1", "--training.batch_size=2", "--training.global_batch_size=2"]
+    flags += ["--validation.num_images=2", "--sampling.num_steps=1", "--sampling.max_classes=1"]
+    flags += ["--dataset.num_workers=0", f"--job.dump_folder={tmp_path}"]
+    command = [sys.executable, str(REPOSITORY / "train.py"), "--job.config_file", file.stem, *flags]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / file.stem / "metrics.jsonl").exists()

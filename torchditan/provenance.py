@@ -1,0 +1,66 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What a result came from: versions, git commit, hardware. Runs and benchmarks record it beside their numbers.
+
+Notable: torch is imported only where it is asked for something, so that reading a run needs none.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Versions of Python and of `packages`; None where one is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # torchditan itself may be a clone that is not installed
+            found[package] = None
+    return found
+
+
+def git_commit() -> str | None:
+    """Commit of the clone this package runs from, `-dirty` where files differ from it; None without git."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None
+
+
+def hardware(device: str, device_count: int) -> dict[str, Any]:
+    """The machine of this process, and the `device_count` devices like `device` that the run has on all machines."""
+    return {
+        "device": device.split(":")[0],
+        "device_name": device_name(device),
+        "device_count": device_count,
+        "hostname": socket.gethostname(),
+        "cpu": cpu_name(),
+        "cpu_count": os.cpu_count(),
+    }
+
+
+def device_name(device: str) -> str:
+    """As the vendor calls it: that of the GPU, or of the CPU."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name()
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
