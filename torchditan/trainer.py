@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from torchditan.checkpoint import CheckpointManager, Progress
 from torchditan.config import Config, ConfigError, option_error
@@ -160,11 +161,11 @@ class Trainer:
         mesh = self.parallel_dims.build_mesh(self.device.type)
 
         with torch.device("meta"):
-            model: Any = self.spec.build()
+            model = self.spec.build()
         if config.float8.enable_float8_linear:
             convert_to_float8(blocks=self.spec.blocks(model), config=config.float8)
         compile_options = CompileOptions(backend=config.compile.backend, mode=config.compile.mode)
-        self.model: Any = parallelize(
+        sharded: nn.Module = parallelize(
             model,
             blocks=self.spec.blocks(model),
             mesh=mesh,
@@ -175,6 +176,7 @@ class Trainer:
             reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
             cpu_offload=config.training.enable_cpu_offload,
         )
+        self.model = cast(Any, sharded)  # it has init_weights, and the methods of an FSDPModule
         self.model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device)
         self.model.init_weights(config.training.seed)
         self.model.train()
