@@ -231,7 +231,7 @@ def test_cpu_offload_changes_no_number(one_process: Path, tmp_path: Path) -> Non
 def test_compiled_blocks_follow_the_curve_in_every_checkpointing_mode(
     one_process: Path, tmp_path: Path, run_distributed: Any
 ) -> None:
-    for name, world_size, flags in (("none", 1, [NONE]), ("nth", 2, [NTH]), ("op", 1, [NTH, OP])):
+    for name, world_size, flags in (("all", 1, [NONE]), ("nth", 2, [NTH]), ("op", 1, [NTH, OP])):
         arguments = ["train.py", *TINY, "--training.steps=20", "--training.compile", *flags]
         arguments += [f"--training.batch_size={16 // world_size}", f"--job.dump_folder={tmp_path}"]
         result = run_distributed([*arguments, f"--metrics.experiment_name={name}"], world_size, timeout=400)
