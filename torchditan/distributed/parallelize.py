@@ -69,7 +69,7 @@ def parallelize(
 
 def check_backend(backend: str) -> None:
     """Refuse a backend that torch.compile does not know."""
-    known = torch.compiler.list_backends()
+    known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise option_error("compile.backend", backend, f"must be one of {', '.join(known)}")
 
