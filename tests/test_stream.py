@@ -193,6 +193,18 @@ def test_a_streamed_source_resumes_where_it_was_and_its_state_is_json(tmp_path: 
     assert [int(batch["index"][0]) for batch in tail] == [8, 12, 16, 20]
 
 
+def test_a_streamed_source_resumes_from_its_very_end() -> None:
+    pytest.importorskip("torchdata")
+    stream = streamed()
+    batches = stream.batches(0)
+    whole = [batch for batch, _ in itertools.islice(batches, 4)]  # all 16 samples
+    resumed = streamed()
+    resumed.load_state(stream.state())
+    ((again, _),) = itertools.islice(resumed.batches(16), 1)
+    assert again["index"].tolist() == [16, 17, 18, 19]
+    assert sorted(again["class_label"].tolist()) == sorted(whole[0]["class_label"].tolist())
+
+
 def test_a_streamed_source_refuses_another_number_of_ranks() -> None:
     pytest.importorskip("torchdata")
     stream = streamed()

@@ -293,10 +293,10 @@ class StreamedTraining:
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
             )
+            is_empty = self._resume_from is None  # a state may stand at the very end of the source
             if self._resume_from is not None:
                 self._loader.load_state_dict(self._resume_from)
                 self._resume_from = None
-            is_empty = True
             for batch in self._loader:
                 is_empty = False
                 if isinstance(batch, ConfigError):
