@@ -8,6 +8,7 @@ import sys
 
 
 def main() -> None:
+    from torchditan.config import dataset_channels
     from torchditan.config_loader import load_config, to_toml
 
     config = load_config(sys.argv[1:])
@@ -15,7 +16,7 @@ def main() -> None:
     from data import build_dataset
     from torchditan.trainer import Trainer
 
-    channels = config.model.input_channels
+    channels = dataset_channels(config)
     train = build_dataset(config.dataset, split="train", input_channels=channels)
     validation = None
     if config.validation.freq:

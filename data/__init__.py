@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from data import cifar10, digits, dummy, earth, emoji, folder, imagenet
+from data import cifar10, digits, dummy, earth, emoji, folder, imagenet, latents
 from data.options import height_and_width
 from torchditan import config as options
-from torchditan.config import ConfigError, did_you_mean, option_error
+from torchditan.config import did_you_mean, option_error
 from torchditan.stream import ImageDataset
 
 DATASETS: dict[str, Callable[..., Any]] = {
@@ -25,7 +25,9 @@ DATASETS: dict[str, Callable[..., Any]] = {
     "emoji": emoji.build,
     "folder": folder.build,
     "imagenet": imagenet.build,
+    "imagenet_dummy": latents.build,
     "imagenet_hub": imagenet.build_hub,
+    "latents": latents.build,
 }
 STREAMED = ("cifar10", "imagenet_hub")
 
@@ -49,7 +51,8 @@ def build_dataset(
     """
     name = config.dataset_name
     if name not in DATASETS:
-        raise _unknown_name(name)
+        right = f"must be one of {', '.join(DATASETS)}{did_you_mean(name, DATASETS)}"
+        raise option_error("dataset.dataset_name", name, right)
     if config.streaming and name not in STREAMED:
         right = f"{name} is not read from the hub; only {', '.join(STREAMED)} can stream"
         raise option_error("dataset.streaming", True, right)
@@ -59,13 +62,6 @@ def build_dataset(
         option, value = ("dataset_name", name) if config.root_dir is None else ("root_dir", config.root_dir)
         raise option_error(f"dataset.{option}", value, f"holds no {split} images")
     return _set_classes(config, dataset)
-
-
-def _unknown_name(name: str) -> ConfigError:
-    right = f"must be one of {', '.join(DATASETS)}{did_you_mean(name, DATASETS)}"
-    if name == "imagenet_dummy":
-        right = "reads latents, which come with a later version; for a benchmark use --dataset.dataset_name dummy"
-    return option_error("dataset.dataset_name", name, right)
 
 
 def _check_shape(config: options.Dataset, dataset: Any, *, input_channels: int | None) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from data.hub import open_hub, require
 from data.images import load_sample, to_sample
-from data.options import existing_path, photo_channels
+from data.options import existing_path, photo_channels, refuse_crop
 from torchditan import config as options
 from torchditan.config import ConfigError, option_error
 
@@ -73,6 +73,7 @@ class Cifar10Parquet:
 
 def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> Any:
     channels = photo_channels(config, input_channels)
+    refuse_crop(config)
     if config.hub_name is not None:
         return open_hub(
             config,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from data.options import refuse
+from data.options import refuse, refuse_crop
 from torchditan import config as options
 
 
@@ -42,4 +42,5 @@ def build(
     config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
 ) -> Digits:
     refuse(config, "root_dir", "hub_name")
+    refuse_crop(config)
     return Digits(split=split)

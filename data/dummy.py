@@ -3,7 +3,8 @@
 
 Standard normal by default. Zeros on request, but matrix products of zeros draw less power and run faster
 than real data: a benchmark on them flatters. Sample and label are pure functions of the index.
-`dataset.root_dir` and `dataset.hub_name` are not read: dummy takes the place of any dataset of a config.
+`dataset.root_dir`, `dataset.hub_name` and, unless it encodes online, `[autoencoder]` are not read: dummy takes the
+place of any dataset of a config, latents among them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torchditan.randomness import generator
 class Dummy:
     name = "dummy"
     horizontal_flip = False
+    stands_in_for_any = True
 
     def __init__(
         self,

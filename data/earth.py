@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 from data.images import to_sample
-from data.options import height_and_width, refuse
+from data.options import height_and_width, refuse, refuse_crop
 from torchditan import config as options
 from torchditan.config import option_error
 
@@ -159,6 +159,7 @@ def build(
     config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
 ) -> Earth:
     refuse(config, "root_dir", "hub_name")
+    refuse_crop(config)
     size = height_and_width(config, default=(32, 32))
     if size not in [(side, side) for side in SIZES]:
         raise option_error("dataset.image_size", config.image_size, "earth is cut at 32 or 64 pixels")

@@ -21,7 +21,7 @@ from PIL import Image
 
 from data.hub import require
 from data.images import to_sample
-from data.options import height_and_width, photo_channels, refuse
+from data.options import height_and_width, photo_channels, refuse, refuse_crop
 from torchditan import config as options
 
 SKIN_TONES = {
@@ -105,6 +105,7 @@ def build(
     config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
 ) -> Emoji:
     refuse(config, "root_dir", "hub_name")
+    refuse_crop(config)
     require("resvg_py", package="resvg-py", extra="emoji")
     shape = (photo_channels(config, input_channels), *height_and_width(config, default=(32, 32)))
     return Emoji(split=split, sample_shape=shape)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from data.images import IMAGE_SUFFIXES, load_sample
+from data.images import IMAGE_SUFFIXES, Crop, load_sample
 from data.options import existing_path, height_and_width, photo_channels, refuse
 from torchditan import config as options
 from torchditan.config import option_error
@@ -39,9 +39,11 @@ class ImageFolder:
         validation_root: Path | None,
         split: Split,
         sample_shape: tuple[int, ...],
+        crop: Crop,
     ) -> None:
         self.name = name
         self.sample_shape = sample_shape
+        self.crop = crop
         self.root = validation_root if split == "validation" and validation_root else train_root
         self.class_names = _class_names(train_root)
         paths = _list_images(self.root)
@@ -69,7 +71,7 @@ class ImageFolder:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         path = self.root / os.fsdecode(self.paths[index])
-        sample = load_sample(path, sample_shape=self.sample_shape, where=str(path))
+        sample = load_sample(path, sample_shape=self.sample_shape, where=str(path), crop=self.crop, number=index)
         item: dict[str, Any] = {"sample": torch.from_numpy(sample)}
         if self.class_labels is not None:
             item["class_label"] = int(self.class_labels[index])
@@ -128,4 +130,5 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
         validation_root=validation_root,
         split=split,
         sample_shape=(photo_channels(config, input_channels), *height_and_width(config, default=(256, 256))),
+        crop=config.crop,
     )

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from data.images import corrupt_image, load_sample
+from data.images import Crop, corrupt_image, load_sample
 from torchditan import config as options
 from torchditan.config import ConfigError, option_error
 from torchditan.stream import CorruptImageError
@@ -37,13 +37,14 @@ class HubRows:
     class_names: list[str]
     sample_shape: tuple[int, ...]
     horizontal_flip: bool
+    crop: Crop
 
-    def to_item(self, row: dict[str, Any], *, where: str) -> dict[str, Any]:
+    def to_item(self, row: dict[str, Any], *, where: str, number: int = 0) -> dict[str, Any]:
         image = row[self.image_key]  # {"bytes", "path"}, undecoded
         if image is None or image["bytes"] is None:
             raise corrupt_image(where, "there is none")
         where = f"{where} ({image['path']})" if image["path"] else where
-        sample = load_sample(image["bytes"], sample_shape=self.sample_shape, where=where)
+        sample = load_sample(image["bytes"], sample_shape=self.sample_shape, where=where, crop=self.crop, number=number)
         item: dict[str, Any] = {"sample": torch.from_numpy(sample)}
         if self.label_key is not None:
             item["class_label"] = int(row[self.label_key])
@@ -62,7 +63,7 @@ class HubImages(HubRows):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.to_item(self.rows[index], where=f"{self.name}, row {index}")
+        return self.to_item(self.rows[index], where=f"{self.name}, row {index}", number=index)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -151,6 +152,9 @@ def open_hub(
     horizontal_flip: bool,
 ) -> HubImages | StreamingImages:
     """Open one split of a hub dataset (or of a local folder in the hub's layout)."""
+    if config.streaming and config.crop == "random":
+        right = "is keyed to an image's number, which a streamed dataset does not know; center and adm work"
+        raise option_error("dataset.crop", config.crop, right)
     rows = _load(hub_name, split=split, streaming=config.streaming)
     if rows.features is None:
         rows = rows._resolve_features()
@@ -173,6 +177,7 @@ def open_hub(
         "class_names": [] if label_key is None else _class_names(config, rows, label_key),
         "sample_shape": sample_shape,
         "horizontal_flip": horizontal_flip,
+        "crop": config.crop,
     }
     if config.streaming:
         require("torchdata", package="torchdata", extra="hub")

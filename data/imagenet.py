@@ -31,6 +31,7 @@ def build(
         validation_root=find_validation(root),
         split=split,
         sample_shape=(photo_channels(config, input_channels), *height_and_width(config, default=(256, 256))),
+        crop=config.crop,
     )
     if not dataset.class_names:
         raise option_error("dataset.root_dir", config.root_dir, "train/ must hold one subfolder per class")

@@ -4,8 +4,11 @@
 Notable:
 - Every kind of file ends as 8-bit RGB or grey: EXIF orientation is applied, palettes and CMYK are
   converted, 16 bits are scaled to 8, transparency is composited on white.
-- The short side is fitted to the crop and the center is cut out. Large reductions first average whole
-  boxes of pixels, then resample bicubically with antialiasing: fast, and without moire.
+- The short side is fitted to the crop and the center is cut out, or with `dataset.crop` "random" a place keyed to
+  the image's number. Large reductions first average whole boxes of pixels, then resample bicubically with
+  antialiasing: fast, and without moire.
+- `dataset.crop` "adm" resamples exactly as ADM prepared ImageNet (Dhariwal and Nichol 2021), and so does most work
+  since: latents and reference statistics of others compare with it. EXIF orientation is applied first, here too.
 """
 
 from __future__ import annotations
@@ -13,25 +16,41 @@ from __future__ import annotations
 import io
 import struct
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from torchditan.randomness import generator
 from torchditan.stream import CorruptImageError
 
+Crop = Literal["center", "adm", "random"]
 IMAGE_SUFFIXES = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"])
 # What Pillow raises on damaged files.
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
 
 
-def load_sample(source: Path | bytes, *, sample_shape: tuple[int, ...], where: str) -> np.ndarray:
-    """Decode a file or its bytes to float32 (C, H, W) in [-1, 1]; `where` names it in an error."""
+def load_sample(
+    source: Path | bytes, *, sample_shape: tuple[int, ...], where: str, crop: Crop = "center", number: int = 0
+) -> np.ndarray:
+    """Decode a file or its bytes to float32 (C, H, W) in [-1, 1].
+
+    Args:
+        source: the encoded image.
+        sample_shape: (C, H, W).
+        where: names the image in an error.
+        crop: `dataset.crop`.
+        number: the image's number in its dataset, which decides the place of a random crop.
+
+    Raises:
+        CorruptImageError: it cannot be decoded.
+    """
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            if image.format == "JPEG":  # decodes at 1/2, 1/4 or 1/8 where that is still twice the crop
+            if image.format == "JPEG" and crop != "adm":  # decodes at 1/2, 1/4 or 1/8 where that is twice the crop
                 side = 2 * max(sample_shape[1:])  # of either side: EXIF may turn the image
                 image.draft(None, (side, side))
-            return fit(image, sample_shape=sample_shape)
+            return fit(image, sample_shape=sample_shape, crop=crop, number=number)
     except UnidentifiedImageError as error:
         raise corrupt_image(where, "of no known format") from error
     except DECODE_ERRORS as error:
@@ -45,11 +64,17 @@ def corrupt_image(where: str, reason: str) -> CorruptImageError:
     return CorruptImageError(f"{where}: not a readable image ({reason}); repair or remove it, or skip such with {skip}")
 
 
-def fit(image: Image.Image, *, sample_shape: tuple[int, ...]) -> np.ndarray:
-    """Orient, convert, resize and center-crop one image to float32 (C, H, W) in [-1, 1]."""
+def fit(image: Image.Image, *, sample_shape: tuple[int, ...], crop: Crop, number: int) -> np.ndarray:
+    """Orient, convert, resize and crop one image to float32 (C, H, W) in [-1, 1]."""
     channels, height, width = sample_shape
     image = convert(ImageOps.exif_transpose(image), channels=channels)
-    return to_sample(np.asarray(resize_and_crop(image, height=height, width=width)))
+    resize = resize_as_adm if crop == "adm" else resize_to_cover
+    image = resize(image, height=height, width=width)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    if crop == "random":
+        draws = generator(0, "crop", number)
+        left, top = int(draws.integers(image.width - width + 1)), int(draws.integers(image.height - height + 1))
+    return to_sample(np.asarray(image.crop((left, top, left + width, top + height))))
 
 
 def convert(image: Image.Image, *, channels: int) -> Image.Image:
@@ -63,16 +88,21 @@ def convert(image: Image.Image, *, channels: int) -> Image.Image:
     return image.convert("RGB" if image.mode == "P" else image.mode).convert("L" if channels == 1 else "RGB")
 
 
-def resize_and_crop(image: Image.Image, *, height: int, width: int) -> Image.Image:
-    """Scale until the image just covers (height, width), then cut out the center."""
+def resize_to_cover(image: Image.Image, *, height: int, width: int) -> Image.Image:
+    """Scale until the image just covers (height, width)."""
     while image.width >= 2 * 2 * width and image.height >= 2 * 2 * height:
         image = image.reduce(2)
     scale = max(width / image.width, height / image.height)
     covering = max(width, round(image.width * scale)), max(height, round(image.height * scale))
-    if covering != image.size:
-        image = image.resize(covering, Image.Resampling.BICUBIC)
-    left, top = (image.width - width) // 2, (image.height - height) // 2
-    return image.crop((left, top, left + width, top + height))
+    return image if covering == image.size else image.resize(covering, Image.Resampling.BICUBIC)
+
+
+def resize_as_adm(image: Image.Image, *, height: int, width: int) -> Image.Image:
+    """Scale until the image just covers (height, width) as ADM does: halved while twice as large, then bicubic."""
+    while image.width >= 2 * width and image.height >= 2 * height:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = max(width / image.width, height / image.height)
+    return image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
 
 
 def to_sample(pixels: np.ndarray) -> np.ndarray:

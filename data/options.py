@@ -33,6 +33,13 @@ def existing_path(config: options.Dataset, *, what: str) -> Path:
     return path
 
 
+def refuse_crop(config: options.Dataset) -> None:
+    """Images that are never larger than a sample have no part to choose."""
+    if config.crop != "center":
+        right = f"{config.dataset_name} is never cropped; leave it out"
+        raise option_error("dataset.crop", config.crop, right)
+
+
 def refuse(config: options.Dataset, *names: str) -> None:
     """An option that this dataset does not read must be left out, not ignored."""
     for name in names:

@@ -24,7 +24,7 @@ def main() -> None:
     args, flags = parser.parse(sys.argv[1:])
 
     from data import build_dataset
-    from torchditan.config import ConfigError
+    from torchditan.config import ConfigError, dataset_channels
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.classifier import accuracy, as_tensors, train_classifier
     from torchditan.trained_model import TrainedModel
@@ -33,19 +33,25 @@ def main() -> None:
     config = trained.config
     if not trained.num_classes:
         raise ConfigError(f"{args.run} was trained without labels; there is no class to name")
-    channels = config.model.input_channels
+    channels = dataset_channels(config)
     real = build_dataset(config.dataset, split="train", input_channels=channels)
     held_out = build_dataset(config.dataset, split="validation", input_channels=channels)
 
-    classifier = train_classifier(real, epochs=args.epochs, seed=args.seed)
+    images, class_labels = as_tensors(real)
+    images = trained.real_to_pixels(images)
+    num_classes = len(real.class_names)
+    classifier = train_classifier(images, class_labels, num_classes=num_classes, epochs=args.epochs, seed=args.seed)
+    held_out_images, held_out_labels = as_tensors(held_out)
+    held_out_images = trained.real_to_pixels(held_out_images)
+
     labels = list(range(trained.num_classes))
     samples = trained.generate(
         labels, samples_per_label=args.samples_per_class, seed=args.seed, batch_size=250
     )  # (classes, n, C, H, W)
+    pictures = trained.to_pixels(samples).clamp(-1, 1)
     wanted = [label for label in labels for _ in range(args.samples_per_class)]
     per_class = [
-        accuracy(classifier, row.clamp(-1, 1), row.new_full((len(row),), label).long())
-        for label, row in enumerate(samples)
+        accuracy(classifier, row, row.new_full((len(row),), label).long()) for label, row in enumerate(pictures)
     ]
     result = {
         "run": str(args.run),
@@ -53,7 +59,7 @@ def main() -> None:
         "guidance_scale": config.sampling.guidance_scale,
         "num_samples": len(wanted),
         "accuracy_generated": sum(per_class) / len(per_class),
-        "accuracy_held_out_real": accuracy(classifier, *as_tensors(held_out)),
+        "accuracy_held_out_real": accuracy(classifier, held_out_images, held_out_labels),
         "chance": 1 / trained.num_classes,
         "per_class": dict(zip(real.class_names, per_class, strict=True)),
     }

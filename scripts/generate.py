@@ -46,6 +46,7 @@ def main() -> None:
     import torch
 
     from data import build_dataset
+    from torchditan.config import dataset_channels
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.generate import real_samples
     from torchditan.evaluation.image_grid import save_grid
@@ -58,22 +59,27 @@ def main() -> None:
     labels = list(range(min(sampling.max_classes, max(1, trained.num_classes))))
     if args.classes is not None:
         labels = parse_labels(args.classes, num_classes=trained.num_classes)
-    dataset = build_dataset(config.dataset, split="train", input_channels=config.model.input_channels)
+    dataset = build_dataset(config.dataset, split="train", input_channels=dataset_channels(config))
 
     per_label = sampling.images_per_class
     start = time.perf_counter()
     samples = trained.generate(labels, samples_per_label=per_label, seed=args.seed, batch_size=args.batch_size)
     seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    pictures = trained.to_pixels(samples)
+    decoding_seconds = time.perf_counter() - start
 
     real = real_samples(dataset, labels=labels, samples_per_label=per_label, conditional=trained.num_classes > 0)
+    real = None if real is None else trained.real_to_pixels(real)
     names = [dataset.class_names[label] for label in labels] if trained.num_classes else [""]
     out = args.out or args.run / "samples" / f"generated_{trained.step:08d}_seed{args.seed}.png"
     out.parent.mkdir(parents=True, exist_ok=True)
     save_grid(
         out,
-        samples,
+        pictures,
         real,
         names,
+        real_heading=trained.real_heading,
         title=f"{args.run.name}, step {trained.step}, {trained.weights} weights, {sampling.sampler} "
         f"{sampling.num_steps} steps, guidance {sampling.guidance_scale:g}",
     )
@@ -83,6 +89,7 @@ def main() -> None:
         f"{count} images in {seconds:.2f} s on {trained.device.type} ({torch.get_num_threads()} threads): "
         f"{seconds / count:.4f} s/image, {evaluations * -(-count // args.batch_size) / seconds:.1f} model steps/s at "
         f"batch {min(count, args.batch_size)}, float32"
+        + (f"; decoded in {decoding_seconds:.2f} s more" if trained.is_latent else "")
     )
     print(f"samples, generated beside real: {out}")
 

@@ -30,7 +30,7 @@ from torchditan.stream import StreamDataset
 from torchditan.verdict import run_job
 
 TRAIN = Path(train.__file__)
-DATASETS = "cifar10, digits, dummy, earth, emoji, folder, imagenet, imagenet_hub"
+DATASETS = "cifar10, digits, dummy, earth, emoji, folder, imagenet, imagenet_dummy, imagenet_hub, latents"
 SMALL = ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--training.batch_size=2"]
 SMALL += ["--training.steps=4", "--metrics.log_freq=1", "--metrics.enable_sampling=false"]
 FOLDER = ["--dataset.dataset_name=folder", "--dataset.root_dir=images", "--dataset.image_size=8"]
@@ -85,7 +85,7 @@ def image_at(folder: Path, position: int) -> Path:
     config = Dataset(dataset_name="folder", root_dir=str(folder), image_size=[8, 8])
     dataset: Any = build_dataset(config, split="train")
     stream = StreamDataset(dataset, seed=0, num_classes=2, horizontal_flip=False, corrupt_images="error")
-    return folder / dataset.paths[stream.locate(position)].decode()
+    return folder / dataset.paths[stream.locate(np.array([position]))[0]].decode()
 
 
 def corrupt(path: Path) -> str:
@@ -106,8 +106,9 @@ def corrupt(path: Path) -> str:
         ),
         (
             "--dataset.dataset_name=imagenet_dummy",
-            'dataset.dataset_name = "imagenet_dummy": reads latents, which come with a later version; for a benchmark '
-            "use --dataset.dataset_name dummy",
+            'dataset.root_dir = "imagenet_ci8x8.safetensors": does not exist; imagenet_dummy needs the file '
+            "imagenet_ci8x8.safetensors (dataset fal/cosmos-imagenet on the Hugging Face hub); for a benchmark without "
+            "it use --dataset.dataset_name dummy",
         ),
         (
             "--dataset.dataset_name=folder",

@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-OPTIONAL = {"datasets", "diffusers", "peft", "tensorboard", "torchao", "torchdata", "transformers", "wandb"}
+OPTIONAL = {
+    "cosmos_tokenizer",
+    "datasets",
+    "diffusers",
+    "huggingface_hub",
+    "peft",
+    "tensorboard",
+    "torchao",
+    "torchdata",
+    "transformers",
+    "wandb",
+}
 
 
 def imports(file: Path, *, at_top: bool = False) -> set[str]:

@@ -7,6 +7,7 @@ import itertools
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,9 +79,10 @@ def assert_same(left: dict[int, dict[str, torch.Tensor]], right: dict[int, dict[
 
 def test_an_epoch_shows_every_sample_once_and_the_next_in_another_order() -> None:
     stream = StreamDataset(Numbers(), seed=0, num_classes=2, horizontal_flip=False, corrupt_images="error")
-    epochs = [[stream.locate(position) for position in range(start, start + 10)] for start in (0, 10, 20)]
+    epochs = stream.locate(np.arange(30)).reshape(3, 10).tolist()
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
+    assert [int(stream.locate(np.array([position]))[0]) for position in range(30)] == sum(epochs, [])
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 3), (1, 6), (2, 3), (4, 3), (3, 2)])
@@ -115,6 +117,35 @@ def test_flips_mirror_about_half_and_the_same_ones_every_time() -> None:
     assert torch.equal(samples, read(2, plan=plan)[1]["sample"])
     unflipped = read(2, plan=plan, horizontal_flip=False)[1]["sample"]
     assert (unflipped[:, 0, 0, 0] < unflipped[:, 0, 0, 1]).all()
+
+
+class NumbersInBatches(Numbers):
+    """The same samples, read a batch at a time."""
+
+    def read_batch(self, indices: np.ndarray, flips: np.ndarray) -> Batch:
+        items = [self[index] for index in indices]
+        samples = [item["sample"].flip(-1) if flip else item["sample"] for item, flip in zip(items, flips, strict=True)]
+        labels = torch.tensor([item["class_label"] for item in items])
+        return {"sample": torch.stack(samples), "class_label": labels}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_that_reads_in_batches_gives_the_same_stream(num_workers: int) -> None:
+    plan = BatchPlan(batch_size=4, global_batch_size=4)
+    one_by_one = by_position(read(6, plan=plan))
+    in_batches = by_position(read(6, plan=plan, dataset=NumbersInBatches(), num_workers=num_workers))
+    assert_same(one_by_one, in_batches)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_mistake_while_reading_a_batch_stops_the_run_in_its_own_words(num_workers: int) -> None:
+    class Damaged(NumbersInBatches):
+        def read_batch(self, indices: np.ndarray, flips: np.ndarray) -> Batch:
+            raise ConfigError("shard-00003.safetensors is cut short")
+
+    with pytest.raises(ConfigError) as caught:
+        read(1, plan=BatchPlan(batch_size=4, global_batch_size=4), dataset=Damaged(), num_workers=num_workers)
+    assert str(caught.value) == "shard-00003.safetensors is cut short"
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -233,6 +264,7 @@ def test_a_corrupt_image_in_a_streamed_source_stops_the_run_wherever_it_stands(
         class_names=["one"],
         sample_shape=(3, 4, 4),
         horizontal_flip=False,
+        crop="center",
         corrupt_images="error",
     )
     plan = BatchPlan(batch_size=4, global_batch_size=4)

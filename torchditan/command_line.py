@@ -11,14 +11,15 @@ from torchditan.config import ConfigError, did_you_mean
 
 
 class RunParser(argparse.ArgumentParser):
-    """Takes a run directory, the step of a checkpoint, and `--sampling.*` flags for the configuration."""
+    """Takes a run directory, the step of a checkpoint, and `--sampling.*` and `--autoencoder.path` flags."""
 
     def __init__(self, description: str) -> None:
         super().__init__(
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
-            epilog="Every --sampling.key of train.py works here too, over the run's own settings.",
+            epilog="Every --sampling.key of train.py works here too, over the run's own settings, and so does "
+            "--autoencoder.path.",
         )
         self.add_argument("run", type=Path, help="run directory, outputs/quickstart say")
         self.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
@@ -29,8 +30,8 @@ class RunParser(argparse.ArgumentParser):
         own = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
         for flag in flags:
             name = flag.split("=")[0]
-            if name.startswith("--") and not name.startswith("--sampling."):
-                hint = did_you_mean(name, own) or f"; there are {', '.join(own)} and --sampling.key"
+            if name.startswith("--") and not name.startswith(("--sampling.", "--autoencoder.path")):
+                hint = did_you_mean(name, own) or f"; there are {', '.join(own)}, --sampling.key, --autoencoder.path"
                 raise ConfigError(f"{name} is no option of this script{hint}")
         return arguments, flags
 

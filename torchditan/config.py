@@ -110,6 +110,8 @@ class Dataset:
     """Processes per rank that decode images; 0 decodes in the training process."""
     prefetch_factor: int = 4
     """Batches each worker prepares ahead."""
+    crop: Literal["center", "adm", "random"] = "center"
+    """Part of a larger image: its center; the center resampled as ADM does it; or a place keyed to its number."""
     horizontal_flip: bool | None = None
     """Mirror half of the training images, chosen by position in the stream. Default: the dataset's."""
     image_key: str = "image"
@@ -122,6 +124,30 @@ class Dataset:
     """Content of the dummy dataset: standard normal, or zeros (which run faster than real data on GPUs)."""
     dummy_size: int = 10000
     """Number of samples in the dummy dataset."""
+
+
+@dataclass
+class Autoencoder:
+    """The latent space: how pixels become latents, and latents pictures."""
+
+    name: str | None = None
+    """haar, patch, cosmos, diffusers, or a published one by name (see docs/data.md); left open, the latents say."""
+    path: str | None = None
+    """Folder of its weights, or its name on the Hugging Face hub. Default: where the latents or its name say."""
+    downsampling: int | None = None
+    """Pixels to a latent cell, a side: 2, 4 or 8 for haar (4); the others have their own."""
+    online: bool = False
+    """Read pixels and encode them on the device at each step, instead of reading encoded latents."""
+    sample_posterior: bool = False
+    """Draw each latent from the encoder's mean and variance, keyed to its position; else take the mean."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Precision the autoencoder computes in. Default: what its weights need."""
+    shift: list[float] | None = None
+    """Normalisation (z - shift) x scale, one number or one per channel. Default: published, else the latents' mean."""
+    scale: list[float] | None = None
+    """See shift. Default: published, else one over the latents' standard deviation."""
+    fingerprint: str | None = None
+    """Identity of the weights; filled in from the latents, and a decoder that has another one is refused."""
 
 
 @dataclass
@@ -357,6 +383,7 @@ class Config:
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
     dataset: Dataset = field(default_factory=Dataset)
+    autoencoder: Autoencoder = field(default_factory=Autoencoder)
     diffusion: Diffusion = field(default_factory=Diffusion)
     training: Training = field(default_factory=Training)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -386,7 +413,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be at least 1",
         lambda value: value >= 1,
-        "model.patch_size model.input_channels dataset.prefetch_factor dataset.dummy_size "
+        "model.patch_size model.input_channels autoencoder.downsampling dataset.prefetch_factor dataset.dummy_size "
         "training.batch_size training.global_batch_size training.steps training.gc_freq "
         "training.data_parallel_replicate_degree "
         "checkpoint.interval metrics.log_freq metrics.sample_batch_size sampling.num_steps "
@@ -473,7 +500,7 @@ def _validate_image_size(config: Config) -> None:
         return
     if len(size) not in (1, 2) or min(size) < 1:
         raise option_error("dataset.image_size", size, "must be one or two positive integers, 32 or [32, 48]")
-    if any(side % patch_size for side in size):
+    if not config.autoencoder.online and any(side % patch_size for side in size):
         right = f"must be a multiple of model.patch_size = {patch_size}"
         raise option_error("dataset.image_size", size, right)
 
@@ -503,6 +530,13 @@ def _validate_activation_checkpoint(config: Config) -> None:
     if option != "op" and not (option.isascii() and option.isdigit() and int(option) >= 1):
         right = "must be an integer of at least 1, or op"
         raise option_error("activation_checkpoint.selective_ac_option", option, right)
+
+
+def dataset_channels(config: Config) -> int | None:
+    """Channels to ask of the dataset: the model's, unless its samples are encoded at each step."""
+    if config.autoencoder.online:
+        return 3 if config.dataset.dataset_name == "dummy" else None
+    return config.model.input_channels
 
 
 def flatten(config: Config) -> dict[str, Any]:

@@ -150,6 +150,7 @@ _NOT_TRAJECTORY = (
     "dataset.root_dir",  # a dataset that was moved is the same data
     "dataset.num_workers",
     "dataset.prefetch_factor",
+    "autoencoder.path",  # so is a moved decoder; its fingerprint is compared
     "dataset.corrupt_images",  # a run that stopped at a corrupt image may go on and skip it
 )
 
@@ -157,7 +158,7 @@ TRAJECTORY_KEYS = (
     *(
         option
         for option in flatten(Config())
-        if option.split(".")[0] in ("model", "dataset", "diffusion", "optimizer", "lr_scheduler", "ema")
+        if option.split(".")[0] in ("model", "dataset", "autoencoder", "diffusion", "optimizer", "lr_scheduler", "ema")
         and option not in _NOT_TRAJECTORY
     ),
     "training.global_batch_size",

@@ -113,6 +113,8 @@ class StepTimer:
         """Begin the window now: right before the first step, what was built until then does not count."""
         self._window_start = self._clock()
         self._data_loading = 0.0
+        self._encoding = 0.0
+        self._encoding_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._excluded: dict[str, float] = {}
 
     @contextmanager
@@ -138,6 +140,28 @@ class StepTimer:
         if self._excluding is None:
             self._data_loading += self._clock() - start
 
+    @contextmanager
+    def encoding(self) -> Iterator[None]:
+        """The body encodes pixels into latents: a part of the step, measured without waiting for a GPU."""
+        if self._excluding is not None:
+            yield
+        elif self.device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._encoding_events.append((begin, end))
+        else:
+            start = self._clock()
+            yield
+            self._encoding += self._clock() - start
+
+    def _encoding_seconds(self) -> float:
+        for begin, end in self._encoding_events:
+            end.synchronize()  # long past at a log step: the loss was read after it
+            self._encoding += begin.elapsed_time(end) / 1000
+        return self._encoding
+
     def read(self, *, steps: int, images: int) -> dict[str, float | None]:
         """Means over the window of so many steps and images, which ends here; None without a step."""
         elapsed = self._clock() - self._window_start
@@ -148,6 +172,9 @@ class StepTimer:
             "images_per_second": images / seconds if counts else None,
             "data_loading_percent": 100 * self._data_loading / seconds if counts else None,
         }
+        encoding = self._encoding_seconds()
+        if counts and encoding:
+            means["encoding_percent"] = 100 * encoding / seconds
         means.update({f"{name}_s": spent for name, spent in self._excluded.items()})
         self.restart()
         return means
@@ -361,6 +388,7 @@ def _console_line(record: dict[str, Any], total_steps: int, eta: str, *, color: 
         part("mfu", "MFU {:.1f}%", 36),
         part("peak_memory_gib", "memory {:.2f} GiB", 35),
         part("data_loading_percent", "data {:.1f}%", 39),
+        part("encoding_percent", "encoding {:.1f}%", 39),
     ]
     return "  ".join([*filter(None, parts), f"ETA {eta}"])
 

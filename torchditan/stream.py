@@ -7,6 +7,7 @@ Notable:
   number of workers continues from it without losing or repeating a sample;
 - a loader worker also draws the sample's noise, timestep and label dropout (see randomness.py);
 - a source that can only be read in order (hub streaming) goes through torchdata's StatefulDataLoader instead;
+- a dataset that can gives whole batches (`BatchedDataset`): latents are copied out of memory-mapped shards at once;
 - an unreadable image stops the run by name, or is replaced by the next readable one and counted.
 """
 
@@ -14,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchditan.config import ConfigError, option_error
-from torchditan.randomness import Randomness, draw, generator
+from torchditan.randomness import IndexedGenerator, Permutation, Randomness, draw, generator
 
 Batch = dict[str, torch.Tensor]
 
@@ -45,6 +46,17 @@ class ImageDataset(Protocol):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """`sample` (C, H, W) float32 in [-1, 1], and `class_label` int where there are labels."""
+
+
+@runtime_checkable
+class BatchedDataset(Protocol):
+    """An ImageDataset that reads whole batches at once, mirrored samples included; no sample of it can be corrupt."""
+
+    def read_batch(self, indices: np.ndarray, flips: np.ndarray) -> Batch:
+        """The samples (B,) at these indices, mirrored where `flips` (B,) bool is true.
+
+        Instead of `sample` it may give what `sample` is computed from on the device (autoencoders/latent_space.py).
+        """
 
 
 class StreamedDataset(Protocol):
@@ -124,33 +136,49 @@ class StreamDataset(Dataset):
         self.horizontal_flip = horizontal_flip
         self.corrupt_images = corrupt_images
         self._epoch = -1
-        self._permutation = np.empty(0, dtype=np.int64)
+        self._flip_draws = IndexedGenerator(seed, "flip")
 
-    def locate(self, position: int) -> int:
-        """Index in the dataset of the sample at this position."""
-        epoch, offset = divmod(position, len(self.dataset))
-        if epoch != self._epoch:
-            shuffle = generator(self.seed, "shuffle", epoch)
-            self._permutation = shuffle.permutation(len(self.dataset))
-            self._epoch = epoch
-        return int(self._permutation[offset])
+    def locate(self, positions: np.ndarray) -> np.ndarray:
+        """(n,) indices in the dataset of the samples at these positions."""
+        epochs, offsets = np.divmod(positions, len(self.dataset))
+        indices = np.empty(len(positions), dtype=np.int64)
+        for epoch in np.unique(epochs):
+            if epoch != self._epoch:
+                self._epoch = int(epoch)
+                self._shuffle = Permutation(self.seed, "shuffle", self._epoch, length=len(self.dataset))
+            indices[epochs == epoch] = self._shuffle(offsets[epochs == epoch])
+        return indices
+
+    def is_flipped(self, position: int) -> bool:
+        return self.horizontal_flip and bool(self._flip_draws.at(position).random() < 0.5)
 
     def __getitem__(self, position: int) -> dict[str, Any] | ConfigError:
         # A worker process would lengthen a raised message with its traceback, so the error travels as a value.
         try:
             item = read_image(
                 self.dataset,
-                self.locate(position),
+                int(self.locate(np.array([position]))[0]),
                 num_classes=self.num_classes,
                 corrupt_images=self.corrupt_images,
             )
         except ConfigError as error:
             return error
-        flips = self.horizontal_flip and generator(self.seed, "flip", position).random() < 0.5
-        if flips:
+        if self.is_flipped(position):
             item["sample"] = item["sample"].flip(-1)
         item["index"] = position
         return item
+
+    def __getitems__(self, positions: list[int]) -> list[dict[str, Any] | ConfigError] | Batch | ConfigError:
+        """What the loader asks for: all samples of a batch, or a whole one from a dataset that reads in batches."""
+        if not isinstance(self.dataset, BatchedDataset):
+            return [self[position] for position in positions]
+        flips = np.array([self.is_flipped(position) for position in positions])
+        try:
+            batch = self.dataset.read_batch(self.locate(np.array(positions)), flips)
+        except ConfigError as error:
+            return error
+        batch["index"] = torch.tensor(positions, dtype=torch.int64)  # (B,)
+        return batch
 
 
 @dataclass(frozen=True)
@@ -159,7 +187,12 @@ class Collate:
 
     labelled: bool
 
-    def __call__(self, items: list[dict[str, Any] | ConfigError]) -> Batch | ConfigError:
+    def __call__(self, items: list[dict[str, Any] | ConfigError] | Batch | ConfigError) -> Batch | ConfigError:
+        if isinstance(items, ConfigError):
+            return items
+        if isinstance(items, dict):
+            items["skipped"] = torch.zeros(len(items["index"]), dtype=torch.int64)
+            return items
         for item in items:
             if isinstance(item, ConfigError):
                 return item
@@ -175,13 +208,18 @@ class CollateAndDraw:
     """Samples -> (batch, randomness), in the worker."""
 
     seed: int
+    sample_shape: tuple[int, ...]
+    """(C, H, W) of what the model sees: of latents, where pixels are encoded on the device."""
+    posterior: bool
     collate: Collate
 
-    def __call__(self, items: list[dict[str, Any] | ConfigError]) -> tuple[Batch, Randomness] | ConfigError:
+    def __call__(
+        self, items: list[dict[str, Any] | ConfigError] | Batch | ConfigError
+    ) -> tuple[Batch, Randomness] | ConfigError:
         batch = self.collate(items)
         if isinstance(batch, ConfigError):
             return batch
-        return batch, draw(self.seed, batch["index"].tolist(), batch["sample"].shape[1:])
+        return batch, draw(self.seed, batch["index"].tolist(), self.sample_shape, posterior=self.posterior)
 
 
 class TrainingStream:
@@ -199,6 +237,8 @@ class TrainingStream:
         num_workers: int,
         prefetch_factor: int,
         pin_memory: bool,
+        sample_shape: tuple[int, ...] | None = None,
+        posterior: bool = False,
     ) -> None:
         flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
         self.plan = plan
@@ -206,7 +246,9 @@ class TrainingStream:
             dataset, seed=seed, num_classes=num_classes, horizontal_flip=flip, corrupt_images=corrupt_images
         )
         self.loader_options: dict[str, Any] = {
-            "collate_fn": CollateAndDraw(seed, Collate(labelled=num_classes > 0)),
+            "collate_fn": CollateAndDraw(
+                seed, sample_shape or dataset.sample_shape, posterior, Collate(labelled=num_classes > 0)
+            ),
             "num_workers": num_workers,
             "prefetch_factor": prefetch_factor if num_workers else None,
             "pin_memory": pin_memory,
@@ -245,10 +287,14 @@ class StreamedTraining:
         horizontal_flip: bool | None,
         num_workers: int,
         pin_memory: bool,
+        sample_shape: tuple[int, ...] | None = None,
+        posterior: bool = False,
     ) -> None:
         self.dataset = dataset
         self.plan = plan
         self.seed = seed
+        self.sample_shape = sample_shape or dataset.sample_shape
+        self.posterior = posterior
         self.flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
         self.collate = Collate(labelled=num_classes > 0)
         self.num_workers = num_workers
@@ -311,4 +357,4 @@ class StreamedTraining:
             flips = [generator(self.seed, "flip", i).random() < 0.5 for i in index]
             batch["sample"][flips] = batch["sample"][flips].flip(-1)
         batch["index"] = torch.tensor(index, dtype=torch.int64)
-        return batch, draw(self.seed, index, batch["sample"].shape[1:])
+        return batch, draw(self.seed, index, self.sample_shape, posterior=self.posterior)

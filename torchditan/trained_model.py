@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from torchditan.autoencoders.latent_space import SampleSpace, StoredLatents, decode_latents
 from torchditan.checkpoint import find_checkpoint, load_weights, read_progress
 from torchditan.config import Config, option_error
 from torchditan.config_loader import from_dict, override
@@ -49,12 +50,12 @@ class TrainedModel:
             step: step of the checkpoint; None takes the newest.
             weights: averaged or raw; None takes the averaged ones where the run kept them.
             device: where to put the model.
-            flags: `--sampling.key value`, laid over the run's own options.
+            flags: `--sampling.key value` and `--autoencoder.path value`, laid over the run's own options.
 
         Raises:
             ConfigError: no run, no such checkpoint or no such weights are there, or a flag is wrong.
         """
-        config = override(from_dict(read_config(run)["config"]), list(flags), sections=("sampling",))
+        config = override(from_dict(read_config(run)["config"]), list(flags), sections=("sampling", "autoencoder"))
         if weights == "ema" and not config.ema.enable:
             raise option_error("--weights", weights, "this run kept no average; must be raw")
         weights = weights or ("ema" if config.ema.enable else "raw")
@@ -62,7 +63,8 @@ class TrainedModel:
         size, channels = config.dataset.image_size, config.model.input_channels
         num_classes = config.dataset.num_classes
         assert size is not None and channels is not None and num_classes is not None, "runs store resolved configs"
-        sample_shape = (channels, size[0], size[1])
+        factor = (config.autoencoder.downsampling or 1) if config.autoencoder.online else 1
+        sample_shape = (channels, size[0] // factor, size[1] // factor)
         spec = build_model_spec(config.model, sample_shape=sample_shape, num_classes=num_classes)
         with torch.device("meta"):
             model = spec.build()
@@ -79,8 +81,31 @@ class TrainedModel:
             device=device,
         )
 
+    @property
+    def is_latent(self) -> bool:
+        """Whether its samples are latents, of pixels that were encoded before training or at each step."""
+        return self.config.autoencoder.name is not None
+
+    @property
+    def real_heading(self) -> str:
+        """What the dataset's own samples are called in a grid."""
+        is_decoded = self.is_latent and not self.config.autoencoder.online
+        return StoredLatents.real_heading if is_decoded else SampleSpace.real_heading
+
+    def to_pixels(self, samples: torch.Tensor) -> torch.Tensor:
+        """Samples of the model (..., C, H, W) -> pictures (..., 1 or 3, H', W'), on the CPU.
+
+        Raises:
+            ConfigError: the decoder of its latents is not at hand, or is another one.
+        """
+        return decode_latents(self.config.autoencoder, samples, device=self.device) if self.is_latent else samples
+
+    def real_to_pixels(self, samples: torch.Tensor) -> torch.Tensor:
+        """Samples of the dataset (..., C, H, W) -> pictures."""
+        return samples if self.config.autoencoder.online else self.to_pixels(samples)
+
     def generate(self, labels: list[int], *, samples_per_label: int, seed: int, batch_size: int) -> torch.Tensor:
-        """Sample by the run's `[sampling]` options: (len(labels), samples_per_label, C, H, W) in [-1, 1]."""
+        """Sample by the run's `[sampling]` options: (len(labels), samples_per_label, C, H, W), pixels or latents."""
         return generate(
             self.model,
             labels=labels,

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchditan.autoencoders.latent_space import build_sample_space
 from torchditan.checkpoint import CheckpointManager, Progress
 from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict, trajectory
@@ -87,10 +88,13 @@ class Trainer:
             check_backend(config.compile.backend)
         check_trackers(config.metrics)
         check_profiling(config.profiling, self.device)
-        fill_in_from_dataset(config, dataset)
+        self.space = build_sample_space(
+            config.autoencoder, dataset, device=self.device, needs_decoder=config.metrics.enable_sampling
+        )
+        fill_in_from_dataset(config, dataset, sample_shape=self.space.sample_shape)
         self.plan = resolve_batches(config, self.rank)
         self.spec = build_model_spec(
-            config.model, sample_shape=dataset.sample_shape, num_classes=len(dataset.class_names)
+            config.model, sample_shape=self.space.sample_shape, num_classes=len(dataset.class_names)
         )
         assert config.metrics.experiment_name is not None
         path = run_path(config.job.dump_folder, config.metrics.experiment_name)
@@ -220,6 +224,8 @@ class Trainer:
             elapsed_s=self.progress.elapsed_s,
         )
         self.logger.message(self.describe())
+        if self.space.missing_decoder is not None:
+            self.logger.message(f"grids show latent channels, not pictures: {self.space.missing_decoder}")
 
     def build_stream(self) -> TrainingStream | StreamedTraining:
         options = self.config.dataset
@@ -230,6 +236,8 @@ class Trainer:
             "horizontal_flip": options.horizontal_flip,
             "num_workers": options.num_workers,
             "pin_memory": self.device.type == "cuda",
+            "sample_shape": self.space.sample_shape,
+            "posterior": self.space.draws_posterior,
         }
         if options.streaming:
             return StreamedTraining(cast(StreamedDataset, self.dataset), **shared)
@@ -251,11 +259,14 @@ class Trainer:
     def describe(self) -> str:
         config, count = self.config, sum(parameter.numel() for parameter in self.model.parameters())
         images = f"{len(self.dataset)} images" if hasattr(self.dataset, "__len__") else "streamed images"
+        shape = "x".join(map(str, self.dataset.sample_shape))
+        if self.space.is_encoding:
+            shape += f", encoded to {'x'.join(map(str, self.space.sample_shape))}"
         start = f", resumed at step {self.progress.step}" if self.progress.step else ""
         return (
             f"{config.metrics.experiment_name}: {config.model.flavor}/{config.model.patch_size} "
             f"({config.model.preset}), {count / 1e6:.2f}M parameters, on {self.dataset.name} "
-            f"({images} of {'x'.join(map(str, self.dataset.sample_shape))}); "
+            f"({images} of {shape}); "
             f"{self.parallel_dims.mode} on {self.device.type}, {config.training.mixed_precision_param}; "
             f"global batch {self.plan.global_batch_size}, {config.training.steps} steps{start}"
         )
@@ -336,8 +347,11 @@ class Trainer:
                 batch, randomness = next(batches)
             self.num_skipped += int(batch.pop("skipped").sum())
             batch = {key: tensor.to(self.device, non_blocking=True) for key, tensor in batch.items()}
+            randomness = randomness.to(self.device)
+            with self.logger.timer.encoding() if self.space.is_encoding else nullcontext():
+                batch = self.space.prepare(batch, randomness.posterior)
             self.model.set_requires_gradient_sync(micro_batch == self.plan.num_micro_batches - 1)
-            losses = self.objective.loss(self.model, batch, randomness.to(self.device))
+            losses = self.objective.loss(self.model, batch, randomness)
             # FSDP averages gradients over ranks, so each rank contributes the mean of its own share.
             loss = losses.sum() / share
             loss.backward()
@@ -366,6 +380,7 @@ class Trainer:
                 self.model,
                 objective=self.objective,
                 dataset=self.validation_dataset,
+                space=self.space,
                 num_images=self.config.validation.num_images,
                 batch_size=self.plan.batch_size,
                 corrupt_images=self.config.dataset.corrupt_images,
@@ -383,7 +398,7 @@ class Trainer:
                 self.model,
                 labels=labels,
                 samples_per_label=config.sampling.images_per_class,
-                sample_shape=self.dataset.sample_shape,
+                sample_shape=self.space.sample_shape,
                 conditioning=self.spec.conditioning,
                 conditional=num_classes > 0,
                 sampling=config.sampling,
@@ -393,17 +408,18 @@ class Trainer:
                 device=self.device,
             )
             if self.rank.rank == 0:
-                self.write_grid(generated, labels)
+                self.write_grid(self.space.to_pixels(generated), labels)
 
     def write_grid(self, generated: torch.Tensor, labels: list[int]) -> None:
         per_row = self.config.sampling.images_per_class
         if self.real is None:
-            self.real = real_samples(
+            real = real_samples(
                 self.dataset,
                 labels=labels,
                 samples_per_label=per_row,
                 conditional=bool(self.dataset.class_names),
             )
+            self.real = None if real is None else self.space.real_to_pixels(real)
         path = self.run_directory.sample_path(self.progress.step)
         title = (
             f"{self.config.metrics.experiment_name}, step {self.progress.step}, "
@@ -411,7 +427,7 @@ class Trainer:
             f"guidance {self.config.sampling.guidance_scale:g}"
         )
         names = [self.dataset.class_names[label] for label in labels] if self.dataset.class_names else [""]
-        save_grid(path, generated, self.real, names, title=title)
+        save_grid(path, generated, self.real, names, title=title, real_heading=self.space.real_heading)
         self.logger.log_image("samples", path, self.progress.step)
         self.last_grid = path
 
@@ -427,13 +443,12 @@ class Trainer:
         self.logger.message(f"done; everything of this run is in {self.run_directory.path}")
 
 
-def fill_in_from_dataset(config: Config, dataset: ImageDataset) -> None:
-    """Set what the config leaves open: channels, image size and number of classes are the dataset's."""
-    channels, *size = dataset.sample_shape
+def fill_in_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape: tuple[int, ...]) -> None:
+    """What the config leaves open, the dataset decides; `sample_shape` (C, H, W) is what the model sees of it."""
     if config.model.input_channels is None:
-        config.model.input_channels = channels
+        config.model.input_channels = sample_shape[0]
     if config.dataset.image_size is None:
-        config.dataset.image_size = list(size)
+        config.dataset.image_size = list(dataset.sample_shape[1:])
     if config.dataset.num_classes is None:
         config.dataset.num_classes = len(dataset.class_names)
 

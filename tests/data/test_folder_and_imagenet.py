@@ -148,3 +148,17 @@ def test_imagenet_defaults_to_256_pixels(tmp_path: Path) -> None:
     write_image(tmp_path / "val" / "n01" / "1.JPEG")
     dataset = build_dataset(Dataset(dataset_name="imagenet", root_dir=str(tmp_path)), split="train")
     assert tuple(dataset[0]["sample"].shape) == (3, 256, 256)
+
+
+@pytest.mark.parametrize("name", ["folder", "imagenet"])
+def test_the_crop_and_the_number_of_the_image_reach_the_decoder(tmp_path: Path, name: str) -> None:
+    ramp = Image.new("RGB", (40, 4))
+    ramp.putdata([(x, x, x) for _ in range(4) for x in range(40)])
+    for split in ("train", "val"):
+        for number in range(30):
+            path = tmp_path / split / "a" / f"{number:02d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            ramp.save(path)
+    assert set(greys(open_folder(tmp_path, name=name))) == {18}
+    lefts = greys(open_folder(tmp_path, name=name, crop="random"))
+    assert len(set(lefts)) > 10 and lefts == greys(open_folder(tmp_path, name=name, crop="random"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,3 +136,55 @@ def test_a_damaged_image_is_named(tmp_path: Path, damage: str) -> None:
     with pytest.raises(CorruptImageError, match=r"bad\.png") as error:
         load_sample(path, sample_shape=(3, 8, 8), where=str(path))
     assert "\n" not in str(error.value)
+
+
+def photo(width: int, height: int) -> Image.Image:
+    """Smooth, so that resampling matters, and different everywhere."""
+    rows, columns = np.mgrid[:height, :width]
+    channels = [rows * 3 + columns, rows + columns * 2, 40 * np.sin(rows / 9) * np.cos(columns / 7) + 120]
+    return Image.fromarray(np.stack(channels, axis=2).astype(np.uint8))
+
+
+def cropped(path: Path, crop: Any, number: int = 0, size: tuple[int, int] = (16, 16)) -> np.ndarray:
+    sample = load_sample(path, sample_shape=(3, *size), where="a", crop=crop, number=number)
+    return ((sample + 1) * 127.5).round().astype(np.uint8).transpose(1, 2, 0)
+
+
+@pytest.mark.parametrize(("width", "height"), [(100, 70), (33, 90), (31, 31), (16, 20), (9, 12), (129, 64)])
+def test_adm_crop_is_the_published_one_step_by_step(tmp_path: Path, width: int, height: int) -> None:
+    """By hand, for 16 px: halve with boxes while the short side is 32 or more, then bicubic, then the center."""
+    image = photo(width, height)
+    while min(image.size) >= 32:
+        image = image.resize((image.size[0] // 2, image.size[1] // 2), Image.Resampling.BOX)
+    factor = 16 / min(image.size)
+    image = image.resize((round(image.size[0] * factor), round(image.size[1] * factor)), Image.Resampling.BICUBIC)
+    pixels = np.asarray(image)
+    top, left = (pixels.shape[0] - 16) // 2, (pixels.shape[1] - 16) // 2
+    expected = pixels[top : top + 16, left : left + 16]
+    path = save(photo(width, height), tmp_path / "a.png")
+    assert (cropped(path, "adm") == expected).all()
+
+
+def test_adm_crop_decodes_a_jpeg_in_full(tmp_path: Path) -> None:
+    path = save(photo(200, 160), tmp_path / "a.jpg", quality=60)
+    with Image.open(path) as image:
+        same = save(image.convert("RGB"), tmp_path / "b.png")
+    assert (cropped(path, "adm") == cropped(same, "adm")).all()
+    assert (cropped(path, "center") != cropped(same, "center")).any(), "the quick way differs"
+
+
+def test_random_crop_is_a_place_keyed_to_the_number(tmp_path: Path) -> None:
+    image = Image.fromarray(np.tile(np.arange(48, dtype=np.uint8)[None, :, None], (16, 1, 3)))
+    path = save(image, tmp_path / "a.png")
+    lefts = [int(cropped(path, "random", number)[0, 0, 0]) for number in range(200)]
+    assert set(lefts) == set(range(33)), "every place, the borders included"
+    assert lefts == [int(cropped(path, "random", number)[0, 0, 0]) for number in range(200)]
+    assert 14 < np.mean(lefts) < 18
+    upright = save(image.transpose(Image.Transpose.TRANSPOSE), tmp_path / "b.png")
+    tops = [int(cropped(upright, "random", number)[0, 0, 0]) for number in range(50)]
+    assert min(tops) < 5 and max(tops) > 27
+
+
+def test_random_crop_of_a_fitting_image_is_the_image(tmp_path: Path) -> None:
+    path = save(photo(16, 16), tmp_path / "a.png")
+    assert (cropped(path, "random", 3) == np.asarray(photo(16, 16))).all()

@@ -25,10 +25,6 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_the_list() -> None:
     refuse(f'"digit": must be one of {", ".join(DATASETS)}; did you mean digits\\?', dataset_name="digit")
 
 
-def test_the_course_projects_latents_point_at_dummy() -> None:
-    refuse("later version.*--dataset.dataset_name dummy", dataset_name="imagenet_dummy")
-
-
 @pytest.mark.parametrize("name", sorted(set(DATASETS) - set(data.STREAMED)))
 def test_only_hub_datasets_stream(name: str) -> None:
     refuse(f"dataset.streaming = true: {name} is not read from the hub", dataset_name=name, streaming=True)
@@ -42,10 +38,16 @@ def test_only_hub_datasets_stream(name: str) -> None:
         ("model.input_channels = 3: digits has 1", {"input_channels": 3}),
         ('dataset.root_dir = "x": digits does not read it', {"root_dir": "x"}),
         ('dataset.hub_name = "x": digits does not read it', {"hub_name": "x"}),
+        ('dataset.crop = "adm": digits is never cropped; leave it out', {"crop": "adm"}),
     ],
 )
 def test_what_digits_cannot_be_is_refused(message: str, options: dict[str, Any]) -> None:
     refuse(message, **options)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "earth", "emoji", "imagenet_dummy", "latents"])
+def test_a_crop_of_what_is_never_cropped_is_refused(name: str) -> None:
+    refuse(f'dataset.crop = "random": {name} is never cropped; leave it out', dataset_name=name, crop="random")
 
 
 def test_open_options_are_filled_in_by_the_dataset() -> None:

@@ -36,12 +36,18 @@ class Classifier(nn.Module):
 
 
 def train_classifier(
-    dataset: ImageDataset, *, epochs: int = 20, batch_size: int = 64, lr: float = 2e-3, seed: int = 0
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    num_classes: int,
+    epochs: int = 20,
+    batch_size: int = 64,
+    lr: float = 2e-3,
+    seed: int = 0,
 ) -> Classifier:
-    """Fit a classifier on all images of a labelled dataset (read into memory), with small random shifts."""
+    """Fit a classifier on images (N, C, H, W) and their labels (N,), with small random shifts."""
     torch.manual_seed(seed)
-    images, labels = as_tensors(dataset)
-    model = Classifier(in_channels=images.shape[1], num_classes=len(dataset.class_names))
+    model = Classifier(in_channels=images.shape[1], num_classes=num_classes)
     steps = epochs * -(-len(images) // batch_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchditan.autoencoders.latent_space import SampleSpace
 from torchditan.diffusion.flow_matching import Objective
 from torchditan.randomness import Randomness, normal
 from torchditan.stream import ImageDataset, read_image
@@ -22,6 +23,7 @@ def validation_loss(
     *,
     objective: Objective,
     dataset: ImageDataset,
+    space: SampleSpace,
     num_images: int,
     batch_size: int,
     corrupt_images: Literal["error", "skip"],
@@ -36,6 +38,7 @@ def validation_loss(
         model: the model, called equally often on every rank.
         objective: gives the per-sample loss.
         dataset: held-out images.
+        space: makes them what the model sees.
         num_images: images to use, at most the dataset's.
         batch_size: images at once on each rank.
         corrupt_images: as in training.
@@ -57,12 +60,12 @@ def validation_loss(
         if "class_label" in items[0]:
             batch["class_label"] = torch.tensor([item["class_label"] for item in items], device=device)
         randomness = Randomness(
-            noise=normal(0, "validation", rows, dataset.sample_shape),
+            noise=normal(0, "validation", rows, space.sample_shape),
             timestep=(torch.tensor(rows, dtype=torch.float32) * _GOLDEN_RATIO + 0.5) % 1,
             label_dropout=torch.ones(len(rows)),
         ).to(device)
         with torch.compiler.set_stance("force_eager"):
-            losses = objective.loss(model, batch, randomness)
+            losses = objective.loss(model, space.prepare(batch), randomness)
         total += losses[real.to(device)].double().sum()
     dist.all_reduce(total)
     return total.item() / count

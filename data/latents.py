@@ -1,0 +1,125 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Latents that `scripts/encode_latents.py` wrote, and ImageNet in the latents of the public file.
+
+Notable:
+- `latents` reads a folder with `train/` and `validation/`, or one split alone; `imagenet_dummy`, as the course project
+  calls it, the public file `imagenet_ci8x8.safetensors`. Either reads what the other does;
+- a batch is read at once as it is stored (`read_batch`) and normalised on the device; a single item is normalised here;
+- a mirrored sample is the stored latent of the mirrored image: an encoder does not commute with a mirror;
+- held-out latents are normalised like the training latents, never by their own statistics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from data.options import refuse, refuse_crop
+from torchditan import config as options
+from torchditan.autoencoders.latent_index import INDEX_FILE, SETTINGS_FILE
+from torchditan.autoencoders.latent_shards import PUBLIC_FILE, LatentShards, to_sample
+from torchditan.config import option_error
+from torchditan.stream import Batch
+
+Split = Literal["train", "validation"]
+
+
+class Latents:
+    """One split. `index` says what the latents are of, and the shift and scale that normalise them."""
+
+    with_logvar = False
+    """Whether `read_batch` gives the log-variance too, to draw from the encoder's posterior."""
+
+    def __init__(self, shards: LatentShards, *, name: str, shift: tuple[float, ...], scale: tuple[float, ...]) -> None:
+        self.shards = shards
+        self.name = name
+        self.index = dataclasses.replace(shards.index, shift=shift, scale=scale)
+        self.sample_shape = self.index.latent_shape
+        self.class_names = list(self.index.class_names)
+        self.class_labels = shards.labels
+        self.horizontal_flip = self.index.flipped
+        self._shift, self._scale = torch.tensor(shift), torch.tensor(scale)  # (C,) float32
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raw = self.shards.read(np.array([index]), np.zeros(1, dtype=bool))
+        item: dict[str, Any] = {"sample": to_sample(raw, shift=self._shift, scale=self._scale)[0]}
+        if self.class_labels is not None:
+            item["class_label"] = int(self.class_labels[index])
+        return item
+
+    def read_batch(self, indices: np.ndarray, flips: np.ndarray) -> Batch:
+        """What `to_sample` makes samples of: see `LatentShards.read`; beside it `class_label` (B,) int64."""
+        batch = self.shards.read(indices, flips, with_logvar=self.with_logvar)
+        if self.class_labels is not None:
+            batch["class_label"] = torch.from_numpy(self.class_labels[indices].astype(np.int64))
+        return batch
+
+
+def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> Latents:
+    refuse(config, "hub_name")
+    refuse_crop(config)
+    root = _find(config)
+    train = _find_split(root, "train")
+    if train is None:
+        train = root  # a folder without train/ is one split itself
+    shards = train_shards = LatentShards.open(train)
+    if split == "validation":
+        held_out = _find_split(root, "validation")
+        if held_out is None:
+            right = "has no validation latents; encode them with --split validation, or set --validation.freq 0"
+            raise option_error("dataset.root_dir", config.root_dir or str(root), right)
+        shards = LatentShards.open(held_out)
+        _check_same_space(shards, train_shards)
+    if config.horizontal_flip and not shards.index.flipped and split == "train":
+        right = "these latents hold no mirrored images; encode them without --no_flip, or leave it out"
+        raise option_error("dataset.horizontal_flip", True, right)
+    index = train_shards.index
+    dataset = Latents(shards, name=config.dataset_name, shift=index.shift, scale=index.scale)
+    if config.num_classes == 0:
+        dataset.class_names, dataset.class_labels = [], None
+    return dataset
+
+
+def _find(config: options.Dataset) -> Path:
+    """`dataset.root_dir`, or the public file in the folder it names or in the working directory."""
+    if config.root_dir is None and config.dataset_name == "latents":
+        right = "latents needs a folder that scripts/encode_latents.py wrote"
+        raise option_error("dataset.root_dir", None, right)
+    root = Path(config.root_dir or PUBLIC_FILE).expanduser()
+    if (root / PUBLIC_FILE).is_file():
+        return root / PUBLIC_FILE
+    if root.exists():
+        return root
+    right = "does not exist; latents needs a folder that scripts/encode_latents.py wrote"
+    if config.dataset_name == "imagenet_dummy":
+        right = (
+            f"does not exist; imagenet_dummy needs the file {PUBLIC_FILE} (dataset fal/cosmos-imagenet on the "
+            "Hugging Face hub); for a benchmark without it use --dataset.dataset_name dummy"
+        )
+    raise option_error("dataset.root_dir", str(root), right)
+
+
+def _find_split(root: Path, split: Split) -> Path | None:
+    """Folder or file of one split; beside the public file the one that ends on `_val`."""
+    if root.is_file():
+        path = root if split == "train" else root.with_name(f"{root.stem}_val{root.suffix}")
+        return path if path.is_file() else None
+    folder = root / split
+    return folder if (folder / INDEX_FILE).exists() or (folder / SETTINGS_FILE).exists() else None
+
+
+def _check_same_space(held_out: LatentShards, train: LatentShards) -> None:
+    """Held-out latents of another autoencoder, say, would give a loss that means nothing."""
+    for field in ("autoencoder_name", "fingerprint", "latent_shape", "class_names"):
+        here, there = getattr(held_out.index, field), getattr(train.index, field)
+        is_named = field != "class_names" or train.path.is_dir()  # the public files name no classes
+        if is_named and here != there:
+            right = f"its {field} is not that of the training latents; encode both splits with the same settings"
+            raise option_error("dataset.root_dir", str(held_out.path), right)

@@ -1,0 +1,270 @@
+#!/usr/bin/env python
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Encode a dataset into latents, once: OUT/train and OUT/validation, for --dataset.dataset_name latents.
+
+python scripts/encode_latents.py latents/earth --dataset.dataset_name earth --autoencoder.name haar
+torchrun --nproc_per_node=8 scripts/encode_latents.py /data/latents --dataset.dataset_name imagenet \\
+    --dataset.root_dir /data/imagenet --dataset.image_size 256 --dataset.crop adm --autoencoder.name sd-vae
+python scripts/encode_latents.py /data/latents --convert imagenet_ci8x8.safetensors
+python scripts/encode_latents.py /data/latents --verify
+
+Stopped anywhere and rerun it goes on, and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if TYPE_CHECKING:
+    from torchditan.autoencoders import Autoencoder
+    from torchditan.autoencoders.latent_index import LatentIndex
+    from torchditan.autoencoders.latent_writer import LatentWriter
+    from torchditan.config import Config
+    from torchditan.distributed.process_group import Rank
+    from torchditan.stream import ImageDataset
+
+SPLITS = ("train", "validation")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        from torchditan.config import ConfigError
+
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    """Arguments of this script, and the configuration that the `--dataset.*` and `--autoencoder.*` flags make."""
+    from torchditan.command_line import count
+    from torchditan.config import Config, ConfigError, did_you_mean, option_error
+    from torchditan.config_loader import override
+
+    parser = Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="Every --dataset.key and --autoencoder.key of train.py works here too.",
+    )
+    parser.add_argument("out", type=Path, help="folder to write; it comes first")
+    parser.add_argument("--split", help="train, validation or both: train,validation (default: what the dataset has)")
+    parser.add_argument("--dtype", choices=("bf16", "int8"), default="bf16", help="stored values (default: bf16)")
+    parser.add_argument("--no_flip", action="store_true", help="store no latents of the mirrored training images")
+    parser.add_argument("--posterior", action="store_true", help="store the log-variance beside the mean")
+    parser.add_argument("--batch_size", type=count, default=64, help="images in one forward pass (default: 64)")
+    parser.add_argument("--shard_size", type=count, default=4096, help="images of a shard (default: 4096)")
+    parser.add_argument("--convert", type=Path, metavar="FILE", help="make shards of the public ImageNet file")
+    parser.add_argument("--verify", action="store_true", help="read all of OUT and say what is wrong with it")
+    if argv[:1] and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
+        raise ConfigError("OUT, the folder to write, comes first: encode_latents.py OUT --dataset.dataset_name NAME")
+    arguments, flags = parser.parse_known_args(argv)
+    own = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    for flag in flags:
+        name = flag.split("=")[0]
+        if name.startswith("--") and "." not in name:
+            hint = did_you_mean(name, own) or f"; there are {', '.join(own)}, --dataset.key and --autoencoder.key"
+            raise ConfigError(f"{name} is no option of this script{hint}")
+    splits = (arguments.split or "train,validation").split(",")
+    if not set(splits) <= set(SPLITS):
+        raise option_error("--split", arguments.split, "must be train, validation or train,validation")
+    return arguments, override(Config(), flags, sections=("dataset", "autoencoder"))
+
+
+class Progress:
+    """Images done, images/s and the time left: a bar on a terminal, a line every few seconds in a log."""
+
+    LINE_EVERY_S = 5.0
+
+    def __init__(self, name: str, *, total: int, done: int, rank: Rank) -> None:
+        from torchditan.metrics import Console
+
+        self.name, self.total, self.done, self.rank = name, total, done, rank
+        self.console = Console(sys.stdout, color=False)
+        self.encoded = 0  # by this rank, in this run
+        self.start = self.reported = time.perf_counter()
+
+    def count(self, num_images: int) -> None:
+        self.encoded += num_images
+        now = time.perf_counter()
+        # The ranks do not talk: the others are taken to be as fast as this one.
+        done = min(self.total, self.done + self.encoded * self.rank.world_size)
+        rate = self.encoded * self.rank.world_size / (now - self.start)
+        eta = str(timedelta(seconds=round((self.total - done) / rate)))
+        if self.rank.rank != 0:
+            return
+        if self.console.is_terminal:
+            self.console.progress(done, self.total, f"{eta}  {rate:,.1f} images/s")
+        elif now - self.reported >= self.LINE_EVERY_S:
+            self.reported = now
+            self.console.line(f"{self.name}: {done:,}/{self.total:,} images  {rate:,.1f} images/s  ETA {eta}")
+
+    def close(self) -> None:
+        self.console.close()
+
+    def line(self, text: str) -> None:
+        self.console.line(text)
+
+
+def run_split(writer: LatentWriter, work: Callable[..., LatentIndex | None], *, rank: Rank) -> None:
+    """Do this rank's part of a folder by `work(report=...)`, and say how it ended."""
+    from torchditan.config import ConfigError
+
+    writer.open()
+    name, total = str(writer.folder), writer.encoding.num_source_images
+    missing = len(writer.missing()) * writer.encoding.shard_size
+    progress = Progress(name, total=total, done=max(0, total - missing), rank=rank)
+    try:
+        index = work(report=progress.count)
+    except ConfigError as error:
+        if rank.rank != 0:  # what one rank alone meets, a full disk say, rank 0 cannot tell
+            print(f"error: rank {rank.rank}: {error}", file=sys.stderr, flush=True)
+        raise
+    finally:
+        progress.close()
+    seconds = time.perf_counter() - progress.start
+    if index is not None:
+        progress.line(summary(writer.folder, index, encoded=progress.encoded, seconds=seconds))
+    elif rank.rank == 0:
+        progress.line(f"{name}: this rank is done; the last of the others writes the index")
+
+
+def summary(folder: Path, index: LatentIndex, *, encoded: int, seconds: float) -> str:
+    shape = " x ".join(map(str, index.latent_shape))
+    pairs = ", with mirrored ones" if index.flipped else ""
+    skipped = f", {index.num_skipped} unreadable images skipped (listed in index.json)" if index.num_skipped else ""
+    size = sum(shard.bytes for shard in index.shards) / 1e6
+    speed = f"; {encoded:,} images in {seconds:.1f} s, {encoded / seconds:,.1f} images/s" if encoded else ""
+    return f"{folder}: complete, {index.num_images:,} latents of {shape}{pairs} in {size:,.1f} MB{skipped}{speed}"
+
+
+def open_dataset(config: Config, *, split: Any, is_asked_for: bool) -> ImageDataset | None:
+    """One split; None where the dataset has none and nobody asked for it by name."""
+    from data import build_dataset
+    from torchditan.config import ConfigError, option_error
+
+    if config.dataset.dataset_name in ("latents", "imagenet_dummy"):
+        right = "is encoded already; --convert makes shards of the public ImageNet file"
+        raise option_error("dataset.dataset_name", config.dataset.dataset_name, right)
+    if config.dataset.streaming:
+        right = "cannot be encoded: shards need to know their images; download the dataset by leaving it out"
+        raise option_error("dataset.streaming", True, right)
+    try:
+        return build_dataset(config.dataset, split=split)
+    except ConfigError as error:
+        if split == "train" or is_asked_for:
+            raise
+        print(f"no validation latents: {error}", file=sys.stderr)
+        return None
+
+
+def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> None:
+    from torchditan.autoencoders import open_autoencoder
+    from torchditan.autoencoders.encoding import describe_encoding, encode
+    from torchditan.autoencoders.latent_writer import LatentWriter
+    from torchditan.config import option_error
+
+    if config.autoencoder.name is None:
+        raise option_error("autoencoder.name", None, "must say which autoencoder encodes the images, haar say")
+    if config.autoencoder.online or config.autoencoder.sample_posterior:
+        name = "online" if config.autoencoder.online else "sample_posterior"
+        raise option_error(f"autoencoder.{name}", True, "is decided when training; leave it out here")
+    autoencoder: Autoencoder | None = None
+    for split in (arguments.split or "train,validation").split(","):
+        dataset = open_dataset(config, split=split, is_asked_for=arguments.split is not None)
+        if dataset is None:
+            continue
+        if autoencoder is None:
+            channels = dataset.sample_shape[0]
+            autoencoder = open_autoencoder(config.autoencoder, device=rank.device, image_channels=channels)
+        flip = dataset.horizontal_flip if config.dataset.horizontal_flip is None else config.dataset.horizontal_flip
+        encoding = describe_encoding(
+            dataset,
+            autoencoder,
+            split=split,
+            crop=config.dataset.crop,
+            dtype=arguments.dtype,
+            flipped=flip and not arguments.no_flip and split == "train",  # held-out images are never mirrored
+            posterior=arguments.posterior,
+            shard_size=arguments.shard_size,
+        )
+        writer = LatentWriter(arguments.out / split, encoding)
+
+        work = partial(
+            encode,
+            dataset,
+            autoencoder,
+            writer,
+            rank=rank,
+            batch_size=arguments.batch_size,
+            num_workers=config.dataset.num_workers,
+            prefetch_factor=config.dataset.prefetch_factor,
+        )
+        run_split(writer, work, rank=rank)
+
+
+def convert_file(arguments: argparse.Namespace, rank: Rank) -> None:
+    from torchditan.autoencoders.encoding import convert, describe_conversion
+    from torchditan.autoencoders.latent_shards import LatentShards
+    from torchditan.autoencoders.latent_writer import LatentWriter
+    from torchditan.config import option_error
+
+    split = arguments.split or "train"
+    if split not in SPLITS:
+        raise option_error("--split", split, "must be train or validation: a file is one of them")
+    if not arguments.convert.is_file():
+        raise option_error("--convert", str(arguments.convert), "is no file; must be imagenet_ci8x8.safetensors")
+    source = LatentShards.open(arguments.convert)
+    writer = LatentWriter(
+        arguments.out / split, describe_conversion(source, split=split, shard_size=arguments.shard_size)
+    )
+    run_split(writer, partial(convert, source, writer, rank=rank), rank=rank)
+
+
+def verify_all(out: Path) -> None:
+    """Print every problem in a line; exit with code 2 where there is one."""
+    from torchditan.autoencoders.latent_shards import LatentShards, verify
+
+    folders = [out / split for split in SPLITS if (out / split).is_dir()] or [out]
+    problems = [problem for folder in folders for problem in verify(folder)]
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    if problems:
+        sys.exit(2)
+    for folder in folders:
+        index = LatentShards.open(folder).index
+        print(f"{folder}: {index.num_images:,} latents in {len(index.shards)} shards, all as they were encoded")
+
+
+def main() -> None:
+    arguments, config = parse(sys.argv[1:])
+
+    import torch
+
+    from torchditan.distributed.process_group import Rank, _die_with_launcher, check_devices
+
+    rank = Rank.from_environment()
+    if arguments.verify:
+        verify_all(arguments.out)
+        return
+    _die_with_launcher()
+    check_devices(rank)
+    if rank.device.type == "cuda":
+        torch.cuda.set_device(rank.device)
+    if arguments.convert is not None:
+        convert_file(arguments, rank)
+    else:
+        encode_all(arguments, config, rank)
+
+
+if __name__ == "__main__":
+    from torchditan.verdict import run_job
+
+    sys.exit(run_job(main))

@@ -1,0 +1,189 @@
+#!/usr/bin/env python
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Figures of autoencoders on the held-out images of a dataset: PSNR, SSIM, latents, speed, and a picture.
+
+python scripts/reconstruct.py --dataset.dataset_name earth --dataset.image_size 64 \
+    --autoencoder.name patch --autoencoder.path earth
+python scripts/reconstruct.py --dataset.dataset_name earth --dataset.image_size 64 --compare haar patch:earth sdxl
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchditan.autoencoders import Autoencoder
+    from torchditan.config import Autoencoder as AutoencoderConfig
+    from torchditan.evaluation.reconstruction import Reconstruction
+
+NUM_SHOWN = 10
+HEADINGS = ("autoencoder", "latents", "fewer", "PSNR dB", "SSIM", "mean", "std", "encode/s", "decode/s")
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Arguments of this script, and the `--dataset.*` and `--autoencoder.*` flags left for the configuration."""
+    from torchditan.command_line import ScriptParser, count
+
+    parser = ScriptParser(__doc__, sections=("dataset", "autoencoder"))
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        metavar="NAME[:PATH]",
+        help="several autoencoders by name, or name and path, instead of --autoencoder.name and .path",
+    )
+    parser.add_argument("--num_images", type=count, default=256, help="held-out images, at most (default: 256)")
+    parser.add_argument("--batch_size", type=count, default=32, help="images at once (default: 32)")
+    parser.add_argument("--out", type=Path, help="PNG to write (default: outputs/reconstructions_<dataset>.png)")
+    return parser.parse(argv)
+
+
+def choose(config: AutoencoderConfig, compare: list[str] | None) -> list[AutoencoderConfig]:
+    """The autoencoders asked for; what `--autoencoder.*` says beside name and path holds for each of them."""
+    from torchditan.config import option_error
+
+    if config.online or config.sample_posterior:
+        option = "online" if config.online else "sample_posterior"
+        raise option_error(f"autoencoder.{option}", True, "the figures are of mean latents; leave it out")
+    if compare is None:
+        if config.name is None:
+            raise option_error("autoencoder.name", None, "must be given, or several with --compare haar patch:earth")
+        return [config]
+    for option in ("name", "path"):
+        if getattr(config, option) is not None:
+            right = "--compare names the autoencoders; leave it out"
+            raise option_error(f"autoencoder.{option}", getattr(config, option), right)
+    pairs = [text.partition(":") for text in compare]
+    return [dataclasses.replace(config, name=name, path=path or None) for name, _, path in pairs]
+
+
+def title_of(config: AutoencoderConfig) -> str:
+    """`patch:earth`, as `--compare` takes it."""
+    return f"{config.name}:{config.path}" if config.path else str(config.name)
+
+
+def set_missing_normalization(autoencoder: Autoencoder, images: Tensor, *, batch_size: int) -> bool:
+    """Normalise by these images where nothing is published; whether that was so."""
+    from torchditan.evaluation.reconstruction import channel_statistics, normalization_of, raw_latents
+
+    if autoencoder.shift is not None:
+        return False
+    statistics = channel_statistics(raw_latents(autoencoder, images.split(batch_size)))
+    shift, scale = normalization_of(*statistics)
+    autoencoder.set_normalization(shift=shift, scale=scale)
+    return True
+
+
+def row(title: str, result: Reconstruction, *, image_shape: tuple[int, ...]) -> list[str]:
+    """A line of the table; `mean` and `std` are the lowest and the highest of the normalised channels."""
+    mean, std = result.latent_mean.round(decimals=2) + 0.0, result.latent_std  # + 0.0 makes -0.0 a 0.0
+    return [
+        title,
+        " x ".join(map(str, result.latent_shape)),
+        f"{math.prod(image_shape) / math.prod(result.latent_shape):.3g} x",
+        f"{result.psnr.mean():.2f}",
+        "-" if result.ssim is None else f"{result.ssim.mean():.4f}",
+        f"{mean.min():+.2f} {mean.max():+.2f}",
+        f"{std.min():.2f} {std.max():.2f}",
+        f"{result.encoded_per_second:,.0f}",
+        f"{result.decoded_per_second:,.0f}",
+    ]
+
+
+def table(rows: list[list[str]]) -> str:
+    """Columns as wide as their longest entry; the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(HEADINGS, *rows, strict=True)]
+    lines = []
+    for entries in (HEADINGS, *rows):
+        first, *others = (entry.ljust(width) for entry, width in zip(entries, widths, strict=True))
+        cells = [first, *(entry.strip().rjust(width) for entry, width in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def to_toml(config: AutoencoderConfig, autoencoder: Autoencoder) -> str:
+    """Lines for a training configuration that normalise by what was measured here."""
+    assert autoencoder.shift is not None and autoencoder.scale is not None
+    given = {key: getattr(config, key) for key in ("name", "path", "downsampling", "dtype")}
+    lines = ["[autoencoder]", *(f"{key} = {json.dumps(value)}" for key, value in given.items() if value is not None)]
+    for key, values in (("shift", autoencoder.shift), ("scale", autoencoder.scale)):
+        lines.append(f"{key} = [{', '.join(f'{value:#.6g}' for value in values.tolist())}]")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    args, flags = parse(sys.argv[1:])
+
+    from torchditan.config import Config, Model
+    from torchditan.config_loader import override
+
+    # The default model's own patches are no limit to the pictures.
+    config = override(Config(model=Model(patch_size=1)), flags, sections=("dataset", "autoencoder"))
+    chosen = choose(config.autoencoder, args.compare)
+
+    import torch
+
+    from data import build_dataset
+    from torchditan.autoencoders import open_autoencoder
+    from torchditan.distributed.process_group import Rank
+    from torchditan.evaluation.image_grid import save_grid
+    from torchditan.evaluation.reconstruction import check_pictures, picture_batches, reconstruct
+
+    device = Rank(0, 0, 1).device
+    dataset = build_dataset(config.dataset, split="validation")
+    check_pictures(dataset)
+    pictures = picture_batches(
+        dataset,
+        num_images=args.num_images,
+        batch_size=args.batch_size,
+        corrupt_images=config.dataset.corrupt_images,
+    )
+    images = torch.cat(list(pictures))  # (n, C, H, W)
+    rows, toml, labels = [], [], ["original"]
+    shown = [i * len(images) // min(NUM_SHOWN, len(images)) for i in range(min(NUM_SHOWN, len(images)))]
+    cells = [images[shown]]
+    for each in chosen:
+        autoencoder = open_autoencoder(each, device=device, image_channels=dataset.sample_shape[0])
+        autoencoder.latent_shape(*images.shape[2:])
+        title = title_of(each)
+        if set_missing_normalization(autoencoder, images, batch_size=args.batch_size):
+            toml.append((title, to_toml(each, autoencoder)))
+        result = reconstruct(autoencoder, images, batch_size=args.batch_size)
+        rows.append(row(title, result, image_shape=dataset.sample_shape))
+        labels.append(f"{title}  {rows[-1][3]} dB")
+        cells.append(result.images[shown])
+
+    size = " x ".join(map(str, dataset.sample_shape))
+    print(
+        f"{len(images)} held-out images of {dataset.name}, {size}, on {device.type} ({torch.get_num_threads()} threads)"
+    )
+    print(table(rows))
+    print("PSNR and SSIM: means over images. mean, std: lowest and highest of the normalised latents' channels.")
+    for title, lines in toml:
+        print(f"\n{title} publishes no normalisation; from these images:\n{lines}")
+    out = args.out or Path("outputs") / f"reconstructions_{dataset.name}.png"
+    save_grid(
+        out,
+        torch.stack(cells),  # (1 + autoencoders, k, C, H, W)
+        None,
+        labels,
+        title=f"{dataset.name}, {size}",
+        heading="held-out images",
+        scale=max(1, 128 // max(dataset.sample_shape[1:])),
+    )
+    print(f"\noriginals above reconstructions: {out}")
+
+
+if __name__ == "__main__":
+    from torchditan.verdict import run_job
+
+    sys.exit(run_job(main))

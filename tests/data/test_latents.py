@@ -1,0 +1,278 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The dataset of latents: splits, normalisation, whole batches, and what a folder of latents cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from data import build_dataset
+from torchditan.autoencoders.encoding import describe_encoding
+from torchditan.autoencoders.haar import HaarAutoencoder
+from torchditan.autoencoders.latent_shards import to_sample
+from torchditan.autoencoders.latent_writer import LatentWriter, Shard
+from torchditan.config import ConfigError, Dataset
+from torchditan.stream import BatchedDataset, BatchPlan, TrainingStream
+
+NUM = {"train": 9, "validation": 5}
+
+
+def latents_of(split: str, *, flipped: bool = False) -> torch.Tensor:
+    """(N, 12, 2, 3) in bf16; the splits have other means."""
+    draws = torch.Generator().manual_seed(len(split) + flipped)
+    mean = 2.0 if split == "train" else -1.0
+    return (torch.randn(NUM[split], 12, 2, 3, generator=draws) * 3 + mean).bfloat16()
+
+
+class Photos:
+    """What the latents pretend to come from."""
+
+    name = "photos"
+    sample_shape = (3, 4, 6)
+    horizontal_flip = True
+
+    def __init__(self, length: int, class_names: list[str]) -> None:
+        self.length = length
+        self.class_names = class_names
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise AssertionError("no image is read")
+
+
+def write_split(folder: Path, split: str, *, flipped: bool, posterior: bool = False, **changes: Any) -> None:
+    class_names = ["cat", "dog", "eel"]
+    encoding = describe_encoding(
+        Photos(NUM[split], class_names),
+        HaarAutoencoder(downsampling=2, image_channels=3, device=torch.device("cpu")),
+        split=split,
+        crop="center",
+        dtype="bf16",
+        flipped=flipped,
+        posterior=False,
+        shard_size=4,
+    )
+    writer = LatentWriter(folder, dataclasses.replace(encoding, posterior=posterior, **changes))
+    writer.open()
+    for number in range(writer.num_shards):
+        rows = torch.arange(4 * number, min(4 * number + 4, NUM[split]))
+        tensors = {"latents": latents_of(split)[rows], "labels": rows % 3, "index": rows}
+        if flipped:
+            tensors["latents_flipped"] = latents_of(split, flipped=True)[rows]
+        if posterior:
+            tensors["logvar"] = -tensors["latents"]
+            tensors["logvar_flipped"] = -tensors["latents_flipped"]
+        writer.write(number, Shard(tensors, ()))
+    writer.finalise()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write_split(tmp_path / "train", "train", flipped=True)
+    write_split(tmp_path / "validation", "validation", flipped=False)
+    return tmp_path
+
+
+def open_latents(root: Path | None, split: Any = "train", *, name: str = "latents", **options: Any) -> Any:
+    config = Dataset(dataset_name=name, root_dir=None if root is None else str(root), **options)
+    return build_dataset(config, split=split)
+
+
+def refuse(message: str, root: Path | None, split: Any = "train", **options: Any) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        open_latents(root, split, **options)
+    assert "\n" not in str(error.value)
+
+
+def normalised(latents: torch.Tensor) -> torch.Tensor:
+    """By the mean and standard deviation of all training latents, mirrored ones included."""
+    train = torch.cat([latents_of("train"), latents_of("train", flipped=True)]).double().transpose(0, 1).flatten(1)
+    shift, std = train.mean(1), train.std(1, correction=0)
+    return ((latents.double() - shift[:, None, None]) / std[:, None, None]).float()
+
+
+def test_items_are_normalised_latents_with_their_labels(root: Path) -> None:
+    dataset = open_latents(root)
+    assert (len(dataset), dataset.sample_shape, dataset.name) == (9, (12, 2, 3), "latents")
+    assert dataset.class_names == ["cat", "dog", "eel"]
+    assert dataset.horizontal_flip
+    for index in range(9):
+        item = dataset[index]
+        assert set(item) == {"sample", "class_label"}
+        assert item["sample"].dtype == torch.float32 and item["class_label"] == index % 3
+        torch.testing.assert_close(item["sample"], normalised(latents_of("train"))[index])
+
+
+def test_held_out_latents_are_normalised_like_the_training_latents(root: Path) -> None:
+    dataset = open_latents(root, "validation")
+    assert len(dataset) == 5 and not dataset.horizontal_flip
+    torch.testing.assert_close(dataset[3]["sample"], normalised(latents_of("validation"))[3])
+    assert dataset.index.shift == open_latents(root).index.shift
+    assert dataset.index.split == "validation"
+
+
+def test_a_batch_is_the_stored_rows_with_the_mirrored_pair_where_asked(root: Path) -> None:
+    dataset = open_latents(root)
+    assert isinstance(dataset, BatchedDataset)
+    indices, flips = np.array([7, 0, 7]), np.array([True, False, False])
+    batch = dataset.read_batch(indices, flips)
+    assert set(batch) == {"latent", "class_label"}
+    expected = torch.stack([latents_of("train", flipped=True)[7], latents_of("train")[0], latents_of("train")[7]])
+    assert torch.equal(batch["latent"], expected)
+    assert batch["class_label"].dtype == torch.int64 and batch["class_label"].tolist() == [1, 0, 1]
+    index = dataset.index
+    sample = to_sample(batch, shift=torch.tensor(index.shift), scale=torch.tensor(index.scale))
+    torch.testing.assert_close(sample, normalised(expected))
+
+
+def test_the_variance_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
+    write_split(tmp_path, "train", flipped=True, posterior=True)
+    dataset = open_latents(tmp_path)
+    indices, flips = np.array([1, 8]), np.array([False, True])
+    assert "logvar" not in dataset.read_batch(indices, flips)
+    dataset.with_logvar = True
+    batch = dataset.read_batch(indices, flips)
+    assert torch.equal(batch["logvar"], -batch["latent"])
+
+
+def test_a_folder_may_be_one_split_alone(root: Path) -> None:
+    assert len(open_latents(root / "train")) == 9
+    refuse("has no validation latents; encode them with --split validation", root / "train", "validation")
+
+
+def test_without_labels_items_and_batches_have_none(root: Path) -> None:
+    dataset = open_latents(root, num_classes=0)
+    assert dataset.class_names == [] and set(dataset[0]) == {"sample"}
+    assert set(dataset.read_batch(np.array([0]), np.array([False]))) == {"latent"}
+
+
+def test_more_classes_than_the_latents_have_are_named(root: Path) -> None:
+    assert open_latents(root, num_classes=4).class_names[3] == "class 3"
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_and_ranks_of_the_stream_read_the_same_bytes(root: Path, num_workers: int) -> None:
+    def read(rank: int, world_size: int, num_workers: int) -> list[dict[str, torch.Tensor]]:
+        plan = BatchPlan(batch_size=4 // world_size, global_batch_size=4, rank=rank, world_size=world_size)
+        stream = TrainingStream(
+            open_latents(root),
+            plan=plan,
+            seed=0,
+            num_classes=3,
+            horizontal_flip=None,
+            corrupt_images="error",
+            num_workers=num_workers,
+            prefetch_factor=2,
+            pin_memory=False,
+        )
+        batches = stream.batches(0)
+        return [next(batches)[0] for _ in range(6)]
+
+    whole = read(0, 1, 0)
+    assert {flag for batch in whole for flag in is_mirrored(batch)} == {True, False}
+    for parts in (zip(read(0, 1, num_workers)), zip(read(0, 2, 0), read(1, 2, num_workers), strict=True)):
+        for batch, ranks in zip(whole, parts, strict=True):
+            for key in batch:
+                assert torch.equal(batch[key], torch.cat([part[key] for part in ranks])), key
+
+
+def is_mirrored(batch: dict[str, torch.Tensor]) -> list[bool]:
+    mirrored = latents_of("train", flipped=True)
+    return [any(torch.equal(latent, other) for other in mirrored) for latent in batch["latent"]]
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        (r"dataset.image_size = \[32, 32\]: latents is 2 x 3; leave it out", {"image_size": [32, 32]}),
+        ('dataset.hub_name = "x": latents does not read it', {"hub_name": "x"}),
+        ("dataset.num_classes = 2: latents has 3 classes", {"num_classes": 2}),
+    ],
+)
+def test_what_latents_cannot_be_is_refused(root: Path, message: str, options: dict[str, Any]) -> None:
+    refuse(message, root, **options)
+
+
+def test_mirroring_latents_without_pairs_is_refused(root: Path) -> None:
+    (root / "other").mkdir()
+    write_split(root / "other" / "train", "train", flipped=False)
+    assert not open_latents(root / "other").horizontal_flip
+    refuse(
+        "dataset.horizontal_flip = true: these latents hold no mirrored images; encode them without --no_flip",
+        root / "other",
+        horizontal_flip=True,
+    )
+
+
+def test_channels_that_disagree_with_the_model_are_refused(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.input_channels = 16: latents has 12 channel\(s\)"):
+        build_dataset(Dataset(dataset_name="latents", root_dir=str(root)), split="train", input_channels=16)
+
+
+@pytest.mark.parametrize("changes", [{"fingerprint": "haar-2-9"}, {"class_names": ("cat", "eel")}])
+def test_held_out_latents_of_another_autoencoder_or_other_classes_are_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    write_split(tmp_path / "train", "train", flipped=True)
+    write_split(tmp_path / "validation", "validation", flipped=False, **changes)
+    refuse(f"its {next(iter(changes))} is not that of the training latents", tmp_path, "validation")
+
+
+def test_an_unfinished_or_empty_folder_is_refused(root: Path) -> None:
+    refuse("dataset.root_dir = none: latents needs a folder that scripts/encode_latents.py wrote", None)
+    refuse("does not exist; latents needs a folder", root / "gone")
+    (root / "empty").mkdir()
+    refuse("holds no latents", root / "empty")
+    (root / "train" / "index.json").unlink()
+    (root / "train" / "encoding.json").write_text("{}")
+    refuse('train": its encoding is not finished; rerun', root)
+
+
+def test_labels_beyond_the_classes_are_refused(root: Path) -> None:
+    path = root / "train" / "index.json"
+    values = json.loads(path.read_bytes())
+    values["class_names"] = ["cat", "dog"]
+    path.write_text(json.dumps(values))
+    refuse("the labels of latents run from 0 to 2; must be 0 to 1, its 2 classes", root)
+
+
+def write_public(path: Path, labels: list[int]) -> torch.Tensor:
+    latents = torch.randint(-90, 90, (len(labels), 16, 2, 2), dtype=torch.int8)
+    save_file({"latents": latents, "labels": torch.tensor(labels).short()}, path)
+    return latents
+
+
+def test_imagenet_dummy_is_the_public_file_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refuse(
+        'dataset.root_dir = "imagenet_ci8x8.safetensors": does not exist; .*--dataset.dataset_name dummy',
+        None,
+        name="imagenet_dummy",
+    )
+    latents = write_public(tmp_path / "imagenet_ci8x8.safetensors", [0, 2, 1, 2])
+    held_out = write_public(tmp_path / "imagenet_ci8x8_val.safetensors", [1, 0])
+    for root in (None, tmp_path, tmp_path / "imagenet_ci8x8.safetensors"):
+        for name in ("imagenet_dummy", "latents") if root else ("imagenet_dummy",):
+            dataset = open_latents(root, name=name)
+            assert (len(dataset), dataset.sample_shape, dataset.horizontal_flip) == (4, (16, 2, 2), False)
+            assert dataset.class_names == ["class 0", "class 1", "class 2"]
+            assert dataset[1]["class_label"] == 2
+            shift, scale = (
+                torch.tensor(values)[:, None, None] for values in (dataset.index.shift, dataset.index.scale)
+            )
+            torch.testing.assert_close(dataset[1]["sample"], (latents[1] * (16 / 255) - shift) * scale)
+            validation = open_latents(root, "validation", name=name)
+            torch.testing.assert_close(validation[0]["sample"], (held_out[0] * (16 / 255) - shift) * scale)
+    (tmp_path / "imagenet_ci8x8_val.safetensors").unlink()
+    refuse("has no validation latents", tmp_path, "validation", name="imagenet_dummy")

@@ -1,0 +1,94 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The one interface of all autoencoders: pixels -> normalised latents -> pixels.
+
+Notable:
+- normalised latents are (z - shift) x scale, about zero mean and unit variance: what a diffusion model is trained on;
+- an autoencoder computes in the dtype its weights need; pixels and latents are float32 outside of it;
+- its fingerprint names the weights, so that latents never meet another autoencoder's decoder.
+"""
+
+from __future__ import annotations
+
+import abc
+
+import torch
+from torch import Tensor
+
+from torchditan.config import option_error
+
+
+class Autoencoder(abc.ABC):
+    """One autoencoder on one device. Subclasses give `_moments` and `_decode`, which know no normalisation."""
+
+    name: str
+    """As `autoencoder.name` says it."""
+    path: str | None
+    """Folder or hub name to open it again with, as `autoencoder.path` says it; None where it has no weights."""
+    fingerprint: str
+    """Identity of the weights, `patch-1f0c9a...` say; equal exactly where the weights are."""
+    image_channels: int
+    latent_channels: int
+    downsampling: int
+    """Pixels to a latent cell, a side."""
+    dtype: torch.dtype
+    """What the weights compute in."""
+    device: torch.device
+    has_posterior: bool
+    """Whether the encoder gives a variance beside the mean."""
+    shift: Tensor | None = None
+    """(C,) float32 on the CPU, or None: none is published, and `set_normalization` has to come first."""
+    scale: Tensor | None = None
+
+    def set_normalization(self, *, shift: Tensor, scale: Tensor) -> None:
+        """Normalise by these, (C,) each, from now on."""
+        assert shift.shape == scale.shape == (self.latent_channels,), (shift.shape, scale.shape)
+        self.shift, self.scale = shift.float().cpu(), scale.float().cpu()
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        """(C, h, w) of the latents of images of height x width.
+
+        Raises:
+            ConfigError: these are no multiples of the downsampling.
+        """
+        factor = self.downsampling
+        if height % factor or width % factor:
+            right = f"must be a multiple of {factor}, the downsampling of {self.name}"
+            raise option_error("dataset.image_size", [height, width], right)
+        return self.latent_channels, height // factor, width // factor
+
+    @torch.no_grad()
+    def moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Mean and log-variance of the latents, before normalisation.
+
+        Args:
+            images: (B, image_channels, H, W) in [-1, 1], on any device.
+
+        Returns:
+            (B, C, h, w) float32 each, on the autoencoder's device; the second is None without a posterior.
+        """
+        mean, logvar = self._moments(images.to(self.device, self.dtype, non_blocking=True))
+        return mean.float(), None if logvar is None else logvar.float()
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Images (B, image_channels, H, W) in [-1, 1] -> normalised latents (B, C, h, w) float32, their mean."""
+        assert self.shift is not None and self.scale is not None, "set_normalization first"
+        mean, _ = self.moments(images)
+        return (mean - _per_channel(self.shift, mean)) * _per_channel(self.scale, mean)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Normalised latents (B, C, h, w) -> images (B, image_channels, H, W) float32, about [-1, 1], not clamped."""
+        assert self.shift is not None and self.scale is not None, "set_normalization first"
+        latents = latents.to(self.device, torch.float32)
+        raw = latents / _per_channel(self.scale, latents) + _per_channel(self.shift, latents)
+        return self._decode(raw.to(self.dtype)).float()
+
+    @abc.abstractmethod
+    def _moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]: ...
+
+    @abc.abstractmethod
+    def _decode(self, latents: Tensor) -> Tensor: ...
+
+
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    return values.to(like.device, like.dtype)[:, None, None]  # (C, 1, 1)

@@ -1,0 +1,188 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""NVIDIA's Cosmos image tokenizers, CI8x8 and CI16x16: a pair of TorchScript files, read as they are.
+
+Notable:
+- the precision a file was traced in is frozen in it: a bfloat16 trace fails in float32, and the reverse. It is probed
+  by a small forward, and so are channels, downsampling, and whether there is a variance;
+- `encoder.jit` gives (latent, (mean, logvar)). Where the tokenizer is no VAE (NVIDIA's "AE" formulation) it fills the
+  pair with single zeros, and the latent is the mean; where it is one, its latent is a draw, and the mean is taken;
+- no normalisation is published: it comes from the images that are encoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchditan.autoencoders.autoencoder import Autoencoder
+from torchditan.autoencoders.hub import first_line
+from torchditan.config import ConfigError, option_error
+
+FILES = ("encoder.jit", "decoder.jit")
+_PROBE_SIZE = 64
+_IMAGE = f"{_PROBE_SIZE} x {_PROBE_SIZE}"
+_CHUNK_BYTES = 1 << 20
+
+
+class CosmosAutoencoder(Autoencoder):
+    """A traced encoder and decoder, at any size that is a multiple of the downsampling."""
+
+    def __init__(
+        self,
+        encoder: Any,
+        decoder: Any,
+        *,
+        fingerprint: str,
+        latent_channels: int,
+        downsampling: int,
+        has_posterior: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.name = "cosmos"
+        self.path = None
+        self.fingerprint = fingerprint
+        self.image_channels = 3
+        self.latent_channels = latent_channels
+        self.downsampling = downsampling
+        self.dtype = dtype
+        self.device = device
+        self.has_posterior = has_posterior
+        self._encoder = encoder
+        self._decoder = decoder
+
+    @classmethod
+    def open(cls, folder: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> CosmosAutoencoder:
+        """Open `encoder.jit` and `decoder.jit` of `folder`, which both are there.
+
+        Args:
+            folder: where the two files are.
+            device: where they compute.
+            dtype: None, or what they must be traced in.
+
+        Raises:
+            ConfigError: a file is no TorchScript, they are no pair of an image tokenizer, or traced in another dtype.
+        """
+        encoder, decoder = (_load(folder / file, device=device) for file in FILES)
+        output, traced = _probe_encoder(encoder, folder=folder, device=device)
+        if dtype not in (None, traced):
+            right = f"{FILES[0]} of {folder} is traced in {_word(traced)} and computes in nothing else; leave it out"
+            raise option_error("autoencoder.dtype", _word(dtype), right)
+        mean, logvar = _mean_and_logvar(output)
+        _probe_decoder(decoder, mean.to(traced), folder=folder)
+        return cls(
+            encoder,
+            decoder,
+            fingerprint=_fingerprint(folder),
+            latent_channels=mean.shape[1],
+            downsampling=_PROBE_SIZE // mean.shape[-1],
+            has_posterior=logvar is not None,
+            dtype=traced,
+            device=device,
+        )
+
+    def _moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        return _mean_and_logvar(self._encoder(images))
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        return self._decoder(latents)
+
+
+def _load(file: Path, *, device: torch.device) -> Any:
+    load = getattr(getattr(torch, "jit", None), "load", None)
+    if load is None:
+        raise _refuse(file, f"is TorchScript, which torch {torch.__version__} reads no more; use an older one")
+    try:
+        with warnings.catch_warnings():
+            # TorchScript is what NVIDIA publishes; there is nothing a user could switch to.
+            warnings.filterwarnings("ignore", message=r"`torch\.jit\.load` is deprecated", category=DeprecationWarning)
+            return load(str(file), map_location=device).eval()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        raise _refuse(file, f"is no TorchScript file, or not all of it ({first_line(error)})") from error
+
+
+@torch.no_grad()
+def _probe_encoder(encoder: Any, *, folder: Path, device: torch.device) -> tuple[Any, torch.dtype]:
+    """What the encoder gives for one small image, and the dtype it was traced in."""
+    weights = [*encoder.parameters(), *encoder.buffers()]
+    stored = [weight.dtype for weight in weights if weight.is_floating_point()]
+    failure: Exception | None = None
+    for dtype in dict.fromkeys([*stored[:1], torch.float32, torch.bfloat16]):
+        try:
+            output = encoder(torch.zeros(1, 3, _PROBE_SIZE, _PROBE_SIZE, dtype=dtype, device=device))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            failure = failure or error  # the one of the stored dtype says most
+        else:
+            _check_output(output, file=folder / FILES[0])
+            return output, dtype
+    raise _refuse(folder / FILES[0], f"encodes no image of {_IMAGE} on {device} ({_last_line(failure)})")
+
+
+@torch.no_grad()
+def _probe_decoder(decoder: Any, latent: Tensor, *, folder: Path) -> None:
+    file = folder / FILES[1]
+    try:
+        images = decoder(latent)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        right = f"does not decode the latents of {FILES[0]}, {_shown(latent)} ({_last_line(error)})"
+        raise _refuse(file, right) from error
+    if not isinstance(images, Tensor) or images.shape != (1, 3, _PROBE_SIZE, _PROBE_SIZE):
+        right = f"gives {_shown(images)} for the latents of an image of {_IMAGE}; they are no pair"
+        raise _refuse(file, right)
+
+
+def _check_output(output: Any, *, file: Path) -> None:
+    latent = output[0] if isinstance(output, tuple) and output else output
+    is_latent = isinstance(latent, Tensor) and latent.ndim == 4 and latent.is_floating_point()
+    if not is_latent or len(set(latent.shape[2:])) != 1 or _PROBE_SIZE % latent.shape[-1]:
+        right = f"gives {_shown(latent)} for an image of {_IMAGE}; must be of a continuous image tokenizer (CI)"
+        raise _refuse(file, right)
+
+
+def _mean_and_logvar(output: Any) -> tuple[Tensor, Tensor | None]:
+    """(latent, (mean, logvar)), (latent, ...) or latent -> mean and log-variance, (B, C, h, w) each."""
+    if isinstance(output, Tensor):
+        return output, None
+    latent, *rest = output
+    if rest and isinstance(rest[0], tuple) and [getattr(part, "shape", None) for part in rest[0]] == [latent.shape] * 2:
+        return rest[0]
+    return latent, None
+
+
+def _fingerprint(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for file in FILES:
+        digest.update(f"{file} {(folder / file).stat().st_size}\n".encode())
+        with open(folder / file, "rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    return f"cosmos-{digest.hexdigest()[:16]}"
+
+
+def _refuse(file: Path, right: str) -> ConfigError:
+    return option_error("autoencoder.path", str(file.parent), f"{file.name} {right}")
+
+
+def _word(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shown(output: Any) -> str:
+    return f"{_word(output.dtype)} {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+
+
+def _last_line(error: Exception | None) -> str:
+    """TorchScript ends its traceback with the reason."""
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__

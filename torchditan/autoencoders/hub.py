@@ -1,0 +1,94 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Where the weights of a published autoencoder lie: a folder here, or the Hugging Face hub, which fetches them once."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchditan.config import ConfigError, option_error
+
+
+def find_weights(place: str, *, files: Sequence[str], subfolders: Sequence[str] = ("",)) -> Path:
+    """The folder that holds all `files`; of a hub name they are downloaded once, with a progress bar.
+
+    Args:
+        place: as `autoencoder.path` says it: a folder, or `owner/name` on the hub.
+        files: their names; the first tells which of the subfolders it is.
+        subfolders: where to look inside `place`, in order; "" is `place` itself.
+
+    Raises:
+        ConfigError: there is no such folder or hub name, a file is missing, or the hub does not give it.
+    """
+    local = Path(place).expanduser()
+    if local.is_dir():
+        return _find_here(local, place=place, files=files, subfolders=subfolders)
+    if local.exists() or re.fullmatch(r"\w[\w.-]*/[\w.-]+", place) is None:
+        right = f"is no folder; must be one with {_listed(files)}, or owner/name on the Hugging Face hub"
+        raise option_error("autoencoder.path", place, right)
+    return _find_on_hub(place, files=files, subfolders=subfolders)
+
+
+def require(module: str) -> Any:
+    """Import diffusers or huggingface_hub, or say how to install them."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the package {module.split('.')[0]} is missing: pip install -e '.[diffusers]'") from error
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _listed(files: Sequence[str]) -> str:
+    return " and ".join(files)
+
+
+def _find_here(local: Path, *, place: str, files: Sequence[str], subfolders: Sequence[str]) -> Path:
+    folders = [local / subfolder for subfolder in subfolders]
+    folder = next((folder for folder in folders if (folder / files[0]).is_file()), local)
+    for file in files:
+        if not (folder / file).is_file():
+            inner = "" if folder == local else f"{folder.relative_to(local)}/"
+            raise option_error("autoencoder.path", place, f"has no {inner}{file}; must hold {_listed(files)}")
+    return folder
+
+
+def _find_on_hub(place: str, *, files: Sequence[str], subfolders: Sequence[str]) -> Path:
+    hub = require("huggingface_hub")
+    errors = require("huggingface_hub.errors")  # a lazy attribute of the package: not there until it is imported
+    missing = errors.EntryNotFoundError  # here its online form and its offline form, LocalEntryNotFoundError
+    try:
+        for subfolder in subfolders[:-1]:
+            try:
+                return _fetch(hub, place, files=files, subfolder=subfolder)
+            except missing:
+                continue
+        return _fetch(hub, place, files=files, subfolder=subfolders[-1])
+    except Exception as error:  # what a broken connection raises depends on the hub's version: OSError, httpx, requests
+        raise option_error("autoencoder.path", place, _why(errors, error, files=files)) from error
+
+
+def _fetch(hub: Any, place: str, *, files: Sequence[str], subfolder: str) -> Path:
+    paths = [Path(hub.hf_hub_download(place, file, subfolder=subfolder or None)) for file in files]
+    return paths[0].parent
+
+
+def _why(errors: Any, error: Exception, *, files: Sequence[str]) -> str:
+    here = f"give a folder with {_listed(files)} as --autoencoder.path"
+    if isinstance(error, errors.GatedRepoError):  # before RepositoryNotFoundError, which it is too
+        return "is gated: accept its terms on its page, then log in with `hf auth login` or set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "is no folder here, and was not found on the Hugging Face hub (a private one needs HF_TOKEN)"
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        return (
+            "is no folder here and not in the hub's cache, and the Hugging Face hub cannot be reached "
+            f"(no network, or HF_HUB_OFFLINE is set); go online once, or {here}"
+        )
+    if isinstance(error, errors.EntryNotFoundError):
+        return f"has no {_listed(files)} on the Hugging Face hub"
+    return f"cannot be fetched from the Hugging Face hub ({first_line(error)}); try again, or {here}"

@@ -1,0 +1,207 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Published autoencoders: which there are, and those that diffusers opens (AutoencoderKL and AutoencoderDC).
+
+Notable:
+- channels, downsampling and normalisation come from the autoencoder's own config.json; the table fills in what that
+  leaves open, and refuses another autoencoder under a published name;
+- weights are read from safetensors alone, and every tensor must fit: diffusers would fill a gap with random numbers;
+- a config that says `force_upcast`, or weights that are stored in float32 or float16, compute in float32 (float16
+  overflows in these decoders); bfloat16 weights in bfloat16. `autoencoder.dtype` overrides it: bfloat16 has the range
+  of float32, and costs precision only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from torchditan.autoencoders.autoencoder import Autoencoder
+from torchditan.autoencoders.hub import first_line, require
+from torchditan.config import ConfigError, option_error
+
+FILES = ("config.json", "diffusion_pytorch_model.safetensors")
+CLASSES = ("AutoencoderKL", "AutoencoderDC")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published autoencoder: where it is, and what is known of it before it is fetched."""
+
+    kind: Literal["cosmos", "diffusers"]
+    hub_name: str
+    latent_channels: int
+    downsampling: int
+    shift: float | None = None
+    """Of (z - shift) x scale; None: no normalisation is published."""
+    scale: float | None = None
+    subfolder: str = ""
+
+
+_SD3 = "stabilityai/stable-diffusion-3-medium-diffusers"
+_DC_AE = "mit-han-lab/dc-ae-f32c32-sana-1.0-diffusers"
+
+PUBLISHED = {
+    "sd-vae": Published("diffusers", "stabilityai/sd-vae-ft-ema", 4, 8, 0.0, 0.18215),
+    "sdxl": Published("diffusers", "stabilityai/sdxl-vae", 4, 8, 0.0, 0.13025),
+    "sd3": Published("diffusers", _SD3, 16, 8, 0.0609, 1.5305, subfolder="vae"),
+    "flux": Published("diffusers", "black-forest-labs/FLUX.1-schnell", 16, 8, 0.1159, 0.3611, subfolder="vae"),
+    "dc-ae": Published("diffusers", _DC_AE, 32, 32, 0.0, 0.41407),
+    "cosmos-ci8x8": Published("cosmos", "nvidia/Cosmos-0.1-Tokenizer-CI8x8", 16, 8),
+    "cosmos-ci16x16": Published("cosmos", "nvidia/Cosmos-0.1-Tokenizer-CI16x16", 16, 16),
+}
+
+
+class DiffusersAutoencoder(Autoencoder):
+    """An AutoencoderKL, which has a posterior, or an AutoencoderDC, which has none; on `device`, in `dtype` already."""
+
+    def __init__(self, model: Any, *, fingerprint: str, dtype: torch.dtype, device: torch.device) -> None:
+        config = model.config
+        widths = config.get("block_out_channels") or config["encoder_block_out_channels"]
+        self.name = "diffusers"
+        self.path = None
+        self.fingerprint = fingerprint
+        self.image_channels = config["in_channels"]
+        self.latent_channels = config["latent_channels"]
+        self.downsampling = 2 ** (len(widths) - 1)
+        self.dtype = dtype
+        self.device = device
+        self.has_posterior = type(model).__name__ == "AutoencoderKL"
+        self._model = model.eval()
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        published: Published | None = None,
+    ) -> DiffusersAutoencoder:
+        """Open config.json and diffusion_pytorch_model.safetensors of `folder`, which both are there.
+
+        Args:
+            folder: where the two files are.
+            device: where it computes.
+            dtype: what it computes in; None: what its weights need.
+            published: normalises where config.json does not say how.
+
+        Raises:
+            ConfigError: it is of another class, or weights and config do not fit.
+        """
+        config = _read_config(folder)
+        model = _build(config, folder=folder)
+        weights = _read_weights(folder)
+        _check_weights(weights, model, folder=folder)
+        dtype = dtype or _needed_dtype(weights, force_upcast=model.config.get("force_upcast", False))
+        # A copy: the file is mapped, and a process dies of SIGBUS when someone overwrites it.
+        used = {name: weight.to(device, dtype, copy=True) for name, weight in weights.items()}
+        model.load_state_dict(used, assign=True)
+        autoencoder = cls(model, fingerprint=_fingerprint(weights), dtype=dtype, device=device)
+        autoencoder._normalize_as(config, published, folder=folder)
+        return autoencoder
+
+    def _normalize_as(self, config: dict[str, Any], published: Published | None, *, folder: Path) -> None:
+        """(z - shift_factor) x scaling_factor, or (z - mean) x scaling_factor / std, as diffusers' pipelines do."""
+        factor, shift = config.get("scaling_factor"), config.get("shift_factor")
+        mean, std = config.get("latents_mean"), config.get("latents_std")
+        if factor is None and mean is None and published is not None:
+            factor, shift = published.scale, published.shift
+        if mean is not None and std is not None:
+            shift = _per_channel(mean, self.latent_channels, key="latents_mean", folder=folder)
+            scale = (factor or 1.0) / _per_channel(std, self.latent_channels, key="latents_std", folder=folder)
+            self.set_normalization(shift=shift, scale=scale)
+        elif factor is not None:
+            ones = torch.ones(self.latent_channels)
+            self.set_normalization(shift=ones * (shift or 0.0), scale=ones * factor)
+
+    def _moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        encoded = self._model.encode(images)
+        if self.has_posterior:
+            return encoded.latent_dist.mean, encoded.latent_dist.logvar
+        return encoded.latent, None
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        return self._model.decode(latents).sample
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / FILES[0]).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _refuse(folder, f"{FILES[0]} is no JSON ({first_line(error)})") from error
+    class_name = config.get("_class_name") if isinstance(config, dict) else None
+    if class_name not in CLASSES:
+        described = f"describes {class_name or 'no model of diffusers'}; must be {' or '.join(CLASSES)}"
+        raise _refuse(folder, f"{FILES[0]} {described}")
+    return config
+
+
+def _build(config: dict[str, Any], *, folder: Path) -> Any:
+    """The model of `config` on the meta device, without weights."""
+    diffusers = require("diffusers")
+    try:
+        with torch.device("meta"):
+            return getattr(diffusers, config["_class_name"]).from_config(config)
+    except (TypeError, ValueError, KeyError, IndexError, RuntimeError, AssertionError) as error:
+        reader = f"{config['_class_name']} of diffusers {diffusers.__version__}"
+        raise _refuse(folder, f"{FILES[0]} is not accepted by {reader} ({first_line(error)})") from error
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors, by the names of today's diffusers, sorted."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        stored = load_file(folder / FILES[1])
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _refuse(folder, f"{FILES[1]} is no safetensors, or not all of it ({first_line(error)})") from error
+    return dict(sorted((_name_of_today(name), tensor) for name, tensor in stored.items()))
+
+
+def _name_of_today(name: str) -> str:
+    """Attention layers of 2022, sd-vae's say, have other names for the same weights."""
+    today = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+    return re.sub(r"(?<=\.)(query|key|value|proj_attn)(?=\.(weight|bias)$)", lambda match: today[match[1]], name)
+
+
+def _check_weights(weights: dict[str, Tensor], model: Any, *, folder: Path) -> None:
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    found = {name: tensor.shape for name, tensor in weights.items()}
+    differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if differing:
+        many = f"{len(differing)} tensors are missing, unknown or of other shape, {differing[0]} first"
+        raise _refuse(folder, f"{FILES[1]} does not fit {FILES[0]}: {many}")
+
+
+def _needed_dtype(weights: dict[str, Tensor], *, force_upcast: bool) -> torch.dtype:
+    stored = {weight.dtype for weight in weights.values()}
+    return torch.bfloat16 if stored == {torch.bfloat16} and not force_upcast else torch.float32
+
+
+def _per_channel(values: Any, num_channels: int, *, key: str, folder: Path) -> Tensor:
+    tensor = torch.tensor(values, dtype=torch.float32).flatten()  # some configs hold (1, C, 1, 1)
+    if tensor.shape != (num_channels,):
+        many = f"{tensor.numel()} numbers as {key}; must have {num_channels}, one per latent channel"
+        raise _refuse(folder, f"{FILES[0]} has {many}")
+    return tensor
+
+
+def _fingerprint(weights: dict[str, Tensor]) -> str:
+    """Equal for equal names, shapes, dtypes and bytes, whatever file they are in."""
+    digest = hashlib.sha256()
+    for name, tensor in weights.items():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return f"diffusers-{digest.hexdigest()[:16]}"
+
+
+def _refuse(folder: Path, right: str) -> ConfigError:
+    return option_error("autoencoder.path", str(folder), right)

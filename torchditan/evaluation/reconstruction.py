@@ -1,0 +1,175 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""How well an autoencoder gives images back: PSNR and SSIM, what its latents look like, and how fast it is.
+
+Notable:
+- figures are of the 8-bit pictures that would be saved, one number for each image; a mean is over images;
+- SSIM is that of the paper, windows wholly inside the image, and the mean over colour channels;
+- normalised latents should have means near 0 and standard deviations near 1 in every channel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchditan.autoencoders.autoencoder import Autoencoder
+from torchditan.config import option_error
+from torchditan.stream import ImageDataset, read_image
+
+SSIM_WINDOW = 11
+"""Pixels of the window, a side; smaller images have no SSIM."""
+
+
+def to_8_bit(images: Tensor) -> Tensor:
+    """[-1, 1] -> 0, 1, ... 255 as float64; values outside are clamped."""
+    return ((images.double().clamp(-1, 1) + 1) * 127.5).round()
+
+
+def psnr(images: Tensor, references: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio, 10 log10(255^2 / MSE) of the 8-bit images (2^2 / MSE on the scale [-1, 1]).
+
+    Args:
+        images, references: (B, C, H, W) in [-1, 1].
+
+    Returns:
+        (B,) float64, in dB; infinite where the 8-bit images are equal.
+    """
+    difference = to_8_bit(images) - to_8_bit(references)
+    return 10 * torch.log10(255**2 / difference.square().mean((1, 2, 3)))
+
+
+def ssim(images: Tensor, references: Tensor) -> Tensor:
+    """Structural similarity of the 8-bit images (Wang et al. 2004, eq. 13), mean over windows and colour channels.
+
+    Gaussian window of 11 x 11 with sigma 1.5, K1 = 0.01, K2 = 0.03; windows lie wholly inside the image.
+
+    Args:
+        images, references: (B, C, H, W) in [-1, 1], height and width at least 11.
+
+    Returns:
+        (B,) float64; 1 where the 8-bit images are equal.
+    """
+    assert min(images.shape[2:]) >= SSIM_WINDOW, images.shape
+    x, y = to_8_bit(images), to_8_bit(references)
+    mean_x, mean_y = _windowed(x), _windowed(y)
+    variance_x = _windowed(x * x) - mean_x**2
+    variance_y = _windowed(y * y) - mean_y**2
+    covariance = _windowed(x * y) - mean_x * mean_y
+    c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
+    luminance = (2 * mean_x * mean_y + c1) / (mean_x**2 + mean_y**2 + c1)
+    contrast_and_structure = (2 * covariance + c2) / (variance_x + variance_y + c2)
+    return (luminance * contrast_and_structure).mean((1, 2, 3))
+
+
+def _windowed(values: Tensor) -> Tensor:
+    """Gaussian-weighted means over all windows: (B, C, H, W) -> (B, C, H - 10, W - 10)."""
+    offsets = torch.arange(SSIM_WINDOW, dtype=values.dtype, device=values.device) - SSIM_WINDOW // 2
+    kernel = torch.exp(-offsets.square() / (2 * 1.5**2))
+    kernel = kernel / kernel.sum()
+    rows = values.flatten(0, 1)[:, None]  # (B * C, 1, H, W)
+    rows = F.conv2d(rows, kernel.view(1, 1, -1, 1))
+    return F.conv2d(rows, kernel.view(1, 1, 1, -1)).view(*values.shape[:2], *rows.shape[2:-1], -1)
+
+
+def picture_batches(
+    dataset: ImageDataset, *, num_images: int, batch_size: int, corrupt_images: Literal["error", "skip"]
+) -> Iterator[Tensor]:
+    """Pictures spread evenly over a dataset, all of them where it has no more than `num_images`.
+
+    Yields:
+        (batch_size or fewer, 1 or 3, H, W) float32 in [-1, 1].
+
+    Raises:
+        ConfigError: a picture cannot be read.
+    """
+    count = min(num_images, len(dataset))
+    for start in range(0, count, batch_size):
+        indices = [i * len(dataset) // count for i in range(start, min(start + batch_size, count))]
+        items = [read_image(dataset, index, num_classes=0, corrupt_images=corrupt_images) for index in indices]
+        yield torch.stack([item["sample"] for item in items])
+
+
+def check_pictures(dataset: ImageDataset) -> None:
+    """Refuse with a ConfigError a dataset that is read in order only, and one that holds no pictures."""
+    if not hasattr(dataset, "__len__"):
+        right = "pictures are read from all over the dataset here; must be false"
+        raise option_error("dataset.streaming", True, right)
+    if dataset.sample_shape[0] not in (1, 3):
+        right = f"its samples have {dataset.sample_shape[0]} channels; must be a dataset of pictures"
+        raise option_error("dataset.dataset_name", dataset.name, right)
+
+
+def channel_statistics(latents: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of every channel over batches (B, C, h, w): (C,) float64 each, on the CPU."""
+    count, total, squares = 0, torch.zeros(()), torch.zeros(())
+    for batch in latents:
+        values = batch.double()
+        count += values.numel() // values.shape[1]
+        total = total + values.sum((0, 2, 3)).cpu()
+        squares = squares + values.square().sum((0, 2, 3)).cpu()
+    mean = total / count
+    return mean, (squares / count - mean**2).clamp_min(0).sqrt()
+
+
+def normalization_of(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+    """(shift, scale) that give each channel mean 0 and standard deviation 1; one that never varies is only moved."""
+    return mean, torch.where(std > 1e-6, 1 / std, torch.ones_like(std))
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """An autoencoder's images and figures, over n images."""
+
+    images: Tensor
+    """(n, C, H, W) float32 on the CPU, about [-1, 1]."""
+    psnr: Tensor
+    """(n,) dB."""
+    ssim: Tensor | None
+    """(n,), or None for images smaller than its window."""
+    latent_shape: tuple[int, ...]
+    latent_mean: Tensor
+    """(C,) of the normalised latents."""
+    latent_std: Tensor
+    encoded_per_second: float
+    """Images."""
+    decoded_per_second: float
+
+
+def reconstruct(autoencoder: Autoencoder, images: Tensor, *, batch_size: int) -> Reconstruction:
+    """Encode and decode images (n, C, H, W) in [-1, 1] with an autoencoder whose normalisation is set; timed."""
+    autoencoder.decode(autoencoder.encode(images[:batch_size]))  # the first pass also loads kernels
+    start = _now(autoencoder.device)
+    latents = [autoencoder.encode(batch) for batch in images.split(batch_size)]
+    encoded = _now(autoencoder.device)
+    decoded = torch.cat([autoencoder.decode(batch) for batch in latents])
+    end = _now(autoencoder.device)
+    decoded = decoded.cpu()
+    mean, std = channel_statistics(latents)
+    return Reconstruction(
+        images=decoded,
+        psnr=psnr(decoded, images),
+        ssim=ssim(decoded, images) if min(images.shape[2:]) >= SSIM_WINDOW else None,
+        latent_shape=tuple(latents[0].shape[1:]),
+        latent_mean=mean,
+        latent_std=std,
+        encoded_per_second=len(images) / (encoded - start),
+        decoded_per_second=len(images) / (end - encoded),
+    )
+
+
+def raw_latents(autoencoder: Autoencoder, images: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Latents before normalisation, of batches of images (B, C, H, W)."""
+    for batch in images:
+        yield autoencoder.moments(batch)[0]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
