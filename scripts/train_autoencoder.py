@@ -42,18 +42,18 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
     parser = ScriptParser(__doc__, sections=("dataset",))
     parser.add_argument("out", type=Path, help="folder to write: config.json, model.safetensors, reconstructions.png")
-    parser.add_argument("--steps", type=count, default=6000, help="optimizer steps (default: 6000)")
+    parser.add_argument("--steps", type=count, default=4000, help="optimizer steps (default: 4000)")
     parser.add_argument("--batch_size", type=count, default=32, help="images in a step (default: 32)")
     parser.add_argument("--lr", type=positive, default=2e-3, help="peak learning rate (default: 2e-3)")
-    parser.add_argument("--width", type=count, default=96, help="channels of the residual blocks (default: 96)")
+    parser.add_argument("--width", type=count, default=64, help="channels of the residual blocks (default: 64)")
     parser.add_argument("--depth", type=count, default=2, help="residual blocks, encoder and decoder each (default: 2)")
     parser.add_argument("--latent_channels", type=count, default=8, help="channels of a latent (default: 8)")
     parser.add_argument("--patch_size", type=count, default=4, help="pixels to a latent cell, a side (default: 4)")
     parser.add_argument(
         "--latent_noise",
         type=positive,
-        default=0.1,
-        help="noise on the latents, as a share of their standard deviation (default: 0.1)",
+        default=0.2,
+        help="noise on the latents, as a share of their standard deviation (default: 0.2)",
     )
     parser.add_argument("--latent_penalty", type=positive, default=1e-4, help="weight of their size (default: 1e-4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data order and noise (default: 0)")
@@ -154,8 +154,8 @@ def train(
     from torchditan.optim import build_optimizer, learning_rate
     from torchditan.randomness import normal
 
-    optimizer = build_optimizer(network, Optimizer(lr=args.lr, beta2=0.99))
-    schedule = LRScheduler(schedule="cosine", warmup_steps=min(100, args.steps // 10))
+    optimizer = build_optimizer(network, Optimizer(lr=args.lr, beta2=0.95))
+    schedule = LRScheduler(schedule="cosine", warmup_steps=min(200, args.steps // 10))
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     console, timer = Console(sys.stdout, color=False), StepTimer(device)
     held_out = held_out.to(device)

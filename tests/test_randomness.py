@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchditan.randomness import IndexedGenerator, Permutation, draw, generator, name_to_index
+from torchditan.randomness import IndexedGenerator, Permutation, draw, generator, name_to_index, uniform
 
 
 def test_a_sample_draws_the_same_in_any_batch() -> None:
@@ -87,13 +87,24 @@ def test_a_permutation_takes_no_memory_however_long_it_is() -> None:
     assert peak < 200_000
 
 
+def test_single_numbers_of_neighbours_purposes_and_seeds_are_independent() -> None:
+    base = uniform(0, "timestep", range(40_000))
+    others = (uniform(1, "timestep", range(40_000)), uniform(0, "flip", range(40_000)), base.roll(1), base.roll(64))
+    for other in others:
+        assert abs(torch.corrcoef(torch.stack([base, other]))[0, 1]) < 0.02  # 4 standard deviations
+    counts = torch.histc(base, bins=16, min=0, max=1)
+    assert ((counts - 2500) ** 2 / 2500).sum() < 45  # chi-squared of 15 degrees of freedom: one in ten thousand
+
+
 def test_draws_stay_what_they_were() -> None:
     # Another value here means that every run and checkpoint of before continues differently.
     assert draw(0, [1], (2,)).noise[0].tolist() == KNOWN_NOISE
+    assert draw(0, [1, 2**40], (2,)).timestep.tolist() == KNOWN_TIMESTEPS
     assert Permutation(0, "shuffle", 1, length=100)(np.arange(5)).tolist() == KNOWN_ORDER
     assert name_to_index("blocks.0.attn.qkv.weight") == KNOWN_INDEX
 
 
 KNOWN_NOISE = [0.6050183773040771, -0.6830394268035889]
 KNOWN_INDEX = 12782861566576958939
-KNOWN_ORDER = [19, 50, 42, 90, 26]
+KNOWN_ORDER = [6, 16, 90, 23, 38]
+KNOWN_TIMESTEPS = [0.23255372047424316, 0.423481822013855]

@@ -95,7 +95,7 @@ class Dataset:
     """The images to train on; the registry is in data/."""
 
     dataset_name: str = "digits"
-    """Name in the registry: digits, earth, emoji, cifar10, imagenet, imagenet_hub, folder or dummy."""
+    """Name in the registry: digits, earth, emoji, cifar10, imagenet, imagenet_hub, folder, latents or dummy."""
     root_dir: str | None = None
     """Folder (or file) of the images, where the dataset is not embedded."""
     hub_name: str | None = None
@@ -107,7 +107,7 @@ class Dataset:
     num_classes: int | None = None
     """Number of class labels; 0 trains without labels; left open, the dataset says."""
     num_workers: int = 2
-    """Processes per rank that decode images; 0 decodes in the training process."""
+    """Processes per rank that decode images (latents: threads that read); 0 does it in the training process."""
     prefetch_factor: int = 4
     """Batches each worker prepares ahead."""
     crop: Literal["center", "adm", "random"] = "center"

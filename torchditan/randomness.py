@@ -3,7 +3,7 @@
 
 Notable:
 - counter-based Philox4x64 (Salmon et al. 2011): the purpose picks the key, the index the counter, so any
-  sample's stream starts anywhere without drawing the ones before it;
+  sample's stream starts anywhere without drawing the ones before it; a single uniform number is a hash of the two;
 - the noise, timestep and label dropout of a training sample are drawn on the CPU beside its decoding, in
   the loader's workers, so a batch is the same tensors however it was split over ranks.
 """
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,8 +33,14 @@ class Randomness(NamedTuple):
     """(B, *sample_shape) float32, standard normal, where latents are drawn from their posterior."""
 
     def to(self, device: torch.device) -> Randomness:
-        moved = (None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self)
-        return Randomness(*moved)  # type: ignore[arg-type]  # only the last may be None
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Randomness:
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Randomness:
+        posterior = None if self.posterior is None else function(self.posterior)
+        return Randomness(function(self.noise), function(self.timestep), function(self.label_dropout), posterior)
 
 
 @functools.lru_cache(maxsize=256)
@@ -75,20 +82,21 @@ class IndexedGenerator:
 class Permutation:
     """A shuffle of range(length) in constant memory: where a position goes is computed, not looked up.
 
-    A balanced Feistel network (Luby and Rackoff 1988) permutes the next power of four; values that fall outside
-    walk on until they are inside (Black and Rogaway 2002), after four tries at most on average.
+    A Feistel network (Luby and Rackoff 1988) on pairs (left, right) of about sqrt(length) each, added to modulo their
+    own ranges; a value outside walks on until it is inside (both after Black and Rogaway 2002), which few do.
 
     Args:
         seed, purpose, index: as in `generator`; each index another shuffle.
         length: numbers to permute, at least 1.
     """
 
-    _NUM_ROUNDS = 8
+    _NUM_ROUNDS = 10
 
     def __init__(self, seed: int, purpose: str, index: int, *, length: int) -> None:
         assert length >= 1, length
         self.length = length
-        self._half_bits = np.uint64(max(1, -(-(length - 1).bit_length() // 2)))
+        num_left = math.isqrt(length - 1) + 1
+        self._ranges = np.uint64(num_left), np.uint64(-(-length // num_left))
         draws = generator(seed, purpose, index)
         self._keys = draws.integers(0, 2**64, size=self._NUM_ROUNDS, dtype=np.uint64)
 
@@ -102,12 +110,15 @@ class Permutation:
             values[outside] = self._network(values[outside])
 
     def _network(self, values: np.ndarray) -> np.ndarray:
-        half = self._half_bits
-        low_bits = (np.uint64(1) << half) - np.uint64(1)
-        left, right = values >> half, values & low_bits
-        for key in self._keys:
-            left, right = right, left ^ (_mix(right ^ key) & low_bits)
-        return (left << half) | right
+        num_left, num_right = self._ranges
+        left, right = values // num_right, values % num_right
+        for left_key, right_key in self._keys.reshape(-1, 2):
+            left = (left + _mix(right ^ left_key) % num_left) % num_left
+            right = (right + _mix(left ^ right_key) % num_right) % num_right
+        return left * num_right + right
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
@@ -131,10 +142,15 @@ def normal(seed: int, purpose: str, index: Sequence[int], shape: Sequence[int]) 
     return torch.from_numpy(noise)
 
 
-def uniform(seed: int, purpose: str, index: Sequence[int]) -> torch.Tensor:
-    """Uniform numbers in [0, 1), (len(index),) float32, one stream per index."""
-    draws = IndexedGenerator(seed, purpose)
-    return torch.tensor([draws.at(i).random(dtype=np.float32) for i in index], dtype=torch.float32)
+def uniform(seed: int, purpose: str, index: Sequence[int] | np.ndarray) -> torch.Tensor:
+    """Uniform numbers in [0, 1), (len(index),) float32: multiples of 2^-24.
+
+    One number of each index needs no stream of its own: it is a hash of key and index, splitmix64 with a second round.
+    """
+    key = np.array(_key(seed, purpose), dtype=np.uint64)
+    counter = np.asarray(index, dtype=np.uint64) * _GOLDEN + key[0]  # (n,)
+    bits = _mix(_mix(counter) ^ key[1])
+    return torch.from_numpy((bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
 
 
 def draw(seed: int, index: Sequence[int], shape: Sequence[int], *, posterior: bool = False) -> Randomness:

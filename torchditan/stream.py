@@ -7,13 +7,16 @@ Notable:
   number of workers continues from it without losing or repeating a sample;
 - a loader worker also draws the sample's noise, timestep and label dropout (see randomness.py);
 - a source that can only be read in order (hub streaming) goes through torchdata's StatefulDataLoader instead;
-- a dataset that can gives whole batches (`BatchedDataset`): latents are copied out of memory-mapped shards at once;
+- a dataset that can gives whole batches (`BatchedDataset`): latents are copied out of memory-mapped shards at once, by
+  threads where images need worker processes;
 - an unreadable image stops the run by name, or is replaced by the next readable one and counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
@@ -22,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchditan.config import ConfigError, option_error
-from torchditan.randomness import IndexedGenerator, Permutation, Randomness, draw, generator
+from torchditan.randomness import Permutation, Randomness, draw, uniform
 
 Batch = dict[str, torch.Tensor]
 
@@ -118,8 +121,8 @@ class BatchPlan:
             first += stride
 
 
-class StreamDataset(Dataset):
-    """Map-style view of the training stream: position -> sample."""
+class StreamDataset:
+    """View of the training stream for a loader: positions -> samples."""
 
     def __init__(
         self,
@@ -135,50 +138,41 @@ class StreamDataset(Dataset):
         self.num_classes = num_classes
         self.horizontal_flip = horizontal_flip
         self.corrupt_images = corrupt_images
-        self._epoch = -1
-        self._flip_draws = IndexedGenerator(seed, "flip")
 
-    def locate(self, positions: np.ndarray) -> np.ndarray:
+    def locate(self, positions: Sequence[int] | np.ndarray) -> np.ndarray:
         """(n,) indices in the dataset of the samples at these positions."""
-        epochs, offsets = np.divmod(positions, len(self.dataset))
-        indices = np.empty(len(positions), dtype=np.int64)
+        epochs, offsets = np.divmod(np.asarray(positions), len(self.dataset))
+        indices = np.empty(len(epochs), dtype=np.int64)
         for epoch in np.unique(epochs):
-            if epoch != self._epoch:
-                self._epoch = int(epoch)
-                self._shuffle = Permutation(self.seed, "shuffle", self._epoch, length=len(self.dataset))
-            indices[epochs == epoch] = self._shuffle(offsets[epochs == epoch])
+            shuffle = Permutation(self.seed, "shuffle", int(epoch), length=len(self.dataset))
+            indices[epochs == epoch] = shuffle(offsets[epochs == epoch])
         return indices
 
-    def is_flipped(self, position: int) -> bool:
-        return self.horizontal_flip and bool(self._flip_draws.at(position).random() < 0.5)
+    def are_flipped(self, positions: Sequence[int]) -> np.ndarray:
+        """(n,) bool: which of the samples at these positions are mirrored."""
+        if not self.horizontal_flip:
+            return np.zeros(len(positions), dtype=bool)
+        return (uniform(self.seed, "flip", positions) < 0.5).numpy()
 
-    def __getitem__(self, position: int) -> dict[str, Any] | ConfigError:
+    def __getitems__(self, positions: list[int]) -> list[dict[str, Any]] | Batch | ConfigError:
+        """What the loader asks for: the samples of a batch, or a whole one from a dataset that reads in batches."""
         # A worker process would lengthen a raised message with its traceback, so the error travels as a value.
+        indices, flips = self.locate(positions), self.are_flipped(positions)
         try:
-            item = read_image(
-                self.dataset,
-                int(self.locate(np.array([position]))[0]),
-                num_classes=self.num_classes,
-                corrupt_images=self.corrupt_images,
-            )
-        except ConfigError as error:
-            return error
-        if self.is_flipped(position):
-            item["sample"] = item["sample"].flip(-1)
-        item["index"] = position
-        return item
-
-    def __getitems__(self, positions: list[int]) -> list[dict[str, Any] | ConfigError] | Batch | ConfigError:
-        """What the loader asks for: all samples of a batch, or a whole one from a dataset that reads in batches."""
-        if not isinstance(self.dataset, BatchedDataset):
-            return [self[position] for position in positions]
-        flips = np.array([self.is_flipped(position) for position in positions])
-        try:
-            batch = self.dataset.read_batch(self.locate(np.array(positions)), flips)
+            if not isinstance(self.dataset, BatchedDataset):
+                return [self._read(*place) for place in zip(positions, indices.tolist(), flips.tolist(), strict=True)]
+            batch = self.dataset.read_batch(indices, flips)
         except ConfigError as error:
             return error
         batch["index"] = torch.tensor(positions, dtype=torch.int64)  # (B,)
         return batch
+
+    def _read(self, position: int, index: int, is_flipped: bool) -> dict[str, Any]:
+        item = read_image(self.dataset, index, num_classes=self.num_classes, corrupt_images=self.corrupt_images)
+        if is_flipped:
+            item["sample"] = item["sample"].flip(-1)
+        item["index"] = position
+        return item
 
 
 @dataclass(frozen=True)
@@ -191,8 +185,7 @@ class Collate:
         if isinstance(items, ConfigError):
             return items
         if isinstance(items, dict):
-            items["skipped"] = torch.zeros(len(items["index"]), dtype=torch.int64)
-            return items
+            return {**items, "skipped": torch.zeros(len(items["index"]), dtype=torch.int64)}
         for item in items:
             if isinstance(item, ConfigError):
                 return item
@@ -262,11 +255,40 @@ class TrainingStream:
 
     def batches(self, position: int) -> Iterator[tuple[Batch, Randomness]]:
         """Micro-batches of this rank from a global position of the stream."""
-        sampler = cast(Iterable[list[int]], self.plan.positions(position))
-        for item in DataLoader(self.stream, batch_sampler=sampler, **self.loader_options):
+        positions = self.plan.positions(position)
+        for item in self._read_in_threads(positions) if self.uses_threads else self._read_in_processes(positions):
             if isinstance(item, ConfigError):
                 raise item
             yield item
+
+    @property
+    def uses_threads(self) -> bool:
+        """Copying rows and drawing noise let go of the interpreter's lock, so threads do what decoding needs processes
+        for, and no batch is copied from one process to another."""
+        return isinstance(self.stream.dataset, BatchedDataset) and self.loader_options["num_workers"] > 0
+
+    def _read_in_processes(self, positions: Iterator[list[int]]) -> Iterator[tuple[Batch, Randomness] | ConfigError]:
+        sampler = cast(Iterable[list[int]], positions)
+        yield from DataLoader(cast(Dataset, self.stream), batch_sampler=sampler, **self.loader_options)
+
+    def _read_in_threads(self, positions: Iterator[list[int]]) -> Iterator[tuple[Batch, Randomness] | ConfigError]:
+        options = self.loader_options
+        ahead = options["num_workers"] * options["prefetch_factor"]
+        pool = ThreadPoolExecutor(options["num_workers"], thread_name_prefix="latents")
+        try:
+            pending = deque(pool.submit(self._load, next(positions)) for _ in range(ahead))
+            while True:
+                pending.append(pool.submit(self._load, next(positions)))
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _load(self, positions: list[int]) -> tuple[Batch, Randomness] | ConfigError:
+        item = self.loader_options["collate_fn"](self.stream.__getitems__(positions))
+        if isinstance(item, ConfigError) or not self.loader_options["pin_memory"]:
+            return item
+        batch, randomness = item
+        return {name: tensor.pin_memory() for name, tensor in batch.items()}, randomness.pin_memory()
 
 
 class StreamedTraining:
@@ -354,7 +376,7 @@ class StreamedTraining:
 
     def _position(self, batch: Batch, index: list[int]) -> tuple[Batch, Randomness]:
         if self.flip:
-            flips = [generator(self.seed, "flip", i).random() < 0.5 for i in index]
+            flips = uniform(self.seed, "flip", index) < 0.5  # (B,)
             batch["sample"][flips] = batch["sample"][flips].flip(-1)
         batch["index"] = torch.tensor(index, dtype=torch.int64)
         return batch, draw(self.seed, index, self.sample_shape, posterior=self.posterior)

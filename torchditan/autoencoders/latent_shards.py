@@ -21,6 +21,7 @@ import json
 import math
 import mmap
 import resource
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -131,6 +132,7 @@ class LatentShards:
         counts = [shard.num_images for shard in index.shards]
         self._ends = np.cumsum(counts)
         self._starts = self._ends - counts
+        self._lock = threading.Lock()  # of what is filled in while reading; several threads may read
         self._files: list[MappedFile | None] = [None] * len(counts)
         self._rows: dict[str, list[np.ndarray | None]] = {}
         self._scales = np.zeros((len(counts), index.latent_shape[0]), dtype=np.float32)
@@ -202,14 +204,20 @@ class LatentShards:
         return gathered
 
     def _rows_of(self, name: str) -> list[np.ndarray | None]:
-        if name not in self._rows:
-            self._rows[name] = [
-                None if file is None or name not in file.places else file.rows(name) for file in self._files
-            ]
-        return self._rows[name]
+        with self._lock:
+            if name not in self._rows:
+                self._rows[name] = [
+                    None if file is None or name not in file.places else file.rows(name) for file in self._files
+                ]
+            return self._rows[name]
 
     def _map(self, shard: int) -> None:
         """Map a shard when it is first read, and check that its tensors are those the index promises."""
+        with self._lock:
+            if self._files[shard] is None:
+                self._map_locked(shard)
+
+    def _map_locked(self, shard: int) -> None:
         file = MappedFile(self._folder / self.index.shards[shard].file)
         _check_tensors(file, self.index, num_images=self.index.shards[shard].num_images)
         if self._constant_scale is not None:

@@ -47,7 +47,7 @@ class PatchAutoencoderConfig:
     latent_channels: int = 8
     patch_size: int = 4
     """Pixels to a latent cell, a side."""
-    width: int = 96
+    width: int = 64
     """Channels of the residual blocks."""
     depth: int = 2
     """Residual blocks of the encoder, and as many of the decoder."""
