@@ -20,7 +20,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -35,25 +35,13 @@ if TYPE_CHECKING:
 SPLITS = ("train", "validation")
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        from torchditan.config import ConfigError
-
-        raise ConfigError(message.removeprefix("argument "))
-
-
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """Arguments of this script, and the configuration that the `--dataset.*` and `--autoencoder.*` flags make."""
-    from torchditan.command_line import count
-    from torchditan.config import Config, ConfigError, did_you_mean, option_error
+    from torchditan.command_line import ScriptParser, count
+    from torchditan.config import Config, ConfigError, option_error
     from torchditan.config_loader import override
 
-    parser = Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="Every --dataset.key and --autoencoder.key of train.py works here too.",
-    )
+    parser = ScriptParser(__doc__, options=("dataset", "autoencoder"))
     parser.add_argument("out", type=Path, help="folder to write; it comes first")
     parser.add_argument("--split", help="train, validation or both: train,validation (default: what the dataset has)")
     parser.add_argument("--dtype", choices=("bf16", "int8"), default="bf16", help="stored values (default: bf16)")
@@ -65,13 +53,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--verify", action="store_true", help="read all of OUT and say what is wrong with it")
     if argv[:1] and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
         raise ConfigError("OUT, the folder to write, comes first: encode_latents.py OUT --dataset.dataset_name NAME")
-    arguments, flags = parser.parse_known_args(argv)
-    own = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
-    for flag in flags:
-        name = flag.split("=")[0]
-        if name.startswith("--") and "." not in name:
-            hint = did_you_mean(name, own) or f"; there are {', '.join(own)}, --dataset.key and --autoencoder.key"
-            raise ConfigError(f"{name} is no option of this script{hint}")
+    arguments, flags = parser.parse(argv)
     splits = (arguments.split or "train,validation").split(",")
     if not set(splits) <= set(SPLITS):
         raise option_error("--split", arguments.split, "must be train, validation or train,validation")
@@ -101,7 +83,7 @@ class Progress:
         if self.rank.rank != 0:
             return
         if self.console.is_terminal:
-            self.console.progress(done, self.total, f"{eta}  {rate:,.1f} images/s")
+            self.console.progress(done, self.total, f"{eta}  {rate:,.1f} images/s", unit="image")
         elif now - self.reported >= self.LINE_EVERY_S:
             self.reported = now
             self.console.line(f"{self.name}: {done:,}/{self.total:,} images  {rate:,.1f} images/s  ETA {eta}")
@@ -248,13 +230,13 @@ def main() -> None:
 
     import torch
 
-    from torchditan.distributed.process_group import Rank, _die_with_launcher, check_devices
+    from torchditan.distributed.process_group import Rank, check_devices, die_with_launcher
 
     rank = Rank.from_environment()
     if arguments.verify:
         verify_all(arguments.out)
         return
-    _die_with_launcher()
+    die_with_launcher()
     check_devices(rank)
     if rank.device.type == "cuda":
         torch.cuda.set_device(rank.device)

@@ -34,7 +34,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the `--dataset.*` and `--autoencoder.*` flags left for the configuration."""
     from torchditan.command_line import ScriptParser, count
 
-    parser = ScriptParser(__doc__, sections=("dataset", "autoencoder"))
+    parser = ScriptParser(__doc__, options=("dataset", "autoencoder"))
     parser.add_argument(
         "--compare",
         nargs="+",

@@ -27,21 +27,24 @@ if TYPE_CHECKING:
     from torchditan.autoencoders.patch import PatchAutoencoder, PatchNetwork
     from torchditan.config import Config
     from torchditan.evaluation.reconstruction import Reconstruction
+    from torchditan.randomness import Randomness
     from torchditan.stream import Batch, ImageDataset
 
 NUM_FOR_NORMALIZATION = 4096
 """Training images that the latents' mean and standard deviation are measured on, at most."""
-NUM_HELD_OUT = 1024
+NUM_HELD_OUT = 512
 """Held-out images behind the final figures, at most; an eighth of them behind those along the way."""
 NUM_SHOWN = 10
+PICTURE = "reconstructions.png"
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the `--dataset.*` flags left for the configuration."""
     from torchditan.command_line import ScriptParser, count
+    from torchditan.config import ConfigError
 
-    parser = ScriptParser(__doc__, sections=("dataset",))
-    parser.add_argument("out", type=Path, help="folder to write: config.json, model.safetensors, reconstructions.png")
+    parser = ScriptParser(__doc__, options=("dataset",))
+    parser.add_argument("out", type=Path, help="folder to write; it comes first")
     parser.add_argument("--steps", type=count, default=4000, help="optimizer steps (default: 4000)")
     parser.add_argument("--batch_size", type=count, default=32, help="images in a step (default: 32)")
     parser.add_argument("--lr", type=positive, default=2e-3, help="peak learning rate (default: 2e-3)")
@@ -65,6 +68,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--log_freq", type=count, default=250, help="steps between two lines (default: 250)")
     parser.add_argument("--overwrite", action="store_true", help="replace an autoencoder that the folder holds")
+    if argv[:1] and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
+        raise ConfigError("OUT, the folder to write, comes first: train_autoencoder.py OUT --dataset.dataset_name NAME")
     return parser.parse(argv)
 
 
@@ -106,95 +111,120 @@ def build_datasets(config: Config, *, patch_size: int) -> tuple[ImageDataset, Im
     return training, build_dataset(config.dataset, split="validation")
 
 
-def batches(dataset: ImageDataset, config: Config, *, batch_size: int, seed: int, pin_memory: bool) -> Iterator[Batch]:
-    """Batches of the training stream from position 0 on, endlessly: order and flips are keyed to (seed, position)."""
-    from torch.utils.data import DataLoader
+def build_stream(
+    dataset: ImageDataset, config: Config, *, args: argparse.Namespace, pin_memory: bool
+) -> Iterator[tuple[Batch, Randomness]]:
+    """Batches from position 0 on, endlessly, each with noise for its latents; all keyed to (seed, position)."""
+    from torchditan.stream import BatchPlan, TrainingStream
 
-    from torchditan.config import ConfigError
-    from torchditan.stream import BatchPlan, Collate, StreamDataset
-
-    flip = config.dataset.horizontal_flip
-    stream = StreamDataset(
+    latent_shape = (args.latent_channels, *(side // args.patch_size for side in dataset.sample_shape[1:]))
+    stream = TrainingStream(
         dataset,
-        seed=seed,
+        plan=BatchPlan(batch_size=args.batch_size, global_batch_size=args.batch_size),
+        seed=args.seed,
         num_classes=0,
-        horizontal_flip=dataset.horizontal_flip if flip is None else flip,
+        horizontal_flip=config.dataset.horizontal_flip,
         corrupt_images=config.dataset.corrupt_images,
-    )
-    num_workers = config.dataset.num_workers
-    loader: Any = DataLoader(
-        stream,
-        batch_sampler=BatchPlan(batch_size=batch_size, global_batch_size=batch_size).positions(0),  # type: ignore
-        collate_fn=Collate(labelled=False),
-        num_workers=num_workers,
-        prefetch_factor=config.dataset.prefetch_factor if num_workers else None,
+        num_workers=config.dataset.num_workers,
+        prefetch_factor=config.dataset.prefetch_factor,
         pin_memory=pin_memory,
+        sample_shape=latent_shape,
     )
-    for batch in loader:
-        if isinstance(batch, ConfigError):
-            raise batch
-        yield batch
+    return stream.batches(0)
+
+
+class Progress:
+    """Mean loss, held-out PSNR, images/s and the time left: a line now and then, a bar on a terminal."""
+
+    def __init__(self, *, args: argparse.Namespace, held_out: torch.Tensor, device: torch.device) -> None:
+        import torch
+
+        from torchditan.metrics import Console, StepTimer
+
+        self.args, self.held_out = args, held_out.to(device)
+        self.console, self.timer = Console(sys.stdout, color=False), StepTimer(device)
+        self.total_loss = torch.zeros((), device=device)  # summed there: reading it at each step would wait for the GPU
+        self.reported, self.eta = 0, "-:--:--"
+
+    def count(self, step: int, *, loss: torch.Tensor, lr: float, network: PatchNetwork) -> None:
+        self.total_loss += loss.detach()
+        if step % self.args.log_freq == 0 or step == self.args.steps:
+            self.report(step, lr=lr, network=network)
+        self.console.progress(step, self.args.steps, self.eta)
+
+    def report(self, step: int, *, lr: float, network: PatchNetwork) -> None:
+        from torchditan.config import ConfigError
+
+        num_steps = step - self.reported
+        loss = self.total_loss.item() / num_steps
+        if not loss < float("inf"):
+            raise ConfigError(f"the loss is {loss} by step {step}: --lr = {self.args.lr:g} must be lower")
+        with self.timer.excluded("validation"):
+            held_out_psnr = self.measure(network)
+        speed = self.timer.read(steps=num_steps, images=num_steps * self.args.batch_size)
+        seconds, images_per_second = speed["step_time_s"] or 0.0, speed["images_per_second"] or 0.0
+        self.eta = str(timedelta(seconds=round(seconds * (self.args.steps - step))))
+        self.console.line(
+            f"step {step:>{len(str(self.args.steps))}}/{self.args.steps}  loss {loss:.5f}  held-out "
+            f"{held_out_psnr:.2f} dB  lr {lr:.1e}  {images_per_second:,.0f} images/s  ETA {self.eta}"
+        )
+        self.total_loss.zero_()
+        self.reported = step
+
+    def measure(self, network: PatchNetwork) -> float:
+        """PSNR of the held-out images as the network is now, mean over images."""
+        import torch
+
+        from torchditan.evaluation.reconstruction import psnr
+
+        with torch.no_grad(), autocast(self.args, self.held_out.device):
+            batches = self.held_out.split(self.args.batch_size)
+            return torch.cat([psnr(network.decode(network.encode(batch)), batch) for batch in batches]).mean().item()
+
+
+def autocast(args: argparse.Namespace, device: torch.device) -> torch.autocast:
+    import torch
+
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
 def train(
     network: PatchNetwork,
-    stream: Iterator[Batch],
-    held_out: torch.Tensor,
+    stream: Iterator[tuple[Batch, Randomness]],
     *,
     args: argparse.Namespace,
+    progress: Progress,
     device: torch.device,
 ) -> int:
-    """Train the network in place; a line every `log_freq` steps. Returns how many unreadable images were replaced."""
-    import torch
+    """Train the network in place. Returns how often an unreadable image was replaced by the next."""
+    from torch.nn.utils import clip_grad_norm_
 
     from torchditan.autoencoders.patch import reconstruction_loss
-    from torchditan.config import ConfigError, LRScheduler, Optimizer
-    from torchditan.evaluation.reconstruction import psnr
-    from torchditan.metrics import Console, StepTimer
+    from torchditan.config import LRScheduler, Optimizer
     from torchditan.optim import build_optimizer, learning_rate
-    from torchditan.randomness import normal
 
+    # With a beta2 of .99 the loss blows up in the first hundred steps at this learning rate.
     optimizer = build_optimizer(network, Optimizer(lr=args.lr, beta2=0.95))
     schedule = LRScheduler(schedule="cosine", warmup_steps=min(200, args.steps // 10))
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    console, timer = Console(sys.stdout, color=False), StepTimer(device)
-    held_out = held_out.to(device)
-    total, num_skipped, logged, eta = torch.zeros((), device=device), 0, 0, "-:--:--"
-    for step, batch in enumerate(itertools.islice(stream, args.steps), start=1):
+    num_skipped = 0
+    progress.timer.restart()
+    for step, (batch, randomness) in enumerate(itertools.islice(stream, args.steps), start=1):
         lr = learning_rate(step, steps=args.steps, peak=args.lr, config=schedule)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        images = batch["sample"].to(device, memory_format=torch.channels_last, non_blocking=True)
-        latent_shape = (args.latent_channels, *(side // args.patch_size for side in images.shape[2:]))
-        noise = normal(args.seed, "latent noise", batch["index"].tolist(), latent_shape).to(device, non_blocking=True)
-        with autocast:
+        images = batch["sample"].to(device, non_blocking=True)  # (B, C, H, W)
+        noise = randomness.noise.to(device, non_blocking=True)  # (B, C, h, w), of the latents
+        with autocast(args, device):
             loss = reconstruction_loss(
                 network, images, noise, latent_noise=args.latent_noise, latent_penalty=args.latent_penalty
             )
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
-        total += loss.detach()
         num_skipped += int(batch["skipped"].sum())
-        console.progress(step, args.steps, eta)
-        if step % args.log_freq and step != args.steps:
-            continue
-        mean_loss = total.item() / (step - logged)
-        if not mean_loss < float("inf"):
-            raise ConfigError(f"the loss is {mean_loss} at step {step}: lower --lr = {args.lr:g}")
-        with timer.excluded("validation"), torch.no_grad(), autocast:
-            decoded = [network.decode(network.encode(part)).float() for part in held_out.split(args.batch_size)]
-            held_out_psnr = psnr(torch.cat(decoded), held_out).mean().item()
-        speed = timer.read(steps=step - logged, images=(step - logged) * args.batch_size)
-        eta = str(timedelta(seconds=round((speed["step_time_s"] or 0.0) * (args.steps - step))))
-        console.line(
-            f"step {step:>{len(str(args.steps))}}/{args.steps}  loss {mean_loss:.5f}  held-out {held_out_psnr:.2f} dB  "
-            f"lr {lr:.1e}  {speed['images_per_second'] or 0.0:,.0f} images/s  ETA {eta}"
-        )
-        total.zero_()
-        logged = step
-    console.close()
+        progress.count(step, loss=loss, lr=lr, network=network)
+    progress.console.close()
     return num_skipped
 
 
@@ -230,6 +260,47 @@ def describe(args: argparse.Namespace, dataset: ImageDataset, result: Reconstruc
     }
 
 
+def save(
+    autoencoder: PatchAutoencoder,
+    *,
+    args: argparse.Namespace,
+    dataset: ImageDataset,
+    held_out: torch.Tensor,
+    result: Reconstruction,
+) -> None:
+    """Write weights, config.json and the picture.
+
+    Raises:
+        ConfigError: the folder cannot be written, the disk is full say.
+    """
+    import torch
+
+    from torchditan.config import option_error
+    from torchditan.evaluation.image_grid import save_grid
+
+    count = min(NUM_SHOWN, len(held_out))
+    shown = [i * len(held_out) // count for i in range(count)]
+    try:
+        autoencoder.save(args.out, training=describe(args, dataset, result))
+        save_grid(
+            args.out / PICTURE,
+            torch.stack([held_out[shown], result.images[shown]]),  # (2, count, C, H, W)
+            None,
+            ["original", "reconstruction"],
+            title=f"{dataset.name}, {args.steps} steps: {figures(result)}",
+            heading="held-out images",
+            scale=max(1, 128 // max(held_out.shape[2:])),
+        )
+    except OSError as error:
+        raise option_error("out", str(args.out), f"cannot be written: {error.strerror}") from None
+
+
+def figures(result: Reconstruction) -> str:
+    """`PSNR 31.02 dB, SSIM 0.9312`."""
+    text = f"PSNR {result.psnr.mean():.2f} dB"
+    return text if result.ssim is None else f"{text}, SSIM {result.ssim.mean():.4f}"
+
+
 def main() -> None:
     args, flags = parse(sys.argv[1:])
 
@@ -239,70 +310,43 @@ def main() -> None:
     # The default model's own patches are no limit to the pictures.
     config = override(Config(model=Model(patch_size=1)), flags, sections=("dataset",))
     check_out(args.out, overwrite=args.overwrite)
-    training, held_out_dataset = build_datasets(config, patch_size=args.patch_size)
+    dataset, held_out_dataset = build_datasets(config, patch_size=args.patch_size)
 
     import torch
 
     from torchditan.autoencoders.patch import PatchAutoencoder, PatchAutoencoderConfig, PatchNetwork
-    from torchditan.config import option_error
     from torchditan.distributed.process_group import Rank
-    from torchditan.evaluation.image_grid import save_grid
     from torchditan.evaluation.reconstruction import picture_batches, reconstruct
 
     device = Rank(0, 0, 1).device
-    channels, height, width = training.sample_shape
-    network = PatchNetwork(
-        PatchAutoencoderConfig(
-            image_channels=channels,
-            latent_channels=args.latent_channels,
-            patch_size=args.patch_size,
-            width=args.width,
-            depth=args.depth,
-        )
-    )
+    channels, height, width = dataset.sample_shape
+    sizes = {name: getattr(args, name) for name in ("latent_channels", "patch_size", "width", "depth")}
+    network = PatchNetwork(PatchAutoencoderConfig(image_channels=channels, **sizes))
     network.init_weights(args.seed)
-    network.to(device, memory_format=torch.channels_last)
-    num_parameters = sum(parameter.numel() for parameter in network.parameters())
+    network.to(device)
     print(
-        f"{len(training):,} images of {training.name}, {channels} x {height} x {width}; {num_parameters:,} parameters "
-        f"on {device.type} ({torch.get_num_threads()} threads)"
+        f"{len(dataset):,} images of {dataset.name}, {channels} x {height} x {width}; "
+        f"{sum(parameter.numel() for parameter in network.parameters()):,} parameters on {device.type} "
+        f"({torch.get_num_threads()} threads)"
     )
-    skip = config.dataset.corrupt_images
-    held_out = torch.cat(
-        list(picture_batches(held_out_dataset, num_images=NUM_HELD_OUT, batch_size=64, corrupt_images=skip))
+    pictures = picture_batches(
+        held_out_dataset, num_images=NUM_HELD_OUT, batch_size=64, corrupt_images=config.dataset.corrupt_images
     )
-    stream = batches(training, config, batch_size=args.batch_size, seed=args.seed, pin_memory=device.type == "cuda")
-    num_skipped = train(network, stream, held_out[:: NUM_HELD_OUT // 128], args=args, device=device)
+    held_out = torch.cat(list(pictures))
+    stream = build_stream(dataset, config, args=args, pin_memory=device.type == "cuda")
+    progress = Progress(args=args, held_out=held_out[::8], device=device)
+    num_skipped = train(network, stream, args=args, progress=progress, device=device)
     if num_skipped:
         print(f"{num_skipped} times an unreadable image was replaced by the next")
 
     autoencoder = PatchAutoencoder(network, device=device)
-    measure_normalization(autoencoder, training, config)
+    measure_normalization(autoencoder, dataset, config)
     result = reconstruct(autoencoder, held_out, batch_size=64)
-    try:
-        autoencoder.save(args.out, training=describe(args, training, result))
-        shown = [i * len(held_out) // NUM_SHOWN for i in range(NUM_SHOWN)]
-        save_grid(
-            args.out / "reconstructions.png",
-            torch.stack([held_out[shown], result.images[shown]]),
-            None,
-            ["original", "reconstruction"],
-            title=f"{training.name}, {args.steps} steps: {figures(result)}",
-            heading="held-out images",
-            scale=max(1, 128 // max(height, width)),
-        )
-    except OSError as error:
-        raise option_error("out", str(args.out), f"cannot be written: {error.strerror}") from None
+    save(autoencoder, args=args, dataset=dataset, held_out=held_out, result=result)
     shape = " x ".join(map(str, result.latent_shape))
     print(f"{figures(result)}, mean of {len(held_out)} held-out images; latents {shape}, {autoencoder.fingerprint}")
     print(f"autoencoder: {args.out}; use it with --autoencoder.name patch --autoencoder.path {args.out}")
-    print(f"originals above reconstructions: {args.out / 'reconstructions.png'}")
-
-
-def figures(result: Reconstruction) -> str:
-    """`PSNR 31.02 dB, SSIM 0.9312`."""
-    text = f"PSNR {result.psnr.mean():.2f} dB"
-    return text if result.ssim is None else f"{text}, SSIM {result.ssim.mean():.4f}"
+    print(f"originals above reconstructions: {args.out / PICTURE}")
 
 
 if __name__ == "__main__":

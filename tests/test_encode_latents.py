@@ -542,7 +542,8 @@ def test_the_public_file_is_converted_exactly(script: Script, tmp_path: Path) ->
         (["out", "--split=test"], '--split = "test": must be train, validation or train,validation'),
         (
             ["out", "--training.steps=3"],
-            "--training.steps cannot be changed here; this script takes --dataset, --autoencoder.key",
+            "--training.steps is no option of this script; there are --help, --split, --dtype, --no_flip, --posterior, "
+            "--batch_size, --shard_size, --convert, --verify, --dataset.key, --autoencoder.key",
         ),
         (["out"], "autoencoder.name = none: must say which autoencoder encodes the images, haar say"),
         (

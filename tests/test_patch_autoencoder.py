@@ -323,6 +323,10 @@ def test_a_finished_autoencoder_is_replaced_only_when_asked(folder: Path, run_sc
     ("arguments", "line"),
     [
         ([], "the following arguments are required: out"),
+        (
+            ["--dataset.image_size=8", "out"],
+            "OUT, the folder to write, comes first: train_autoencoder.py OUT --dataset.dataset_name NAME",
+        ),
         (["out", "--steps=0"], "--steps: '0' must be an integer of at least 1"),
         (["out", "--lr=-1"], "--lr: '-1' must be a number greater than 0"),
         (["out", "--stepz=3"], "--stepz is no option of this script; did you mean --steps?"),

@@ -51,9 +51,9 @@ def test_distributions_are_normal_and_uniform() -> None:
     randomness = draw(3, list(range(4000)), (16,))
     assert abs(randomness.noise.mean()) < 0.02
     assert abs(randomness.noise.std() - 1) < 0.02
-    for uniform in (randomness.timestep, randomness.label_dropout):
-        assert 0 <= uniform.min() < uniform.max() < 1
-        assert abs(uniform.mean() - 0.5) < 0.02
+    for numbers in (randomness.timestep, randomness.label_dropout):
+        assert 0 <= numbers.min() < numbers.max() < 1
+        assert abs(numbers.mean() - 0.5) < 0.02
     assert not torch.equal(randomness.timestep, randomness.label_dropout)
 
 

@@ -154,30 +154,25 @@ def test_one_table_compares_autoencoders(tmp_path: Path, run_script: RunScript) 
     assert patch.split()[:8] == ["patch:earth", "8", "x", "16", "x", "16", "6", "x"]
     assert 29 < float(patch.split()[8]) < 50 and 0.8 < float(patch.split()[9]) < 1
     assert len(haar.split()) == len(patch.split()) == 16
+    assert "\nhaar publishes no normalisation" in output and "earth publishes no" not in output
 
     picture = Image.open(tmp_path / "outputs" / "reconstructions_earth.png")
     assert picture.height > 3 * 128 and picture.width > 10 * 128, "three rows of ten"
 
 
 def test_a_normalisation_that_is_not_published_is_printed_to_paste(tmp_path: Path, run_script: RunScript) -> None:
-    code, output, _ = run_script(*EARTH, "--autoencoder.name=haar", "--autoencoder.downsampling=2", "--out=a/b.png")
+    haar = ["--num_images=50", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]  # of digits
+    code, output, _ = run_script(*haar, "--out=a/b.png")
     assert code == 0 and (tmp_path / "a" / "b.png").exists()
-    text = output[output.index("[autoencoder]") : output.index("\noriginals")]
-    (tmp_path / "job.toml").write_text(text)
+    (tmp_path / "job.toml").write_text(output[output.index("[autoencoder]") : output.index("\noriginals")])
     found = read_toml(tmp_path / "job.toml")
-    assert found["autoencoder.name"] == "haar"
-    assert found["autoencoder.downsampling"] == 2
-    assert len(found["autoencoder.shift"]) == len(found["autoencoder.scale"]) == 12
+    assert (found["autoencoder.name"], found["autoencoder.downsampling"]) == ("haar", 2)
+    assert len(found["autoencoder.shift"]) == len(found["autoencoder.scale"]) == 4
 
     pasted = [f"--autoencoder.{key}={found[f'autoencoder.{key}']}" for key in ("shift", "scale")]
-    code, output, _ = run_script(*EARTH, "--autoencoder.name=haar", "--autoencoder.downsampling=2", *pasted)
-    assert code == 0 and "publishes no normalisation" not in output
-    assert output.splitlines()[2].split()[10:14] == ["+0.00", "+0.00", "1.00", "1.00"]
-
-
-def test_a_published_normalisation_is_used_and_not_printed(run_script: RunScript) -> None:
-    code, output, _ = run_script(*EARTH, "--autoencoder.name=patch", "--autoencoder.path=earth")
+    code, output, _ = run_script(*haar, *pasted)
     assert code == 0 and "[autoencoder]" not in output
+    assert output.splitlines()[2].split()[-6:-2] == ["+0.00", "+0.00", "1.00", "1.00"]
 
 
 def test_small_images_have_no_ssim(run_script: RunScript) -> None:
@@ -204,8 +199,9 @@ def test_small_images_have_no_ssim(run_script: RunScript) -> None:
             'dataset.dataset_name = "dummy": its samples have 4 channels; must be a dataset of pictures',
         ),
         (
-            ["--compare", "haar", "patch:gone"],
-            'autoencoder.path = "gone": no such folder; must be one of earth, or a folder that scripts/train_autoencoder.py wrote',
+            ["--compare", "patch:gone"],
+            'autoencoder.path = "gone": no such folder; must be one of earth, or a folder that '
+            "scripts/train_autoencoder.py wrote",
         ),
     ],
 )

@@ -121,7 +121,7 @@ def test_a_mistake_is_one_line(name: str, arguments: list[str], line: str, refus
             "generate.py",
             "--training.steps=3",
             "--training.steps is no option of this script; there are --help, --step, --weights, --classes, --seed, "
-            "--batch_size, --out and --sampling.key",
+            "--batch_size, --out, --sampling.key, --autoencoder.path",
         ),
         ("evaluate.py", "--epochs=few", "--epochs: 'few' must be an integer of at least 1"),
     ],

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Command lines of the scripts that read a run: argparse, with one line for a mistake instead of a usage."""
+"""Command lines of the scripts: argparse, with one line for a mistake instead of a usage."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from typing import NoReturn
 from torchditan.config import ConfigError, did_you_mean
 
 
-class RunParser(argparse.ArgumentParser):
-    """Takes a run directory, the step of a checkpoint, and `--sampling.*` and `--autoencoder.path` flags."""
+class ScriptParser(argparse.ArgumentParser):
+    """Takes a script's own arguments, and leaves flags of the configuration over.
 
-    def __init__(self, description: str) -> None:
+    Args:
+        description: heads `--help`.
+        options: of train.py that work here too: sections ("dataset"), or single ones ("autoencoder.path").
+    """
+
+    def __init__(self, description: str | None, *, options: tuple[str, ...]) -> None:
+        self._shown = [f"--{option}" if "." in option else f"--{option}.key" for option in options]
+        self._prefixes = tuple(f"--{option}" if "." in option else f"--{option}." for option in options)
         super().__init__(
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
-            epilog="Every --sampling.key of train.py works here too, over the run's own settings, and so does "
-            "--autoencoder.path.",
+            epilog=f"{', '.join(self._shown)} of train.py work here too.",
         )
-        self.add_argument("run", type=Path, help="run directory, outputs/quickstart say")
-        self.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
 
     def parse(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         """(arguments of the script, flags of the configuration); any other flag is a ConfigError."""
@@ -30,13 +34,22 @@ class RunParser(argparse.ArgumentParser):
         own = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
         for flag in flags:
             name = flag.split("=")[0]
-            if name.startswith("--") and not name.startswith(("--sampling.", "--autoencoder.path")):
-                hint = did_you_mean(name, own) or f"; there are {', '.join(own)}, --sampling.key, --autoencoder.path"
+            if name.startswith("--") and not name.startswith(self._prefixes):
+                hint = did_you_mean(name, own) or f"; there are {', '.join([*own, *self._shown])}"
                 raise ConfigError(f"{name} is no option of this script{hint}")
         return arguments, flags
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
+
+
+class RunParser(ScriptParser):
+    """Takes a run directory and the step of a checkpoint; the flags left over go over the run's own settings."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(description, options=("sampling", "autoencoder.path"))
+        self.add_argument("run", type=Path, help="run directory, outputs/quickstart say")
+        self.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
 
 
 def count(text: str) -> int:

@@ -87,7 +87,7 @@ class StoredLatents(SampleSpace):
         self.config = config
         self.draws_posterior = config.sample_posterior
         self.device = device
-        self.shift, self.scale = torch.tensor(config.shift), torch.tensor(config.scale)
+        self.shift, self.scale = (torch.tensor(values, device=device) for values in (config.shift, config.scale))
         if needs_decoder:
             try:
                 open_autoencoder(config, device=device, image_channels=index.image_channels)
@@ -134,7 +134,7 @@ class EncodedPixels(SampleSpace):
         config.downsampling = autoencoder.downsampling
         config.shift, config.scale = autoencoder.shift.tolist(), autoencoder.scale.tolist()
         config.fingerprint = autoencoder.fingerprint
-        self.shift, self.scale = autoencoder.shift, autoencoder.scale
+        self.shift, self.scale = autoencoder.shift.to(device), autoencoder.scale.to(device)
 
     def prepare(self, batch: Batch, posterior: Tensor | None = None) -> Batch:
         mean, logvar = self.autoencoder.moments(batch["sample"])

@@ -142,7 +142,7 @@ class PatchAutoencoder(Autoencoder):
         self.fingerprint = fingerprint_of(network)
         self.dtype = dtype or torch.float32
         self.device = device
-        self.network = network.to(device, self.dtype, memory_format=torch.channels_last).eval()
+        self.network = network.to(device, self.dtype).eval()
         self.path = path
         self.image_channels = config.image_channels
         self.latent_channels = config.latent_channels
@@ -204,10 +204,10 @@ class PatchAutoencoder(Autoencoder):
         write_file(folder / CONFIG_FILE, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
     def _moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.network.encode(images.contiguous(memory_format=torch.channels_last)), None
+        return self.network.encode(images), None
 
     def _decode(self, latents: Tensor) -> Tensor:
-        return self.network.decode(latents.contiguous(memory_format=torch.channels_last))
+        return self.network.decode(latents)
 
 
 def fingerprint_of(network: PatchNetwork) -> str:

@@ -53,11 +53,11 @@ def init_process_group(rank: Rank, *, timeout_seconds: int) -> None:
     if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    _die_with_launcher()
+    die_with_launcher()
     dist.init_process_group(backend, timeout=timeout)
 
 
-def _die_with_launcher() -> None:
+def die_with_launcher() -> None:
     """Have the kernel end this rank when torchrun is killed: ranks are sessions of their own and would live on."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -34,6 +34,7 @@ def save_grid(
     *,
     title: str,
     scale: int | None = None,
+    heading: str = "generated",
     real_heading: str = "real",
 ) -> None:
     """Write the grid to `path`, whole or not at all.
@@ -41,14 +42,14 @@ def save_grid(
     generated, real: (rows, k, C, H, W) float; pixels in [-1, 1] for C = 1 or 3, else latents. Each may have
     its own k; `real` is None where there is nothing to compare with. labels: the class of each row.
     scale: integer enlargement; by default cells of images under 48 px come to 48 to 96 px.
-    real_heading: what stands over the real ones.
+    heading, real_heading: what stands over the images, and over the real ones.
     """
     assert generated.dim() == 5 and len(labels) == generated.shape[0], (generated.shape, labels)
     assert real is None or (real.shape[0], *real.shape[2:]) == (generated.shape[0], *generated.shape[2:])
     scale = scale or _enlargement(generated.shape[-2:])
     reference = generated if real is None else real
     suffix = " (latent channels 0-2)" if generated.shape[2] > 3 else ""
-    blocks = [(f"generated{suffix}", _to_uint8(generated, reference))]
+    blocks = [(f"{heading}{suffix}", _to_uint8(generated, reference))]
     if real is not None:
         blocks.append((f"{real_heading}{suffix}", _to_uint8(real, reference)))
     picture = _draw(blocks, labels, title, scale)

@@ -143,18 +143,20 @@ class Reconstruction:
 
 def reconstruct(autoencoder: Autoencoder, images: Tensor, *, batch_size: int) -> Reconstruction:
     """Encode and decode images (n, C, H, W) in [-1, 1] with an autoencoder whose normalisation is set; timed."""
-    autoencoder.decode(autoencoder.encode(images[:batch_size]))  # the first pass also loads kernels
+    batches = images.split(batch_size)
+    autoencoder.decode(autoencoder.encode(batches[0]))  # the first pass also loads kernels
     start = _now(autoencoder.device)
-    latents = [autoencoder.encode(batch) for batch in images.split(batch_size)]
+    latents = [autoencoder.encode(batch) for batch in batches]
     encoded = _now(autoencoder.device)
-    decoded = torch.cat([autoencoder.decode(batch) for batch in latents])
+    decoded = [autoencoder.decode(batch) for batch in latents]
     end = _now(autoencoder.device)
-    decoded = decoded.cpu()
+    pairs = [(ours.cpu(), batch) for ours, batch in zip(decoded, batches, strict=True)]
+    has_ssim = min(images.shape[2:]) >= SSIM_WINDOW
     mean, std = channel_statistics(latents)
     return Reconstruction(
-        images=decoded,
-        psnr=psnr(decoded, images),
-        ssim=ssim(decoded, images) if min(images.shape[2:]) >= SSIM_WINDOW else None,
+        images=torch.cat([ours for ours, _ in pairs]),
+        psnr=torch.cat([psnr(*pair) for pair in pairs]),
+        ssim=torch.cat([ssim(*pair) for pair in pairs]) if has_ssim else None,
         latent_shape=tuple(latents[0].shape[1:]),
         latent_mean=mean,
         latent_std=std,
