@@ -200,7 +200,7 @@ def test_small_images_have_no_ssim(run_script: RunScript) -> None:
         ),
         (
             ["--compare", "patch:gone"],
-            'autoencoder.path = "gone": no such folder; must be one of earth, or a folder that '
+            'autoencoder.path = "gone": no such folder; must be earth or a folder that '
             "scripts/train_autoencoder.py wrote",
         ),
     ],

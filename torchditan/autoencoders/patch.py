@@ -222,9 +222,9 @@ def fingerprint_of(network: PatchNetwork) -> str:
 
 def _find_folder(path: str | Path | None) -> Path:
     names = sorted(file.parent.name for file in NAMED.glob(f"*/{CONFIG_FILE}"))
-    known = f"one of {', '.join(names)}, or a folder that scripts/train_autoencoder.py wrote"
+    known = " or ".join([*names, "a folder that scripts/train_autoencoder.py wrote"])
     if path is None:
-        raise option_error("autoencoder.path", None, f"patch needs {known}")
+        raise option_error("autoencoder.path", None, f"must be {known}")
     given = Path(path).expanduser()
     for folder in (given, NAMED / path):
         if (folder / CONFIG_FILE).is_file():
