@@ -172,8 +172,8 @@ class Diffusion:
 class Training:
     """Batch, steps, precision, and how ranks share the work."""
 
-    batch_size: int | None = None
-    """Images per rank in one forward pass. Default: the ranks' share of global_batch_size, or 16."""
+    batch_size: int | Literal["auto"] | None = None
+    """Images per rank in one forward pass; auto searches for it. Default: the ranks' share of the global batch, or 16."""
     global_batch_size: int | None = None
     """Images per optimizer step over all ranks; more than ranks x batch_size accumulates gradients."""
     steps: int = 1000
@@ -377,6 +377,24 @@ class Comm:
 
 
 @dataclass
+class Autotune:
+    """The search behind --training.batch_size=auto: trial runs of a few steps, each in processes of its own."""
+
+    goal: Literal["largest", "fastest"] = "largest"
+    """The largest batch that fits, or the one of those tried that gives the most images per second."""
+    memory_margin: float = 0.05
+    """Share of the device's memory that the chosen batch leaves free."""
+    batch_size_multiple: int = 1
+    """Batch sizes tried are multiples of this; 16 suits float8."""
+    max_batch_size: int = 4096
+    """Largest batch size tried, per rank."""
+    steps: int = 6
+    """Optimizer steps of a trial."""
+    memory_limit_gib: float | None = None
+    """Memory that a rank may take on a CPU, where nothing else ends the search before the machine does."""
+
+
+@dataclass
 class Config:
     """Every section, in the order of --help."""
 
@@ -398,6 +416,7 @@ class Config:
     validation: Validation = field(default_factory=Validation)
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
+    autotune: Autotune = field(default_factory=Autotune)
 
 
 def _is_inner_folder(name: str) -> bool:
@@ -418,7 +437,13 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "training.data_parallel_replicate_degree "
         "checkpoint.interval metrics.log_freq metrics.sample_batch_size sampling.num_steps "
         "sampling.guidance_channels sampling.images_per_class sampling.max_classes validation.num_images "
-        "profiling.profile_freq comm.init_timeout_seconds comm.train_timeout_seconds",
+        "profiling.profile_freq comm.init_timeout_seconds comm.train_timeout_seconds "
+        "autotune.batch_size_multiple autotune.max_batch_size",
+    ),
+    (
+        "must be at least 2: the first step warms up",
+        lambda value: value >= 2,
+        "autotune.steps",
     ),
     (
         "must be 0 or more",
@@ -430,7 +455,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be greater than 0",
         lambda value: value > 0,
-        "model.rope_theta diffusion.logit_normal_std diffusion.timestep_shift optimizer.eps",
+        "model.rope_theta diffusion.logit_normal_std diffusion.timestep_shift optimizer.eps autotune.memory_limit_gib",
     ),
     (
         "must be between 0 and 1",
@@ -440,7 +465,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be 0 or more and below 1",
         lambda value: 0 <= value < 1,
-        "optimizer.beta1 optimizer.beta2 ema.decay",
+        "optimizer.beta1 optimizer.beta2 ema.decay autotune.memory_margin",
     ),
     (
         "must be 0 or more and below 2^63",
@@ -463,7 +488,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "metrics.experiment_name",
     ),
 ]
-"""(what is right, its test, the options it holds for); an option left open (None) is not tested."""
+"""(what is right, its test, the options it holds for); one left open (None), or to be searched (auto), is not tested."""
 
 
 def validate(config: Config) -> None:
@@ -471,7 +496,7 @@ def validate(config: Config) -> None:
     values = flatten(config)
     for right, is_right, options in _RULES:
         for option in options.split():
-            if values[option] is not None and not is_right(values[option]):
+            if values[option] not in (None, "auto") and not is_right(values[option]):
                 raise option_error(option, values[option], right)
     _validate_model(config)
     _validate_image_size(config)
@@ -507,7 +532,9 @@ def _validate_image_size(config: Config) -> None:
 
 def _validate_global_batch_size(config: Config) -> None:
     global_batch_size, batch_size = config.training.global_batch_size, config.training.batch_size
-    if global_batch_size is not None and batch_size is not None and global_batch_size % batch_size:
+    if global_batch_size is None or batch_size is None or batch_size == "auto":
+        return
+    if global_batch_size % batch_size:
         right = f"must be a multiple of training.batch_size = {batch_size} times the number of ranks"
         raise option_error("training.global_batch_size", global_batch_size, right)
 

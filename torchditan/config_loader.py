@@ -63,11 +63,14 @@ class Option:
     is_list: bool
     optional: bool
     choices: tuple[str, ...]
+    """All that a text may be; of a number, words that may stand in its place (`auto`)."""
     default: Any
     help: str
 
     @property
     def expected(self) -> str:
+        if self.choices and self.kind is int:
+            return f"must be an integer, or {', '.join(self.choices)}"
         if self.choices:
             one_of = "one of " if len(self.choices) > 1 else ""
             return f"must be {one_of}{', '.join(self.choices)}"
@@ -211,8 +214,10 @@ def _describe(hint: Any) -> tuple[type, bool, bool, tuple[str, ...]]:
     """(type, is a list, may be None, choices) of a field's annotation."""
     optional = False
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        optional = True
-        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+        optional = type(None) in typing.get_args(hint)
+        hint, *words = (part for part in typing.get_args(hint) if part is not type(None))
+        if words:  # a number, or a word in its place
+            return hint, False, optional, typing.get_args(words[0])
     if typing.get_origin(hint) is Literal:
         return str, False, optional, typing.get_args(hint)
     if typing.get_origin(hint) is list:
@@ -253,11 +258,13 @@ def _coerce_one(option: Option, element: Any, value: Any) -> Any:
         return float(element)
     if option.name == "activation_checkpoint.selective_ac_option" and type(element) is int:
         return str(element)
+    if option.kind is int and isinstance(element, str) and element in option.choices:
+        return element
     if type(element) is not option.kind:
         raise option_error(option.name, value, option.expected)
     if option.kind is float:
         raise option_error(option.name, value, "must be a finite number")
-    if option.choices and element not in option.choices:
+    if option.choices and option.kind is str and element not in option.choices:
         hint = did_you_mean(str(element), option.choices) if len(option.choices) > 1 else ""
         raise option_error(option.name, value, option.expected + hint)
     return element
@@ -298,7 +305,7 @@ def find_config(name: str) -> Path:
     if not TRAIN_CONFIGS.is_dir():
         right = "no such file, and this installation has no train_configs/ to look names up in; give a path"
         raise option_error("job.config_file", name, right)
-    paths = TRAIN_CONFIGS.rglob("*.toml")
+    paths = [path for path in TRAIN_CONFIGS.rglob("*.toml") if path.parent.name != "ablations"]  # grids are no jobs
     names = sorted(path.relative_to(TRAIN_CONFIGS).with_suffix("").as_posix() for path in paths)
     hint = did_you_mean(given.stem, names)
     raise option_error("job.config_file", name, f"no such file; train_configs/ has {', '.join(names)}{hint}")
@@ -398,7 +405,7 @@ def _arity(option: Option) -> dict[str, Any]:
 
 def _metavar(option: Option) -> str:
     if option.choices:
-        return "|".join(option.choices)
+        return "|".join([*(["INT"] if option.kind is int else []), *option.choices])
     return {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}[option.kind]
 
 

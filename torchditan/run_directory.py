@@ -6,7 +6,9 @@ Notable:
 - A run holds a lock on its folder. The kernel drops it with the process, however that ends.
 - Files are written beside, synced and renamed: a reader sees the old file or the new one, never half of it.
   `metrics.jsonl` grows by whole lines instead; readers skip the line a killed run left torn.
-- Reading (`read_config`, `read_metrics`, `read_status`) needs no torch.
+- A launcher that must know how each rank fared names a folder in the environment (`RANKS_VARIABLE`): every rank keeps one
+  small file there, from its first moment to its end.
+- Reading (`read_config`, `read_metrics`, `read_status`, `read_rank_statuses`) needs no torch.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import os
 import shutil
 import socket
 import sys
+import time
 import weakref
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,6 +32,7 @@ from uuid import uuid4
 from torchditan import provenance
 from torchditan.config import ConfigError, option_error
 
+RANKS_VARIABLE = "TORCHDITAN_RANKS_FOLDER"
 STATES = ("running", "completed", "interrupted", "oom", "error")
 _OWN_NAMES = ("config.json", "metrics.jsonl", "status.json", ".lock", "samples", "wandb")
 _FOLDER_OPTIONS = (
@@ -279,6 +283,41 @@ class RunDirectory:
                 directory._lock = None
 
         os.register_at_fork(after_in_child=drop)
+
+
+def write_rank_status(state: str, reason: str | None = None, **extra: Any) -> None:
+    """Write `rank-00003.json` into the folder that the launcher named; without a launcher that asks, nothing.
+
+    What an earlier call wrote stays where this one does not say otherwise; once a rank ended, its first word stands.
+    """
+    assert state in STATES, state
+    folder = os.environ.get(RANKS_VARIABLE)
+    if not folder:
+        return
+    rank = int(os.environ.get("RANK", 0))
+    path = Path(folder) / f"rank-{rank:05d}.json"
+    earlier = _read_rank_status(path) or {}
+    if earlier.get("pid") != os.getpid():
+        earlier = {}  # of another attempt
+    if earlier.get("state", "running") != "running":
+        return
+    own = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
+    status = {"state": state, "reason": reason, "time": time.time(), **extra}
+    write_file(path, _to_json({"step": None, **earlier, **own, **status}, indent=2))
+
+
+def read_rank_statuses(folder: str | Path) -> list[dict[str, Any]]:
+    """What each rank wrote with `write_rank_status`, by rank; those that wrote nothing are absent."""
+    found = (_read_rank_status(path) for path in sorted(Path(folder).glob("rank-*.json")))
+    return [status for status in found if status is not None]
+
+
+def _read_rank_status(path: Path) -> dict[str, Any] | None:
+    try:
+        status: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return status
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

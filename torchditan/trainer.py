@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -49,7 +50,7 @@ from torchditan.optim import NonFiniteGuard, build_optimizer, clip_grad_norm, le
 from torchditan.precision.float8 import check_float8, convert_to_float8
 from torchditan.profiling import check_profiling, profiling
 from torchditan.randomness import Randomness
-from torchditan.run_directory import RunDirectory, read_status, run_path
+from torchditan.run_directory import RunDirectory, read_status, run_path, write_rank_status
 from torchditan.stream import Batch, BatchPlan, ImageDataset, StreamedDataset, StreamedTraining, TrainingStream
 from torchditan.verdict import verdict_of
 
@@ -102,6 +103,7 @@ class Trainer:
         self.progress = Progress()
         self.extra_metrics: dict[str, float] = {}
         self.num_skipped = 0
+        self.peak_memory_gib = 0.0
         self.start_step: int | None = None
         self.real: torch.Tensor | None = None
         self.last_grid: Path | None = None
@@ -120,6 +122,7 @@ class Trainer:
             self.train()
             self.run_directory.write_status("completed", step=self.progress.step)
             dist.barrier()
+            write_rank_status("completed", step=self.progress.step, exit_code=0, **self.memory())
         except (Exception, KeyboardInterrupt) as error:
             self.record_failure(error)
             raise
@@ -141,6 +144,7 @@ class Trainer:
         is_own = dist.is_initialized() and (self.start_step is not None or verdict.exit_code != 2)
         if is_own:
             self.exit_if_another_rank_failed()
+        write_rank_status(status, verdict.reason, step=self.progress.step, exit_code=verdict.exit_code)
         if verdict.exit_code == 2 and self.start_step in (None, self.progress.step) and self.rank.rank == 0:
             self.run_directory.discard()
         elif is_own and self.run_directory.path.exists():
@@ -277,6 +281,7 @@ class Trainer:
         first_step = progress.step + 1
         batches = self.open_stream()
         self.start_step = progress.step
+        write_rank_status("running", step=progress.step, first_step_at=time.time())
         gc.disable()
         self.logger.timer.restart()
         with profiling(
@@ -370,8 +375,17 @@ class Trainer:
         if self.num_skipped:
             extra["corrupt_images_rank0"] = self.num_skipped
         mean_loss = sum_over_ranks(loss.clone()).item() / self.rank.world_size
-        self.logger.log(step, loss=mean_loss, grad_norm=grad_norm.item(), lr=self.lr, extra=extra)
+        record = self.logger.log(step, loss=mean_loss, grad_norm=grad_norm.item(), lr=self.lr, extra=extra)
+        self.peak_memory_gib = max(self.peak_memory_gib, record["peak_memory_gib"])
         self.extra_metrics.clear()
+
+    def memory(self) -> dict[str, float]:
+        """This rank's own peak in GiB, what the device has, and how often its allocator had to start over."""
+        if self.device.type != "cuda":
+            return {"peak_memory_gib": self.peak_memory_gib}
+        capacity = torch.cuda.get_device_properties(self.device).total_memory / 1024**3
+        retries = torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0)
+        return {"peak_memory_gib": self.peak_memory_gib, "capacity_gib": capacity, "alloc_retries": retries}
 
     def validate(self) -> None:
         assert self.validation_dataset is not None
@@ -460,6 +474,10 @@ def resolve_batches(config: Config, rank: Rank) -> BatchPlan:
         ConfigError: the global batch is not divisible by what the ranks take at once.
     """
     training = config.training
+    if training.batch_size == "auto":
+        from torchditan.ablation.autotune import resolve_batch_size
+
+        training.batch_size = resolve_batch_size(config, rank)
     if training.batch_size is None:
         training.batch_size = max(1, (training.global_batch_size or 16 * rank.world_size) // rank.world_size)
     at_once = training.batch_size * rank.world_size

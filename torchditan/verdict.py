@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from torchditan.config import ConfigError
+from torchditan.run_directory import write_rank_status
 
 # What raises a bare RuntimeError: the CPU allocator, the CUDA driver, cuBLAS's workspace.
 _OUT_OF_MEMORY = (
@@ -48,11 +49,19 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def run_job(main: Callable[[], None]) -> int:
-    """Run a job and return the exit code of the process; a user's mistake prints one line."""
+    """Run a job and return the exit code of the process; a user's mistake prints one line.
+
+    A launcher that asked for it is told how this rank began and ended, whatever happens.
+    """
+    write_rank_status("running")
     try:
         main()
+    except SystemExit as stop:
+        write_rank_status("interrupted" if stop.code else "completed", str(stop.code or "") or None)
+        raise
     except (Exception, KeyboardInterrupt) as error:
         verdict = verdict_of(error)
+        write_rank_status(verdict.status, verdict.reason, exit_code=verdict.exit_code)
         if verdict.exit_code == 2:
             _report_mistake(verdict.reason)
         elif verdict.exit_code == 75:
@@ -60,6 +69,7 @@ def run_job(main: Callable[[], None]) -> int:
         else:
             traceback.print_exc()
         return verdict.exit_code
+    write_rank_status("completed", exit_code=0)
     return 0
 
 

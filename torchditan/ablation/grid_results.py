@@ -1,0 +1,317 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Ledgers of one or more grid folders as one table, checked before anything is computed from them.
+
+Notable:
+- A *source* is one grid on one device: what the analysis compares within. A grid whose runs ran on two kinds of
+  device is two sources, so no comparison mixes them unless it is about them.
+- A *cell* is one setting of all axes in one source: the mean of its completed repeats. Only cells are data; runs that
+  ran out of memory, failed or were skipped are counted and listed, never averaged.
+- Axis values are text, as in the file, so that a number, a switch and `1,8` compare alike.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchditan.config import ConfigError, option_error
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+BATCH = "training.batch_size"
+PARALLEL = "parallel"
+COMPILE = "training.compile"
+CHECKPOINTING = "activation_checkpoint.mode"
+PRECISION = "precision"
+PATCH = "model.patch_size"
+MODEL = "model.flavor"
+
+STATUSES = ("completed", "oom", "error", "timeout", "skipped")
+_BEFORE_AXES = ("schema_version", "grid", "run_name", "repeat", "status", "reason")
+_NUMBERS = (
+    "num_devices",
+    "steps",
+    "window",
+    "step_time_s_mean",
+    "step_time_s_std",
+    "images_per_second_mean",
+    "images_per_second_std",
+    "images_per_second_per_device_mean",
+    "tflops_per_device_mean",
+    "tflops_per_device_std",
+    "mfu_mean",
+    "mfu_std",
+    "peak_memory_gib",
+    "peak_reserved_gib",
+    "loss_last",
+    "loss_mean",
+    "compile_s",
+    "start_up_s",
+    "elapsed_s",
+)
+_PROVENANCE = ("git_commit", "torch_version", "python_version", "device", "device_type", "host", "started")
+_ALWAYS_AXES = (MODEL, PATCH, BATCH, PARALLEL, CHECKPOINTING, COMPILE, PRECISION)
+# Zero or less would be a fault of the measurement, and its ratio to anything is meaningless.
+_POSITIVE = (
+    "step_time_s_mean",
+    "images_per_second_mean",
+    "images_per_second_per_device_mean",
+    "tflops_per_device_mean",
+    "mfu_mean",
+    "peak_memory_gib",
+    "peak_reserved_gib",
+)
+
+_ORDER = {
+    COMPILE: ("false", "true"),
+    CHECKPOINTING: ("none", "selective", "full"),
+    PRECISION: ("float32", "bfloat16", "bfloat16_f8"),
+}
+
+
+@dataclass(frozen=True)
+class GridResults:
+    """What the ledgers hold.
+
+    `runs`: one row per run, with `source` (its label). `cells`: one row per setting and source, repeats averaged,
+    with `batch` (a number), `made_by` (commit, versions, steps and window, where a comparison should not mix them)
+    and `num_repeats`. `axes`: their columns, in the order of the ledgers.
+    """
+
+    folders: tuple[Path, ...]
+    runs: pd.DataFrame
+    cells: pd.DataFrame
+    axes: tuple[str, ...]
+
+    @property
+    def sources(self) -> list[str]:
+        return list(dict.fromkeys(self.runs["source"]))
+
+    @property
+    def varied(self) -> list[str]:
+        """Axes with more than one value in the runs of some source, whatever became of those runs."""
+        counts = self.runs.groupby("source")[list(self.axes)].nunique(dropna=False).max()
+        return [axis for axis in self.axes if counts[axis] > 1]
+
+    def values(self, axis: str, *, completed: bool = True) -> list[str]:
+        """The values of an axis in the order in which they are compared."""
+        return ordered_values(axis, (self.cells if completed else self.runs)[axis].unique())
+
+
+def read_grids(folders: list[Path]) -> GridResults:
+    """The ledgers of grid folders; ConfigError for a folder or a ledger that cannot be trusted as a whole."""
+    import pandas as pd
+
+    unique = list({folder.resolve(): folder for folder in folders}.values())
+    names = _distinct_names(unique)
+    tables = [_read_ledger(folder) for folder in unique]
+    axes = tuple(dict.fromkeys(axis for table in tables for axis in _axes_of(list(table.columns))))
+    for table, name in zip(tables, names, strict=True):
+        table["grid"] = name
+    runs = pd.concat(tables, ignore_index=True)
+    for axis in axes:  # one that another ledger does not have
+        runs[axis] = runs[axis].fillna("")
+    runs["source"] = _source_labels(runs)
+    runs["batch"] = pd.to_numeric(runs[BATCH], errors="coerce")
+    return GridResults(folders=tuple(unique), runs=runs, cells=_average_repeats(runs, axes), axes=axes)
+
+
+def ordered_values(axis: str, values: Any) -> list[str]:
+    """Values of an axis from the plainer to the other: a comparison goes from left to right.
+
+    Known words have their order, numbers ascend, meshes go from the most sharded to the least; else as they come.
+    """
+    found = list(dict.fromkeys(values))
+    known = _ORDER.get(axis, ())
+    if axis == PARALLEL:
+        return sorted(found, key=_mesh_order)
+    if all(value in known for value in found):
+        return sorted(found, key=known.index)
+    try:
+        return sorted(found, key=float)
+    except ValueError:
+        return found
+
+
+def parallel_mode(value: str) -> str:
+    """Name of a `replicate,shard` mesh: one device, FSDP, DDP or HSDP."""
+    replicate, shard = _mesh(value)
+    if replicate * shard == 1:
+        return "one device"
+    if replicate == 1:
+        return "FSDP"
+    return "DDP" if shard == 1 else "HSDP"
+
+
+def _mesh(value: str) -> tuple[int, int]:
+    try:
+        replicate, shard = value.split(",")
+        return int(replicate), int(shard)
+    except ValueError:
+        raise ConfigError(f'the ledger names the mesh "{value}"; a mesh is written replicate,shard') from None
+
+
+def _mesh_order(value: str) -> tuple[int, int]:
+    replicate, shard = _mesh(value)
+    return replicate * shard, -shard
+
+
+def _read_ledger(folder: Path) -> pd.DataFrame:
+    """The runs of one grid folder, checked: axes as text, measurements as numbers."""
+    _check_grid_folder(folder)
+    file = folder / "runs_summary.csv"
+    if file.exists():
+        table = _read_csv(file)
+    elif (file := folder / "runs_summary.parquet").exists():
+        table = _read_parquet(file)
+    else:
+        raise ConfigError(f"{folder} holds no runs_summary.csv: no run of this grid has ended yet")
+    _check_columns(file, list(table.columns))
+    if not len(table):
+        raise ConfigError(f"{file} holds no run yet")
+    return _typed(file, table)
+
+
+def _check_grid_folder(folder: Path) -> None:
+    file = folder / "grid.json"
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; name the folder of a grid, outputs/GRID say")
+    if not file.is_file():
+        raise ConfigError(f"{folder} is not a grid folder: it has no grid.json")
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{file} does not parse: {error}") from None
+    if not isinstance(content, dict) or "schema_version" not in content:
+        raise ConfigError(f"{file} is not that of an ablation grid: it has no schema_version")
+    if content["schema_version"] != SCHEMA_VERSION:
+        raise _other_version(file, content["schema_version"])
+
+
+def _read_csv(file: Path) -> pd.DataFrame:
+    """Every field as text. A file that a copy or a full disk cut short is refused: the rest would look whole."""
+    import pandas as pd
+
+    try:
+        text = file.read_text(encoding="utf-8")
+        lines = list(csv.reader(io.StringIO(text, newline=""), strict=True))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{file} is no whole CSV file: {error}") from None
+    if not lines:
+        raise ConfigError(f"{file} is empty")
+    header, *rows = lines
+    _check_columns(file, header)
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise ConfigError(f"{file} is cut short: row {number} has {len(row)} of {len(header)} columns")
+    if not text.endswith("\n"):
+        raise ConfigError(f"{file} is cut short: its last row does not end")
+    return pd.DataFrame(rows, columns=header, dtype=object)
+
+
+def _read_parquet(file: Path) -> pd.DataFrame:
+    """Like `_read_csv`: text, empty where there is no value."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        columns = parquet.read_table(file).to_pydict()
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ConfigError(f"{file} is no whole parquet file: {' '.join(str(error).split())}") from None
+    import pandas as pd
+
+    return pd.DataFrame({name: [_text(value) for value in values] for name, values in columns.items()}, dtype=object)
+
+
+def _text(value: Any) -> str:
+    return "" if value is None or (isinstance(value, float) and math.isnan(value)) else str(value)
+
+
+def _check_columns(file: Path, columns: list[str]) -> None:
+    needed = (*_BEFORE_AXES, *_ALWAYS_AXES, *_NUMBERS, *_PROVENANCE)
+    if "schema_version" not in columns:
+        raise ConfigError(f"{file} is not the ledger of a grid: it has no column schema_version")
+    missing = [name for name in needed if name not in columns]
+    if missing:
+        raise ConfigError(f"{file} is cut short or of another version: it has no column {', '.join(missing[:3])}")
+
+
+def _axes_of(columns: list[str]) -> list[str]:
+    """Axes stand between `reason` and `num_devices`."""
+    return columns[columns.index("reason") + 1 : columns.index("num_devices")]
+
+
+def _typed(file: Path, table: pd.DataFrame) -> pd.DataFrame:
+    import numpy as np
+    import pandas as pd
+
+    versions = list(dict.fromkeys(table["schema_version"]))
+    if versions != [str(SCHEMA_VERSION)]:
+        raise _other_version(file, ", ".join(versions) or "none")
+    unknown = [status for status in dict.fromkeys(table["status"]) if status not in STATUSES]
+    if unknown:
+        raise option_error(f"{file}: status", unknown[0], f"must be one of {', '.join(STATUSES)}")
+    for name in _NUMBERS:
+        numbers = pd.to_numeric(table[name].replace("", np.nan), errors="coerce")
+        wrong = table.index[numbers.isna() & ~table[name].isin(("", "nan"))]
+        if len(wrong):
+            raise ConfigError(f'{file}: row {wrong[0] + 2} has "{table[name][wrong[0]]}" for {name}, not a number')
+        table[name] = numbers.astype(float).replace([np.inf, -np.inf], np.nan)
+    for name in _POSITIVE:
+        table[name] = table[name].where(table[name] > 0)
+    for axis in _axes_of(list(table.columns)):
+        table[axis] = table[axis].replace({"True": "true", "False": "false"}).str.replace(r"\.0$", "", regex=True)
+    return table
+
+
+def _other_version(file: Path, version: Any) -> ConfigError:
+    return ConfigError(f"{file} is of version {version}; this analysis reads version {SCHEMA_VERSION}")
+
+
+def _distinct_names(folders: list[Path]) -> list[str]:
+    """The folders' names, with as many parents as tell them apart."""
+    resolved = [folder.resolve() for folder in folders]
+    for depth in range(1, max(len(path.parts) for path in resolved) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in resolved]
+        if len(set(names)) == len(names):
+            return names
+    raise AssertionError("resolved folders are unique")
+
+
+def _source_labels(runs: pd.DataFrame) -> pd.Series:
+    """`grid`, and the device with it where grids or devices are several."""
+    # A run that died before it could say where it ran belongs with the others of its grid.
+    known = runs[runs["device"] != ""].groupby("grid")["device"].agg(lambda names: names.mode()[0])
+    device = runs["device"].where(runs["device"] != "", runs["grid"].map(known).fillna("unknown device"))
+    if device.nunique() == 1:
+        return runs["grid"]
+    return runs["grid"] + " on " + device
+
+
+def _average_repeats(runs: pd.DataFrame, axes: tuple[str, ...]) -> pd.DataFrame:
+    """Cells: the completed runs that were measured, repeats of a setting averaged."""
+    data = runs[(runs["status"] == "completed") & runs["images_per_second_mean"].notna()].copy()
+    data["made_by"] = (
+        data["git_commit"]
+        + " torch "
+        + data["torch_version"]
+        + " python "
+        + data["python_version"]
+        + data["steps"].map(" steps {:g}".format)
+        + data["window"].map(" window {:g}".format)
+    )
+    keys = ["source", *axes]
+    numbers = [name for name in (*_NUMBERS, "batch") if name not in keys]
+    first = ["grid", "device", "device_type", "run_name", "made_by"]
+    groups = data.groupby(keys, sort=False, dropna=False)
+    cells = groups[numbers].mean().join(groups[first].first())
+    cells["num_repeats"] = groups.size()
+    cells["num_made_by"] = groups["made_by"].nunique()
+    return cells.reset_index()

@@ -1,0 +1,378 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""One training step, run on the meta device and written down: what it keeps, allocates, moves and computes.
+
+Notable:
+- the model's own forward, the objective's own loss, activation checkpointing as in training and autograd's own
+  backward run; nothing is computed, so a step of any size takes milliseconds;
+- what lives is read off the storages: each counts once, however many views it has, from the operator that makes it
+  to the moment autograd or Python lets go of it. Parameters and the batch are not part of it;
+- three blocks of a kind stand for all: the middle one is repeated by planner_memory.py and planner_time.py;
+- every number is affine in the batch, so two traces give it for all batches;
+- meta has no attention and norm kernels of its own, so those of the device are put in: flash (bfloat16) or
+  memory-efficient attention (float32) and the fused RMSNorm on a GPU, the CPU's attention there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchditan.diffusion.flow_matching import FlowMatching
+from torchditan.diffusion.timesteps import timestep_sampling
+from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
+from torchditan.models.spec import ModelSpec
+from torchditan.randomness import Randomness
+
+Kernels = Literal["cuda", "cpu"]
+Checkpointing = Literal["none", "full", "op"]
+"""What a block keeps: everything, its inputs, or the outputs of products and attention."""
+
+NUM_KEPT_BLOCKS = 3
+_BATCHES = (2, 4)  # not 1: a dimension of size 1 is contiguous where others are not
+
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+_NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_FLASH_TILE = 128
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the step, operator by operator. Each pair (fixed, per image) stands for fixed + per image x batch."""
+
+    live: np.ndarray
+    """(n, 2) bytes alive above the start of the segment, right after each operator."""
+    net: np.ndarray
+    """(2,) bytes that are left of it at its end; negative where more was let go of."""
+    flops: np.ndarray
+    """(n, 2) of each operator; products and attention only."""
+    traffic: np.ndarray
+    """(n, 2) bytes each operator reads and writes; 0 for views."""
+    fused_traffic: np.ndarray
+    """(n, 2) the same where a compiler makes one kernel of the operators between two products; it stands at the first
+    of them."""
+    is_product: np.ndarray
+    """(n,) matrix products and attention."""
+
+    def peak(self, batch_size: int) -> float:
+        """Highest bytes above the start, at least 0."""
+        return max(0.0, float((self.live @ [1, batch_size]).max(initial=0)))
+
+    def left(self, batch_size: int) -> float:
+        return float(self.net @ [1, batch_size])
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """A step of a model with blocks of one kind, in the order in which it runs."""
+
+    embed: Segment
+    """From the batch to the input of the first block: x_t, velocity, embedders."""
+    forward: Segment
+    """One block."""
+    head: Segment
+    """Final layer and loss, forward and backward."""
+    backward: Segment
+    """One block; its weight gradients, in the weights' dtype, live in it and are not left of it."""
+    tail: Segment
+    """Backward of the embedders."""
+
+
+def trace_step(
+    spec: ModelSpec, *, dtype: torch.dtype, checkpointing: Checkpointing, kernels: Kernels, label_dropout: float = 0.1
+) -> StepTrace:
+    """Trace a step of `spec` with every block checkpointed alike.
+
+    Args:
+        spec: the model.
+        dtype: of the gathered parameters in forward and backward.
+        checkpointing: of the blocks.
+        kernels: of which device attention and norms are.
+        label_dropout: of the objective; above 0 the labels are masked.
+    """
+    recorders = [
+        _record(spec, batch, dtype=dtype, checkpointing=checkpointing, kernels=kernels, label_dropout=label_dropout)
+        for batch in _BATCHES
+    ]
+    middle = NUM_KEPT_BLOCKS // 2
+    pieces = {
+        "embed": ("start", "forward 0"),
+        "forward": (f"forward {middle}", f"forward {middle + 1}"),
+        "head": ("head", f"backward {NUM_KEPT_BLOCKS - 1}"),
+        "backward": (f"backward {middle}", f"backward {middle - 1}"),
+        "tail": ("tail", "end"),
+    }
+    return StepTrace(**{name: _segment(recorders, *ends) for name, ends in pieces.items()})
+
+
+def _record(
+    spec: ModelSpec,
+    batch_size: int,
+    *,
+    dtype: torch.dtype,
+    checkpointing: Checkpointing,
+    kernels: Kernels,
+    label_dropout: float,
+) -> StepRecorder:
+    with torch.device("meta"):
+        model = spec.build().to(dtype)
+        blocks = spec.blocks(model)
+        del blocks[NUM_KEPT_BLOCKS:]
+        while len(blocks) < NUM_KEPT_BLOCKS:
+            blocks.append(spec.blocks(spec.build().to(dtype))[0])
+        batch, randomness = _example_batch(spec, batch_size)
+    mode = "selective" if checkpointing == "op" else checkpointing
+    apply_activation_checkpoint(blocks, mode=mode, selective_option="op")
+    objective = FlowMatching(
+        conditioning=spec.conditioning,
+        timesteps=timestep_sampling(kind="logit_normal"),
+        label_dropout=label_dropout,
+    )
+    inputs = [*model.parameters(), *batch.values(), *(tensor for tensor in randomness if tensor is not None)]
+    recorder = StepRecorder(ignored=inputs)
+    with recorder, DeviceKernels(kernels), _marked(blocks, recorder):
+        recorder.mark("start")
+        losses = objective.loss(model, batch, randomness)
+        loss = losses.sum() / batch_size
+        loss.backward()
+        recorder.mark("end")
+    return recorder
+
+
+def _example_batch(spec: ModelSpec, batch_size: int) -> tuple[dict[str, torch.Tensor], Randomness]:
+    """What the trainer has on the device when the step starts."""
+    sample = torch.empty(batch_size, *spec.sample_shape)
+    batch = {"sample": sample, "class_label": torch.empty(batch_size, dtype=torch.int64)}
+    return batch, Randomness(torch.empty_like(sample), torch.empty(batch_size), torch.empty(batch_size))
+
+
+@contextmanager
+def _marked(blocks: nn.ModuleList, recorder: StepRecorder) -> Iterator[None]:
+    """Mark in the record where blocks begin and end, and take away the weight gradients FSDP reduces there."""
+    last = len(blocks) - 1
+
+    def before(i: int, block: nn.Module, x: torch.Tensor) -> None:
+        recorder.mark(f"forward {i}")
+        if i == 0:
+            x.register_hook(lambda _gradient: finish(0, block, "tail"))
+
+    def after(i: int, block: nn.Module, output: torch.Tensor) -> None:
+        if i == last:
+            recorder.mark("head")
+            output.register_hook(lambda _gradient: recorder.mark(f"backward {last}"))
+        else:
+            above = blocks[i + 1]
+            output.register_hook(lambda _gradient: finish(i + 1, above, f"backward {i}"))
+
+    def finish(i: int, block: nn.Module, label: str) -> None:
+        for parameter in block.parameters():
+            parameter.grad = None
+        recorder.mark(label)
+
+    handles = []
+    for i, block in enumerate(blocks):
+        handles.append(block.register_forward_pre_hook(lambda module, args, i=i: before(i, module, args[0])))
+        handles.append(block.register_forward_hook(lambda module, _args, output, i=i: after(i, module, output)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class StepRecorder(TorchDispatchMode):
+    """Writes down every operator: what is alive after it, what it reads and writes, and its FLOPs."""
+
+    def __init__(self, *, ignored: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.live = 0
+        self.live_after: list[int] = []
+        self.flops: list[int] = []
+        self.reads: list[dict[int, int]] = []
+        self.writes: list[dict[int, int]] = []
+        self.is_product: list[bool] = []
+        self.marks: dict[str, tuple[int, int]] = {}
+        """(operators, bytes alive) so far, by label."""
+        self._tokens: dict[int, int] = {}
+        self._num_tokens = 0
+        self._ignored = [tensor.untyped_storage() for tensor in ignored]
+        self._finalizers: list[weakref.finalize] = []
+        for storage in self._ignored:
+            self._tokens[storage._cdata] = self._new_token()
+
+    def mark(self, label: str) -> None:
+        self.marks[label] = (len(self.live_after), self.live)
+
+    def alive(self) -> set[int]:
+        """Tokens of the storages that are alive."""
+        return set(self._tokens.values())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from torch.utils.flop_counter import flop_registry
+
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        made = _tensors(out)
+        for tensor in made:
+            self._track(tensor.untyped_storage())
+        packet = func._overloadpacket
+        name = packet.__name__
+        formula = flop_registry.get(packet)
+        is_attention = "scaled_dot_product" in name
+        moves = not func.is_view and name not in _NO_KERNEL
+        self.flops.append(int(formula(*args, **kwargs, out_val=out)) if formula else 0)
+        self.reads.append(self._bytes(_tensors((args, kwargs))) if moves else {})
+        self.writes.append(self._bytes(made) if moves else {})
+        self.is_product.append(name in _PRODUCTS or is_attention)
+        self.live_after.append(self.live + (_attention_workspace(name, args) if is_attention else 0))
+        return out
+
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._tokens:
+            self._tokens[key] = self._new_token()
+            self.live += storage.nbytes()
+            self._finalizers.append(weakref.finalize(storage, self._forget, key, storage.nbytes()))
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        del self._tokens[key]
+        self.live -= num_bytes
+
+    def _new_token(self) -> int:
+        self._num_tokens += 1
+        return self._num_tokens
+
+    def _bytes(self, tensors: list[torch.Tensor]) -> dict[int, int]:
+        """Bytes of each storage that these tensors cover."""
+        covered: dict[int, int] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            token = self._tokens.get(storage._cdata)
+            if token is not None:
+                covered[token] = min(storage.nbytes(), covered.get(token, 0) + tensor.numel() * tensor.element_size())
+        return covered
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _attention_workspace(name: str, args: tuple[Any, ...]) -> int:
+    """Bytes that the flash backward allocates inside: a float32 accumulator of dq, and the row sums."""
+    if name != "_scaled_dot_product_flash_attention_backward":
+        return 0
+    batch, heads, tokens, head_dim = args[1].shape
+    rows = -(-tokens // _FLASH_TILE) * _FLASH_TILE
+    return 4 * batch * heads * rows * (-(-head_dim // 32) * 32 + 1)
+
+
+class DeviceKernels(TorchFunctionMode):
+    """Attention and norms as the kernels of a device, with what those save for the backward pass."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args)
+        if func is torch.rms_norm and self.kernels == "cuda":
+            return FusedRMSNorm.apply(args[0], args[2])
+        return func(*args, **kwargs)
+
+    def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        aten = torch.ops.aten
+        if self.kernels == "cpu":
+            return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+        if q.dtype == torch.float32:
+            return aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[0]
+        return aten._scaled_dot_product_flash_attention(q, k, v)[0]
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """Saves, allocates and moves what the GPU's fused RMSNorm does; on meta there is nothing to compute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        inverse_rms = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return x.contiguous() * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x, weight, _inverse_rms = ctx.saved_tensors
+        return gradient.contiguous() * x.contiguous(), torch.empty_like(weight)
+
+
+def _segment(recorders: list[StepRecorder], start: str, end: str) -> Segment:
+    """The stretch between two marks, its numbers as (fixed, per image) from two batches."""
+    spans, nets = [], []
+    for recorder in recorders:
+        (first, live_at_start), (stop, live_at_end) = recorder.marks[start], recorder.marks[end]
+        rows = slice(first, stop)
+        spans.append(
+            {
+                "live": np.array(recorder.live_after[rows], dtype=np.float64) - live_at_start,
+                "flops": np.array(recorder.flops[rows], dtype=np.float64),
+                "traffic": np.array([_unfused(recorder, i) for i in range(first, stop)], dtype=np.float64),
+                "fused_traffic": _fused(recorder, first, stop),
+            }
+        )
+        nets.append(live_at_end - live_at_start)
+        is_product = np.array(recorder.is_product[rows], dtype=bool)
+    assert len(spans[0]["live"]) == len(spans[1]["live"]), "the operators of a step do not depend on the batch"
+    fitted = {key: _affine(spans[0][key], spans[1][key]) for key in spans[0]}
+    return Segment(net=_affine(np.float64(nets[0]), np.float64(nets[1])), is_product=is_product, **fitted)
+
+
+def _affine(small: Any, large: Any) -> np.ndarray:
+    """(..., 2): fixed and per image, of values at the two batches."""
+    per_image = (large - small) / (_BATCHES[1] - _BATCHES[0])
+    return np.stack([small - _BATCHES[0] * per_image, per_image], axis=-1)
+
+
+def _unfused(recorder: StepRecorder, i: int) -> int:
+    return sum(recorder.reads[i].values()) + sum(recorder.writes[i].values())
+
+
+def _fused(recorder: StepRecorder, first: int, stop: int) -> np.ndarray:
+    """(n,) bytes of each operator where those between two products are one kernel: it reads once what was made before
+    it, and writes what is read after it or stays.
+    """
+    last_read: dict[int, int] = {}
+    for i, reads in enumerate(recorder.reads):
+        last_read.update(dict.fromkeys(reads, i))
+    stays = recorder.alive()
+    traffic = np.zeros(stop - first)
+    i = first
+    while i < stop:
+        end = i + 1
+        while not recorder.is_product[i] and end < stop and not recorder.is_product[end]:
+            end += 1
+        if recorder.is_product[i]:
+            traffic[i - first] = _unfused(recorder, i)
+        else:
+            made: dict[int, int] = {}
+            read: dict[int, int] = {}
+            for j in range(i, end):
+                read.update({token: size for token, size in recorder.reads[j].items() if token not in made})
+                made.update(recorder.writes[j])
+            kept = {token: size for token, size in made.items() if last_read.get(token, -1) >= end or token in stays}
+            traffic[i - first] = sum(read.values()) + sum(kept.values())
+        i = end
+    return traffic
