@@ -104,6 +104,7 @@ class Unlabelled:
         self.sample_shape = dataset.sample_shape
         self.class_names: list[str] = []
         self.horizontal_flip = dataset.horizontal_flip
+        self.source = getattr(dataset, "source", None)
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -9,6 +9,7 @@ Notable:
 
 from __future__ import annotations
 
+import hashlib
 import os
 import zlib
 from pathlib import Path
@@ -65,6 +66,11 @@ class ImageFolder:
         self.paths = self.paths[chosen]
         if self.class_labels is not None:
             self.class_labels = self.class_labels[chosen]
+
+    @property
+    def source(self) -> str:
+        """Identity of the list of images: their paths in the folder, not their content."""
+        return f"paths-{hashlib.sha256(self.paths.tobytes()).hexdigest()[:16]}"
 
     def __len__(self) -> int:
         return len(self.paths)

@@ -59,6 +59,11 @@ class HubImages(HubRows):
         column = None if self.label_key is None else self.rows.data.column(self.label_key)
         self.class_labels = None if column is None else np.asarray(column.to_numpy())
 
+    @property
+    def source(self) -> str:
+        """Identity of the list of images: where it is."""
+        return self.name
+
     def __len__(self) -> int:
         return len(self.rows)
 

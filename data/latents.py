@@ -20,7 +20,7 @@ import torch
 
 from data.options import refuse, refuse_crop
 from torchditan import config as options
-from torchditan.autoencoders.latent_index import INDEX_FILE, SETTINGS_FILE
+from torchditan.autoencoders.latent_index import INDEX_FILE, SETTINGS_FILE, fingerprint_of
 from torchditan.autoencoders.latent_shards import PUBLIC_FILE, LatentShards, to_sample
 from torchditan.config import option_error
 from torchditan.stream import Batch
@@ -38,6 +38,7 @@ class Latents:
         self.shards = shards
         self.name = name
         self.index = dataclasses.replace(shards.index, shift=shift, scale=scale)
+        self.fingerprint = fingerprint_of(shards.index)
         self.sample_shape = self.index.latent_shape
         self.class_names = list(self.index.class_names)
         self.class_labels = shards.labels

@@ -116,7 +116,8 @@ def to_toml(config: AutoencoderConfig, autoencoder: Autoencoder) -> str:
     given = {key: getattr(config, key) for key in ("name", "path", "downsampling", "dtype")}
     lines = ["[autoencoder]", *(f"{key} = {json.dumps(value)}" for key, value in given.items() if value is not None)]
     for key, values in (("shift", autoencoder.shift), ("scale", autoencoder.scale)):
-        lines.append(f"{key} = [{', '.join(f'{value:#.6g}' for value in values.tolist())}]")
+        numbers = [float(f"{value:.6g}") for value in values.tolist()]
+        lines.append(f"{key} = {numbers}")
     return "\n".join(lines)
 
 

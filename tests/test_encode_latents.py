@@ -350,6 +350,49 @@ def test_other_settings_are_refused_by_name(
     assert hashes(tmp_path) == before
 
 
+def test_another_list_of_images_is_refused(tmp_path: Path) -> None:
+    dataset, renamed = Noise(), Noise()
+    dataset.source, renamed.source = "paths-1", "paths-2"  # type: ignore[attr-defined]
+    run(tmp_path, dataset)
+    with pytest.raises(ConfigError, match="source is paths-1 there and paths-2 here"):
+        begin(tmp_path, renamed)
+
+
+def test_another_precision_of_the_autoencoder_is_refused(tmp_path: Path) -> None:
+    run(tmp_path)
+    other = Corners()
+    other.dtype = torch.bfloat16
+    with pytest.raises(ConfigError, match=r"autoencoder.dtype is float32 there and bfloat16 here"):
+        begin(tmp_path, autoencoder=other)
+
+
+def test_a_rank_that_looks_while_another_finishes_has_nothing_left_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finishing = begin(tmp_path)
+    encode_all_but_the_index(finishing, monkeypatch)
+    late = begin(tmp_path)
+    finishing.finalise()
+    assert late.missing() == []
+    assert late.finalise() is not None
+    assert sorted(hashes(tmp_path)) == ["index.json", "labels.npy", *(shard_file(number) for number in range(3))]
+
+
+def encode_all_but_the_index(writer: LatentWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "finalise", lambda: None)
+        encode(
+            Noise(),
+            Corners(),
+            writer,
+            rank=Rank(0, 0, 1),
+            batch_size=3,
+            num_workers=0,
+            prefetch_factor=2,
+            report=lambda count: None,
+        )
+
+
 def test_a_folder_of_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "n01440764").mkdir()
     with pytest.raises(ConfigError, match="holds other files; latents need a folder of their own"):

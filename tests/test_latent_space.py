@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import weakref
@@ -136,6 +137,36 @@ def test_an_online_run_resumes_and_its_model_generates_pictures(tmp_path: Path) 
     assert is_picture(tmp_path / "grid.png")
 
 
+def test_a_run_refuses_to_go_on_with_other_latents(stored_run: Path, tmp_path: Path) -> None:
+    source = ["--dataset.dataset_name=digits", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]
+    source += ["--dataset.horizontal_flip=true", "--dtype=int8"]
+    assert run("scripts/encode_latents.py", tmp_path / "other", *source, cwd=tmp_path).returncode == 0
+    flags = ["--dataset.dataset_name=latents", f"--dataset.root_dir={tmp_path / 'other'}", "--validation.freq=3"]
+    result = train(
+        stored_run.parent, "run", *flags, "--checkpoint.enable_checkpoint", "--dataset.horizontal_flip=false"
+    )
+    assert result.returncode == 2
+    assert "dataset.fingerprint is latents-" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_latents_that_were_moved_are_the_same_latents(latents: Path, tmp_path: Path) -> None:
+    shutil.copytree(latents, tmp_path / "moved")
+    assert open_latents(tmp_path / "moved").fingerprint == open_latents(latents).fingerprint
+
+
+def test_online_encoding_holds_no_decoder() -> None:
+    from data import build_dataset
+
+    digits = build_dataset(options.Dataset(dataset_name="earth", image_size=[32, 32]), split="validation")
+    section = options.Autoencoder(name="patch", path="earth", online=True)
+    space = build_sample_space(section, digits, device=CPU, needs_decoder=True)
+    assert isinstance(space, latent_space.EncodedPixels)
+    held = {name.split(".")[0] for name, _ in space.autoencoder.network.named_parameters()}  # type: ignore[attr-defined]
+    assert held == {"encoder"}
+    batch = space.prepare({"sample": digits[0]["sample"][None]})
+    assert (space.to_pixels(batch["sample"])[0] - digits[0]["sample"]).abs().mean() < 0.05
+
+
 def test_generate_decodes_latents(stored_run: Path, tmp_path: Path) -> None:
     result = run("scripts/generate.py", stored_run, "--out", tmp_path / "grid.png", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -246,7 +277,9 @@ def test_what_the_section_cannot_mean_is_refused_in_one_line(latents: Path) -> N
     refused("sample_posterior = true: these latents hold no variance", dataset=stored, sample_posterior=True)
     normalised = {"shift": [0.0], "scale": [1.0], "online": True, "name": "haar"}
     refused("sample_posterior = true: haar gives no variance", dataset=pixels, sample_posterior=True, **normalised)
-    refused("must be one number, or one for each of the 4 latent channels", dataset=stored, scale=[1.0, 2.0])
+    refused("autoencoder.scale = .* normalised by their index; leave it out", dataset=stored, scale=[1.0])
+    refused('autoencoder.name = "sd-vae": these latents come from haar', dataset=stored, name="sd-vae")
+    refused("did you mean haar", dataset=stored, name="harr", needs_decoder=False)
     refused("these latents have 2; leave it out", dataset=stored, downsampling=4)
     refused("these latents come from haar", dataset=stored, fingerprint="patch-0123456789abcdef")
 

@@ -118,6 +118,8 @@ class Dataset:
     """Column of the images in parquet files and hub datasets."""
     label_key: str = "label"
     """Column of the labels in parquet files and hub datasets."""
+    fingerprint: str | None = None
+    """Identity of the data; filled in from the index of latents, and other latents are refused on resume."""
     corrupt_images: Literal["error", "skip"] = "error"
     """What an unreadable image does: stop the run naming it, or be replaced by the next one and counted."""
     dummy_fill: Literal["normal", "zeros"] = "normal"
@@ -143,9 +145,9 @@ class Autoencoder:
     dtype: Literal["float32", "bfloat16"] | None = None
     """Precision the autoencoder computes in. Default: what its weights need."""
     shift: list[float] | None = None
-    """Normalisation (z - shift) x scale, one number or one per channel. Default: published, else the latents' mean."""
+    """Normalisation (z - shift) x scale, one number or one per channel. Default: published, or the latents' index."""
     scale: list[float] | None = None
-    """See shift. Default: published, else one over the latents' standard deviation."""
+    """See shift."""
     fingerprint: str | None = None
     """Identity of the weights; filled in from the latents, and a decoder that has another one is refused."""
 
@@ -173,7 +175,7 @@ class Training:
     """Batch, steps, precision, and how ranks share the work."""
 
     batch_size: int | Literal["auto"] | None = None
-    """Images per rank in one forward pass; auto searches for it. Default: the ranks' share of the global batch, or 16."""
+    """Images per rank in one forward pass; auto searches. Default: the ranks' share of global_batch_size, or 16."""
     global_batch_size: int | None = None
     """Images per optimizer step over all ranks; more than ranks x batch_size accumulates gradients."""
     steps: int = 1000
@@ -458,6 +460,11 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "model.rope_theta diffusion.logit_normal_std diffusion.timestep_shift optimizer.eps autotune.memory_limit_gib",
     ),
     (
+        "must be greater than 0",
+        lambda values: min(values, default=0) > 0,
+        "autoencoder.scale",
+    ),
+    (
         "must be between 0 and 1",
         lambda value: 0 <= value <= 1,
         "diffusion.label_dropout lr_scheduler.decay_ratio lr_scheduler.min_lr_factor",
@@ -488,7 +495,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "metrics.experiment_name",
     ),
 ]
-"""(what is right, its test, the options it holds for); one left open (None), or to be searched (auto), is not tested."""
+"""(what is right, its test, the options it holds for); one left open (None or auto) is not tested."""
 
 
 def validate(config: Config) -> None:

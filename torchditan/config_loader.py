@@ -183,6 +183,8 @@ def trajectory(config: Config) -> dict[str, Any]:
     """
     values = flatten(config)
     found = {option: values[option] for option in TRAJECTORY_KEYS}
+    if not config.autoencoder.online:  # these only open the decoder, whose fingerprint is compared
+        del found["autoencoder.name"], found["autoencoder.dtype"]
     if config.lr_scheduler.schedule != "constant":
         found["training.steps"] = config.training.steps
     return found

@@ -6,8 +6,8 @@ Notable:
 - A run holds a lock on its folder. The kernel drops it with the process, however that ends.
 - Files are written beside, synced and renamed: a reader sees the old file or the new one, never half of it.
   `metrics.jsonl` grows by whole lines instead; readers skip the line a killed run left torn.
-- A launcher that must know how each rank fared names a folder in the environment (`RANKS_VARIABLE`): every rank keeps one
-  small file there, from its first moment to its end.
+- A launcher that must know how each rank fared names a folder in the environment (`RANKS_VARIABLE`): every rank keeps
+  one small file there, from its first moment to its end.
 - Reading (`read_config`, `read_metrics`, `read_status`, `read_rank_statuses`) needs no torch.
 """
 
@@ -62,7 +62,8 @@ def check_folders(config: dict[str, Any]) -> None:
 def write_file(path: Path, data: bytes) -> None:
     """Write `data` to `path` so that a reader, or a crash, meets the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # Processes of two machines, or of two containers, may have one number.
+    beside = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
     try:
         with open(beside, "wb") as file:
             file.write(data)

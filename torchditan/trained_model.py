@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from torchditan.autoencoders.latent_space import SampleSpace, StoredLatents, decode_latents
+from torchditan.autoencoders.latent_space import SampleSpace, StoredLatents, open_decoder, decode_latents
 from torchditan.checkpoint import find_checkpoint, load_weights, read_progress
 from torchditan.config import Config, option_error
 from torchditan.config_loader import from_dict, override
@@ -66,6 +66,9 @@ class TrainedModel:
         factor = (config.autoencoder.downsampling or 1) if config.autoencoder.online else 1
         sample_shape = (channels, size[0] // factor, size[1] // factor)
         spec = build_model_spec(config.model, sample_shape=sample_shape, num_classes=num_classes)
+        if config.autoencoder.name is not None:
+            # Only to see that it opens: a decoder that is not at hand is better missed now than after the sampling.
+            open_decoder(config.autoencoder, channels=channels, device=device)
         with torch.device("meta"):
             model = spec.build()
         model.to_empty(device=device)

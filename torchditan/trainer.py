@@ -379,7 +379,7 @@ class Trainer:
         self.peak_memory_gib = max(self.peak_memory_gib, record["peak_memory_gib"])
         self.extra_metrics.clear()
 
-    def memory(self) -> dict[str, float]:
+    def memory(self) -> dict[str, Any]:
         """This rank's own peak in GiB, what the device has, and how often its allocator had to start over."""
         if self.device.type != "cuda":
             return {"peak_memory_gib": self.peak_memory_gib}
@@ -465,6 +465,15 @@ def fill_in_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape:
         config.dataset.image_size = list(dataset.sample_shape[1:])
     if config.dataset.num_classes is None:
         config.dataset.num_classes = len(dataset.class_names)
+    if config.dataset.horizontal_flip is None:
+        config.dataset.horizontal_flip = dataset.horizontal_flip
+    fingerprint = getattr(dataset, "fingerprint", None)
+    if config.dataset.fingerprint not in (None, fingerprint):
+        right = (
+            f"the data here is {fingerprint or 'of no known identity'}; leave it out, or give the data it belongs to"
+        )
+        raise option_error("dataset.fingerprint", config.dataset.fingerprint, right)
+    config.dataset.fingerprint = fingerprint
 
 
 def resolve_batches(config: Config, rank: Rank) -> BatchPlan:

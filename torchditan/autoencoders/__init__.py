@@ -15,7 +15,7 @@ from torchditan.autoencoders.hub import find_weights
 from torchditan.autoencoders.published import PUBLISHED, DiffusersAutoencoder
 from torchditan.config import did_you_mean, option_error
 
-__all__ = ["AUTOENCODERS", "Autoencoder", "open_autoencoder"]
+__all__ = ["AUTOENCODERS", "Autoencoder", "kind_of", "open_autoencoder"]
 
 AUTOENCODERS = ("haar", "patch", "cosmos", "diffusers", *PUBLISHED)
 _PLACES = {
@@ -23,6 +23,11 @@ _PLACES = {
     "cosmos": "a folder with encoder.jit and decoder.jit, or a hub name, nvidia/Cosmos-0.1-Tokenizer-CI8x8 say",
     "diffusers": "a folder that diffusers saved, or a hub name, stabilityai/sdxl-vae say",
 }
+
+
+def kind_of(name: str) -> str:
+    """haar, patch, cosmos or diffusers: what opens the autoencoder of this name."""
+    return PUBLISHED[name].kind if name in PUBLISHED else name
 
 
 def open_autoencoder(
@@ -68,8 +73,7 @@ def _open(config: options.Autoencoder, *, device: torch.device, image_channels: 
     if place is None:
         raise option_error("autoencoder.path", None, f"must be given: {_PLACES[config.name]}")
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    kind = config.name if entry is None else entry.kind
-    autoencoder = _open_kind(kind, place, device=device, dtype=dtype, entry=entry)
+    autoencoder = _open_kind(kind_of(config.name), place, device=device, dtype=dtype, entry=entry)
     autoencoder.path = place
     return autoencoder
 

@@ -83,6 +83,9 @@ class Autoencoder(abc.ABC):
         raw = latents / _per_channel(self.scale, latents) + _per_channel(self.shift, latents)
         return self._decode(raw.to(self.dtype)).float()
 
+    def drop_decoder(self) -> None:  # noqa: B027  not every one has weights to drop
+        """Give the decoder's memory back, where only encoding is left to do; `decode` works no more."""
+
     @abc.abstractmethod
     def _moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]: ...
 

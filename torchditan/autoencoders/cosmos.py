@@ -86,6 +86,9 @@ class CosmosAutoencoder(Autoencoder):
             device=device,
         )
 
+    def drop_decoder(self) -> None:
+        self._decoder = None
+
     def _moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         return _mean_and_logvar(self._encoder(images))
 

@@ -59,6 +59,7 @@ def describe_encoding(
         dataset=dataset.name,
         split=split,
         num_source_images=len(dataset),
+        source=getattr(dataset, "source", None),
         image_size=(height, width),
         crop=crop,
         autoencoder_name=autoencoder.name,
@@ -66,6 +67,7 @@ def describe_encoding(
         downsampling=autoencoder.downsampling,
         fingerprint=autoencoder.fingerprint,
         image_channels=channels,
+        autoencoder_dtype=str(autoencoder.dtype).removeprefix("torch."),
         latent_shape=autoencoder.latent_shape(height, width),
         dtype=dtype,
         flipped=flipped,
@@ -275,7 +277,8 @@ def _write_shard(writer: LatentWriter, number: int, encoded: _EncodedShard) -> N
 
 def _pack(encoded: _EncodedShard, encoding: Encoding) -> Shard:
     """The tensors of a shard as they are stored, on the CPU."""
-    tensors = {name: torch.cat(parts) for name, parts in encoded.parts.items()}
+    # Off the device first: to find a shard's scale takes several copies of it in float32.
+    tensors = {name: torch.cat([part.cpu() for part in parts]) for name, parts in encoded.parts.items()}
     latent_names = ["latents", "latents_flipped"] if encoding.flipped else ["latents"]
     logvar_names = [name.replace("latents", "logvar") for name in latent_names] if encoding.posterior else []
     for name in [*latent_names, *logvar_names]:  # a shard without a readable image has none
@@ -289,8 +292,14 @@ def _pack(encoded: _EncodedShard, encoding: Encoding) -> Shard:
 
 def _quantize(latents: dict[str, Tensor]) -> dict[str, Tensor]:
     """float32 (n, C, h, w) each -> int8, and their common `scale` (C,) = max |z| / 127."""
-    channels = torch.cat(list(latents.values())).abs().transpose(0, 1).flatten(1)  # (C, values)
-    scale = channels.amax(dim=1) / _INT8_MAX if channels.numel() else torch.zeros(len(channels))
+    scale = torch.stack([_largest(z) for z in latents.values()]).amax(dim=0) / _INT8_MAX  # (C,)
     scale[scale == 0] = 1.0
     stored = {name: (z / scale[:, None, None]).round().to(torch.int8) for name, z in latents.items()}
     return {**stored, "scale": scale}
+
+
+def _largest(z: Tensor) -> Tensor:
+    """Largest magnitude of each channel of (n, C, h, w), (C,); 0 where n is 0."""
+    if len(z) == 0:
+        return torch.zeros(z.shape[1])
+    return torch.maximum(z.amax((0, 2, 3)), -z.amin((0, 2, 3)))

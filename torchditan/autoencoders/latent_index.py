@@ -10,9 +10,10 @@ Notable:
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ _AUTOENCODER_KEYS = {
     "downsampling": "downsampling",
     "fingerprint": "fingerprint",
     "image_channels": "image_channels",
+    "autoencoder_dtype": "dtype",
 }
 """Fields of `Encoding` that stand under `autoencoder` in JSON, and their keys there."""
 
@@ -43,6 +45,8 @@ class Encoding:
     dataset: str
     split: str
     num_source_images: int
+    source: str | None
+    """Identity of the list of source images, where the dataset has one; not of their content."""
     image_size: tuple[int, ...]
     """Height and width of the images, in pixels."""
     crop: str
@@ -53,6 +57,8 @@ class Encoding:
     fingerprint: str | None
     """Identity of the autoencoder's weights; None: the public file does not say."""
     image_channels: int
+    autoencoder_dtype: str | None
+    """What it computed in, float32 say; None: the public file does not say."""
     latent_shape: tuple[int, ...]
     """(C, h, w)."""
     dtype: str
@@ -140,6 +146,13 @@ def index_from_json(values: Any, *, where: Path) -> LatentIndex:
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ConfigError(f"{where} is damaged; restore it, or delete it and encode the latents again") from None
     return index
+
+
+def fingerprint_of(index: LatentIndex) -> str:
+    """Identity of the latents: what they are of and every shard's content, wherever they and their autoencoder lie."""
+    values = index_to_json(replace(index, autoencoder_path=None))
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    return f"latents-{digest[:16]}"
 
 
 def index_to_json(index: LatentIndex) -> dict[str, Any]:
@@ -233,6 +246,7 @@ def _encoding_from(values: dict[str, Any]) -> Encoding:
         dataset=str(values["dataset"]),
         split=str(values["split"]),
         num_source_images=int(values["num_source_images"]),
+        source=values["source"],
         image_size=tuple(int(side) for side in values["image_size"]),
         crop=str(values["crop"]),
         **{name: values["autoencoder"][key] for name, key in _AUTOENCODER_KEYS.items()},

@@ -11,16 +11,15 @@ Notable:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchditan.autoencoders import Autoencoder, open_autoencoder
+from torchditan.autoencoders import AUTOENCODERS, Autoencoder, kind_of, open_autoencoder
 from torchditan.autoencoders.latent_shards import LatentIndex, to_sample
 from torchditan.config import Autoencoder as AutoencoderConfig
-from torchditan.config import ConfigError, option_error
+from torchditan.config import ConfigError, did_you_mean, option_error
 
 Batch = dict[str, Tensor]
 _DECODE_BATCH_SIZE = 16
@@ -120,6 +119,8 @@ class EncodedPixels(SampleSpace):
     ) -> None:
         super().__init__(autoencoder.latent_shape(image_shape[1], image_shape[2]))
         self.autoencoder = autoencoder
+        self.config = config
+        self.device = device
         self.draws_posterior = config.sample_posterior
         if config.sample_posterior and not autoencoder.has_posterior:
             right = f"{autoencoder.name} gives no variance; leave it out"
@@ -135,6 +136,7 @@ class EncodedPixels(SampleSpace):
         config.shift, config.scale = autoencoder.shift.tolist(), autoencoder.scale.tolist()
         config.fingerprint = autoencoder.fingerprint
         self.shift, self.scale = autoencoder.shift.to(device), autoencoder.scale.to(device)
+        autoencoder.drop_decoder()
 
     def prepare(self, batch: Batch, posterior: Tensor | None = None) -> Batch:
         mean, logvar = self.autoencoder.moments(batch["sample"])
@@ -143,7 +145,7 @@ class EncodedPixels(SampleSpace):
         return batch
 
     def to_pixels(self, samples: Tensor) -> Tensor:
-        return _decode(self.autoencoder, samples)
+        return decode_latents(self.config, samples, device=self.device)
 
 
 def build_sample_space(
@@ -174,8 +176,9 @@ def build_sample_space(
             raise option_error("autoencoder.name", None, "must be given to encode pixels (autoencoder.online)")
         autoencoder = open_autoencoder(config, device=device, image_channels=dataset.sample_shape[0])
         return EncodedPixels(config, image_shape=dataset.sample_shape, device=device, autoencoder=autoencoder)
-    given = {} if getattr(dataset, "stands_in_for_any", False) else dataclasses.asdict(config)
-    for option, value in given.items():
+    if getattr(dataset, "stands_in_for_any", False):
+        vars(config).update(vars(AutoencoderConfig()))
+    for option, value in dataclasses.asdict(config).items():
         if value not in (None, False):
             right = f"{dataset.name} holds pixels; encode them first, or at each step with --autoencoder.online"
             raise option_error(f"autoencoder.{option}", value, right)
@@ -193,14 +196,7 @@ def decode_latents(config: AutoencoderConfig, latents: Tensor, *, device: torch.
     Returns:
         (..., 1 or 3, H, W) float32 on the CPU, about [-1, 1].
     """
-    image_channels = None  # the autoencoder's own
-    if config.name == "haar":
-        assert config.downsampling is not None
-        image_channels = latents.shape[-3] // config.downsampling**2
-    return _decode(open_autoencoder(config, device=device, image_channels=image_channels), latents)
-
-
-def _decode(autoencoder: Autoencoder, latents: Tensor) -> Tensor:
+    autoencoder = open_decoder(config, channels=latents.shape[-3], device=device)
     leading = latents.shape[:-3]
     chunks = latents.flatten(0, -4).split(_DECODE_BATCH_SIZE)  # (n, C, h, w) each
     return torch.cat([autoencoder.decode(chunk).cpu() for chunk in chunks]).unflatten(0, leading)
@@ -211,6 +207,12 @@ def _fill_in_from_index(config: AutoencoderConfig, index: LatentIndex) -> None:
     if config.fingerprint is not None and config.fingerprint != index.fingerprint:
         right = f"these latents come from {index.fingerprint}; leave it out, or give the latents it belongs to"
         raise option_error("autoencoder.fingerprint", config.fingerprint, right)
+    _check_kind(config, index)
+    for option in ("shift", "scale"):
+        given, stored = getattr(config, option), list(getattr(index, option))
+        if given is not None and given != stored:
+            right = "these latents are normalised by their index; leave it out, or give it when encoding"
+            raise option_error(f"autoencoder.{option}", given, right)
     if config.downsampling not in (None, index.downsampling):
         right = f"these latents have {index.downsampling}; leave it out"
         raise option_error("autoencoder.downsampling", config.downsampling, right)
@@ -219,14 +221,29 @@ def _fill_in_from_index(config: AutoencoderConfig, index: LatentIndex) -> None:
     config.name = config.name or index.autoencoder_name
     config.downsampling = index.downsampling
     config.fingerprint = index.fingerprint
-    config.shift = _per_channel("shift", config.shift, index.shift)
-    config.scale = _per_channel("scale", config.scale, index.scale)
+    config.shift, config.scale = list(index.shift), list(index.scale)
 
 
-def _per_channel(option: str, given: list[float] | None, stored: Sequence[float]) -> list[float]:
-    if given is None:
-        return list(stored)
-    if len(given) not in (1, len(stored)):
-        right = f"must be one number, or one for each of the {len(stored)} latent channels"
-        raise option_error(f"autoencoder.{option}", given, right)
-    return list(given) if len(given) > 1 else list(given) * len(stored)
+def open_decoder(config: AutoencoderConfig, *, channels: int, device: torch.device) -> Autoencoder:
+    """Open the autoencoder of a completed section, for latents of so many channels.
+
+    Raises:
+        ConfigError: its weights are not at hand, or are not those that the latents come from.
+    """
+    image_channels = None  # the autoencoder's own
+    if config.name == "haar":
+        assert config.downsampling is not None
+        image_channels = channels // config.downsampling**2
+    return open_autoencoder(config, device=device, image_channels=image_channels)
+
+
+def _check_kind(config: AutoencoderConfig, index: LatentIndex) -> None:
+    """A name that cannot be the latents' autoencoder is refused now: its decoder may be opened after the training."""
+    if config.name is None:
+        return
+    if config.name not in AUTOENCODERS:
+        right = f"must be one of {', '.join(AUTOENCODERS)}{did_you_mean(config.name, AUTOENCODERS)}"
+        raise option_error("autoencoder.name", config.name, right)
+    if kind_of(config.name) != kind_of(index.autoencoder_name):
+        right = f"these latents come from {index.autoencoder_name}; leave it out"
+        raise option_error("autoencoder.name", config.name, right)

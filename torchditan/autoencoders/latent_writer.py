@@ -84,9 +84,10 @@ class LatentWriter:
 
     def missing(self) -> list[int]:
         """Numbers of the shards that are still to be written; none in a finished folder."""
-        if (self.folder / INDEX_FILE).exists():
-            return []
-        return [number for number in range(self.num_shards) if self._record(number) is None]
+        with self._lock():  # the rank that finishes clears the records away
+            if (self.folder / INDEX_FILE).exists():
+                return []
+            return [number for number in range(self.num_shards) if self._record(number) is None]
 
     def write(self, number: int, shard: Shard) -> None:
         """Write a shard, then its record; a shard without a record does not count.
@@ -113,6 +114,7 @@ class LatentWriter:
         """
         with self._lock():
             if (self.folder / INDEX_FILE).exists():
+                self._clear()
                 return read_index(self.folder)
             records = [self._record(number) for number in range(self.num_shards)]
             if None in records:
@@ -251,7 +253,8 @@ def _describe(file: str, shard: Shard, data: bytes) -> ShardRecord:
     if "scale" in tensors:
         scale = tensors["scale"].double().numpy()
         total, squares = total * scale, squares * scale**2
-    if not np.isfinite([total, squares]).all():
+    logvars = [tensors[name] for name in ("logvar", "logvar_flipped") if name in tensors]
+    if not np.isfinite([total, squares]).all() or not all(bool(logvar.isfinite().all()) for logvar in logvars):
         right = "the autoencoder gives numbers that are not finite; float32 may help"
         raise option_error("autoencoder.dtype", None, right)
     return ShardRecord(

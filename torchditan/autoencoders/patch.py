@@ -203,6 +203,9 @@ class PatchAutoencoder(Autoencoder):
         write_file(folder / WEIGHTS_FILE, save(tensors, metadata={"format": "pt"}))
         write_file(folder / CONFIG_FILE, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
+    def drop_decoder(self) -> None:
+        del self.network.decoder
+
     def _moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.network.encode(images), None
 

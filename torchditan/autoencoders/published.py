@@ -121,6 +121,9 @@ class DiffusersAutoencoder(Autoencoder):
             ones = torch.ones(self.latent_channels)
             self.set_normalization(shift=ones * (shift or 0.0), scale=ones * factor)
 
+    def drop_decoder(self) -> None:
+        del self._model.decoder
+
     def _moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         encoded = self._model.encode(images)
         if self.has_posterior:
