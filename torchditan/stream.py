@@ -14,6 +14,7 @@ Notable:
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -143,9 +144,9 @@ class StreamDataset:
         """(n,) indices in the dataset of the samples at these positions."""
         epochs, offsets = np.divmod(np.asarray(positions), len(self.dataset))
         indices = np.empty(len(epochs), dtype=np.int64)
-        for epoch in np.unique(epochs):
-            shuffle = Permutation(self.seed, "shuffle", int(epoch), length=len(self.dataset))
-            indices[epochs == epoch] = shuffle(offsets[epochs == epoch])
+        for epoch in range(epochs.min(), epochs.max() + 1):  # mostly one
+            here = epochs == epoch
+            indices[here] = _shuffle(self.seed, epoch, len(self.dataset))(offsets[here])
         return indices
 
     def are_flipped(self, positions: Sequence[int]) -> np.ndarray:
@@ -164,7 +165,7 @@ class StreamDataset:
             batch = self.dataset.read_batch(indices, flips)
         except ConfigError as error:
             return error
-        batch["index"] = torch.tensor(positions, dtype=torch.int64)  # (B,)
+        batch["index"] = torch.from_numpy(np.array(positions, dtype=np.int64))  # (B,)
         return batch
 
     def _read(self, position: int, index: int, is_flipped: bool) -> dict[str, Any]:
@@ -173,6 +174,11 @@ class StreamDataset:
             item["sample"] = item["sample"].flip(-1)
         item["index"] = position
         return item
+
+
+@functools.lru_cache(maxsize=4)
+def _shuffle(seed: int, epoch: int, length: int) -> Permutation:
+    return Permutation(seed, "shuffle", epoch, length=length)
 
 
 @dataclass(frozen=True)

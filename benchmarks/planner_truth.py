@@ -1,0 +1,234 @@
+#!/usr/bin/env python
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The planner against one GPU: predicted and measured peak memory and step time of the trainer's step.
+
+Notable:
+- every cell runs in a process of its own, on random normal data and weights; a cell that the plan says does not fit is
+  skipped, one that runs out of memory keeps its reason;
+- measured: the allocator's peak of a step after two others, and the median of the steps;
+- compiled cells are measured too and reported apart: the planner plans them as eager ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
+
+from step_cases import NUM_CLASSES, PATCH_SIZE, SAMPLE_SHAPES, Case, fill_with_normal, make_batch, trainer_step
+from step_measure import GIB, one_process, time_steps
+
+from torchditan import provenance
+from torchditan.ablation.planner import plan_run
+from torchditan.ablation.planner_devices import device_named
+from torchditan.config import Config, ConfigError
+from torchditan.config_loader import build_config
+from torchditan.run_directory import write_file
+
+Row = dict[str, Any]
+MODES = ("none", "full", "2", "op")
+BATCH_SIZES = {"debugmodel": (2, 4), "DiT-L": (16, 64, 128), "DiT-7B": (1, 4, 16)}
+WARMUP, STEPS = 2, 5
+
+
+@dataclass(frozen=True)
+class Cell:
+    flavor: str
+    checkpointing: str
+    """none, full, op, or n for every n-th block."""
+    batch_size: int
+    compiled: bool = False
+
+    def config(self) -> Config:
+        mode = self.checkpointing if self.checkpointing in ("none", "full") else "selective"
+        channels, height, width = SAMPLE_SHAPES[self.flavor]
+        values: dict[str, Any] = {
+            "model.flavor": self.flavor,
+            "model.patch_size": PATCH_SIZE,
+            "model.input_channels": channels,
+            "dataset.dataset_name": "dummy",
+            "dataset.image_size": [height, width],
+            "dataset.num_classes": NUM_CLASSES,
+            "training.batch_size": self.batch_size,
+            "training.compile": self.compiled,
+            "activation_checkpoint.mode": mode,
+            # float32 weights, gradients, moments and an average of 7B parameters are more than one GPU holds
+            "ema.enable": self.flavor != "DiT-7B",
+        }
+        if mode == "selective":
+            values["activation_checkpoint.selective_ac_option"] = self.checkpointing
+        return build_config(values)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Predicted against measured peak memory and step time, on one GPU.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: times alone, to see that it runs")
+    add("--models", nargs="+", choices=list(BATCH_SIZES), default=["DiT-L", "DiT-7B"], help="flavors")
+    add("--no_compiled", dest="compiled", action="store_false", help="eager cells only")
+    add("--cell_timeout", type=float, default=240, help="seconds a cell may take")
+    add(
+        "--out",
+        type=Path,
+        help="the JSON (default: benchmarks/results/planner_truth_<device>.json); .md goes beside it",
+    )
+    add("--cell", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: this machine has no CUDA device")
+    if args.out is None:
+        args.out = Path(__file__).resolve().parent / "results" / f"planner_truth_{args.device}.json"
+    return args
+
+
+def cells(models: Sequence[str], *, compiled: bool) -> list[Cell]:
+    """Every checkpointing at every batch, eager; then the middle batch compiled."""
+    eager = [Cell(flavor, mode, size) for flavor in models for mode in MODES for size in BATCH_SIZES[flavor]]
+    if not compiled:
+        return eager
+    middle = {flavor: BATCH_SIZES[flavor][len(BATCH_SIZES[flavor]) // 2] for flavor in models}
+    return eager + [Cell(flavor, mode, middle[flavor], True) for flavor, mode in itertools.product(models, MODES)]
+
+
+def measure(cell: Cell, device: torch.device) -> Row:
+    """Peak memory in GiB (None on a CPU) and median seconds of the trainer's step, in this process."""
+    from torchditan.distributed.parallel_dims import ParallelDims
+    from torchditan.distributed.parallelize import CompileOptions, parallelize
+    from torchditan.models import build_model_spec
+
+    config = cell.config()
+    sample_shape = SAMPLE_SHAPES[cell.flavor]
+    spec = build_model_spec(config.model, sample_shape=sample_shape, num_classes=NUM_CLASSES)
+    with one_process():
+        with torch.device("meta"):
+            model = spec.build()
+        parallelize(
+            model,
+            blocks=spec.blocks(model),
+            mesh=ParallelDims(replicate=1, shard=1).build_mesh(device.type),
+            activation_checkpoint=config.activation_checkpoint.mode,
+            selective_ac_option=config.activation_checkpoint.selective_ac_option,
+            compile=CompileOptions() if cell.compiled else None,
+        )
+        model.to_empty(device=device)
+        fill_with_normal(model)
+        model.train()
+        case = Case("ours", cell.flavor, "torchditan", "bf16", "eager", "trainer", ema=config.ema.enable)
+        step = trainer_step(model, spec, case)
+        batch = make_batch(spec, cell.batch_size, device)
+        time_steps(step, batch, steps=WARMUP, device=device)
+        peak = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        times = time_steps(step, batch, steps=STEPS, device=device)
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated() / GIB
+    return {"measured_gib": peak, "measured_s": statistics.median(times)}
+
+
+def compare(cell: Cell, *, device: str, device_name: str | None, timeout: float) -> Row:
+    """The row of a cell: its plan, then its measurement in a process of its own."""
+    plan = plan_run(cell.config(), device=device_name or ("cpu" if device == "cpu" else None), num_devices=1)
+    row: Row = {
+        **dataclasses.asdict(cell),
+        "planned_gib": plan.peak_memory_gib,
+        "planned_s": plan.step_time_s,
+        "peak_at": plan.peak.label,
+        "status": "ok",
+        "reason": None,
+        "measured_gib": None,
+        "measured_s": None,
+        "memory_error": None,
+        "time_error": None,
+    }
+    if plan.fits is False:
+        return {**row, "status": "skipped", "reason": "planned not to fit"}
+    command = [sys.executable, __file__, "--device", device, "--cell", json.dumps(dataclasses.asdict(cell))]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return {**row, "status": "timeout", "reason": f"longer than {timeout:g} s"}
+    if result.returncode != 0:
+        last = result.stderr.strip().splitlines()[-1:] or ["no message"]
+        return {**row, "status": "oom" if "OutOfMemory" in last[0] else "error", "reason": last[0][:300]}
+    row.update(json.loads(result.stdout.splitlines()[-1]))
+    for quantity, unit in (("memory", "gib"), ("time", "s")):
+        planned, measured = row[f"planned_{unit}"], row[f"measured_{unit}"]
+        row[f"{quantity}_error"] = None if planned is None or measured is None else planned / measured - 1
+    return row
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    lines = [
+        "| model | checkpointing | batch | blocks | planned GiB | measured GiB | difference | planned s | measured s "
+        "| difference |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        blocks = "compiled" if row["compiled"] else "eager"
+        memory = [_number(row["planned_gib"], ".2f"), _number(row["measured_gib"], ".2f")]
+        memory.append(_number(row["memory_error"], "+.1%") or row["reason"] or "not measured")
+        seconds = [_number(row[key], spec) for key, spec in (("planned_s", ".4f"), ("measured_s", ".4f"))]
+        cells = [
+            f"{row['flavor']}/{PATCH_SIZE}",
+            row["checkpointing"],
+            str(row["batch_size"]),
+            blocks,
+            *memory,
+            *seconds,
+        ]
+        lines.append(f"| {' | '.join([*cells, _number(row['time_error'], '+.0%')])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "" if value is None else format(value, spec)
+
+
+def main() -> None:
+    args = parse(sys.argv[1:])
+    device = torch.device(args.device)
+    if args.cell:
+        print(json.dumps(measure(Cell(**json.loads(args.cell)), device)))
+        return
+    name = torch.cuda.get_device_name() if args.device == "cuda" else None
+    try:
+        known = device_named(name).name if name else None
+    except ConfigError as error:
+        print(f"times are not planned: {error}")
+        known = None
+    rows: list[Row] = []
+    for cell in cells(args.models, compiled=args.compiled):
+        row = compare(cell, device=args.device, device_name=known, timeout=args.cell_timeout)
+        rows.append(row)
+        print(markdown([row]).splitlines()[-1], flush=True)
+        content = {
+            "command": shlex.join(["python", *sys.argv]),
+            "device": name or "cpu",
+            "versions": provenance.versions("torch", "torchditan"),
+            "git_commit": provenance.git_commit(),
+            "rows": rows,
+        }
+        write_file(args.out, (json.dumps(content, indent=1) + "\n").encode())
+        write_file(args.out.with_suffix(".md"), markdown(rows).encode())
+    print(f"{args.out}, and the table beside it")
+
+
+if __name__ == "__main__":
+    main()
