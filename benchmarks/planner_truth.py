@@ -40,7 +40,7 @@ from torchditan.run_directory import write_file
 
 Row = dict[str, Any]
 MODES = ("none", "full", "2", "op")
-BATCH_SIZES = {"debugmodel": (2, 4), "DiT-L": (16, 64, 128), "DiT-7B": (1, 4, 16)}
+BATCH_SIZES = {"debugmodel": (2,), "DiT-L": (16, 64, 128), "DiT-7B": (1, 4, 16)}
 WARMUP, STEPS = 2, 5
 
 

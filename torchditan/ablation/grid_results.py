@@ -16,48 +16,29 @@ import io
 import json
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchditan.ablation.grid import (
+    BATCH_SIZE,
+    CHECKPOINTING,
+    COMPILE,
+    FLAVOR,
+    PARALLEL,
+    PATCH_SIZE,
+    PRECISION,
+    parallel_degrees,
+)
+from torchditan.ablation.ledger import CSV_NAME, PARQUET_NAME, SCHEMA_VERSION, STATUSES, column_type, columns
 from torchditan.config import ConfigError, option_error
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 1
-BATCH = "training.batch_size"
-PARALLEL = "parallel"
-COMPILE = "training.compile"
-CHECKPOINTING = "activation_checkpoint.mode"
-PRECISION = "precision"
-PATCH = "model.patch_size"
-MODEL = "model.flavor"
-
-STATUSES = ("completed", "oom", "error", "timeout", "skipped")
-_BEFORE_AXES = ("schema_version", "grid", "run_name", "repeat", "status", "reason")
-_NUMBERS = (
-    "num_devices",
-    "steps",
-    "window",
-    "step_time_s_mean",
-    "step_time_s_std",
-    "images_per_second_mean",
-    "images_per_second_std",
-    "images_per_second_per_device_mean",
-    "tflops_per_device_mean",
-    "tflops_per_device_std",
-    "mfu_mean",
-    "mfu_std",
-    "peak_memory_gib",
-    "peak_reserved_gib",
-    "loss_last",
-    "loss_mean",
-    "compile_s",
-    "start_up_s",
-    "elapsed_s",
-)
-_PROVENANCE = ("git_commit", "torch_version", "python_version", "device", "device_type", "host", "started")
-_ALWAYS_AXES = (MODEL, PATCH, BATCH, PARALLEL, CHECKPOINTING, COMPILE, PRECISION)
+_COLUMNS = columns(())
+_AFTER_AXES = _COLUMNS[_COLUMNS.index("num_devices") :]
+_NUMBERS = tuple(name for name in _AFTER_AXES if column_type(name) is not str)
 # Zero or less would be a fault of the measurement, and its ratio to anything is meaningless.
 _POSITIVE = (
     "step_time_s_mean",
@@ -82,23 +63,39 @@ class GridResults:
 
     `runs`: one row per run, with `source` (its label). `cells`: one row per setting and source, repeats averaged,
     with `batch` (a number), `made_by` (commit, versions, steps and window, where a comparison should not mix them)
-    and `num_repeats`. `axes`: their columns, in the order of the ledgers.
+    and `num_repeats`. `axes`: their columns, in the order of the ledgers. `contents`: grid.json by grid.
     """
 
-    folders: tuple[Path, ...]
+    contents: dict[str, dict[str, Any]]
     runs: pd.DataFrame
     cells: pd.DataFrame
     axes: tuple[str, ...]
 
-    @property
+    @cached_property
     def sources(self) -> list[str]:
         return list(dict.fromkeys(self.runs["source"]))
 
-    @property
+    @cached_property
     def varied(self) -> list[str]:
         """Axes with more than one value in the runs of some source, whatever became of those runs."""
         counts = self.runs.groupby("source")[list(self.axes)].nunique(dropna=False).max()
         return [axis for axis in self.axes if counts[axis] > 1]
+
+    @cached_property
+    def effects(self) -> list[str]:
+        """Varied axes that two runs of one batch can differ in: the usual questions first."""
+        usual = (COMPILE, CHECKPOINTING, PRECISION, PARALLEL, PATCH_SIZE, FLAVOR)
+        varied = [axis for axis in self.varied if axis != BATCH_SIZE]
+        return sorted(varied, key=lambda axis: usual.index(axis) if axis in usual else len(usual))
+
+    @cached_property
+    def searched(self) -> set[str]:
+        """Grids whose batch size was searched for, so that each setting has its own."""
+        return {
+            name
+            for name, content in self.contents.items()
+            if content.get("autotune") or "auto" in content.get("axes", {}).get(BATCH_SIZE, ())
+        }
 
     def values(self, axis: str, *, completed: bool = True) -> list[str]:
         """The values of an axis in the order in which they are compared."""
@@ -111,6 +108,7 @@ def read_grids(folders: list[Path]) -> GridResults:
 
     unique = list({folder.resolve(): folder for folder in folders}.values())
     names = _distinct_names(unique)
+    contents = {name: _read_content(folder) for name, folder in zip(names, unique, strict=True)}
     tables = [_read_ledger(folder) for folder in unique]
     axes = tuple(dict.fromkeys(axis for table in tables for axis in _axes_of(list(table.columns))))
     for table, name in zip(tables, names, strict=True):
@@ -119,8 +117,8 @@ def read_grids(folders: list[Path]) -> GridResults:
     for axis in axes:  # one that another ledger does not have
         runs[axis] = runs[axis].fillna("")
     runs["source"] = _source_labels(runs)
-    runs["batch"] = pd.to_numeric(runs[BATCH], errors="coerce")
-    return GridResults(folders=tuple(unique), runs=runs, cells=_average_repeats(runs, axes), axes=axes)
+    runs["batch"] = pd.to_numeric(runs[BATCH_SIZE], errors="coerce")
+    return GridResults(contents=contents, runs=runs, cells=_average_repeats(runs, axes), axes=axes)
 
 
 def ordered_values(axis: str, values: Any) -> list[str]:
@@ -142,7 +140,7 @@ def ordered_values(axis: str, values: Any) -> list[str]:
 
 def parallel_mode(value: str) -> str:
     """Name of a `replicate,shard` mesh: one device, FSDP, DDP or HSDP."""
-    replicate, shard = _mesh(value)
+    replicate, shard = parallel_degrees(value)
     if replicate * shard == 1:
         return "one device"
     if replicate == 1:
@@ -150,36 +148,28 @@ def parallel_mode(value: str) -> str:
     return "DDP" if shard == 1 else "HSDP"
 
 
-def _mesh(value: str) -> tuple[int, int]:
-    try:
-        replicate, shard = value.split(",")
-        return int(replicate), int(shard)
-    except ValueError:
-        raise ConfigError(f'the ledger names the mesh "{value}"; a mesh is written replicate,shard') from None
-
-
 def _mesh_order(value: str) -> tuple[int, int]:
-    replicate, shard = _mesh(value)
+    replicate, shard = parallel_degrees(value)
     return replicate * shard, -shard
 
 
 def _read_ledger(folder: Path) -> pd.DataFrame:
     """The runs of one grid folder, checked: axes as text, measurements as numbers."""
-    _check_grid_folder(folder)
-    file = folder / "runs_summary.csv"
+    file = folder / CSV_NAME
     if file.exists():
         table = _read_csv(file)
-    elif (file := folder / "runs_summary.parquet").exists():
+    elif (file := folder / PARQUET_NAME).exists():
         table = _read_parquet(file)
     else:
-        raise ConfigError(f"{folder} holds no runs_summary.csv: no run of this grid has ended yet")
+        raise ConfigError(f"{folder} holds no {CSV_NAME}: no run of this grid has ended yet")
     _check_columns(file, list(table.columns))
     if not len(table):
         raise ConfigError(f"{file} holds no run yet")
     return _typed(file, table)
 
 
-def _check_grid_folder(folder: Path) -> None:
+def _read_content(folder: Path) -> dict[str, Any]:
+    """grid.json: ConfigError where the folder is no grid's."""
     file = folder / "grid.json"
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; name the folder of a grid, outputs/GRID say")
@@ -193,6 +183,7 @@ def _check_grid_folder(folder: Path) -> None:
         raise ConfigError(f"{file} is not that of an ablation grid: it has no schema_version")
     if content["schema_version"] != SCHEMA_VERSION:
         raise _other_version(file, content["schema_version"])
+    return content
 
 
 def _read_csv(file: Path) -> pd.DataFrame:
@@ -222,30 +213,29 @@ def _read_parquet(file: Path) -> pd.DataFrame:
     from pyarrow import parquet
 
     try:
-        columns = parquet.read_table(file).to_pydict()
+        table = parquet.read_table(file).to_pydict()
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise ConfigError(f"{file} is no whole parquet file: {' '.join(str(error).split())}") from None
     import pandas as pd
 
-    return pd.DataFrame({name: [_text(value) for value in values] for name, values in columns.items()}, dtype=object)
+    return pd.DataFrame({name: [_text(value) for value in values] for name, values in table.items()}, dtype=object)
 
 
 def _text(value: Any) -> str:
     return "" if value is None or (isinstance(value, float) and math.isnan(value)) else str(value)
 
 
-def _check_columns(file: Path, columns: list[str]) -> None:
-    needed = (*_BEFORE_AXES, *_ALWAYS_AXES, *_NUMBERS, *_PROVENANCE)
-    if "schema_version" not in columns:
+def _check_columns(file: Path, header: list[str]) -> None:
+    if "schema_version" not in header:
         raise ConfigError(f"{file} is not the ledger of a grid: it has no column schema_version")
-    missing = [name for name in needed if name not in columns]
+    missing = [name for name in _COLUMNS if name not in header]
     if missing:
         raise ConfigError(f"{file} is cut short or of another version: it has no column {', '.join(missing[:3])}")
 
 
-def _axes_of(columns: list[str]) -> list[str]:
+def _axes_of(header: list[str]) -> list[str]:
     """Axes stand between `reason` and `num_devices`."""
-    return columns[columns.index("reason") + 1 : columns.index("num_devices")]
+    return header[header.index("reason") + 1 : header.index("num_devices")]
 
 
 def _typed(file: Path, table: pd.DataFrame) -> pd.DataFrame:
@@ -266,6 +256,8 @@ def _typed(file: Path, table: pd.DataFrame) -> pd.DataFrame:
         table[name] = numbers.astype(float).replace([np.inf, -np.inf], np.nan)
     for name in _POSITIVE:
         table[name] = table[name].where(table[name] > 0)
+    for mesh in table[PARALLEL].unique():
+        parallel_degrees(mesh)
     for axis in _axes_of(list(table.columns)):
         table[axis] = table[axis].replace({"True": "true", "False": "false"}).str.replace(r"\.0$", "", regex=True)
     return table
@@ -288,8 +280,9 @@ def _distinct_names(folders: list[Path]) -> list[str]:
 def _source_labels(runs: pd.DataFrame) -> pd.Series:
     """`grid`, and the device with it where grids or devices are several."""
     # A run that died before it could say where it ran belongs with the others of its grid.
-    known = runs[runs["device"] != ""].groupby("grid")["device"].agg(lambda names: names.mode()[0])
-    device = runs["device"].where(runs["device"] != "", runs["grid"].map(known).fillna("unknown device"))
+    named = runs[runs["device"] != ""].groupby("grid")["device"]
+    usual = {grid: names.mode()[0] for grid, names in named}
+    device = runs["device"].where(runs["device"] != "", [usual.get(grid, "unknown device") for grid in runs["grid"]])
     if device.nunique() == 1:
         return runs["grid"]
     return runs["grid"] + " on " + device

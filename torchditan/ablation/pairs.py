@@ -7,6 +7,7 @@ Notable:
 - Three comparisons, kept apart: at the *same batch*; each side at its *best batch* (the fastest of those tried); and
   the same setting *between folders*.
 - A best-batch pair counts only where both sides were tried at the same batches: else the side with more tries wins.
+  In a grid whose batches were searched for, each side has the one that the search found.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchditan.ablation.grid_results import BATCH, PARALLEL, GridResults, ordered_values
+from torchditan.ablation.grid import BATCH_SIZE, PARALLEL
+from torchditan.ablation.grid_results import GridResults, ordered_values
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,30 +93,28 @@ def compared_values(axis: str, values: object) -> list[tuple[str, str]]:
     return list(combinations(ordered, 2) if everything else pairwise(ordered))
 
 
-def effects_of(results: GridResults) -> list[str]:
-    """Axes that a comparison at the same batch can be about."""
-    return [axis for axis in results.varied if axis != BATCH]
-
-
 def best_batch_pairs(results: GridResults) -> tuple[pd.DataFrame, int]:
     """Matched pairs of the fastest batch of each setting, and how many were left out because the batches tried differ.
 
     A batch was tried where its run completed, ran out of memory, or was skipped (after a smaller one had run out).
     """
-    setting = ["source", *(axis for axis in results.axes if axis != BATCH)]
+    setting = ["source", *(axis for axis in results.axes if axis != BATCH_SIZE)]
     cells = results.cells
     if cells.empty:
         return matched_pairs(cells, results.axes, []), 0
     fastest = cells.groupby(setting, sort=False, dropna=False)[THROUGHPUT.column].idxmax()
     best = cells.loc[fastest.to_numpy()]
     tried = results.runs[results.runs["status"].isin(("completed", "oom", "skipped"))]
-    batches = tried.groupby(setting, sort=False, dropna=False)[BATCH].agg(lambda values: " ".join(sorted(set(values))))
+    batches = tried.groupby(setting, sort=False, dropna=False)[BATCH_SIZE].agg(
+        lambda values: " ".join(sorted(set(values)))
+    )
     best = best.join(batches.rename("tried"), on=setting)
-    axes = tuple(axis for axis in results.axes if axis != BATCH)
-    found = matched_pairs(best.reset_index(drop=True), axes, effects_of(results))
+    axes = tuple(axis for axis in results.axes if axis != BATCH_SIZE)
+    found = matched_pairs(best.reset_index(drop=True), axes, results.effects)
     index = best.index.to_numpy()
     tried_at = best["tried"].to_numpy()
-    same = tried_at[found["a"]] == tried_at[found["b"]]
+    searched = best["grid"].isin(results.searched).to_numpy()
+    same = (tried_at[found["a"]] == tried_at[found["b"]]) | searched[found["a"]]
     found[["a", "b"]] = index[found[["a", "b"]].to_numpy()]
     return found[same].reset_index(drop=True), int((~same).sum())
 
@@ -166,7 +166,8 @@ def change_of(pairs: pd.DataFrame, metric: Metric) -> Change:
     known = ~np.isnan(percent)
     percent = percent[known]
     if not len(percent):
-        return Change(0, *[float("nan")] * 5, 0, float("nan"))
+        nan = float("nan")
+        return Change(0, nan, nan, nan, nan, nan, 0, nan)
     minimum, quartile_1, median, quartile_3, maximum = np.quantile(percent, [0, 0.25, 0.5, 0.75, 1]).tolist()
     better = percent > 0 if metric.higher_is_better else percent < 0
     noise = float(np.median(pairs[f"{metric.column}_noise"].to_numpy(float)[known]))

@@ -48,7 +48,7 @@ _FLASH_TILE = 128
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the step, operator by operator. Each pair (fixed, per image) stands for fixed + per image x batch."""
+    """A stretch of the step, operator by operator. A pair (fixed, per image) stands for fixed + per image x batch."""
 
     live: np.ndarray
     """(n, 2) bytes alive above the start of the segment, right after each operator."""
@@ -131,6 +131,8 @@ def _record(
         while len(blocks) < NUM_KEPT_BLOCKS:
             blocks.append(spec.blocks(spec.build().to(dtype))[0])
         batch, randomness = _example_batch(spec, batch_size)
+    for block in blocks:  # backward switches the mode below off, and recomputes blocks
+        block.forward = _with_kernels(kernels, block.forward)
     mode = "selective" if checkpointing == "op" else checkpointing
     apply_activation_checkpoint(blocks, mode=mode, selective_option="op")
     objective = FlowMatching(
@@ -146,6 +148,9 @@ def _record(
         loss = losses.sum() / batch_size
         loss.backward()
         recorder.mark("end")
+    # Between two blocks only the one's output is left; behind the last, at its hook, its input still is.
+    before, last = (recorder.marks[f"forward {i}"][1] for i in range(NUM_KEPT_BLOCKS - 2, NUM_KEPT_BLOCKS))
+    recorder.marks["head"] = (recorder.marks["head"][0], last + last - before)
     return recorder
 
 
@@ -291,8 +296,8 @@ class DeviceKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(*args)
-        if func is torch.rms_norm and self.kernels == "cuda":
-            return FusedRMSNorm.apply(args[0], args[2])
+        if func is F.rms_norm and self.kernels == "cuda":
+            return FusedRMSNorm.apply(args[0], kwargs["weight"])
         return func(*args, **kwargs)
 
     def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -302,6 +307,14 @@ class DeviceKernels(TorchFunctionMode):
         if q.dtype == torch.float32:
             return aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[0]
         return aten._scaled_dot_product_flash_attention(q, k, v)[0]
+
+
+def _with_kernels(kernels: Kernels, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def with_kernels(*args: Any) -> torch.Tensor:
+        with DeviceKernels(kernels):
+            return forward(*args)
+
+    return with_kernels
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -314,7 +327,7 @@ class FusedRMSNorm(torch.autograd.Function):
         return x.contiguous() * weight
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight, _inverse_rms = ctx.saved_tensors
         return gradient.contiguous() * x.contiguous(), torch.empty_like(weight)
 

@@ -1,0 +1,629 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""optimization_analysis.py: effects that are known exactly, what never counts as data, the report, bad ledgers."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import re
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchditan.ablation.analysis import Analysis, Effect, analyse, fastest, frontier, repayment, scaling
+from torchditan.ablation.findings import Finding, findings, percent
+from torchditan.ablation.grid import BATCH_SIZE, CHECKPOINTING, COMPILE, FLAVOR, PARALLEL, PATCH_SIZE, PRECISION
+from torchditan.ablation.ledger import write_ledger
+from torchditan.ablation.pairs import MEMORY, METRICS, MFU, THROUGHPUT, Metric
+from torchditan.ablation.sanity import MINUS
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DEVICE = "NVIDIA A100-SXM4-80GB"
+Row = dict[str, Any]
+
+
+def row(
+    *,
+    batch: int | None = 8,
+    compiled: bool = False,
+    checkpointing: str = "none",
+    precision: str = "bfloat16",
+    parallel: str = "1,1",
+    patch: int = 2,
+    throughput: float = 100.0,
+    memory: float = 10.0,
+    **others: Any,
+) -> Row:
+    """A completed run; MFU follows the throughput, and a step takes as long as it must."""
+    devices = math.prod(map(int, parallel.split(",")))
+    name = f"dit-l_bs{batch}_ps{patch}_act{checkpointing}_c{str(compiled).lower()}_d{precision}_p{parallel}"
+    step = (batch or 1) * devices / throughput
+    return {
+        "schema_version": 1,
+        "grid": "grid",
+        "run_name": name,
+        "repeat": 1,
+        "status": "completed",
+        FLAVOR: "DiT-L",
+        PATCH_SIZE: patch,
+        BATCH_SIZE: batch,
+        PARALLEL: parallel,
+        CHECKPOINTING: checkpointing,
+        COMPILE: compiled,
+        PRECISION: precision,
+        "num_devices": devices,
+        "steps": 50,
+        "window": 10,
+        "step_time_s_mean": step,
+        "step_time_s_std": 0.01 * step,
+        "images_per_second_mean": throughput,
+        "images_per_second_std": 0.01 * throughput,
+        "images_per_second_per_device_mean": throughput / devices,
+        "tflops_per_device_mean": throughput / devices,
+        "mfu_mean": throughput / devices / 10,
+        "mfu_std": throughput / devices / 1000,
+        "peak_memory_gib": memory,
+        "peak_reserved_gib": 1.1 * memory,
+        "loss_last": 1.5,
+        "loss_mean": 1.6,
+        "compile_s": 60.0 if compiled else 2.0,
+        "git_commit": "3976addf00d",
+        "torch_version": "2.13.0",
+        "python_version": "3.11.7",
+        "device": DEVICE,
+        "device_type": "cuda",
+        "host": "node07",
+        "started": "2026-11-20T10:00:00+00:00",
+        **others,
+    }
+
+
+def unmeasured(status: str, reason: str, **axes: Any) -> Row:
+    """A run that did not complete. It keeps numbers, absurd ones: nobody may read them."""
+    absurd = {"throughput": 1e9, "memory": 1e-9}
+    return row(**absurd, **axes, status=status, reason=reason)
+
+
+def write_grid(folder: Path, rows: Iterable[Row], *, axes: tuple[str, ...] = (), **content: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "grid.json").write_text(json.dumps({"schema_version": 1, **content}))
+    write_ledger(folder, list(rows), axes=axes)
+    return folder
+
+
+def two_settings(batches: tuple[int, ...] = (4, 8, 16)) -> list[Row]:
+    """Compiling: +50% images/s, -20% memory. Checkpointing: -10% images/s, -40% memory. Exact in every pair."""
+    return [
+        row(
+            batch=batch,
+            compiled=compiled,
+            checkpointing=mode,
+            throughput=100 * math.log2(2 * batch) * (1.5 if compiled else 1) * (0.9 if mode != "none" else 1),
+            memory=2 * batch * (0.8 if compiled else 1) * (0.6 if mode != "none" else 1),
+        )
+        for batch, compiled, mode in itertools.product(batches, (False, True), ("none", "selective"))
+    ]
+
+
+def effect(effects: list[Effect], axis: str, start: str, end: str) -> Effect:
+    (found,) = (item for item in effects if item.key == (axis, start, end))
+    return found
+
+
+def compiling(analysis: Analysis) -> Effect:
+    return effect(analysis.same_batch, COMPILE, "false", "true")
+
+
+def finding(analysis: Analysis, question: str) -> Finding:
+    (found,) = (item for item in findings(analysis) if item.question == question)
+    return found
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Analysis:
+    return analyse([write_grid(tmp_path_factory.mktemp("a") / "known", two_settings())])
+
+
+@pytest.mark.parametrize(
+    ("axis", "start", "end", "metric", "change"),
+    [
+        (COMPILE, "false", "true", THROUGHPUT, 50),
+        (COMPILE, "false", "true", MFU, 50),
+        (COMPILE, "false", "true", MEMORY, -20),
+        (CHECKPOINTING, "none", "selective", THROUGHPUT, -10),
+        (CHECKPOINTING, "none", "selective", MEMORY, -40),
+    ],
+)
+def test_effects_are_what_was_put_in(
+    known: Analysis, axis: str, start: str, end: str, metric: Metric, change: float
+) -> None:
+    found = effect(known.same_batch, axis, start, end).change(metric)
+    assert found.num_pairs == 6
+    better = (change > 0) == metric.higher_is_better
+    assert found.num_better == (6 if better else 0)
+    assert found[1:6] == pytest.approx([change] * 5)
+
+
+def test_an_effect_is_the_median_of_the_pairs_changes(tmp_path: Path) -> None:
+    rows = []
+    for batch, factor in ((1, 1.1), (2, 1.2), (4, 1.3), (8, 4.0)):  # their mean is +90%
+        rows += [row(batch=batch, throughput=batch), row(batch=batch, compiled=True, throughput=factor * batch)]
+    change = compiling(analyse([write_grid(tmp_path / "grid", rows)])).change(THROUGHPUT)
+    assert change.num_pairs == 4
+    assert change[1:6] == pytest.approx([25, 17.5, 97.5, 10, 300])
+
+
+def test_pairs_differ_in_one_axis_and_in_nothing_else(tmp_path: Path) -> None:
+    values = itertools.product((4, 8), (False, True), ("none", "full"), ("float32", "bfloat16"), ("1,2", "2,1"), (2, 4))
+    keys = ("batch", "compiled", "checkpointing", "precision", "parallel", "patch")
+    rows = [row(**dict(zip(keys, setting, strict=True)), **{"optimizer.lr": 0.1}) for setting in values]
+    rows += [{**entry, "optimizer.lr": 0.2, "run_name": entry["run_name"] + "_lr-0.2"} for entry in rows]
+    analysis = analyse([write_grid(tmp_path / "grid", rows, axes=("optimizer.lr",))])
+    cells, axes = analysis.results.cells, analysis.results.axes
+    assert len(axes) == 8
+    assert len(analysis.pairs) == 6 * 64, "each of 128 cells has one partner in each of six axes"
+    for pair in analysis.pairs.itertuples():
+        differing = [axis for axis in axes if cells[axis][pair.a] != cells[axis][pair.b]]
+        assert differing == [pair.axis]
+        assert (cells[pair.axis][pair.a], cells[pair.axis][pair.b]) == (pair.from_value, pair.to_value)
+
+
+def test_a_run_without_a_partner_changes_nothing(tmp_path: Path, known: Analysis) -> None:
+    alone = [
+        row(batch=64, throughput=1e6),
+        row(batch=8, compiled=True, precision="float32", throughput=1e-3),
+        row(batch=8, compiled=True, parallel="1,8", throughput=1e-3),
+    ]
+    found = analyse([write_grid(tmp_path / "grid", two_settings() + alone)])
+    assert len(found.results.cells) == len(known.results.cells) + 3
+    for before in known.same_batch:
+        after = effect(found.same_batch, *before.key)
+        assert after.changes == before.changes
+
+
+@pytest.mark.parametrize("status", ["oom", "error", "timeout", "skipped"])
+def test_what_did_not_complete_is_never_data(tmp_path: Path, known: Analysis, status: str) -> None:
+    rows = two_settings((4, 8, 16))
+    rows += [unmeasured(status, "why", batch=32, compiled=compiled) for compiled in (False, True)]
+    found = analyse([write_grid(tmp_path / "grid", rows)])
+    assert len(found.results.cells) == len(known.results.cells)
+    assert [item.changes for item in found.same_batch] == [item.changes for item in known.same_batch]
+    assert fastest(found.results)["batch"].tolist() == [16]
+
+
+def test_zero_throughput_is_no_data(tmp_path: Path) -> None:
+    rows = [row(throughput=50), {**row(compiled=True), "images_per_second_mean": 0.0}]
+    analysis = analyse([write_grid(tmp_path / "grid", rows)])
+    assert compiling(analysis).change(THROUGHPUT).num_pairs == 0
+    (check,) = (check for check in analysis.checks if "finite loss" in check.title)
+    assert check.passed is False
+
+
+def test_repeats_are_averaged_before_they_pair(tmp_path: Path) -> None:
+    rows = [row(throughput=value, repeat=number) for number, value in enumerate((80, 120), start=1)]
+    rows += [row(compiled=True, throughput=value, repeat=number) for number, value in enumerate((140, 180, 160), 1)]
+    change = compiling(analyse([write_grid(tmp_path / "grid", rows)])).change(THROUGHPUT)
+    assert (change.num_pairs, change.median) == (1, pytest.approx(60))
+
+
+def test_each_side_runs_at_its_best_batch(tmp_path: Path) -> None:
+    """Checkpointing is slower at the same batch, and faster because it allows a larger one."""
+    rows = [row(batch=8, throughput=100), unmeasured("oom", "out", batch=16), row(batch=4, throughput=80)]
+    rows += [row(batch=batch, checkpointing="full", throughput=speed) for batch, speed in ((4, 72), (8, 90), (16, 125))]
+    analysis = analyse([write_grid(tmp_path / "grid", rows)])
+    key = (CHECKPOINTING, "none", "full")
+    assert effect(analysis.same_batch, *key).change(THROUGHPUT)[:2] == (2, pytest.approx(-10))
+    assert effect(analysis.best_batch, *key).change(THROUGHPUT)[:2] == (1, pytest.approx(25))
+    assert analysis.num_unequal_batches == 0
+
+
+def test_best_batches_are_not_compared_where_one_side_was_tried_at_fewer(tmp_path: Path) -> None:
+    rows = [row(batch=8, throughput=100), unmeasured("error", "crashed", batch=16)]
+    rows += [row(batch=batch, compiled=True, throughput=10 * batch) for batch in (8, 16)]
+    analysis = analyse([write_grid(tmp_path / "grid", rows)])
+    assert effect(analysis.best_batch, COMPILE, "false", "true").change(THROUGHPUT).num_pairs == 0
+    assert analysis.num_unequal_batches == 1
+
+
+def test_batches_that_were_searched_for_are_compared_as_found(tmp_path: Path) -> None:
+    rows = [row(batch=24, throughput=100), row(batch=40, compiled=True, throughput=180)]
+    analysis = analyse([write_grid(tmp_path / "grid", rows, autotune="largest")])
+    assert compiling(analysis).change(THROUGHPUT).num_pairs == 0
+    assert effect(analysis.best_batch, COMPILE, "false", "true").change(THROUGHPUT)[:2] == (1, pytest.approx(80))
+    first = findings(analysis)[0]
+    assert first.answer == "Yes, by a single pair: +80% images/s, no clear change in memory."
+    assert "Peak memory each at its own best batch: 0.0% (1 pair)" in first.sentences[0]
+
+
+def test_meshes_are_compared_on_equal_devices_only(tmp_path: Path) -> None:
+    speeds = {"1,1": 100, "1,2": 180, "2,1": 198, "1,4": 320, "4,1": 380}
+    rows = [row(parallel=mesh, throughput=speed) for mesh, speed in speeds.items()]
+    analysis = analyse([write_grid(tmp_path / "grid", rows)])
+    assert [item.key[1:] for item in analysis.same_batch] == [("1,2", "2,1"), ("1,4", "4,1")]
+    assert len(analysis.pairs) == 2
+    table = scaling(analysis.results)
+    parts = {(entry.mode, entry.num_devices): entry.part for entry in table.itertuples()}
+    expected = {("FSDP", 1): 1, ("FSDP", 2): 0.9, ("FSDP", 4): 0.8, ("DDP", 1): 1, ("DDP", 2): 0.99, ("DDP", 4): 0.95}
+    assert parts == pytest.approx(expected)
+
+
+def test_the_frontier_is_what_nothing_else_beats(tmp_path: Path) -> None:
+    points = {1: (10, 5), 2: (20, 6), 4: (15, 7), 8: (30, 20), 16: (30, 21), 32: (25, 19)}
+    rows = [row(batch=batch, throughput=speed, memory=memory) for batch, (speed, memory) in points.items()]
+    rows.append(row(patch=4, batch=1, throughput=9, memory=30))
+    cells = analyse([write_grid(tmp_path / "grid", rows)]).results.cells
+    best = frontier(cells)
+    assert list(zip(best[PATCH_SIZE], best["batch"], strict=True)) == [
+        ("2", 1),
+        ("2", 2),
+        ("2", 32),
+        ("2", 8),
+        ("4", 1),
+    ]
+
+
+def test_compiling_is_repaid_after_what_it_costs(tmp_path: Path) -> None:
+    rows = [row(batch=100, throughput=100), row(batch=100, compiled=True, throughput=200)]
+    analysis = analyse([write_grid(tmp_path / "grid", rows)])
+    cost = repayment(compiling(analysis), analysis.results.cells)
+    assert cost is not None
+    assert (cost.num_pairs, cost.seconds, cost.steps) == (1, pytest.approx(58), pytest.approx(116))
+
+
+def test_the_first_finding_says_whether_to_compile(known: Analysis) -> None:
+    first = findings(known)[0]
+    assert first.question == "Should I compile?"
+    assert first.answer == f"Yes: +50% images/s, {MINUS}20% memory."
+    (sentence,) = first.sentences
+    assert sentence.startswith(
+        f"On {DEVICE} (known), compiling changes throughput by +50% (median of 6 matched pairs; middle half +50% to "
+        f"+50%; faster in 6 of 6). Peak memory at the same batch: {MINUS}20% (6 pairs). Each at its best batch: +50% "
+        "throughput (2 pairs). It costs 58 s more at the start, repaid after about "
+    )
+
+
+def test_other_findings_name_their_numbers(known: Analysis) -> None:
+    checkpointing = finding(known, "Should I checkpoint activations?")
+    assert checkpointing.answer == f"selective instead of none: {MINUS}10% images/s, {MINUS}40% memory."
+    assert checkpointing.sentences == [
+        f"none → selective: {MINUS}10% throughput (middle half {MINUS}10% to {MINUS}10%), {MINUS}40% peak memory; "
+        "6 pairs."
+    ]
+    assert finding(known, "What was fastest?").answer == "750 images/s at patch size 2."
+    assert finding(known, "Did everything run?").answer == "12 completed, of 12 runs."
+
+
+@pytest.mark.parametrize(
+    ("rows", "answer"),
+    [
+        (
+            [row(throughput=100), row(compiled=True, throughput=60)],
+            f"No, by a single pair: {MINUS}40% images/s, no clear change in memory.",
+        ),
+        ([row(throughput=100), row(compiled=True, throughput=100.2)], "It makes no clear difference to speed."),
+        (
+            [row(batch=b, compiled=c, throughput=150 if c else 100) for b in (1, 2, 4, 8) for c in (False, True)]
+            + [row(batch=16), row(batch=16, compiled=True, throughput=90)],
+            "Mostly yes: +50% images/s, no clear change in memory.",
+        ),
+        ([row(), row(batch=16)], "These runs cannot tell."),
+        ([row(), row(batch=16, compiled=True)], "These runs cannot tell."),
+        ([unmeasured("oom", "out")], "These runs cannot tell."),
+    ],
+    ids=["slower", "noise", "not all pairs", "all eager", "no pair", "nothing completed"],
+)
+def test_the_answer_follows_the_pairs(tmp_path: Path, rows: list[Row], answer: str) -> None:
+    analysis = analyse([write_grid(tmp_path / "grid", rows)])
+    assert findings(analysis)[0].answer == answer
+
+
+def check_named(analysis: Analysis, words: str) -> Any:
+    (check,) = (check for check in analysis.checks if words in check.title)
+    return check
+
+
+def test_a_fall_with_the_batch_is_shown(tmp_path: Path) -> None:
+    points = {4: (100, 5), 8: (150, 4), 16: (120, 8)}
+    rows = [row(batch=batch, throughput=speed, memory=memory) for batch, (speed, memory) in points.items()]
+    analysis = analyse([write_grid(tmp_path / "grid", rows)])
+    for name, fall, step in (
+        ("Throughput", "20.0%", "8 → 16"),
+        ("MFU", "20.0%", "8 → 16"),
+        ("memory", "20.0%", "4 → 8"),
+    ):
+        check = check_named(analysis, f"{name} does not fall" if name != "memory" else "Peak memory does not fall")
+        assert check.passed is False
+        assert f"in 1 of 2 steps from one batch size to the next; most, by {fall}" in check.sentence
+        assert step in check.sentence
+    card = finding(analysis, "Did everything run?")
+    assert card.answer == "3 completed, of 3 runs.", "a failed check removes nothing"
+
+
+def test_all_checks_hold_for_a_sound_grid(known: Analysis) -> None:
+    assert [check.title for check in known.checks if check.passed is False] == []
+    assert sum(check.passed is True for check in known.checks) == 8
+
+
+def test_a_compiled_loss_that_differs_is_shown(tmp_path: Path) -> None:
+    rows = [row(loss_last=1.0), row(compiled=True, loss_last=1.3)]
+    check = check_named(analyse([write_grid(tmp_path / "grid", rows)]), "leave the loss")
+    assert (check.passed, len(check.rows)) == (False, 1)
+    assert "in 1 of 1 matched pair, by 30.0% at most" in check.sentence
+
+
+def test_pairs_of_two_commits_count_and_are_flagged(tmp_path: Path) -> None:
+    rows = [row(throughput=100), row(compiled=True, throughput=150, git_commit="other")]
+    analysis = analyse([write_grid(tmp_path / "grid", rows)])
+    assert compiling(analysis).change(THROUGHPUT).median == pytest.approx(50)
+    assert analysis.pairs["mixed"].tolist() == [True]
+    assert check_named(analysis, "one commit").passed is False
+
+
+def test_devices_of_one_grid_never_mix(tmp_path: Path) -> None:
+    rows = [row(throughput=100), row(compiled=True, throughput=300, device="NVIDIA H200")]
+    analysis = analyse([write_grid(tmp_path / "grid", rows)])
+    assert len(analysis.pairs) == 0
+    assert analysis.results.sources == [f"grid on {DEVICE}", "grid on NVIDIA H200"]
+    assert "At least 1 pair that would mix devices was left out" in check_named(analysis, "one kind of device").sentence
+
+
+def test_folders_are_compared_setting_by_setting(tmp_path: Path) -> None:
+    slow = write_grid(tmp_path / "a40", [{**entry, "device": "NVIDIA A40"} for entry in two_settings()])
+    rows = [{**entry, "images_per_second_mean": 2.5 * entry["images_per_second_mean"]} for entry in two_settings()]
+    fast = write_grid(tmp_path / "a100", [*rows[:-1], row(batch=64, throughput=1e6)], steps=60)
+    analysis = analyse([slow, fast])
+    (between,) = analysis.between_folders
+    assert between.change(THROUGHPUT)[:3] == (11, pytest.approx(150), pytest.approx(150))
+    assert finding(analysis, "How do the folders compare?").answer.startswith(f"a100 on {DEVICE}: 2.50 times")
+    assert {item.source for item in analysis.same_batch} == set(analysis.results.sources)
+    assert check_named(analysis, "Folders share").rows == [("a100", "steps", "null", "60")]
+    assert findings(analysis)[0].answer == "Yes, in every folder: +50% images/s."
+
+
+def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [write_grid(tmp_path / name / "grid", [row()]) for name in ("x", "y")]
+    assert analyse([*folders, folders[0]]).results.sources == ["x/grid", "y/grid"]
+
+
+def test_a_parquet_ledger_reads_like_the_csv(tmp_path: Path) -> None:
+    rows = [*two_settings(), unmeasured("oom", "out", batch=32), row(batch=None, status="error", mfu_mean=None)]
+    folder = write_grid(tmp_path / "grid", rows)
+    expected = analyse([folder])
+    (folder / "runs_summary.csv").unlink()
+    found = analyse([folder])
+    assert [item.changes for item in found.same_batch] == [item.changes for item in expected.same_batch]
+    assert found.results.cells.equals(expected.results.cells)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(50, "+50%"), (-4.25, f"{MINUS}4.2%"), (0.01, "0.0%"), (1234.5, "+1,234%")]
+)
+def test_percentages_are_signed_and_short(value: float, text: str) -> None:
+    assert percent(value) == text
+
+
+# The report and the command
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """`command("outputs/GRID")`: optimization_analysis.py in this process; (exit code, stdout, stderr)."""
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["optimization_analysis.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(REPOSITORY / "optimization_analysis.py"), run_name="__main__")
+        output = capfd.readouterr()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, output.out, output.err
+
+    return run
+
+
+HOSTILE = "RuntimeError: <b>no</b> </script><script>alert(1)</script>"
+
+
+def everything() -> list[Row]:
+    rows = two_settings()
+    rows += [
+        unmeasured("oom", "CUDA out of memory on rank 3", batch=32),
+        unmeasured("error", HOSTILE, batch=64),
+        unmeasured("timeout", "no step for 600 s", batch=64, compiled=True),
+        unmeasured("skipped", "float8 needs compute capability 8.9", batch=8, precision="bfloat16_f8"),
+    ]
+    return rows + [row(batch=8, parallel=mesh, throughput=700 + int(mesh[0])) for mesh in ("1,2", "2,1")]
+
+
+def test_the_report_answers_lists_and_names(tmp_path: Path, command: Run) -> None:
+    folder = write_grid(tmp_path / "grid", everything())
+    code, out, err = command(folder)
+    report = folder / "analysis" / "report.html"
+    assert (code, out, err) == (0, f"report: {report}\n", "")
+    page = report.read_text()
+    body = page[page.index("<body>") :]
+    text = re.sub(r"<script.*?</script>|<style.*?</style>", "", body, flags=re.DOTALL)
+    assert text.index("Should I compile?") < text.index("Yes: +50% images/s") < text.index("What each setting changes")
+    for words in (DEVICE, "2.13.0", "3976addf00d", "node07", "CUDA out of memory on rank 3", "no step for 600 s"):
+        assert words in text, words
+    assert "float8 needs compute capability 8.9" in text
+    assert "Out of memory: 1 run" in text and "Failures: 1 run" in text and "Skipped: 1 run" in text
+    assert "&lt;b&gt;no&lt;/b&gt;" in text and "alert(1)</script>" not in body
+    plots = ("effects", "best", "interactions", "batch", "frontier", "scaling")
+    assert [name for name in plots if f'id="{name}-plot"' not in page] == []
+
+
+def test_the_report_loads_nothing_and_is_reproducible(tmp_path: Path, command: Run) -> None:
+    folder = write_grid(tmp_path / "grid", everything())
+    pages = []
+    for name in ("one", "two"):
+        assert command(folder, "--out", tmp_path / name)[0] == 0
+        pages.append([(tmp_path / name / file).read_bytes() for file in ("report.html", "effects.csv", "pairs.csv")])
+    assert pages[0] == pages[1]
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["effects.csv", "pairs.csv", "report.html"]
+    without_plotly = re.sub(r"<script>.*?</script></head>", "", pages[0][0].decode(), count=1, flags=re.DOTALL)
+    assert not re.search(r"""<(?:script|link|img|iframe)[^>]*(?:src|href)=|@import|url\(""", without_plotly)
+
+
+def test_effects_csv_holds_the_effects(tmp_path: Path, command: Run) -> None:
+    assert command(write_grid(tmp_path / "grid", two_settings()), "--out", tmp_path)[0] == 0
+    with open(tmp_path / "effects.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    wanted = {"comparison": "same batch", "axis": COMPILE, "metric": MEMORY.column}
+    (entry,) = (entry for entry in table if wanted.items() <= entry.items())
+    assert (entry["better"], entry["num_pairs"], float(entry["median_percent"])) == ("lower", "6", pytest.approx(-20))
+    assert len(table) == 2 * 2 * len(METRICS), "two effects, at the same and at the best batch"
+    with open(tmp_path / "pairs.csv", newline="") as file:
+        pairs = list(csv.DictReader(file))
+    assert len(pairs) == 12 + 4
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row()],
+        [row(mfu_mean=None, mfu_std=None), row(compiled=True, mfu_mean=None)],
+        [row(batch=batch) for batch in (1, 2, 4)],
+        [unmeasured("oom", "out", batch=batch) for batch in (1, 2)],
+        [unmeasured("error", "it died before it said anything", device="", torch_version="", num_devices=None)],
+        [row(batch=16, parallel="2,4", peak_memory_gib=None, loss_last=None)],
+    ],
+    ids=["one run", "no MFU", "one axis", "nothing fits", "nothing started", "no memory"],
+)
+def test_a_report_can_be_made_of_little(tmp_path: Path, command: Run, rows: list[Row]) -> None:
+    folder = write_grid(tmp_path / "grid", rows)
+    code, _, err = command(folder)
+    assert (code, err) == (0, "")
+    page = (folder / "analysis" / "report.html").read_text()
+    visible = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert "Should I compile?" in visible
+    assert not re.search(r"\bnan\b|\bNone\b|\binf\b", visible)
+
+
+def cut(text: str) -> str:
+    """Half of the file."""
+    return text[: len(text) // 2]
+
+
+def drop_field(text: str) -> str:
+    return text.rsplit(",", 1)[0] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (drop_field, "{csv} is cut short: row 3 has 38 of 39 columns"),
+        (lambda text: text[:-4], "{csv} is cut short: its last row does not end"),
+        (lambda text: "", "{csv} is empty"),
+        (lambda text: text.splitlines()[0] + "\n", "{csv} holds no run yet"),
+        (lambda text: text[:60], "{csv} is cut short or of another version: it has no column model.flavor, "),
+        (lambda text: "a,b\n1,2\n", "{csv} is not the ledger of a grid: it has no column schema_version"),
+        (lambda text: text.replace("\n1,", "\n2,"), "{csv} is of version 2; this analysis reads version 1"),
+        (lambda text: text.replace("completed", "finished"), '{csv}: status = "finished": must be one of completed,'),
+        (lambda text: text.replace("123.25", "fast"), '{csv}: row 2 has "fast" for images_per_second_mean, not a '),
+        (lambda text: text.replace('"1,1"', '"1x1"'), 'parallel = "1x1": must be "replicate,shard", "2,4" say'),
+    ],
+)
+def test_a_ledger_that_cannot_be_trusted_is_one_line(
+    tmp_path: Path, command: Run, change: Callable[[str], str], line: str
+) -> None:
+    folder = write_grid(tmp_path / "grid", [row(throughput=123.25), row(compiled=True)])
+    file = folder / "runs_summary.csv"
+    file.write_text(change(file.read_text()))
+    code, out, err = command(folder)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith(f"error: {line.format(csv=file)}")
+    assert not (folder / "analysis").exists()
+
+
+def test_every_cut_of_a_ledger_is_told(tmp_path: Path) -> None:
+    """Wherever a copy stopped, but at the end of a row: that is a grid that is not done."""
+    folder = write_grid(tmp_path / "grid", [row(), row(compiled=True)])
+    file = folder / "runs_summary.csv"
+    whole = file.read_bytes()
+    rows_end = {position + 1 for position, byte in enumerate(whole) if byte == ord("\n")}
+    for end in range(0, len(whole), 17):
+        if end not in rows_end:
+            file.write_bytes(whole[:end])
+            with pytest.raises(ValueError, match=r"cut short|empty|no column|no whole"):
+                analyse([folder])
+
+
+def test_a_folder_that_is_no_grid_is_one_line(tmp_path: Path, command: Run) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (tmp_path / "file").write_text("")
+    cases = {
+        tmp_path / "gone": "is not a folder; name the folder of a grid, outputs/GRID say",
+        tmp_path / "file": "is not a folder; name the folder of a grid, outputs/GRID say",
+        foreign: "is not a grid folder: it has no grid.json",
+    }
+    for folder, line in cases.items():
+        assert command(folder) == (2, "", f"error: {folder} {line}\n")
+    for content, line in {
+        "{": "does not parse: ",
+        "[]": "is not that of an ablation grid: it has no schema_version",
+        '{"schema_version": 7}': "is of version 7; this analysis reads version 1",
+        '{"schema_version": 1}': "",
+    }.items():
+        (foreign / "grid.json").write_text(content)
+        code, out, err = command(foreign)
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
+        expected = f"{foreign / 'grid.json'} {line}" if line else f"{foreign} holds no runs_summary.csv: no run of this"
+        assert err.startswith(f"error: {expected}")
+
+
+def test_a_broken_parquet_ledger_is_one_line(tmp_path: Path, command: Run) -> None:
+    folder = write_grid(tmp_path / "grid", [row()])
+    (folder / "runs_summary.csv").unlink()
+    file = folder / "runs_summary.parquet"
+    file.write_bytes(file.read_bytes()[:-100])
+    code, out, err = command(folder)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith(f"error: {file} is no whole parquet file: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "the following arguments are required: grid"),
+        (["{grid}", "--outt=x"], "--outt is no option of this script; did you mean --out?"),
+        (["{grid}", "--out={grid}/grid.json"], '--out = "{grid}/grid.json": is no folder that can be written '),
+    ],
+)
+def test_a_mistake_in_the_command_is_one_line(tmp_path: Path, command: Run, arguments: list[str], line: str) -> None:
+    folder = write_grid(tmp_path / "grid", [row()])
+    code, out, err = command(*(argument.format(grid=folder) for argument in arguments))
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith(f"error: {line.format(grid=folder)}")
+
+
+@pytest.mark.slow
+def test_ten_thousand_rows_take_less_than_twenty_seconds(tmp_path: Path, command: Run) -> None:
+    settings = itertools.product(
+        (1, 2, 4, 8, 16, 32, 64), (False, True), ("none", "selective", "full"), ("float32", "bfloat16"), ("1,8", "8,1"),
+        (2, 4, 8), range(20),
+    )  # fmt: skip
+    keys = ("batch", "compiled", "checkpointing", "precision", "parallel", "patch", "seed")
+    rows = []
+    for setting in settings:
+        values = dict(zip(keys, setting, strict=True))
+        seed = values.pop("seed")
+        speed = 10 * values["batch"] * (1.5 if values["compiled"] else 1) * (1 + seed / 1000)
+        entry = row(**values, throughput=speed, memory=values["batch"], **{"training.seed": seed})
+        rows.append({**entry, "run_name": f"{entry['run_name']}_seed-{seed}"})
+    assert len(rows) > 10_000
+    folder = write_grid(tmp_path / "grid", rows, axes=("training.seed",))
+    start = time.process_time()  # other work on the machine is not ours
+    assert command(folder)[0] == 0
+    assert time.process_time() - start < 20
+    assert "Yes: +50% images/s" in (folder / "analysis" / "report.html").read_text()

@@ -1,0 +1,390 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What a run needs and how fast it goes, before there is a device: memory, time, and the settings that fit.
+
+Notable:
+- a plan is made of a configuration as train.py takes it; no data is read and nothing large is built;
+- memory is exact where arithmetic is (the model's state) and traced where it is not (planner_trace.py); eager blocks.
+  A compiled run needs less than its plan;
+- time is a roofline (planner_time.py): good for comparing settings, not for a promise;
+- traces and FLOPs of a model are kept, so that further plans of it cost milliseconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from torchditan.ablation.planner_devices import Device, device_named
+from torchditan.ablation.planner_memory import Instant, Layout, Parameters, model_parameters, model_state, timeline
+from torchditan.ablation.planner_time import Speed, StepTime, step_time
+from torchditan.ablation.planner_trace import Checkpointing, Kernels, StepTrace, trace_step
+from torchditan.config import Config, option_error, validate
+from torchditan.distributed.parallel_dims import ParallelDims
+from torchditan.models import ModelSpec, build_model_spec
+
+GIB = 1024**3
+USABLE_MEMORY = 0.92
+"""Share of the device's memory a run may plan with: the rest is the CUDA context, NCCL and fragmentation."""
+MAX_BATCH_SIZE = 65536
+"""The largest batch that `largest_batch` looks at."""
+
+SAMPLE_SHAPES: dict[str, tuple[int, int, int, int]] = {
+    "cifar10": (3, 32, 32, 10),
+    "digits": (1, 8, 8, 10),
+    "dummy": (4, 32, 32, 1000),
+}
+"""Channels, height, width and classes of the datasets that fill in what a configuration leaves open."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one run is expected to need on each device, and to reach."""
+
+    device: Device | None
+    """None: not given, or a CPU; then there is no time, and nothing to fit into."""
+    num_devices: int
+    mode: str
+    """DDP, FSDP, HSDP or one process."""
+    replicate: int
+    shard: int
+    checkpointing: str
+    """none, full, op, or every n-th block."""
+    compiled: bool
+    batch_size: int
+    """Images of a device in one forward pass."""
+    num_micro_batches: int
+    model: TracedModel = field(repr=False)
+    state: dict[str, int]
+    """Bytes of the model's state on the fullest rank: parameters, gradients, optimizer, ema."""
+    peak: Instant
+    """The moment of highest memory."""
+    activations: float
+    """Bytes kept from forward to backward."""
+    time: StepTime | None
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(weight.local(1, 0) for weight in self.model.parameters.all)
+
+    @property
+    def flops_per_image(self) -> int:
+        """Model FLOPs, forward and backward (flops.py); counted when first asked for, which takes seconds for 7B."""
+        return self.model.flops_per_image
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Bytes on the device at the peak, by what they are; their sum is the peak."""
+        return self.peak.parts
+
+    @property
+    def peak_memory_gib(self) -> float:
+        return self.peak.total / GIB
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak leaves the device some room; None where the device is unknown."""
+        if self.device is None:
+            return None
+        return self.peak_memory_gib <= USABLE_MEMORY * self.device.memory_gib
+
+    @property
+    def step_time_s(self) -> float | None:
+        return None if self.time is None else self.time.total
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Of all devices."""
+        if self.time is None:
+            return None
+        return self.batch_size * self.num_micro_batches * self.num_devices / self.time.total
+
+    @property
+    def mfu(self) -> float | None:
+        """Percent of the bfloat16 peak, as metrics.jsonl counts it."""
+        if self.device is None or self.images_per_second is None:
+            return None
+        achieved = self.images_per_second * self.flops_per_image / self.num_devices
+        return 100 * achieved / self.device.bfloat16_flops
+
+
+def plan_run(config: Config, *, device: str | None, num_devices: int) -> Plan:
+    """What a run of `config` needs and reaches; a batch size of "auto" is planned as the largest that fits.
+
+    Args:
+        config: as train.py takes it; it is not changed.
+        device: a short name (a100-80gb) or the driver's; "cpu" or None plans memory alone.
+        num_devices: ranks of the run.
+
+    Raises:
+        ConfigError: the device is not known, the settings do not go together, or the dataset does not say what the
+            configuration leaves open.
+    """
+    known = _known(device)
+    if config.training.batch_size == "auto":
+        if known is None:
+            right = "needs a device whose memory is known; name one, or give a number"
+            raise option_error("training.batch_size", "auto", right)
+        config = with_options(config, batch_size=max(1, largest_batch(config, known.name, num_devices)))
+    return _plan(_resolve(config, num_devices), known, _kernels(device), num_devices)
+
+
+def largest_batch(config: Config, device: str, num_devices: int) -> int:
+    """Largest `training.batch_size` that fits on the device, one micro-batch a step; 0 where not even one image does.
+
+    Raises:
+        ConfigError: as `plan_run`.
+    """
+    known = _known(device)
+    if known is None:
+        raise option_error("--device", device, "has no stated memory to fit a batch into; name an accelerator")
+    base = _resolve(with_options(config, batch_size=1), num_devices)
+
+    def fits(batch_size: int) -> bool:
+        return bool(_plan(with_options(base, batch_size=batch_size), known, "cuda", num_devices).fits)
+
+    if not fits(1):
+        return 0
+    low = 1
+    while low < MAX_BATCH_SIZE and fits(2 * low):
+        low *= 2
+    high = 2 * low  # does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def alternatives(config: Config, device: str, num_devices: int) -> list[Plan]:
+    """The run in every parallel mode and with every kind of checkpointing, each at the largest batch that fits (one
+    image, where none does). The fastest of those that fit comes first.
+    """
+    plans = []
+    for replicate, shard in parallel_modes(num_devices, device):
+        for mode, option in (("none", "2"), ("selective", "2"), ("selective", "op"), ("full", "2")):
+            changed = with_options(config, replicate=replicate, shard=shard, mode=mode, option=option)
+            batch_size = largest_batch(changed, device, num_devices)
+            batch_size = max(1, batch_size - batch_size % 8 if batch_size > 8 else batch_size)
+            plans.append(plan_run(with_options(changed, batch_size=batch_size), device=device, num_devices=num_devices))
+    return sorted(plans, key=lambda plan: (not plan.fits, -(plan.images_per_second or 0)))
+
+
+def parallel_modes(num_devices: int, device: str | None) -> list[tuple[int, int]]:
+    """(replicate, shard) of DDP, FSDP and, sharded inside the nodes, HSDP; inside half a node where there is one."""
+    if num_devices == 1:
+        return [(1, 1)]
+    known = _known(device)
+    per_node = known.devices_per_node if known is not None else 8
+    inside = per_node if num_devices > per_node and num_devices % per_node == 0 else num_devices // 2
+    modes = [(num_devices, 1), (1, num_devices)]
+    if 1 < inside < num_devices and num_devices % inside == 0:
+        modes.insert(1, (num_devices // inside, inside))
+    return modes
+
+
+def with_options(
+    config: Config,
+    *,
+    batch_size: int | None = None,
+    replicate: int | None = None,
+    shard: int | None = None,
+    mode: str | None = None,
+    option: str | None = None,
+) -> Config:
+    """A copy with other settings; a batch size given here is a whole step."""
+    changed = copy.deepcopy(config)
+    if batch_size is not None:
+        changed.training.batch_size, changed.training.global_batch_size = batch_size, None
+    if replicate is not None and shard is not None:
+        changed.training.data_parallel_replicate_degree = replicate
+        changed.training.data_parallel_shard_degree = shard
+    if mode is not None:
+        changed.activation_checkpoint.mode = mode  # type: ignore[assignment]
+    if option is not None:
+        changed.activation_checkpoint.selective_ac_option = option
+    return changed
+
+
+def _known(device: str | None) -> Device | None:
+    return None if device in (None, "cpu") else device_named(str(device))
+
+
+def _kernels(device: str | None) -> Kernels:
+    return "cpu" if device == "cpu" else "cuda"
+
+
+def _resolve(config: Config, num_devices: int) -> Config:
+    """A copy with everything filled in that the trainer fills in."""
+    from torchditan.distributed.process_group import Rank
+    from torchditan.trainer import resolve_batches
+
+    config = copy.deepcopy(config)
+    validate(config)
+    if config.autoencoder.online:
+        right = (
+            "the planner counts no encoder; plan its latents with false, model.input_channels and dataset.image_size"
+        )
+        raise option_error("autoencoder.online", True, right)
+    name = config.dataset.dataset_name
+    channels, height, width, num_classes = SAMPLE_SHAPES.get(name, (None, None, None, None))
+    if config.model.input_channels is None:
+        config.model.input_channels = channels
+    if config.dataset.image_size is None and height is not None and width is not None:
+        config.dataset.image_size = [height, width]
+    if config.dataset.num_classes is None:
+        config.dataset.num_classes = num_classes
+    for option, value in (
+        ("model.input_channels", config.model.input_channels),
+        ("dataset.image_size", config.dataset.image_size),
+        ("dataset.num_classes", config.dataset.num_classes),
+    ):
+        if value is None:
+            raise option_error(option, None, f"must be given: the planner does not open the dataset {name}")
+    resolve_batches(config, Rank(rank=0, local_rank=0, world_size=num_devices))
+    return config
+
+
+def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: int) -> Plan:
+    """The plan of a resolved configuration."""
+    training, option = config.training, config.activation_checkpoint.selective_ac_option
+    dims = ParallelDims.resolve(
+        replicate=training.data_parallel_replicate_degree,
+        shard=training.data_parallel_shard_degree,
+        world_size=num_devices,
+    )
+    assert isinstance(training.batch_size, int)
+    global_batch_size = training.global_batch_size or training.batch_size * num_devices
+    layout = Layout(
+        num_shards=dims.shard,
+        num_replicas=dims.replicate,
+        param_bytes=_DTYPES[training.mixed_precision_param].itemsize,
+        reduce_bytes=_DTYPES[training.mixed_precision_reduce].itemsize,
+        num_micro_batches=global_batch_size // (training.batch_size * num_devices),
+        ema=config.ema.enable,
+        cpu_offload=training.enable_cpu_offload,
+    )
+    model = TracedModel.of(config, kernels)
+    traces = model.traces(config.activation_checkpoint.mode, option)
+    instants = timeline(
+        model.parameters,
+        traces,
+        layout,
+        batch_size=training.batch_size,
+        batch_bytes=model.batch_bytes(training.batch_size),
+        workspace=0 if device is None else device.workspace_mib * 2**20,
+    )
+    time = None
+    if device is not None and not layout.cpu_offload:
+        speed = Speed.of(
+            device,
+            is_float32=training.mixed_precision_param == "float32",
+            float8=config.float8.enable_float8_linear and device.has_float8,
+            compiled=training.compile,
+        )
+        time = step_time(model.parameters, traces, layout, speed, batch_size=training.batch_size)
+    return Plan(
+        device=device,
+        num_devices=num_devices,
+        mode=_mode(dims),
+        replicate=dims.replicate,
+        shard=dims.shard,
+        checkpointing=_checkpointing(config),
+        compiled=training.compile,
+        batch_size=training.batch_size,
+        num_micro_batches=layout.num_micro_batches,
+        model=model,
+        state=model_state(model.parameters, num_shards=dims.shard, ema=layout.ema),
+        peak=max(instants, key=lambda instant: instant.total),
+        activations=sum(trace.forward.left(training.batch_size) for trace in traces),
+        time=time,
+    )
+
+
+def _mode(dims: ParallelDims) -> str:
+    if dims.world_size == 1:
+        return "one process"
+    if dims.shard == 1:
+        return "DDP"
+    return "FSDP" if dims.replicate == 1 else "HSDP"
+
+
+def _checkpointing(config: Config) -> str:
+    mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
+    return mode if mode != "selective" else f"selective {option}"
+
+
+class TracedModel:
+    """What plans of one model share: its parameters, its FLOPs and its traces."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, kernels: Kernels, label_dropout: float) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.kernels: Kernels = kernels
+        self.label_dropout = label_dropout
+        self.parameters: Parameters = model_parameters(spec)
+        self._traces: dict[Checkpointing, StepTrace] = {}
+
+    @classmethod
+    def of(cls, config: Config, kernels: Kernels) -> TracedModel:
+        height, width = config.dataset.image_size or (0, 0)
+        sample_shape = (config.model.input_channels or 0, height, width)
+        # The options are a dataclass of plain values; the planner's own key makes them hashable.
+        model = tuple(dataclasses.asdict(config.model).items())
+        dtype = _DTYPES[config.training.mixed_precision_param]
+        return _traced_model(
+            model, sample_shape, config.dataset.num_classes or 0, dtype, kernels, config.diffusion.label_dropout
+        )
+
+    @functools.cached_property
+    def flops_per_image(self) -> int:
+        return self.spec.flops().total
+
+    def batch_bytes(self, batch_size: int) -> float:
+        """Samples and noise in float32; index, label, timestep and label dropout are a few bytes."""
+        numbers = 1
+        for size in self.spec.sample_shape:
+            numbers *= size
+        return batch_size * (2 * 4 * numbers + 24)
+
+    def traces(self, mode: str, option: str) -> list[StepTrace]:
+        """The step of the kind of each block, as apply_activation_checkpoint chooses it."""
+        num_blocks = len(self.parameters.blocks)
+        if mode in ("none", "full"):
+            return [self._trace(mode)] * num_blocks  # type: ignore[arg-type]
+        if option == "op":
+            return [self._trace("op")] * num_blocks
+        n = int(option)
+        return [self._trace("full" if (i + 1) % n == 0 else "none") for i in range(num_blocks)]
+
+    def _trace(self, kind: Checkpointing) -> StepTrace:
+        if kind not in self._traces:
+            self._traces[kind] = trace_step(
+                self.spec,
+                dtype=self.dtype,
+                checkpointing=kind,
+                kernels=self.kernels,
+                label_dropout=self.label_dropout,
+            )
+        return self._traces[kind]
+
+
+@functools.lru_cache(maxsize=64)
+def _traced_model(
+    model: Iterable[tuple[str, object]],
+    sample_shape: tuple[int, ...],
+    num_classes: int,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    label_dropout: float,
+) -> TracedModel:
+    from torchditan.config import Model
+
+    options = Model(**dict(model))  # type: ignore[arg-type]
+    spec = build_model_spec(options, sample_shape=sample_shape, num_classes=num_classes)
+    return TracedModel(spec, dtype, kernels, label_dropout)
