@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from torchditan.autoencoders.latent_space import SampleSpace, StoredLatents, open_decoder, decode_latents
+from torchditan.autoencoders.latent_space import SampleSpace, StoredLatents, decode_latents, open_decoder
 from torchditan.checkpoint import find_checkpoint, load_weights, read_progress
 from torchditan.config import Config, option_error
 from torchditan.config_loader import from_dict, override

@@ -7,6 +7,7 @@ Exit codes: 0 done, 2 the user's mistake, 3 out of memory, 75 interrupted and re
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import time
 import traceback
@@ -21,7 +22,10 @@ _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
 )
+# What oneDNN says when it finds no memory for its own buffers, but not only then.
+_PERHAPS_OUT_OF_MEMORY = ("could not create a primitive", "could not create a memory", "could not execute a primitive")
 
 
 class Verdict(NamedTuple):
@@ -45,7 +49,9 @@ def verdict_of(error: BaseException) -> Verdict:
 def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    is_limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    texts = _OUT_OF_MEMORY + (_PERHAPS_OUT_OF_MEMORY if is_limited else ())
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def run_job(main: Callable[[], None]) -> int:

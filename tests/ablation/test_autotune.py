@@ -1,0 +1,277 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The search finds the border wherever it is, in few trials, and answers the same question only once."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_ins import CPU, REPOSITORY
+
+from torchditan.ablation import autotune
+from torchditan.ablation.autotune import (
+    NothingFits,
+    Trial,
+    TrialFailed,
+    TrialStore,
+    candidate_batches,
+    find_batch_size,
+    largest_that_fits,
+    search,
+)
+from torchditan.ablation.board import Board
+from torchditan.ablation.grid import load_grid
+from torchditan.ablation.launchers import LocalLauncher
+from torchditan.ablation.ledger import read_ledger
+from torchditan.ablation.runner import run_grid
+from torchditan.config import Config, ConfigError
+from torchditan.config_loader import build_config
+from torchditan.run_directory import read_config
+
+
+def trial(batch_size: int, *, fits_up_to: int, speed: Callable[[int], float] = float) -> Trial:
+    if batch_size > fits_up_to:
+        return Trial(batch_size, "oom", None, None, 0)
+    return Trial(batch_size, "completed", speed(batch_size), 0.5, 0)
+
+
+@pytest.mark.parametrize("stride", [1, 3, 16])
+@pytest.mark.parametrize("start", [0, 15, 63, 99, 500])
+def test_the_border_is_found_wherever_it_is(start: int, stride: int) -> None:
+    for border in range(-1, 100):
+        asked: list[int] = []
+
+        def fits(position: int, border: int = border, asked: list[int] = asked) -> bool:
+            asked.append(position)
+            return position <= border
+
+        found = largest_that_fits(fits, count=100, start=start, stride=stride)
+        assert found == (border if border >= 0 else None)
+        assert len(asked) == len(set(asked)), "no position twice"
+        assert len(asked) <= 15
+
+
+@pytest.mark.parametrize(("truth", "guess", "most"), [(100, 96, 5), (100, 104, 5), (1000, 960, 9), (96, None, 8)])
+def test_a_good_guess_saves_trials(truth: int, guess: int | None, most: int) -> None:
+    asked: list[int] = []
+
+    def run_trial(batch_size: int) -> Trial:
+        asked.append(batch_size)
+        return trial(batch_size, fits_up_to=truth)
+
+    options: dict[str, Any] = {"candidates": range(1, 4097), "goal": "largest", "memory_margin": 0.05}
+    found = search(run_trial, **options, guess=guess)
+    assert found is not None and found.batch_size == truth
+    assert len(asked) <= most + 3, asked
+
+
+def test_the_fastest_is_the_best_of_what_was_tried_and_need_not_be_the_largest() -> None:
+    def peaked(batch_size: int) -> float:
+        return 1000.0 - abs(batch_size - 32)
+
+    def run_trial(batch_size: int) -> Trial:
+        return trial(batch_size, fits_up_to=300, speed=peaked)
+
+    options: dict[str, Any] = {"candidates": range(1, 1000), "memory_margin": 0.05, "guess": None}
+    largest, fastest = (search(run_trial, goal=goal, **options) for goal in ("largest", "fastest"))
+    assert largest is not None and fastest is not None
+    assert largest.batch_size == 300
+    assert 16 <= fastest.batch_size <= 64
+
+
+def test_margin_retries_and_memory_decide_what_fits() -> None:
+    base = Trial(8, "completed", 100.0, 0.94, 0)
+    assert base.fits(0.05) and not base.fits(0.07)
+    assert not replace(base, alloc_retries=1).fits(0.05)
+    assert not replace(base, status="oom").fits(0.05)
+    assert replace(base, peak_memory_share=None).fits(0.05)
+
+
+def test_batches_are_multiples_or_divisors_of_a_ranks_share() -> None:
+    assert candidate_batches(options(batch_size_multiple=16, max_batch_size=64), num_devices=8) == [16, 32, 48, 64]
+    shared = options(max_batch_size=64)
+    shared.training.global_batch_size = 96
+    assert candidate_batches(shared, num_devices=4) == [1, 2, 3, 4, 6, 8, 12, 24]
+    shared.training.global_batch_size = 97
+    with pytest.raises(ConfigError, match=r"global_batch_size = 97: no batch size divides the share of 4 rank\(s\)"):
+        candidate_batches(shared, num_devices=4)
+    with pytest.raises(ConfigError, match=r"autotune\.max_batch_size = 8: must be at least autotune.batch_size_multi"):
+        candidate_batches(options(max_batch_size=8, batch_size_multiple=16), num_devices=1)
+
+
+def options(**autotune_options: Any) -> Config:
+    values = {f"autotune.{key}": value for key, value in autotune_options.items()}
+    values |= {"training.batch_size": "auto", "metrics.experiment_name": "job", "model.input_channels": 4}
+    values |= {"model.flavor": "debugmodel", "dataset.image_size": [16, 16], "dataset.num_classes": 10}
+    return build_config(values)
+
+
+@pytest.fixture
+def find(tmp_path: Path, train_script: Path) -> Callable[..., tuple[int, list[int]]]:
+    """`find(config)`: (the answer, the batch sizes tried for it now), by stand-ins that hold up to 31."""
+
+    def run(config: Config, **changes: Any) -> tuple[int, list[int]]:
+        tried: list[int] = []
+        settings: dict[str, Any] = {"device": CPU, "num_devices": 2, "folder": tmp_path / "trials"}
+        settings |= {"store": tmp_path / "autotune.json", "script": train_script, "timeout_s": 20}
+        settings |= {"on_trial": lambda trial: tried.append(trial.batch_size), **changes}
+        return find_batch_size(config, **settings), tried
+
+    return run
+
+
+def test_allocator_retries_of_any_rank_rule_a_batch_out_and_the_answer_is_kept(find: Any, tmp_path: Path) -> None:
+    answer, tried = find(options())
+    assert answer == 30, "32 runs out of memory on rank 1, 31 fits but its allocator had to start over"
+    assert {30, 31} <= set(tried) and len(tried) <= 8
+    assert find(options()) == (30, []), "the same question again"
+    coarser, further = find(options(batch_size_multiple=8))
+    assert coarser == 24 and not set(further) & set(tried), "trials serve other searches"
+    other = options()
+    other.activation_checkpoint.mode = "full"
+    assert find(other)[1] != [], "another question"
+    assert find(options(), num_devices=1)[1] != [], "another number of ranks"
+    stored = json.loads((tmp_path / "autotune.json").read_text())
+    assert len(stored["questions"]) == 3
+    assert len((tmp_path / "autotune.json").read_text()) > 100
+
+
+def test_the_margin_of_memory_stays_free(find: Any) -> None:
+    # The stand-in takes batch / 8 + rank GiB of a host of 16 GiB for two ranks: rank 1 is the fuller one.
+    assert find(options(memory_margin=0.5))[0] == 24
+    assert find(options(memory_margin=0.5, memory_limit_gib=4.0))[0] == 8
+
+
+def test_nothing_that_fits_is_said(find: Any) -> None:
+    with pytest.raises(NothingFits, match=r'training\.batch_size = "auto": not even 32 fits on a CPU; checkpoint'):
+        find(options(batch_size_multiple=32))
+
+
+def test_a_trial_that_fails_is_no_verdict_on_its_batch(find: Any) -> None:
+    broken = options()
+    broken.model.patch_size = 4
+    with pytest.raises(TrialFailed, match=r"the trial of batch size 16 says nothing .* error: rank 1: RuntimeError"):
+        find(broken)
+
+
+def test_a_search_that_was_interrupted_goes_on(find: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Trial] = []
+
+    def stop_at_three(trial: Trial) -> None:
+        made.append(trial)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        find(options(), on_trial=stop_at_three)
+    answer, tried = find(options())
+    assert answer == 30
+    assert not {trial.batch_size for trial in made} & set(tried)
+
+
+def test_a_store_of_another_version_or_cut_in_half_is_refused(tmp_path: Path) -> None:
+    store = TrialStore(tmp_path / "autotune.json", {"a": 1})
+    store.add(Trial(8, "completed", 1.0, 0.5, 0))
+    assert list(store.trials()) == [8]
+    whole = store.path.read_text()
+    for text in (whole[: len(whole) // 2], whole.replace('"schema_version": 1', '"schema_version": 2')):
+        store.path.write_text(text)
+        with pytest.raises(ConfigError, match=r"autotune\.json is no store of trials of this version; move it away"):
+            store.trials()
+
+
+def test_a_trial_trains_random_samples_of_the_jobs_shape(find: Any, tmp_path: Path) -> None:
+    config = options(steps=3)
+    config.dataset.dataset_name, config.dataset.root_dir = "imagenet", "somewhere"
+    find(config)
+    from torchditan.config_loader import load_config
+
+    made = load_config(["--job.config_file", str(tmp_path / "trials" / "job_bs16" / "trial.toml")])
+    assert (made.dataset.dataset_name, made.dataset.root_dir) == ("dummy", None)
+    assert (made.training.batch_size, made.training.steps, made.dataset.image_size) == (16, 3, [16, 16])
+    assert not made.metrics.enable_sampling and not made.checkpoint.enable_checkpoint
+
+
+def test_an_autotuned_grid_measures_each_cell_at_its_largest_batch(tmp_path: Path, train_script: Path) -> None:
+    grid = load_grid("debug", overrides={"steps": 4, "window": 2, "autotune": "largest"})
+    axes = {"model.flavor": ["debugmodel"], "training.compile": [False, True], "parallel": ["1,2"]}
+    grid = replace(grid, name="g", axes={**axes, "model.patch_size": [2, 4]}, exclude=[])
+    path = tmp_path / "outputs" / "g"
+
+    def make() -> list[dict[str, Any]]:
+        return run_grid(
+            grid,
+            path=path,
+            launcher=LocalLauncher(),
+            find_device=lambda: CPU,
+            board=lambda count, width: Board(io.StringIO(), num_runs=count, name_width=width),
+            script=train_script,
+        )
+
+    rows = make()
+    found = [(row["run_name"].split("_")[1], row["training.batch_size"], row["status"]) for row in rows]
+    assert found == [("bsauto", 30, "completed"), ("bsauto", None, "error")] * 2
+    assert rows[0]["images_per_second_mean"] == 30 * 2 / 0.5
+    assert "the trial of batch size 16 says nothing" in rows[1]["reason"]
+    assert read_ledger(path, axes=grid.columns) == rows
+    before = (tmp_path / "outputs" / "autotune.json").stat().st_mtime_ns
+    again = make()
+    assert again[0] == rows[0]
+    assert (tmp_path / "outputs" / "autotune.json").stat().st_mtime_ns == before
+
+
+def test_a_job_across_machines_cannot_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchditan.distributed.process_group import Rank
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(ConfigError, match=r'"auto": searches on one machine and under torchrun, which this job is not'):
+        autotune.resolve_batch_size(options(), Rank(0, 0, 16))
+
+
+def test_auto_stands_where_a_number_stood_and_other_words_do_not(tmp_path: Path) -> None:
+    from torchditan.config_loader import load_config, to_toml
+
+    config = load_config(["--training.batch_size=auto", "--training.global_batch_size=100"])
+    assert config.training.batch_size == "auto"
+    file = tmp_path / "job.toml"
+    file.write_text(to_toml(config))
+    assert load_config(["--job.config_file", str(file)]).training.batch_size == "auto"
+    for text, right in (("automatic", "must be an integer, or auto"), ("0", "must be at least 1")):
+        with pytest.raises(ConfigError, match=rf"^training\.batch_size = .*: {right}$"):
+            load_config([f"--training.batch_size={text}"])
+    with pytest.raises(ConfigError, match=r"^training\.steps = \"auto\": must be an integer$"):
+        load_config(["--training.steps=auto"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_train_py_finds_the_largest_batch_under_a_memory_limit_and_trains_with_it(
+    world_size: int, tmp_path: Path, run_distributed: Any
+) -> None:
+    flags = ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--training.batch_size=auto"]
+    flags += ["--training.steps=2", "--metrics.enable_sampling=false", "--autotune.steps=2"]
+    flags += ["--autotune.memory_limit_gib=0.8", "--autotune.batch_size_multiple=512", "--metrics.experiment_name=job"]
+    if world_size == 1:
+        command = [sys.executable, str(REPOSITORY / "train.py"), *flags]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    else:
+        result = run_distributed(["train.py", *flags], world_size, cwd=tmp_path, timeout=300)
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if line.startswith("autotune: ")]
+    print(lines)
+    found = int(lines[-1].split(" = ")[1])
+    assert found % 1024 == 0
+    assert any("out of memory" in line or "% of the memory" in line for line in lines[:-1])
+    assert read_config(tmp_path / "outputs" / "job")["config"]["training"]["batch_size"] == found
+    questions = json.loads((tmp_path / "outputs" / "autotune.json").read_text())["questions"]
+    (entry,) = questions.values()
+    outcomes = {stored["batch_size"]: stored["status"] for stored in entry["trials"]}
+    assert outcomes[found] == "completed"
+    assert "oom" in outcomes.values() or max(outcomes) > found

@@ -1,0 +1,253 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A grid file stands for exactly the runs it says, and what no run can be is refused in one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchditan.ablation.__main__ import parse
+from torchditan.ablation.grid import as_flags, load_grid, parse_axis, run_name
+from torchditan.config import ConfigError
+from torchditan.config_loader import load_config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SMALL = """
+steps = 4
+window = 2
+[axes]
+model.flavor = ["debugmodel"]
+training.batch_size = [8, 2, 4]
+training.compile = [false, true]
+"""
+
+
+def write_grid(folder: Path, text: str = SMALL) -> str:
+    path = folder / "small.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def message_of(folder: Path, text: str, **options: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_grid(write_grid(folder, text), **options).runs()  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "first"),
+    [
+        ("0.5B", 252, "dit-l_bs16_ps8_actnone_ctrue_dbfloat16_p1,8"),
+        ("7B", 396, "dit-7b_bs1_ps8_actnone_ctrue_dbfloat16_p1,8"),
+        ("7B_autotune", 72, "dit-7b_bsauto_ps8_actnone_ctrue_dbfloat16_f8_p1,8"),
+    ],
+)
+def test_the_course_projects_grids_have_its_runs(name: str, count: int, first: str) -> None:
+    runs = load_grid(name).runs()
+    assert (len(runs), len({run.name for run in runs}), runs[0].name) == (count, count, first)
+    assert {run.num_devices for run in runs} == {8}
+    assert {run.axes["parallel"] for run in runs} == {"1,8", "8,1", "2,4"}
+    assert {run.config.training.steps for run in runs} == {50}
+    assert {run.config.dataset.dummy_fill for run in runs} == {"normal"}
+    assert {tuple(run.config.dataset.image_size or ()) for run in runs} == {(64, 64)}
+
+
+def test_a_run_has_the_course_projects_name() -> None:
+    axes = {"model.flavor": "DiT-L", "model.patch_size": 2, "training.batch_size": 16, "parallel": "1,8"}
+    axes |= {"activation_checkpoint.mode": "selective", "training.compile": True, "precision": "bfloat16"}
+    assert run_name(axes) == "dit-l_bs16_ps2_actselective_ctrue_dbfloat16_p1,8"
+    further = {"dataset.image_size": [32, 48], "optimizer.lr": 1e-4, "ema.enable": False}
+    assert run_name(axes | further).endswith("_p1,8_image_size-32x48_lr-0.0001_enable-false")
+
+
+def test_batches_grow_innermost_and_repeats_go_round_the_whole_grid(tmp_path: Path) -> None:
+    axes = {"training.batch_size": [16, 2, 4]}
+    runs = load_grid(write_grid(tmp_path), axes=axes, overrides={"repeats": 2}).runs()
+    batches = [(run.axes["training.compile"], run.axes["training.batch_size"]) for run in runs]
+    assert batches[:6] == [(False, 2), (False, 4), (False, 16), (True, 2), (True, 4), (True, 16)]
+    assert batches[6:] == batches[:6]
+    assert [run.repeat for run in runs] == [1] * 6 + [2] * 6
+    assert runs[6].name == f"{runs[0].name}_r2"
+    assert runs[0].cell == runs[8].cell != runs[3].cell
+
+
+def test_the_command_line_replaces_and_adds_axes(tmp_path: Path) -> None:
+    axes = {"training.batch_size": [1, 2], "parallel": ["1,2", "2,1"], "precision": ["float32", "bfloat16_f8"]}
+    runs = load_grid(write_grid(tmp_path), axes=axes).runs()
+    assert len(runs) == 16
+    one = next(run for run in runs if run.name == "debugmodel_bs2_ps2_actnone_ctrue_dbfloat16_f8_p2,1")
+    assert one.config.training.data_parallel_replicate_degree == 2
+    assert one.config.training.data_parallel_shard_degree == 1
+    assert one.config.float8.enable_float8_linear
+    assert one.config.training.mixed_precision_param == "bfloat16"
+
+
+def test_words_of_the_command_line_become_values() -> None:
+    assert parse_axis("training.batch_size", ["1,2", "4"]) == [1, 2, 4]
+    assert parse_axis("parallel", ["1,8", "8,1"]) == ["1,8", "8,1"]
+    assert parse_axis("training.compile", ["true,false"]) == [True, False]
+    assert parse_axis("dataset.image_size", ["32x48", "64"]) == [[32, 48], [64]]
+    arguments, flags = parse(
+        ["run", "g", "--axes.parallel", "1,8", "8,1", "--steps", "5", "--axes.model.patch_size=2,4"]
+    )
+    assert (arguments.grid, arguments.steps) == ("g", 5)
+    assert flags == {"axes.parallel": ["1,8", "8,1"], "axes.model.patch_size": ["2,4"]}
+
+
+def test_train_py_reads_the_flags_of_a_run_as_the_grid_meant_them(tmp_path: Path) -> None:
+    text = SMALL + "dataset.image_size = [[16, 32]]\n[settings]\noptimizer.lr = 3e-5\nmodel.qk_norm = false\n"
+    for run in load_grid(write_grid(tmp_path, text)).runs():
+        config = load_config(list(as_flags({**run.flags, "metrics.experiment_name": "x"})))
+        config.metrics.experiment_name = None
+        assert config == run.config
+
+
+def test_a_base_file_is_the_ground_and_gives_the_dataset(tmp_path: Path) -> None:
+    runs = load_grid(write_grid(tmp_path, 'base = "quickstart"\n' + SMALL)).runs()
+    assert runs[0].config.dataset.dataset_name == "digits"
+    assert not runs[0].config.metrics.enable_sampling
+    assert not runs[0].config.checkpoint.enable_checkpoint
+    assert (runs[0].config.validation.freq, runs[0].config.metrics.log_freq) == (0, 1)
+
+
+def test_exclusions_take_out_what_they_match_alone(tmp_path: Path) -> None:
+    rule = "exclude = [{training.compile = true, training.batch_size = [2, 4]}]\n"
+    runs = load_grid(write_grid(tmp_path, rule + SMALL)).runs()
+    kept = [(run.axes["training.compile"], run.axes["training.batch_size"]) for run in runs]
+    assert kept == [(False, 2), (False, 4), (False, 8), (True, 8)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("training.batchsize = [1]", "axes: training.batchsize is no option; did you mean training.batch_size?"),
+        ("precison = ['float32']", "axes: precison is no option; did you mean precision?"),
+        ("metrics.log_freq = [1]", "axes: no run of a grid can honour metrics.log_freq: the runner sets it"),
+        ("training.steps = [1]", "axes: no run of a grid can honour training.steps: the runner sets it"),
+        ("float8.recipe_name = ['rowwise']", 'can honour it: it needs precision = "bfloat16_f8"'),
+        ("compile.mode = ['default']", None),
+        ("ema.decay = [0.5, 0.9]", None),
+        (
+            "activation_checkpoint.selective_ac_option = ['1']",
+            'can honour it: it needs activation_checkpoint.mode = "selective"',
+        ),
+        (
+            "training.mixed_precision_param = ['float32']",
+            "training.mixed_precision_param is set by precision; use that",
+        ),
+        ("training.data_parallel_shard_degree = [1]", "is set by parallel; use that"),
+        ("parallel = ['8']", 'parallel = "8": must be "replicate,shard", "2,4" say'),
+        ("precision = ['fp8']", 'precision = "fp8": must be one of float32, bfloat16, bfloat16_f8'),
+        ("model.patch_size = []", "axes.model.patch_size = []: an empty grid; must have at least one value"),
+        ("model.patch_size = [2, 2]", "axes.model.patch_size = [2, 2]: lists 2 twice"),
+        ("model.patch_size = ['two']", 'model.patch_size = "two": must be an integer'),
+        ("model.patch_size = [0]", "training.batch_size 2: model.patch_size = 0: must be at least 1"),
+    ],
+)
+def test_an_axis_that_cannot_be_is_one_line(line: str, message: str | None, tmp_path: Path) -> None:
+    if message is None:
+        assert load_grid(write_grid(tmp_path, SMALL + line)).runs()
+    else:
+        assert message in message_of(tmp_path, SMALL + line)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps = 4\n" + SMALL.replace("steps = 4", ""), None),
+        ("step = 4\n" + SMALL, "step is no key of a grid; did you mean steps?"),
+        (SMALL.replace("window = 2", "window = 4"), "window = 4: must be less than steps = 4"),
+        (SMALL.replace("steps = 4", "steps = 0"), "steps = 0: must be an integer of at least 1"),
+        ("steps = 4\nwindow = 2", "small is an empty grid: it has no axes"),
+        ("exclude = [{model.flavor = 'debugmodel'}]\n" + SMALL, "small is an empty grid: every run is excluded"),
+        (
+            "exclude = [{model.flavour = 'x'}]\n" + SMALL,
+            "exclude: model.flavour is no option; did you mean model.flavor?",
+        ),
+        ("autotune = 'biggest'\n" + SMALL, 'autotune = "biggest": must be largest or fastest'),
+        (
+            "autotune = 'largest'\n" + SMALL,
+            "training.batch_size is what autotune searches for; leave it out of the grid",
+        ),
+        ("base = 'quikstart'\n" + SMALL, 'job.config_file = "quikstart": no such file'),
+        (SMALL + "[settings]\ntraining.compile = true", "training.compile is an axis and a setting; keep one"),
+        (
+            SMALL + "[settings]\ntraining.speed = 1",
+            "settings: training.speed is no option; did you mean training.seed?",
+        ),
+        ("steps = = 4", "small.toml: Invalid value (at line 1, column 9)"),
+        ("axes = 3", "axes must be a table, [axes]"),
+    ],
+)
+def test_a_grid_that_cannot_be_is_one_line(text: str, message: str | None, tmp_path: Path) -> None:
+    if message is None:
+        assert load_grid(write_grid(tmp_path, text)).runs()
+    else:
+        assert message in message_of(tmp_path, text)
+
+
+def test_a_grid_that_is_not_there_lists_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"7b is no grid file; .*0\.5B, 7B, 7B_autotune, debug; did you mean 7B\?"):
+        load_grid("7b")
+
+
+def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torchditan.ablation", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("run 0.5B --axes.modl.flavor x", "axes: modl.flavor is no option; did you mean model.flavor?"),
+        ("run 0.5B --stepz 5", "--stepz is no option here; did you mean --steps?"),
+        ("run 0.5B --axes.parallel", "--axes.parallel has no value"),
+        ("run 0.5B --retry some", "--retry = 'some': must be of completed, oom, error, timeout, skipped, or none"),
+        ("run 0.5B --name ../x", "--name = '../x': must be a plain name without slashes, of a folder"),
+        ("show .", ". is no grid folder: it has no grid.json that can be read"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line_and_exits_with_2(arguments: str, line: str, tmp_path: Path) -> None:
+    result = run_command(tmp_path, *arguments.split())
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", f"error: {line}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_lists_runs_and_commands_and_writes_nothing(tmp_path: Path) -> None:
+    write_grid(tmp_path)
+    result = run_command(tmp_path, "run", "small.toml", "--dry-run", "--axes.training.batch_size", "auto,2")
+    assert result.returncode == 2, "auto belongs to autotune"
+    result = run_command(tmp_path, "run", "small.toml", "--dry-run", "--axes.parallel", "1,2")
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[0] == "small: 6 runs of 4 steps, the last 2 measured, into outputs/small"
+    assert [line.split()[1] for line in lines[1::2]] == [run.name for run in _runs(tmp_path)]
+    assert all("--nproc_per_node=2" in line and "--training.steps=4" in line for line in lines[2::2])
+    assert [path.name for path in tmp_path.iterdir()] == ["small.toml"]
+
+
+def _runs(folder: Path) -> list:
+    return load_grid(write_grid(folder), axes={"parallel": ["1,2"]}).runs()
+
+
+@pytest.mark.parametrize("name", ["0.5B", "7B", "7B_autotune", "debug"])
+def test_the_scripts_name_their_grids(name: str, tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "NGPU": "4"}
+    command = [str(REPOSITORY / "scripts" / f"run_ablations_{name}.sh"), "--dry-run"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    parallel = ["1,4", "4,1"] if name == "debug" else ["1,4", "4,1", "2,2"]
+    file = REPOSITORY / "train_configs" / "ablations" / f"{name}.toml"
+    expected = ["-m", "torchditan.ablation", "run", str(file), "--axes.parallel", *parallel, "--dry-run"]
+    assert result.stdout.splitlines() == expected
+    assert load_grid(str(file)).runs()

@@ -1,0 +1,520 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Every run gets its own verdict, and the grid its whole ledger: after deaths, hangs, kills and with a second runner.
+
+Most tests run stand-ins of torchrun and train.py (conftest.py); the slow ones the real ones.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from stand_ins import CPU, REPOSITORY
+
+from torchditan.ablation.board import Board
+from torchditan.ablation.grid import Grid, load_grid
+from torchditan.ablation.launch import Job, environment, execute, judge, processes_of
+from torchditan.ablation.launchers import LocalLauncher, SlurmLauncher, slurm_launcher
+from torchditan.ablation.ledger import read_ledger
+from torchditan.ablation.maker import maker_of
+from torchditan.ablation.runner import run_grid
+from torchditan.config import ConfigError
+from torchditan.run_directory import RANKS_VARIABLE, read_rank_statuses, write_rank_status
+from torchditan.verdict import verdict_of
+
+TIMINGS = ("start_up_s", "elapsed_s", "started")
+Table = list[dict[str, Any]]
+RunHere = Callable[..., Table]
+
+
+def small_grid(**axes: list[Any]) -> Grid:
+    """Two ranks, four steps; batches 8 and 16 unless told otherwise."""
+    grid = load_grid("debug", overrides={"steps": 4, "window": 2, "timeout_s": 30})
+    standard = {"parallel": ["1,2"], "model.flavor": ["debugmodel"], "precision": ["float32"]}
+    standard |= {"training.batch_size": [8, 16], "model.patch_size": [2]}
+    return replace(grid, name="g", axes={**standard, **axes}, exclude=[])
+
+
+@pytest.fixture
+def run_here(tmp_path: Path, train_script: Path) -> RunHere:
+    """`run_here(grid)`: its rows; stand-ins do the work, nothing is printed."""
+
+    def run(grid: Grid, **options: Any) -> Table:
+        settings = {"launcher": LocalLauncher(), "find_device": lambda: CPU, "board": quiet, "script": train_script}
+        return run_grid(grid, path=tmp_path / "outputs" / grid.name, **{**settings, **options})
+
+    return run
+
+
+def quiet(num_runs: int, name_width: int) -> Board:
+    return Board(io.StringIO(), num_runs=num_runs, name_width=name_width)
+
+
+def statuses(rows: Table) -> list[tuple[int, str]]:
+    return [(row["training.batch_size"], row["status"]) for row in rows]
+
+
+def without_timings(rows: Table) -> Table:
+    return [{key: value for key, value in row.items() if key not in TIMINGS} for row in rows]
+
+
+def test_a_row_holds_what_the_window_measured(run_here: RunHere, tmp_path: Path) -> None:
+    first, second = run_here(small_grid())
+    assert first["run_name"] == "debugmodel_bs8_ps2_actnone_cfalse_dfloat32_p1,2"
+    assert (first["status"], first["reason"], first["num_devices"], first["repeat"]) == ("completed", None, 2, 1)
+    assert (first["step_time_s_mean"], first["step_time_s_std"]) == (0.5, 0.0), "step 1 took 5 s and is in no window"
+    assert first["images_per_second_mean"] == 8 * 2 / 0.5
+    assert first["images_per_second_per_device_mean"] == 8 / 0.5
+    assert first["tflops_per_device_mean"] == 2.0 and first.get("mfu_mean") is None
+    assert (first["loss_last"], first["loss_mean"]) == (1 / 4, (1 / 3 + 1 / 4) / 2)
+    assert first["compile_s"] == 4.5
+    assert first["peak_memory_gib"] == 8 / 8 + 1, "rank 1 took more than rank 0, which wrote the metrics"
+    assert 0 < first["start_up_s"] < first["elapsed_s"]
+    assert (first["git_commit"], first["torch_version"], first["device"], first["host"]) == (
+        "abc",
+        "2",
+        "a CPU",
+        "here",
+    )
+    assert second["images_per_second_mean"] == 2 * first["images_per_second_mean"]
+    assert (
+        without_timings(read_ledger(tmp_path / "outputs" / "g", axes=list(small_grid().axes)))[0].items()
+        >= {
+            "status": "completed",
+            "step_time_s_mean": 0.5,
+        }.items()
+    )
+
+
+def test_out_of_memory_on_any_rank_skips_the_larger_batches_of_that_cell_alone(run_here: RunHere) -> None:
+    grid = small_grid(**{"training.compile": [False, True], "training.batch_size": [16, 32, 64, 128]})
+    rows = run_here(replace(grid, exclude=[{"training.compile": True, "training.batch_size": [64, 128]}]))
+    assert statuses(rows[:4]) == [(16, "completed"), (32, "oom"), (64, "skipped"), (128, "skipped")]
+    assert rows[1]["reason"] == "rank 1: no memory for a batch of 32"
+    assert rows[2]["reason"] == "training.batch_size 32 of this cell ran out of memory"
+    assert statuses(rows[4:]) == [(16, "completed"), (32, "oom")], "the other cell is tried"
+    assert all(row.get("images_per_second_mean") is None for row in rows if row["status"] != "completed")
+
+
+def test_after_an_error_the_larger_batches_are_tried(run_here: RunHere) -> None:
+    rows = run_here(small_grid(**{"model.patch_size": [4]}))
+    assert statuses(rows) == [(8, "error"), (16, "error")]
+    assert rows[0]["reason"] == "rank 1: RuntimeError: a tensor of the wrong shape"
+
+
+def test_a_hang_is_a_timeout_and_leaves_no_process(run_here: RunHere, tmp_path: Path) -> None:
+    grid = replace(small_grid(**{"model.patch_size": [8], "training.batch_size": [8]}), timeout_s=1.5)
+    begun = time.monotonic()
+    (row,) = run_here(grid)
+    assert time.monotonic() - begun < 20
+    assert row["status"] == "timeout"
+    assert row["reason"] == "not done after 1.5 s: 4 step(s) done, rank(s) 0 not at their end"
+    ranks = tmp_path / "outputs" / "g" / "runs" / row["run_name"] / "ranks"
+    assert [status["state"] for status in read_rank_statuses(ranks)] == ["running", "completed"]
+    assert processes_of(ranks) == []
+
+
+def test_a_grid_with_an_oom_a_crash_and_a_hang_has_the_other_rows_right(run_here: RunHere) -> None:
+    grid = small_grid(**{"model.patch_size": [2, 4, 8], "training.batch_size": [8, 32]})
+    rows = run_here(replace(grid, timeout_s=2, exclude=[{"model.patch_size": 8, "training.batch_size": 32}]))
+    assert [row["status"] for row in rows] == ["completed", "oom", "error", "oom", "timeout"]
+    assert rows[0]["images_per_second_mean"] == 32.0
+
+
+def test_a_float8_cell_is_skipped_where_the_device_has_none(run_here: RunHere) -> None:
+    rows = run_here(small_grid(precision=["float32", "bfloat16_f8"]))
+    assert [row["status"] for row in rows] == ["completed"] * 2 + ["skipped"] * 2
+    assert rows[2]["reason"] == CPU.no_float8
+    assert rows[2]["precision"] == "bfloat16_f8"
+
+
+def test_an_axis_that_no_run_can_honour_here_is_refused_before_anything_is_written(
+    run_here: RunHere, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"^g: no run can be made here: float8\.enable_float8_linear = true"):
+        run_here(small_grid(precision=["bfloat16_f8"]))
+    two_gpus = replace(CPU, type="cuda", count=2)
+    with pytest.raises(ConfigError, match=r"parallel 1,8 needs 8 devices, this machine has 2$"):
+        run_here(small_grid(parallel=["1,8"]), find_device=lambda: two_gpus)
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_the_same_command_again_makes_only_what_is_missing_or_failed(run_here: RunHere, tmp_path: Path) -> None:
+    grid = small_grid(**{"model.patch_size": [2, 4], "training.batch_size": [8, 32, 64]})
+    first = run_here(grid)
+    again = run_here(grid)
+    assert [row["status"] for row in first] == ["completed", "oom", "skipped", "error", "oom", "skipped"]
+    assert without_timings(again) == without_timings(first)
+    started = {row["run_name"]: row["start_up_s"] for row in first}
+    made = [row["run_name"] for row in again if row["start_up_s"] != started[row["run_name"]]]
+    assert made == [first[3]["run_name"]], "the error alone; oom and skipped stay"
+    kept = run_here(grid, retry=[])
+    assert kept == read_ledger(tmp_path / "outputs" / "g", axes=list(grid.axes))
+    assert [row["start_up_s"] for row in kept] == [row["start_up_s"] for row in again]
+
+
+def test_a_grown_grid_goes_on_in_its_folder_and_another_grid_is_refused(run_here: RunHere, tmp_path: Path) -> None:
+    first = run_here(small_grid())
+    grown = run_here(small_grid(**{"training.batch_size": [4, 8, 16]}))
+    assert [row["training.batch_size"] for row in grown] == [4, 8, 16]
+    assert [row["start_up_s"] for row in grown[1:]] == [row["start_up_s"] for row in first]
+    shrunk = run_here(small_grid(**{"training.batch_size": [16]}))
+    assert len(shrunk) == 1
+    assert len(read_ledger(tmp_path / "outputs" / "g", axes=list(small_grid().axes))) == 3, "no row is lost"
+    with pytest.raises(ConfigError, match=r"g holds another grid: steps is 4 there and 5 here; name a new folder"):
+        run_here(replace(small_grid(), steps=5))
+    with pytest.raises(ConfigError, match=r"holds another grid: axes is \[.*\] there and \[.*optimizer.lr.*\] here"):
+        run_here(small_grid(**{"optimizer.lr": [1e-4]}))
+
+
+def test_a_folder_that_is_no_grid_is_refused_and_left_alone(run_here: RunHere, tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "g"
+    folder.mkdir(parents=True)
+    (folder / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigError, match=r"g is no grid folder: it has no grid\.json; name another with --name$"):
+        run_here(small_grid())
+    assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
+
+
+def test_a_grid_of_another_version_is_refused(run_here: RunHere, tmp_path: Path) -> None:
+    run_here(small_grid())
+    file = tmp_path / "outputs" / "g" / "grid.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "schema_version": 2}))
+    with pytest.raises(ConfigError, match=r"grid\.json is of schema version 2: this version reads 1"):
+        run_here(small_grid())
+
+
+RUNNER = """
+    import io, sys
+    from pathlib import Path
+    from torchditan.ablation import launch
+    from stand_ins import CPU
+    from test_runner import quiet, small_grid
+    from torchditan.ablation.launchers import LocalLauncher
+    from torchditan.ablation.runner import run_grid
+    from torchditan.config import ConfigError
+    folder = Path(sys.argv[1])
+    launch.TORCHRUN = (sys.executable, str(folder / "torchrun.py"))
+    axes = {"model.patch_size": [2, 4], "training.batch_size": [2, 8, 32, 64]}
+    try:
+        run_grid(small_grid(**axes), path=folder / "outputs" / "g", launcher=LocalLauncher(), board=quiet,
+                 find_device=lambda: CPU, script=folder / "train.py")
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+"""
+
+
+def start_runner(folder: Path, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(RUNNER), str(folder)]
+    path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
+    variables = {**os.environ, "PYTHONPATH": path, **environment}
+    return subprocess.Popen(command, cwd=REPOSITORY, env=variables, stderr=subprocess.PIPE, text=True)
+
+
+def test_killed_at_random_and_run_again_it_ends_with_the_ledger_of_an_undisturbed_grid(
+    run_here: RunHere, tmp_path: Path, train_script: Path
+) -> None:
+    axes = {"model.patch_size": [2, 4], "training.batch_size": [2, 8, 32, 64]}
+    undisturbed = without_timings(run_here(small_grid(**axes)))
+    (tmp_path / "outputs").rename(tmp_path / "undisturbed")
+    delays = random.Random(0)
+    for _ in range(3):
+        runner = start_runner(tmp_path)
+        time.sleep(delays.uniform(0.5, 1.5))
+        runner.send_signal(signal.SIGKILL)
+        runner.communicate(timeout=30)
+    runner = start_runner(tmp_path)
+    _, errors = runner.communicate(timeout=60)
+    assert (runner.returncode, errors) == (0, "")
+    rows = read_ledger(tmp_path / "outputs" / "g", axes=list(small_grid(**axes).axes))
+    assert without_timings(rows) == undisturbed
+
+
+def test_a_second_runner_is_refused_in_one_line_and_the_first_goes_on(tmp_path: Path, train_script: Path) -> None:
+    first = start_runner(tmp_path, SLOW_RUNS="0.5")
+    lock = tmp_path / "outputs" / "g" / ".lock"
+    while not lock.exists() or not lock.read_text():
+        time.sleep(0.02)
+    second = start_runner(tmp_path)
+    _, errors = second.communicate(timeout=30)
+    assert second.returncode == 1
+    assert errors.startswith(f"error: {tmp_path / 'outputs' / 'g'} is in use by runner PID {first.pid} on ")
+    assert errors.endswith("; wait for it, or name a new folder with --name\n")
+    first.terminate()
+    first.communicate(timeout=30)
+    ranks = list((tmp_path / "outputs" / "g" / "runs").glob("*/ranks"))
+    deadline = time.monotonic() + 10
+    while any(processes_of(folder) for folder in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(processes_of(folder) for folder in ranks), "the launcher dies with its runner"
+
+
+class StandInExecutor:
+    """submitit's AutoExecutor, which runs a job in this process when it is asked for the result."""
+
+    def __init__(self, *, lost: str = "") -> None:
+        self.lost = lost
+        self.parameters: dict[str, Any] = {}
+        self.submitted: list[tuple[str, dict[str, Any]]] = []
+
+    def update_parameters(self, **parameters: Any) -> None:
+        self.parameters |= parameters
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> StandInJob:
+        self.submitted.append((self.parameters["name"], dict(self.parameters)))
+        return StandInJob(lambda: function(*arguments), is_lost=self.parameters["name"] == self.lost)
+
+
+class StandInJob:
+    job_id = "7_0"
+
+    def __init__(self, work: Callable[[], Any], *, is_lost: bool) -> None:
+        self.work, self.is_lost = work, is_lost
+
+    def done(self) -> bool:
+        return True
+
+    def cancel(self) -> None:
+        pass
+
+    def result(self) -> Any:
+        if self.is_lost:
+            raise RuntimeError("Job (task=0) failed during processing\nNODE_FAIL")
+        return self.work()
+
+
+def test_slurm_gets_a_job_per_run_with_its_devices_and_a_lost_job_is_an_error(
+    run_here: RunHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchditan.ablation.launchers.probe", lambda: CPU)
+    grid = small_grid(**{"parallel": ["1,2", "2,1"], "training.batch_size": [8, 32, 64]})
+    lost = "debugmodel_bs8_ps2_actnone_cfalse_dfloat32_p2,1"
+    executor = StandInExecutor(lost=lost)
+    launcher = SlurmLauncher(executor, parameters={"slurm_partition": "gpu"}, max_parallel=4)
+    rows = run_here(grid, launcher=launcher, find_device=None, poll_s=0.01)
+    assert statuses(rows) == [
+        (8, "completed"),
+        (32, "oom"),
+        (64, "skipped"),
+        (8, "error"),
+        (32, "oom"),
+        (64, "skipped"),
+    ]
+    assert rows[3]["reason"] == "slurm job 7_0: NODE_FAIL"
+    assert [name for name, _ in executor.submitted] == [rows[at]["run_name"] for at in (0, 3, 1, 4)]
+    wanted = {"gpus_per_node": 2, "nodes": 1, "tasks_per_node": 1, "slurm_partition": "gpu", "timeout_min": 6}
+    assert all(parameters.items() >= wanted.items() for _, parameters in executor.submitted)
+
+
+def test_a_job_that_slurm_does_not_take_is_an_error(run_here: RunHere) -> None:
+    class Full(StandInExecutor):
+        def submit(self, function: Callable[..., Any], *arguments: Any) -> StandInJob:
+            raise RuntimeError("sbatch: error: no such partition")
+
+    launcher = SlurmLauncher(Full(), parameters={}, max_parallel=4)
+    rows = run_here(small_grid(), launcher=launcher, find_device=None)
+    assert {row["reason"] for row in rows} == {"not submitted: sbatch: error: no such partition"}
+    assert statuses(rows) == [(8, "error"), (16, "error")]
+
+
+def test_slurm_without_submitit_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ConfigError, match=r"needs submitit; pip install 'torchditan\[slurm\]'$"):
+        slurm_launcher(tmp_path, parameters={}, max_parallel=1)
+    monkeypatch.setitem(sys.modules, "submitit", ModuleType("submitit"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r'"slurm": this machine has no sbatch; must be a login node of the cluster$'):
+        slurm_launcher(tmp_path, parameters={}, max_parallel=1)
+
+
+def rank(number: int, state: str, reason: str | None = None, *, at: float = 0.0, pid: int = 1) -> dict[str, Any]:
+    return {"rank": number, "state": state, "reason": reason, "time": at, "pid": pid}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "timeout_s", "log", "verdict"),
+    [
+        ([rank(0, "completed"), rank(1, "completed")], None, "", ("completed", None)),
+        ([rank(0, "completed"), rank(1, "completed")], 9, "", ("completed", None)),
+        ([rank(0, "error", "lost", at=1), rank(1, "oom", "full", at=2)], None, "", ("oom", "rank 1: full")),
+        ([rank(0, "error", "lost", at=2), rank(1, "error", "bug", at=1)], None, "", ("error", "rank 1: bug")),
+        ([rank(0, "running"), rank(1, "error", "bug")], 9, "", ("error", "rank 1: bug")),
+        (
+            [rank(0, "running"), rank(1, "completed")],
+            9,
+            "",
+            ("timeout", "not done after 9 s: 3 step(s) done, rank(s) 0 not at their end"),
+        ),
+        ([], 9, "", ("timeout", "not done after 9 s: 3 step(s) done, rank(s) 0, 1 not at their end")),
+        (
+            [],
+            None,
+            "Traceback\nModuleNotFoundError: No module named 'x'\n  bye\n",
+            ("error", "rank(s) 0, 1 ended without a word: ModuleNotFoundError: No module named 'x'"),
+        ),
+        (
+            [rank(0, "error", "RuntimeError: Connection closed by peer"), rank(1, "running", pid=77)],
+            None,
+            "traceback : Signal 9 (SIGKILL) received by PID 77",
+            ("error", "rank 1: ended by SIGKILL, as by the system when memory ran out"),
+        ),
+        (
+            [rank(0, "error", "a bug"), rank(1, "running", pid=77)],
+            None,
+            "traceback : Signal 9 (SIGKILL) received by PID 77",
+            ("error", "rank 0: a bug"),
+        ),
+        (
+            [rank(0, "error", "--nproc_per_node = 8 or more: this machine has 2 GPU(s); must be at most that")],
+            None,
+            "",
+            ("skipped", "--nproc_per_node = 8 or more: this machine has 2 GPU(s); must be at most that"),
+        ),
+    ],
+)
+def test_the_verdict_of_the_ranks(
+    ranks: list[dict[str, Any]], timeout_s: float | None, log: str, verdict: tuple[str, str | None]
+) -> None:
+    assert judge(ranks, num_ranks=2, timeout_s=timeout_s, num_steps=3, log=log) == verdict
+
+
+def test_a_rank_writes_only_where_a_launcher_asked_and_its_first_end_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(RANKS_VARIABLE, raising=False)
+    write_rank_status("running")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv(RANKS_VARIABLE, str(tmp_path))
+    write_rank_status("running")
+    write_rank_status("running", first_step_at=5.0)
+    write_rank_status("oom", "full", step=7)
+    write_rank_status("completed")
+    (status,) = read_rank_statuses(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-00003.json"]
+    known = {"rank": 3, "pid": os.getpid(), "state": "oom", "reason": "full", "step": 7, "first_step_at": 5.0}
+    assert status.items() >= known.items()
+
+
+def test_what_onednn_says_without_memory_is_an_error_unless_memory_was_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = RuntimeError("could not create a primitive")
+    monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert verdict_of(failure).status == "error"
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1 << 30, 1 << 30))
+    assert verdict_of(failure).status == "oom"
+    assert verdict_of(RuntimeError("a bug")).status == "error"
+
+
+def test_another_process_with_a_recorded_id_is_not_touched(tmp_path: Path) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        (tmp_path / "rank-00000.json").write_text(json.dumps(rank(0, "running", pid=stranger.pid)))
+        assert processes_of(tmp_path) == []
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_launch_inherits_nothing_of_an_outer_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+    for name in (*outer, "ROLE_NAME", "TORCHELASTIC_RUN_ID", "MY_RANK"):
+        monkeypatch.setenv(name, "1")
+    made = environment(tmp_path)
+    assert not {*outer, "ROLE_NAME", "TORCHELASTIC_RUN_ID"} & made.keys()
+    assert made["MY_RANK"] == "1"
+    assert made[RANKS_VARIABLE] == str(tmp_path)
+
+
+def test_the_table_shows_progress_and_the_time_left() -> None:
+    out = io.StringIO()
+    out.isatty = lambda: True  # type: ignore[method-assign]
+    board = Board(out, num_runs=4, name_width=5, clock=lambda: 100.0)
+    board.begin("g: 4 runs")
+    row = {"run_name": "a_bs8", "status": "completed", "reason": None, "elapsed_s": 30.0, "mfu_mean": 41.2}
+    board.row({**row, "images_per_second_mean": 1234.5, "peak_memory_gib": 3.25}, is_new=True)
+    board.running(lambda: "b_bs8: step 3/50")
+    board.row({**row, "status": "oom", "reason": "rank 1: full", "elapsed_s": None}, is_new=False)
+    lines = out.getvalue().split("\n")
+    assert lines[2].split() == ["1/4", "a_bs8", "completed", "1,234.5", "41.2", "3.25", "30s", "0:01:30"]
+    assert "1/4 done, b_bs8: step 3/50, ETA 0:01:30" in lines[3]
+    assert lines[3].endswith("0:01:00  rank 1: full")
+
+
+FAULTS = """
+import os, runpy, sys, time
+from torchditan import trainer
+log = trainer.Trainer.log
+def faulty(self, step, loss, grad_norm):
+    log(self, step, loss, grad_norm)
+    patch = self.config.model.patch_size
+    if patch == 4 and step == 3 and self.rank.rank == 1:
+        raise RuntimeError("a crash on rank 1")
+    if patch == 8 and step == 3 and self.rank.rank == 0:
+        time.sleep(600)
+trainer.Trainer.log = faulty
+sys.argv[0] = os.environ["TRAIN"]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_real_runs_that_run_out_of_memory_crash_and_hang_leave_the_other_rows_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "faults.py").write_text(FAULTS)
+    monkeypatch.setenv("TRAIN", str(REPOSITORY / "train.py"))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    grid = small_grid(**{"model.patch_size": [2, 4, 8], "training.batch_size": [8, 8192]})
+    grid = replace(grid, timeout_s=45, memory_limit_gib=2.0)
+    grid = replace(grid, exclude=[{"model.patch_size": [4, 8], "training.batch_size": 8192}])
+    rows = run_grid(
+        grid,
+        path=tmp_path / "g",
+        launcher=LocalLauncher(),
+        find_device=lambda: CPU,
+        board=quiet,
+        script=tmp_path / "faults.py",
+    )
+    assert [row["status"] for row in rows] == ["completed", "oom", "error", "timeout"], [row["reason"] for row in rows]
+    assert "memory" in rows[1]["reason"]
+    assert rows[2]["reason"] == "rank 1: RuntimeError: a crash on rank 1"
+    assert rows[3]["reason"].startswith("not done after 45 s: 3 step(s) done, rank(s) 0")
+    assert rows[0]["images_per_second_mean"] > 0 and rows[0]["peak_memory_gib"] > 0
+    assert rows[0]["start_up_s"] > 1
+    assert not any(processes_of(folder) for folder in (tmp_path / "g" / "runs").glob("*/ranks"))
+
+
+def test_a_launch_that_cannot_start_is_a_row_like_any_other(run_here: RunHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchditan.ablation.launch.TORCHRUN", ("no-such-program",))
+    rows = run_here(small_grid())
+    assert statuses(rows) == [(8, "error"), (16, "error")]
+    assert "no-such-program" in rows[0]["reason"]
+
+
+def test_executing_a_job_ends_it_when_the_runner_is_interrupted(tmp_path: Path, train_script: Path) -> None:
+    run = small_grid(**{"model.patch_size": [8]}).runs()[0]
+    job: Job = maker_of(small_grid(), tmp_path / "g", script=train_script).job(run)
+    ticks = iter(range(1000))
+
+    def interrupt() -> None:
+        if next(ticks) > 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(job, on_tick=interrupt)
+    assert processes_of(job.folder / "ranks") == []

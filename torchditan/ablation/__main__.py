@@ -1,0 +1,205 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Make the runs of an ablation grid.
+
+python -m torchditan.ablation run debug
+python -m torchditan.ablation run 0.5B --axes.parallel 1,1 --axes.model.patch_size 2 --name one_gpu
+python -m torchditan.ablation run 7B --dry-run --device a100-80gb
+python -m torchditan.ablation run my_grid.toml --launcher slurm --slurm.slurm_partition gpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torchditan.config import ConfigError, did_you_mean
+
+_PREFIXES = ("--axes.", "--settings.", "--slurm.")
+_EPILOG = """\
+--axes.KEY VALUES puts an axis over the file's: --axes.training.batch_size 1,2,4, --axes.parallel 1,8 8,1.
+--settings.KEY VALUE sets an option of every run: --settings.dataset.num_workers 0.
+--slurm.KEY VALUE is a parameter of submitit: --slurm.slurm_partition gpu.
+
+The same command again makes only the runs that are missing or failed.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def _parser() -> _Parser:
+    shown = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="python -m torchditan.ablation", description=__doc__, formatter_class=shown)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", description=__doc__, epilog=_EPILOG, formatter_class=shown, allow_abbrev=False)
+    run.add_argument("grid", help="grid file: a path, or a name in train_configs/ablations/")
+    run.add_argument("--name", help="folder of the grid in the dump folder (default: the file's name)")
+    run.add_argument("--dump_folder", type=Path, default=Path("outputs"), help="default: outputs")
+    run.add_argument("--steps", type=int, help="optimizer steps of a run (default: the file's)")
+    run.add_argument("--window", type=int, help="last steps that are measured (default: the file's)")
+    run.add_argument("--repeats", type=int, help="times the whole grid is made (default: the file's)")
+    run.add_argument("--timeout_s", type=float, help="seconds a run may take (default: the file's)")
+    run.add_argument("--autotune", help="search for the batch size: largest or fastest (default: the file's)")
+    run.add_argument("--memory_limit_gib", type=float, help="memory of a rank on a CPU (default: the file's)")
+    run.add_argument(
+        "--retry", default="error,timeout", help="statuses to make again, or none (default: error,timeout)"
+    )
+    run.add_argument("--launcher", choices=("local", "slurm"), default="local", help="default: local")
+    run.add_argument("--slurm_jobs", type=int, default=16, help="jobs submitted at once (default: 16)")
+    run.add_argument("--dry-run", action="store_true", help="list the runs, their commands and the planner's estimates")
+    run.add_argument("--device", help="device the planner expects, a100-80gb say, for --dry-run")
+    show = commands.add_parser("show", description="Print the ledger of a grid folder as a table.", allow_abbrev=False)
+    show.add_argument("folder", type=Path)
+    return parser
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
+    """(arguments, words of the `--axes.`, `--settings.` and `--slurm.` flags by name)."""
+    own: list[str] = []
+    flags: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for word in argv:
+        if word.startswith(_PREFIXES):
+            name, equals, value = word[2:].partition("=")
+            current = flags.setdefault(name, [])
+            current += [value] if equals else []
+        elif word.startswith("--"):
+            current = None
+            own.append(word)
+        elif current is not None:
+            current.append(word)
+        else:
+            own.append(word)
+    arguments, unknown = _parser().parse_known_args(own)
+    if unknown:
+        if arguments.command == "show":
+            raise ConfigError(f"{unknown[0]} is no option of show")
+        known = ["--name", "--dump_folder", "--steps", "--window", "--repeats", "--timeout_s", "--autotune", "--retry"]
+        known += ["--memory_limit_gib", "--launcher", "--slurm_jobs", "--dry-run", "--device", *_PREFIXES]
+        raise ConfigError(f"{unknown[0]} is no option here{did_you_mean(unknown[0], known) or '; see --help'}")
+    empty = [name for name, words in flags.items() if not "".join(words).strip(", ")]
+    if empty:
+        raise ConfigError(f"--{empty[0]} has no value")
+    return arguments, flags
+
+
+def _load(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> Any:
+    from dataclasses import replace
+
+    from torchditan.ablation.grid import load_grid, parse_axis, parse_setting
+
+    axes = {name[5:]: parse_axis(name[5:], words) for name, words in flags.items() if name.startswith("axes.")}
+    settings = {
+        name[9:]: parse_setting(name[9:], " ".join(words))
+        for name, words in flags.items()
+        if name.startswith("settings.")
+    }
+    keys = ("steps", "window", "repeats", "timeout_s", "autotune", "memory_limit_gib")
+    given = {key: getattr(arguments, key) for key in keys if getattr(arguments, key) is not None}
+    grid = load_grid(arguments.grid, axes=axes, overrides={**settings, **given})
+    if arguments.name is None:
+        return grid
+    if not arguments.name or "/" in arguments.name or arguments.name in (".", ".."):
+        raise ConfigError(f"--name = {arguments.name!r}: must be a plain name without slashes, of a folder")
+    return replace(grid, name=arguments.name)
+
+
+def _run(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> None:
+    from torchditan.ablation.device import probe
+    from torchditan.ablation.launchers import LocalLauncher, slurm_launcher
+    from torchditan.ablation.ledger import STATUSES
+    from torchditan.ablation.runner import run_grid
+
+    grid = _load(arguments, flags)
+    path = arguments.dump_folder / grid.name
+    retry = [] if arguments.retry == "none" else arguments.retry.split(",")
+    for status in retry:
+        if status not in STATUSES:
+            raise ConfigError(f"--retry = {status!r}: must be of {', '.join(STATUSES)}, or none")
+    if arguments.dry_run:
+        _dry_run(grid, path, device=arguments.device)
+        return
+    launcher: Any = LocalLauncher()
+    elsewhere = arguments.launcher == "slurm"
+    parameters = {name[6:]: _plain(words) for name, words in flags.items() if name.startswith("slurm.")}
+    if elsewhere:
+        launcher = slurm_launcher(path, parameters=parameters, max_parallel=arguments.slurm_jobs)
+    signal.signal(signal.SIGTERM, _interrupt)
+    rows = run_grid(grid, path=path, launcher=launcher, retry=retry, find_device=None if elsewhere else probe)
+    counts = {status: sum(row["status"] == status for row in rows) for status in STATUSES}
+    print(", ".join(f"{count} {status}" for status, count in counts.items() if count))
+    print(f"the ledger: {path / 'runs_summary.csv'}; the report: python optimization_analysis.py {path}")
+
+
+def _interrupt(signum: int, frame: Any) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _plain(words: list[str]) -> Any:
+    text = " ".join(words)
+    return int(text) if text.isdecimal() else text
+
+
+def _dry_run(grid: Any, path: Path, *, device: str | None) -> None:
+    from torchditan.ablation.grid import BATCH_SIZE
+    from torchditan.ablation.maker import maker_of
+
+    maker = maker_of(grid, path)
+    runs = grid.runs()
+    print(f"{grid.name}: {len(runs)} runs of {grid.steps} steps, the last {grid.window} measured, into {path}")
+    for number, run in enumerate(runs, start=1):
+        expected = "batch size searched for" if run.axes[BATCH_SIZE] == "auto" else _expected(run, device)
+        print(f"{number:{len(str(len(runs)))}}  {run.name}  {expected}")
+        print(f"    {shlex.join(maker.job(run).command())}")
+
+
+def _expected(run: Any, device: str | None) -> str:
+    """What the planner says of a run, as far as it can."""
+    try:
+        from torchditan.ablation.planner import plan_run
+
+        plan = plan_run(run.config, device=device, num_devices=run.num_devices)
+    except (ImportError, ConfigError) as error:
+        return f"no estimate: {error}"
+    parts = [f"expected {plan.peak_memory_gib:.2f} GiB"]
+    if plan.images_per_second is not None:
+        parts.append(f"{plan.images_per_second:,.1f} images/s")
+    if getattr(plan, "fits", None) is False:
+        parts.append("does not fit")
+    return ", ".join(parts)
+
+
+def _show(folder: Path) -> None:
+    from torchditan.ablation.board import Board
+    from torchditan.ablation.ledger import read_ledger
+    from torchditan.ablation.runner import read_grid
+
+    stored = read_grid(folder)
+    rows = read_ledger(folder, axes=list(stored["axes"]))
+    if not rows:
+        print(f"{folder}: no run is done")
+        return
+    board = Board(sys.stdout, num_runs=len(rows), name_width=max(len(row["run_name"]) for row in rows))
+    board.begin(f"{stored['name']}: {len(rows)} rows")
+    for row in rows:
+        board.row(row, is_new=False)
+
+
+def main() -> None:
+    arguments, flags = parse(sys.argv[1:])
+    if arguments.command == "show":
+        _show(arguments.folder)
+    else:
+        _run(arguments, flags)
+
+
+if __name__ == "__main__":
+    from torchditan.verdict import run_job
+
+    sys.exit(run_job(main))

@@ -1,0 +1,397 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""`training.batch_size = "auto"`: the largest batch per rank that fits, or the fastest of those tried.
+
+Notable:
+- a trial is a run of a few steps in processes of its own: nothing of one batch, no cache, no fragment and no compiled
+  graph, is left for the next, and what was measured is what a run of that batch does;
+- it fits if every rank completed, no allocator had to start over, and the margin of memory stayed free on every device.
+  An error is no verdict on the batch: the search stops and says so;
+- the search starts from the planner's estimate, walks away from it in growing strides until it has a batch that fits
+  and one that does not, and halves the bracket;
+- every trial is kept in `autotune.json` of the dump folder, under all that decides its outcome. The same question
+  later, by a grid or by train.py, is answered without a trial; a search that was killed goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchditan import provenance
+from torchditan.ablation.device import Device, probe
+from torchditan.ablation.launch import TRAIN_SCRIPT, Job, Outcome, Tick, execute
+from torchditan.ablation.ledger import measure
+from torchditan.config import Config, ConfigError, flatten, option_error
+from torchditan.config_loader import to_toml
+from torchditan.run_directory import read_metrics, write_file
+
+if TYPE_CHECKING:
+    from torchditan.distributed.process_group import Rank
+
+STORE_NAME, TRIALS_FOLDER = "autotune.json", "autotune"
+_SCHEMA_VERSION = 1
+_FIRST_GUESS = 16
+_TRIAL_TIMEOUT_S = 1800.0
+_AS_FAST = 0.98
+_DECIDES = ("model", "autoencoder", "diffusion", "optimizer", "activation_checkpoint", "compile", "float8", "ema")
+_DECIDES_TOO = (
+    "dataset.image_size",
+    "dataset.num_classes",
+    "training.global_batch_size",
+    "training.compile",
+    "training.deterministic",
+    "training.mixed_precision_param",
+    "training.mixed_precision_reduce",
+    "training.data_parallel_replicate_degree",
+    "training.data_parallel_shard_degree",
+    "training.enable_cpu_offload",
+    "autotune.steps",
+    "autotune.memory_limit_gib",
+)
+
+
+class TrialFailed(RuntimeError):
+    """A trial ended in a way that says nothing about its batch size."""
+
+
+class NothingFits(ConfigError):
+    """Not even the smallest batch size fits."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one batch size came to."""
+
+    batch_size: int
+    status: str
+    """completed or oom."""
+    images_per_second: float | None
+    peak_memory_share: float | None
+    """Of the device that came closest to its limit."""
+    alloc_retries: int
+    """Most of any rank; after one the allocator's timings are not those of the batch."""
+
+    def fits(self, memory_margin: float) -> bool:
+        is_free = self.peak_memory_share is None or self.peak_memory_share <= 1 - memory_margin
+        return self.status == "completed" and self.alloc_retries == 0 and is_free
+
+    def __str__(self) -> str:
+        if self.status != "completed":
+            return f"batch {self.batch_size}: out of memory"
+        share = "" if self.peak_memory_share is None else f", {100 * self.peak_memory_share:.1f}% of the memory"
+        retries = f", {self.alloc_retries} allocator retries" if self.alloc_retries else ""
+        return f"batch {self.batch_size}: {self.images_per_second or 0:.1f} images/s{share}{retries}"
+
+
+def largest_that_fits(fits: Callable[[int], bool], *, count: int, start: int, stride: int) -> int | None:
+    """The last of `count` positions that fits, where all before it fit and none behind it; None where none does.
+
+    Walks from `start` in strides that double until the border is between two known positions, then halves.
+    """
+    low, high = -1, count
+    position = min(max(start, 0), count - 1)
+    while high - low > 1:
+        if fits(position):
+            low = position
+        else:
+            high = position
+        if low >= 0 and high < count:
+            position = (low + high) // 2
+        elif low >= 0:
+            position = min(low + stride, count - 1)
+        else:
+            position = max(high - stride, 0)
+        stride *= 2
+    return low if low >= 0 else None
+
+
+def search(
+    run_trial: Callable[[int], Trial], *, candidates: Sequence[int], goal: str, memory_margin: float, guess: int | None
+) -> Trial | None:
+    """The trial that answers the question, or None where no candidate fits.
+
+    Args:
+        run_trial: makes a trial of a batch size; asked once for each.
+        candidates: batch sizes allowed, ascending.
+        goal: largest, or fastest: then halves of the largest are tried as long as they are about as fast.
+        memory_margin: share of the memory that stays free.
+        guess: the planner's estimate of the largest, None without one.
+    """
+    trials: dict[int, Trial] = {}
+
+    def trial_at(position: int) -> Trial:
+        batch_size = candidates[position]
+        if batch_size not in trials:
+            trials[batch_size] = run_trial(batch_size)
+        return trials[batch_size]
+
+    def position_of(batch_size: float) -> int:
+        return max(0, sum(candidate <= batch_size for candidate in candidates) - 1)
+
+    start = position_of(guess or _FIRST_GUESS)
+    largest = largest_that_fits(
+        lambda position: trial_at(position).fits(memory_margin),
+        count=len(candidates),
+        start=start,
+        stride=max(1, start // 8) if guess else start + 1,  # an estimate is near; from nowhere, double
+    )
+    if largest is None:
+        return None
+    if goal == "largest":
+        return trial_at(largest)
+    best = trial_at(largest)
+    position = largest
+    while position > 0:
+        position = position_of(candidates[position] / 2)
+        slower = trial_at(position)
+        if not slower.fits(memory_margin) or _speed(slower) < _AS_FAST * _speed(best):
+            break
+        best = max(best, slower, key=_speed)
+    return max((trial for trial in trials.values() if trial.fits(memory_margin)), key=_speed)
+
+
+def _speed(trial: Trial) -> float:
+    return trial.images_per_second or 0.0
+
+
+def candidate_batches(config: Config, *, num_devices: int) -> list[int]:
+    """Batch sizes the options allow, ascending: multiples up to the maximum, and divisors of a rank's share."""
+    options = config.autotune
+    sizes = range(options.batch_size_multiple, options.max_batch_size + 1, options.batch_size_multiple)
+    total = config.training.global_batch_size
+    found = [size for size in sizes if total is None or total % (size * num_devices) == 0]
+    if not found:
+        if total is None:
+            right = f"must be at least autotune.batch_size_multiple = {options.batch_size_multiple}"
+            raise option_error("autotune.max_batch_size", options.max_batch_size, right)
+        right = f"no batch size divides the share of {num_devices} rank(s); must be a multiple of the number of ranks"
+        raise option_error("training.global_batch_size", total, right)
+    return found
+
+
+class TrialStore:
+    """Trials of one question in `autotune.json`, which many questions and processes share."""
+
+    def __init__(self, path: Path, question: dict[str, Any]) -> None:
+        self.path = path
+        self.question = question
+        self.key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:16]
+
+    def trials(self) -> dict[int, Trial]:
+        stored = self._read()["questions"].get(self.key, {"trials": []})["trials"]
+        return {trial["batch_size"]: Trial(**trial) for trial in stored}
+
+    def add(self, trial: Trial) -> None:
+        """Keep a trial; other processes may write at the same time."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.path.with_name(f".{self.path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            content = self._read()
+            entry = content["questions"].setdefault(self.key, {"question": self.question, "trials": []})
+            others = [stored for stored in entry["trials"] if stored["batch_size"] != trial.batch_size]
+            entry["trials"] = sorted([*others, asdict(trial)], key=lambda stored: stored["batch_size"])
+            write_file(self.path, json.dumps(content, indent=1).encode())
+        finally:
+            os.close(lock)
+
+    def _read(self) -> dict[str, Any]:
+        if not self.path.exists():
+            return {"schema_version": _SCHEMA_VERSION, "questions": {}}
+        try:
+            content: dict[str, Any] = json.loads(self.path.read_bytes())
+        except ValueError:
+            content = {}
+        if content.get("schema_version") != _SCHEMA_VERSION:
+            raise ConfigError(
+                f"{self.path} is no store of trials of this version; move it away, and they are made again"
+            )
+        return content
+
+
+def question_of(config: Config, *, device: Device, num_devices: int) -> dict[str, Any]:
+    """All that decides how a trial ends, apart from its batch size."""
+    values = flatten(config)
+    chosen = {name: values[name] for name in values if name.split(".")[0] in _DECIDES or name in _DECIDES_TOO}
+    chosen["training.data_parallel_shard_degree"] = num_devices // config.training.data_parallel_replicate_degree
+    machine = {"device": device.name, "memory_gib": round(device.memory_gib, 2), "num_devices": num_devices}
+    return {**chosen, **machine, "torch": provenance.versions("torch")["torch"]}
+
+
+def find_batch_size(
+    config: Config,
+    *,
+    device: Device,
+    num_devices: int,
+    folder: Path,
+    store: Path,
+    script: Path = TRAIN_SCRIPT,
+    timeout_s: float = _TRIAL_TIMEOUT_S,
+    on_tick: Tick | None = None,
+    on_trial: Callable[[Trial], None] | None = None,
+) -> int:
+    """The batch size that `config` with "auto" should have on this machine.
+
+    Args:
+        config: the job; `[autotune]` says what is wanted.
+        device: what `probe` found.
+        num_devices: ranks of the job.
+        folder: trials run in `<folder>/<experiment_name>_bs16` and so on.
+        store: file of trials, read and added to.
+        script: train.py.
+        timeout_s: of one trial.
+        on_tick: called while a trial runs.
+        on_trial: called after each trial that was made now.
+
+    Raises:
+        NothingFits: not even the smallest batch.
+        ConfigError: no batch size is allowed.
+        TrialFailed: a trial ended in an error or not at all.
+    """
+    known_trials = TrialStore(store, question_of(config, device=device, num_devices=num_devices))
+    known = known_trials.trials()
+    candidates = candidate_batches(config, num_devices=num_devices)
+
+    def run_trial(batch_size: int) -> Trial:
+        if batch_size in known:
+            return known[batch_size]
+        job = _trial_job(config, batch_size, num_devices=num_devices, folder=folder, script=script, timeout_s=timeout_s)
+        outcome = execute(job, on_tick=on_tick)
+        trial = _judge_trial(job, batch_size, outcome, config=config, device=device)
+        known_trials.add(trial)
+        if on_trial is not None:
+            on_trial(trial)
+        return trial
+
+    answer = search(
+        run_trial,
+        candidates=candidates,
+        goal=config.autotune.goal,
+        memory_margin=config.autotune.memory_margin,
+        guess=_planned(config, device=device, num_devices=num_devices),
+    )
+    if answer is None:
+        right = f"not even {candidates[0]} fits on {device.name}; checkpoint activations, or shard over more devices"
+        raise NothingFits(str(option_error("training.batch_size", "auto", right)))
+    return answer.batch_size
+
+
+def _trial_job(
+    config: Config, batch_size: int, *, num_devices: int, folder: Path, script: Path, timeout_s: float
+) -> Job:
+    """A job of a few steps, its configuration written into its folder; an earlier attempt's files are removed."""
+    name = f"{config.metrics.experiment_name}_bs{batch_size}"
+    path = folder / name
+    shutil.rmtree(path, ignore_errors=True)
+    trial = copy.deepcopy(config)
+    trial.job.config_file = None
+    trial.job.dump_folder, trial.metrics.experiment_name = str(folder), name
+    trial.training.batch_size, trial.training.steps = batch_size, config.autotune.steps
+    trial.metrics.log_freq, trial.metrics.enable_sampling = 1, False
+    trial.metrics.enable_tensorboard = trial.metrics.enable_wandb = False
+    trial.validation.freq, trial.checkpoint.enable_checkpoint = 0, False
+    trial.profiling.enable_profiling = trial.profiling.enable_memory_snapshot = False
+    dataset = trial.dataset
+    if None not in (dataset.image_size, dataset.num_classes, trial.model.input_channels):
+        # Random samples of the same shape: the same memory, and nothing to wait for.
+        dataset.dataset_name, dataset.root_dir, dataset.hub_name = "dummy", None, None
+        dataset.streaming, dataset.horizontal_flip = False, None
+    file = path / "trial.toml"
+    write_file(file, to_toml(trial).encode())
+    return Job(
+        folder=path,
+        flags=(f"--job.config_file={file}",),
+        num_devices=num_devices,
+        timeout_s=timeout_s,
+        memory_limit_gib=config.autotune.memory_limit_gib,
+        script=script,
+    )
+
+
+def _judge_trial(job: Job, batch_size: int, outcome: Outcome, *, config: Config, device: Device) -> Trial:
+    if outcome.status not in ("completed", "oom"):
+        reason = f"{outcome.status}: {outcome.reason}"
+        raise TrialFailed(f"the trial of batch size {batch_size} says nothing about it ({job.folder}): {reason}")
+    host_share = config.autotune.memory_limit_gib or device.memory_gib / job.num_devices
+    shares = [
+        rank["peak_memory_gib"] / rank.get("capacity_gib", host_share)
+        for rank in outcome.ranks
+        if rank.get("peak_memory_gib") is not None
+    ]
+    window = max(1, config.autotune.steps // 2)
+    measured = measure(read_metrics(job.folder), window=window, num_devices=job.num_devices)
+    return Trial(
+        batch_size=batch_size,
+        status=outcome.status,
+        images_per_second=measured.get("images_per_second_mean"),
+        peak_memory_share=max(shares, default=None),
+        alloc_retries=max((rank.get("alloc_retries", 0) for rank in outcome.ranks), default=0),
+    )
+
+
+def _planned(config: Config, *, device: Device, num_devices: int) -> int | None:
+    """The planner's estimate of the largest batch, None where it knows too little of the device."""
+    try:
+        from torchditan.ablation.planner import largest_batch
+
+        return largest_batch(config, device=device.name, num_devices=num_devices) or None
+    except (ImportError, ConfigError):
+        return None
+
+
+def resolve_batch_size(config: Config, rank: Rank) -> int:
+    """The number that "auto" stands for, the same on every rank; called by all, before any of them takes memory.
+
+    Rank 0 searches, with trials of as many ranks as the job has, on the same devices; the others wait.
+    """
+    if rank.world_size == 1:
+        return _search_for_job(config, num_devices=1)
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) != rank.world_size:
+        right = "searches on one machine and under torchrun, which this job is not; must be an integer"
+        raise option_error("training.batch_size", "auto", right)
+
+    from torch.distributed import TCPStore
+
+    from torchditan.distributed.process_group import die_with_launcher
+
+    die_with_launcher()
+    # torchrun's own store: no process group is needed, which would take memory on the devices of the trials.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(days=7))
+    key = f"torchditan/autotune/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    if rank.rank == 0:
+        store.set(key, json.dumps(_answer_for_all(config, num_devices=rank.world_size)))
+    answer = json.loads(store.get(key))
+    if "batch_size" in answer:
+        return int(answer["batch_size"])
+    raise (ConfigError if answer["is_mistake"] else TrialFailed)(answer["reason"])
+
+
+def _answer_for_all(config: Config, *, num_devices: int) -> dict[str, Any]:
+    try:
+        return {"batch_size": _search_for_job(config, num_devices=num_devices)}
+    except (ConfigError, TrialFailed) as error:
+        return {"is_mistake": isinstance(error, ConfigError), "reason": str(error)}
+
+
+def _search_for_job(config: Config, *, num_devices: int) -> int:
+    dump_folder = Path(config.job.dump_folder)
+    found = find_batch_size(
+        config,
+        device=probe(),
+        num_devices=num_devices,
+        folder=dump_folder / TRIALS_FOLDER,
+        store=dump_folder / STORE_NAME,
+        on_trial=lambda trial: print(f"autotune: {trial}", flush=True),
+    )
+    print(f"autotune: training.batch_size = {found}", flush=True)
+    return found

@@ -1,0 +1,96 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What the runner shows: a table that grows by a line per run, and below it, on a terminal, what is running now."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TextIO
+
+_REDRAW_S = 0.5
+
+
+class Board:
+    """The live table of a grid.
+
+    Args:
+        stream: usually stdout; anything but a terminal gets whole lines only.
+        num_runs: rows of the grid.
+        name_width: room for the names of the runs.
+        clock: seconds, for tests.
+    """
+
+    def __init__(
+        self, stream: TextIO, *, num_runs: int, name_width: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._num_runs = num_runs
+        self._name_width = name_width
+        self._number_width = len(str(num_runs))
+        self._is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._num_done = 0
+        self._num_made = 0
+        self._seconds_made = 0.0
+        self._left = num_runs
+        self._live = ""
+        self._drawn_at = float("-inf")
+
+    def begin(self, title: str) -> None:
+        numbers = f"{'images/s':>12} {'+-':>8} {'MFU':>6} {'GiB':>8} {'time':>8} {'ETA':>9}"
+        self.line(title)
+        self.line(f"{'':{2 * self._number_width + 1}}  {'run':{self._name_width}} {'status':9} {numbers}")
+
+    def row(self, row: Mapping[str, Any], *, is_new: bool) -> None:
+        """Add the line of a run; `is_new` where it was made just now, and says how long the others will take."""
+        self._num_done += 1
+        self._left -= 1
+        if is_new:
+            self._num_made += 1
+            self._seconds_made += row["elapsed_s"] or 0.0
+        numbers = (
+            f"{_number(row, 'images_per_second_mean', ',.1f'):>12} {_number(row, 'images_per_second_std', ',.1f'):>8} "
+            f"{_number(row, 'mfu_mean', '.1f'):>6} {_number(row, 'peak_memory_gib', '.2f'):>8} "
+            f"{_number(row, 'elapsed_s', '.0f', 's'):>8} {self.eta():>9}"
+        )
+        place = f"{self._num_done:{self._number_width}}/{self._num_runs}"
+        text = f"{place}  {row['run_name']:{self._name_width}} {row['status']:9} {numbers}".rstrip()
+        self.line(f"{text}  {row['reason']}" if row["reason"] else text)
+
+    def eta(self) -> str:
+        """Time left, if the runs that are left take as long as those that were made."""
+        if not self._num_made or not self._left:
+            return ""
+        return str(timedelta(seconds=round(self._seconds_made / self._num_made * self._left)))
+
+    def running(self, describe: Callable[[], str]) -> None:
+        """Redraw the last line of a terminal, now and then; `describe` is asked only then."""
+        if not self._is_terminal or self._clock() - self._drawn_at < _REDRAW_S:
+            return
+        self._drawn_at = self._clock()
+        shown = f"{self._num_done}/{self._num_runs} done, {describe()}, ETA {self.eta() or '-:--:--'}"
+        shown = shown[: shutil.get_terminal_size().columns - 1]
+        self._stream.write(f"{self._erase()}{shown}")
+        self._stream.flush()
+        self._live = shown
+
+    def line(self, text: str) -> None:
+        self._stream.write(f"{self._erase()}{text}\n")
+        self._stream.flush()
+        self._live = ""
+
+    def close(self) -> None:
+        self._stream.write(self._erase())
+        self._stream.flush()
+        self._live = ""
+
+    def _erase(self) -> str:
+        return "\r\x1b[2K" if self._live else ""
+
+
+def _number(row: Mapping[str, Any], column: str, form: str, unit: str = "") -> str:
+    value = row.get(column)
+    return "" if value is None else f"{value:{form}}{unit}"

@@ -1,0 +1,81 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What this machine can run, asked in a process of its own: the one that asks would keep memory on every GPU it met."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torchditan.ablation.grid import PARALLEL, PRECISION, Run
+
+
+@dataclass(frozen=True)
+class Device:
+    """The devices of one machine, all alike."""
+
+    type: str
+    """cuda or cpu."""
+    name: str
+    count: int | None
+    """None: a CPU takes any number of ranks."""
+    memory_gib: float
+    no_float8: str | None
+    """Why float8 cells cannot run here."""
+    no_emulated_float8: str | None
+
+    def refuses(self, run: Run) -> str | None:
+        """Why this machine cannot make the run, None where it can."""
+        if self.count is not None and run.num_devices > self.count:
+            return f"{PARALLEL} {run.axes[PARALLEL]} needs {run.num_devices} devices, this machine has {self.count}"
+        if run.axes[PRECISION] == "bfloat16_f8":
+            return self.no_emulated_float8 if run.config.float8.emulate else self.no_float8
+        return None
+
+
+def probe() -> Device:
+    """The device that runs on this machine would have."""
+    # A clone that is not installed is found from any folder.
+    path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "torchditan.ablation.device"]
+    answer = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert answer.returncode == 0, answer.stderr
+    return Device(**json.loads(answer.stdout.splitlines()[-1]))
+
+
+def _look() -> Device:
+    import torch
+
+    from torchditan.config import ConfigError, Float8
+    from torchditan.precision.float8 import check_float8
+    from torchditan.provenance import device_name
+
+    is_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+    if is_cuda:
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def refusal(*, emulate: bool) -> str | None:
+        try:
+            check_float8(Float8(enable_float8_linear=True, emulate=emulate), device=device)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    return Device(
+        type=device.type,
+        name=device_name(str(device)),
+        count=torch.cuda.device_count() if is_cuda else None,
+        memory_gib=memory / 1024**3,
+        no_float8=refusal(emulate=False),
+        no_emulated_float8=refusal(emulate=True),
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(_look())))

@@ -1,0 +1,419 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A grid file: a base configuration, axes, exclusions; and the runs it stands for.
+
+Notable:
+- an axis is any option of the configuration. `parallel` ("replicate,shard") and `precision` stand for several options
+  at once, and are the only way to set those: nobody compares DDP in one precision with FSDP in another by accident;
+- every run is a validated `Config` before anything starts, so a mistake costs a line and not a night;
+- batches vary innermost and grow, so that one out-of-memory verdict saves the runs above it; repeats go round the whole
+  grid, so that a machine that slows down slows all cells alike;
+- nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torchditan.config import Config, ConfigError, did_you_mean, flatten, option_error, validate
+from torchditan.config_loader import TRAIN_CONFIGS, build_config, find_config, options, read_toml
+from torchditan.legacy_config import adopt_legacy
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FLAVOR, PATCH_SIZE, BATCH_SIZE = "model.flavor", "model.patch_size", "training.batch_size"
+CHECKPOINTING, COMPILE = "activation_checkpoint.mode", "training.compile"
+PARALLEL, PRECISION = "parallel", "precision"
+STANDARD_AXES = (FLAVOR, PATCH_SIZE, BATCH_SIZE, PARALLEL, CHECKPOINTING, COMPILE, PRECISION)
+"""Columns of every ledger, whether a grid varies them or not."""
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {"training.mixed_precision_param": "float32", "float8.enable_float8_linear": False},
+    "bfloat16": {"training.mixed_precision_param": "bfloat16", "float8.enable_float8_linear": False},
+    "bfloat16_f8": {"training.mixed_precision_param": "bfloat16", "float8.enable_float8_linear": True},
+}
+_REPLICATE, _SHARD = "training.data_parallel_replicate_degree", "training.data_parallel_shard_degree"
+_MEMBERS = {_REPLICATE: PARALLEL, _SHARD: PARALLEL, **dict.fromkeys(PRECISIONS["float32"], PRECISION)}
+
+_FORCED: dict[str, Any] = {
+    "metrics.log_freq": 1,
+    "metrics.enable_sampling": False,
+    "metrics.enable_tensorboard": False,
+    "metrics.enable_wandb": False,
+    "profiling.enable_profiling": False,
+    "profiling.enable_memory_snapshot": False,
+    "validation.freq": 0,
+    "checkpoint.enable_checkpoint": False,
+}
+_RUNNER_SETS = (
+    "job",
+    "metrics",
+    "validation",
+    "checkpoint",
+    "sampling",
+    "profiling",
+    "autotune",
+    "training.steps",
+)
+"""Sections and options that no run of a grid can honour: the runner sets them, or measures nothing of them."""
+
+_NEEDS = (
+    ("compile.", COMPILE, (True,)),
+    ("float8.", PRECISION, ("bfloat16_f8",)),
+    ("activation_checkpoint.selective_ac_option", CHECKPOINTING, ("selective",)),
+    ("ema.decay", "ema.enable", (True,)),
+    ("ema.warmup", "ema.enable", (True,)),
+    ("dataset.dummy_", "dataset.dataset_name", ("dummy",)),
+)
+"""(option or its beginning, the option without which it has no effect, the values it needs of that)."""
+
+_KEYS = ("base", "steps", "window", "repeats", "timeout_s", "autotune", "memory_limit_gib")
+_TABLES = ("exclude", "axes", "settings")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One cell of the grid, once: what `train.py` is asked for."""
+
+    name: str
+    repeat: int
+    axes: dict[str, Any]
+    """Value of every axis, the standard ones included, by option or alias."""
+    flags: dict[str, Any]
+    """Options over the base file, as `train.py` takes them."""
+    config: Config
+
+    @property
+    def num_devices(self) -> int:
+        replicate, shard = parallel_degrees(self.axes[PARALLEL])
+        return replicate * shard
+
+    @functools.cached_property
+    def cell(self) -> tuple[Any, ...]:
+        """What runs share that differ in batch size and repeat alone."""
+        return tuple(json.dumps(value) for axis, value in self.axes.items() if axis != BATCH_SIZE)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A resolved grid file."""
+
+    name: str
+    base: str | None
+    axes: dict[str, list[Any]]
+    settings: dict[str, Any]
+    exclude: list[dict[str, Any]]
+    steps: int = 50
+    window: int = 10
+    repeats: int = 1
+    timeout_s: float = 3600.0
+    autotune: str | None = None
+    memory_limit_gib: float | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        """Axes of the ledger: the standard ones, then the grid's own."""
+        return [*STANDARD_AXES, *(axis for axis in self.axes if axis not in STANDARD_AXES)]
+
+    def runs(self) -> list[Run]:
+        """Every run, in the order they are made.
+
+        Raises:
+            ConfigError: a cell is no valid configuration, or nothing is left after the exclusions.
+        """
+        base = _read_base(self.base)
+        axes = dict(self.axes)
+        batches = sorted(axes.pop(BATCH_SIZE), key=_batch_order) if BATCH_SIZE in axes else None
+        cells = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+        if batches is not None:
+            cells = [{**cell, BATCH_SIZE: batch} for cell in cells for batch in batches]
+        first = [run for run in (self._run(cell, base) for cell in cells) if not self._is_excluded(run)]
+        if not first:
+            raise ConfigError(f"{self.name} is an empty grid: every run is excluded")
+        _check_effects(self.axes, first)
+        again = (replace(run, repeat=r, name=f"{run.name}_r{r}") for r in range(2, self.repeats + 1) for run in first)
+        return [*first, *again]
+
+    def _run(self, cell: dict[str, Any], base: dict[str, Any]) -> Run:
+        values: dict[str, Any] = {"dataset.dataset_name": "dummy"} if "dataset.dataset_name" not in base else {}
+        values |= {PARALLEL: "1,1"} if self.base is None else {}
+        values |= {**self.settings, **cell, "training.steps": self.steps, **_FORCED}
+        if self.autotune is not None:
+            values |= {BATCH_SIZE: "auto", "autotune.goal": self.autotune}
+        flags = _expand_aliases(values)
+        try:
+            config = build_config({**base, **flags})
+            axes = {axis: _axis_value(config, axis) for axis in self.columns}
+            validate(config)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}, {_cell_name(cell)}: {error}") from None
+        return Run(name=run_name(axes), repeat=1, axes=axes, flags=flags, config=config)
+
+    def _is_excluded(self, run: Run) -> bool:
+        def matches(key: str, wanted: Any) -> bool:
+            return _axis_value(run.config, key) in (wanted if isinstance(wanted, list) else [wanted])
+
+        return any(all(matches(key, wanted) for key, wanted in rule.items()) for rule in self.exclude)
+
+
+def run_name(axes: Mapping[str, Any]) -> str:
+    """`dit-l_bs16_ps2_actselective_ctrue_dbfloat16_p1,8`, then other axes as `_key-value`."""
+    name = (
+        f"{axes[FLAVOR].lower()}_bs{axes[BATCH_SIZE]}_ps{axes[PATCH_SIZE]}_act{axes[CHECKPOINTING]}"
+        f"_c{str(axes[COMPILE]).lower()}_d{axes[PRECISION]}_p{axes[PARALLEL]}"
+    )
+    further = [axis for axis in axes if axis not in STANDARD_AXES]
+    keys = [axis.split(".")[-1] for axis in further]
+    for axis, key in zip(further, keys, strict=True):
+        name += f"_{key if keys.count(key) == 1 else axis}-{_file_name(axes[axis])}"
+    return name
+
+
+def parallel_degrees(parallel: str) -> tuple[int, int]:
+    """`"2,4"` as (replicate, shard)."""
+    words = str(parallel).replace(" ", "").split(",")
+    if len(words) != 2 or not all(word.isdecimal() and int(word) >= 1 for word in words):
+        raise option_error(PARALLEL, parallel, 'must be "replicate,shard", "2,4" say')
+    return int(words[0]), int(words[1])
+
+
+def load_grid(
+    name: str, *, axes: Mapping[str, list[Any]] | None = None, overrides: Mapping[str, Any] | None = None
+) -> Grid:
+    """The grid of a file, a path or a name in train_configs/ablations/, with axes and settings laid over it.
+
+    Args:
+        name: `outputs/my.toml`, or `0.5B`.
+        axes: `{"training.batch_size": [1, 2]}` in place of, or beside, the file's own.
+        overrides: top-level keys of the file by name (`steps`, `window`, ...), and options as settings.
+
+    Raises:
+        ConfigError: no such file, unknown keys or axes, values that cannot be.
+    """
+    path = _find_grid(name)
+    tables = _read_tables(path)
+    known = (*_KEYS, *_TABLES)
+    unknown = [key for key in tables if key not in known]
+    if unknown:
+        hint = did_you_mean(unknown[0], known) or f"; there are {', '.join(known)}"
+        raise ConfigError(f"{path}: {unknown[0]} is no key of a grid{hint}")
+    overrides = dict(overrides or {})
+    scalars = {key: overrides.pop(key) for key in list(overrides) if key in _KEYS}
+    tables |= scalars
+    file_axes = _flatten_table(path, "axes", tables)
+    if "autotune" in scalars:
+        file_axes.pop(BATCH_SIZE, None)
+    grid = Grid(
+        name=path.stem,
+        base=tables.get("base"),
+        axes={**file_axes, **(axes or {})},
+        settings={**_flatten_table(path, "settings", tables), **overrides},
+        exclude=[_flatten(rule) for rule in tables.get("exclude", [])],
+        **{key: tables[key] for key in _KEYS[1:] if tables.get(key) is not None},
+    )
+    _check_numbers(grid)
+    _check_keys(grid)
+    return replace(grid, axes={axis: _check_axis(axis, values) for axis, values in grid.axes.items()})
+
+
+def _find_grid(name: str) -> Path:
+    folder = TRAIN_CONFIGS / "ablations"
+    for path in (Path(name).expanduser(), folder / name, folder / f"{name}.toml"):
+        if name and path.is_file():
+            return path
+    names = sorted(path.stem for path in folder.glob("*.toml"))
+    hint = did_you_mean(Path(name).stem, names)
+    raise ConfigError(f"{name} is no grid file; train_configs/ablations/ has {', '.join(names)}{hint}")
+
+
+def _read_tables(path: Path) -> dict[str, Any]:
+    """The file as TOML has it: `read_toml` of a job takes sections alone."""
+    try:
+        tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError(f"{path} cannot be read as a grid file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return tables
+
+
+def _read_base(name: str | None) -> dict[str, Any]:
+    return {} if name is None else adopt_legacy(read_toml(find_config(name)))[0]
+
+
+def _flatten_table(path: Path, key: str, tables: Mapping[str, Any]) -> dict[str, Any]:
+    table = tables.get(key, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: {key} must be a table, [{key}]")
+    return _flatten(table)
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys, which TOML reads as nested tables, as the names of options again."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        flat.update(_flatten(value, f"{name}.") if isinstance(value, dict) else {name: value})
+    return flat
+
+
+def _check_numbers(grid: Grid) -> None:
+    for key in ("steps", "window", "repeats"):
+        value = getattr(grid, key)
+        if type(value) is not int or value < 1:
+            raise option_error(key, value, "must be an integer of at least 1")
+    if grid.window >= grid.steps:
+        right = (
+            f"must be less than steps = {grid.steps}: the first step, which compiles and warms up, is never measured"
+        )
+        raise option_error("window", grid.window, right)
+    for key in ("timeout_s", "memory_limit_gib"):
+        value = getattr(grid, key)
+        is_number = type(value) in (int, float) and math.isfinite(value) and value > 0
+        if not is_number and not (value is None and key == "memory_limit_gib"):
+            raise option_error(key, value, "must be a number greater than 0")
+    if grid.autotune not in (None, "largest", "fastest"):
+        raise option_error("autotune", grid.autotune, "must be largest or fastest")
+    if grid.autotune is not None and BATCH_SIZE in {*grid.axes, *grid.settings}:
+        raise ConfigError(f"{BATCH_SIZE} is what autotune searches for; leave it out of the grid")
+    if not grid.axes:
+        raise ConfigError(f"{grid.name} is an empty grid: it has no axes")
+
+
+def _check_keys(grid: Grid) -> None:
+    for place, keys in (
+        ("axes", grid.axes),
+        ("settings", grid.settings),
+        *(("exclude", rule) for rule in grid.exclude),
+    ):
+        for key in keys:
+            if key in _MEMBERS:
+                raise ConfigError(f"{place}: {key} is set by {_MEMBERS[key]}; use that")
+            if key not in options() and key not in (PARALLEL, PRECISION):
+                names = [PARALLEL, PRECISION, *options()]
+                by_key = {name.split(".")[-1]: name for name in reversed(names)}
+                found = did_you_mean(key, names) or did_you_mean(by_key.get(key.split(".")[-1], ""), names)
+                raise ConfigError(f"{place}: {key} is no option{found}")
+            if place == "settings" and key.split(".")[0] == "autotune":
+                continue
+            if place != "exclude" and (key in _RUNNER_SETS or key.split(".")[0] in _RUNNER_SETS):
+                raise ConfigError(
+                    f"{place}: no run of a grid can honour {key}: the runner sets it, or measures nothing of it"
+                )
+    both = sorted(grid.axes.keys() & grid.settings.keys())
+    if both:
+        raise ConfigError(f"{both[0]} is an axis and a setting; keep one")
+
+
+def _check_axis(axis: str, values: Any) -> list[Any]:
+    """Values of an axis as the configuration will hold them."""
+    listed = values if isinstance(values, list) else [values]
+    if not listed:
+        raise ConfigError(f"axes.{axis} = []: an empty grid; must have at least one value")
+    if axis == BATCH_SIZE and "auto" in listed:
+        raise option_error(f"axes.{axis}", listed, 'must be integers; for a search write autotune = "largest" instead')
+    coerced = [_axis_value(build_config(_expand_aliases({axis: value})), axis) for value in listed]
+    for position, value in enumerate(coerced):
+        if value in coerced[:position]:
+            raise option_error(f"axes.{axis}", listed, f"lists {json.dumps(value)} twice")
+    return coerced
+
+
+def _expand_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
+    flags = dict(values)
+    if PARALLEL in flags:
+        flags[_REPLICATE], flags[_SHARD] = parallel_degrees(flags.pop(PARALLEL))
+    if PRECISION in flags:
+        precision = flags.pop(PRECISION)
+        if precision not in PRECISIONS:
+            right = f"must be one of {', '.join(PRECISIONS)}{did_you_mean(str(precision), PRECISIONS)}"
+            raise option_error(PRECISION, precision, right)
+        flags |= PRECISIONS[precision]
+    return flags
+
+
+def _axis_value(config: Config, axis: str) -> Any:
+    values = flatten(config)
+    if axis == PARALLEL:
+        return f"{values[_REPLICATE]},{max(values[_SHARD], 1)}"
+    if axis == PRECISION:
+        is_float8 = values["float8.enable_float8_linear"]
+        return "bfloat16_f8" if is_float8 else values["training.mixed_precision_param"]
+    if axis == BATCH_SIZE and values[axis] is None:
+        return 16
+    return values[axis]
+
+
+def _check_effects(axes: Mapping[str, list[Any]], runs: list[Run]) -> None:
+    """An axis that changes nothing in any run is a mistake, and its table would be noise."""
+    for axis in axes:
+        for beginning, needed, wanted in _NEEDS:
+            if axis.startswith(beginning) and not any(_axis_value(run.config, needed) in wanted for run in runs):
+                right = f"no run can honour it: it needs {needed} = {json.dumps(wanted[0])}"
+                raise option_error(f"axes.{axis}", axes[axis], right)
+
+
+def _batch_order(batch: Any) -> int:
+    return batch if isinstance(batch, int) else 0
+
+
+def _cell_name(cell: Mapping[str, Any]) -> str:
+    return ", ".join(f"{axis} {value}" for axis, value in cell.items())
+
+
+def _file_name(value: Any) -> str:
+    """A value as part of a folder's name."""
+    text = "x".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = text.lower() if isinstance(value, bool) or value is None else text
+    return re.sub(r"[^A-Za-z0-9.,+-]", "-", text)
+
+
+def parse_axis(axis: str, words: Iterable[str]) -> list[Any]:
+    """Values of `--axes.KEY 1,2,4` or `--axes.parallel 1,8 8,1`: words, cut at commas where values have none."""
+    option = options().get(axis)
+    split = [word for text in words for word in ([text] if axis == PARALLEL else re.split(r"[,\s]+", text)) if word]
+    if option is not None and option.is_list:
+        return [[_parse_value(axis, part) for part in word.split("x")] for word in split]
+    return [_parse_value(axis, word) for word in split]
+
+
+def _parse_value(axis: str, text: str) -> Any:
+    """Text of the command line as a TOML file would have it; what is no such value stays text, and is refused."""
+    option = options().get(axis)
+    if option is None or text == "none":
+        return text
+    if option.kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    try:
+        return option.kind(text)
+    except ValueError:
+        return text
+
+
+def parse_setting(option: str, text: str) -> Any:
+    """The value of `--settings.section.key TEXT`."""
+    known = options().get(option)
+    if known is not None and known.is_list:
+        return [_parse_value(option, word) for word in re.split(r"[,\s]+", text.strip("[] ")) if word]
+    return _parse_value(option, text)
+
+
+def as_flags(values: Mapping[str, Any]) -> Iterator[str]:
+    """Options as `train.py` takes them: `--training.compile=true`."""
+    for option, value in values.items():
+        if isinstance(value, list):
+            text = ",".join(map(str, value))
+        else:
+            text = str(value).lower() if isinstance(value, bool) or value is None else str(value)
+        yield f"--{option}={text}"

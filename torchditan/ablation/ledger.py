@@ -1,0 +1,193 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The ledger of a grid: `runs_summary.csv` and `.parquet`, one row per run, whatever became of it.
+
+Notable:
+- a missing number is empty, never zero;
+- what is measured comes from `metrics.jsonl`: mean and sample standard deviation over the last `window` steps, each
+  step a record. The first step, which compiles and warms up, is in no window;
+- `compile_s` is what the first step took beyond a later one: compilation, and in eager runs the warm-up alone;
+  `start_up_s` is from the launch to the beginning of the first step; `elapsed_s` from the launch to the end;
+- memory is the highest of any rank at any step; images/s, TFLOP/s and MFU are the trainer's own;
+- both files are written whole, beside, and renamed. A ledger of another version, or cut in half, is refused.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchditan.ablation.grid import PARALLEL, PRECISION, STANDARD_AXES
+from torchditan.config import ConfigError
+from torchditan.config_loader import options
+from torchditan.run_directory import write_file
+
+SCHEMA_VERSION = 1
+CSV_NAME, PARQUET_NAME = "runs_summary.csv", "runs_summary.parquet"
+STATUSES = ("completed", "oom", "error", "timeout", "skipped")
+
+_BEFORE_AXES: dict[str, type] = {
+    "schema_version": int,
+    "grid": str,
+    "run_name": str,
+    "repeat": int,
+    "status": str,
+    "reason": str,
+}
+_AFTER_AXES: dict[str, type] = {
+    "num_devices": int,
+    "steps": int,
+    "window": int,
+    "step_time_s_mean": float,
+    "step_time_s_std": float,
+    "images_per_second_mean": float,
+    "images_per_second_std": float,
+    "images_per_second_per_device_mean": float,
+    "tflops_per_device_mean": float,
+    "tflops_per_device_std": float,
+    "mfu_mean": float,
+    "mfu_std": float,
+    "peak_memory_gib": float,
+    "peak_reserved_gib": float,
+    "loss_last": float,
+    "loss_mean": float,
+    "compile_s": float,
+    "start_up_s": float,
+    "elapsed_s": float,
+    "git_commit": str,
+    "torch_version": str,
+    "python_version": str,
+    "device": str,
+    "device_type": str,
+    "host": str,
+    "started": str,
+}
+
+Row = dict[str, Any]
+
+
+def columns(axes: Iterable[str]) -> list[str]:
+    """Columns of a ledger over these axes (the standard ones are always there), in their order."""
+    further = [axis for axis in axes if axis not in STANDARD_AXES]
+    return [*_BEFORE_AXES, *STANDARD_AXES, *further, *_AFTER_AXES]
+
+
+def column_type(column: str) -> type:
+    """int, float, bool or str; lists are kept as text."""
+    if column in (PARALLEL, PRECISION):
+        return str
+    known = {**_BEFORE_AXES, **_AFTER_AXES}.get(column)
+    if known is not None:
+        return known
+    option = options()[column]
+    return str if option.is_list else option.kind
+
+
+def measure(records: Sequence[Mapping[str, Any]], *, window: int, num_devices: int) -> Row:
+    """Columns that come from the records of metrics.jsonl, one per step; nothing without a full window after step 1."""
+    if len(records) < window + 1:
+        return {}
+    last = records[-window:]
+    row: Row = {}
+    for key in ("step_time_s", "images_per_second", "tflops_per_device", "mfu"):
+        values = [record[key] for record in last if record.get(key) is not None]
+        if len(values) == window:
+            row[f"{key}_mean"] = statistics.fmean(values)
+            row[f"{key}_std"] = statistics.stdev(values) if window > 1 else None
+    for key in ("peak_memory_gib", "peak_reserved_gib"):
+        peaks = [record[key] for record in records if record.get(key) is not None]
+        row[key] = max(peaks, default=None)
+    losses = [record["loss"] for record in last]
+    row["loss_last"] = losses[-1]
+    row["loss_mean"] = None if None in losses else statistics.fmean(losses)
+    if "images_per_second_mean" in row:
+        row["images_per_second_per_device_mean"] = row["images_per_second_mean"] / num_devices
+    if "step_time_s_mean" in row:
+        row["compile_s"] = max(0.0, records[0]["step_time_s"] - row["step_time_s_mean"])
+    return row
+
+
+def write_ledger(folder: Path, rows: Sequence[Row], *, axes: Sequence[str]) -> None:
+    """Write both files of the grid in `folder`; the parquet file only where pyarrow is installed."""
+    names = columns(axes)
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([_to_text(row.get(name)) for name in names] for row in rows)
+    write_file(folder / CSV_NAME, buffer.getvalue().encode())
+    _write_parquet(folder / PARQUET_NAME, rows, names)
+
+
+def _write_parquet(path: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        path.unlink(missing_ok=True)  # of an earlier run with pyarrow: it would tell an older story than the CSV
+        return
+    kinds = {int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_(), str: pyarrow.string()}
+    arrays = {}
+    for name in names:
+        kind = column_type(name)
+        values = [_to_text(row.get(name)) or None if kind is str else row.get(name) for row in rows]
+        arrays[name] = pyarrow.array(values, type=kinds[kind])
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table(arrays), sink)
+    write_file(path, sink.getvalue().to_pybytes())
+
+
+def read_ledger(folder: Path, *, axes: Sequence[str]) -> list[Row]:
+    """The rows of the ledger in `folder`, none where there is no ledger yet.
+
+    Raises:
+        ConfigError: it is of another version, has other columns, or is cut off.
+    """
+    path = folder / CSV_NAME
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    remedy = "move it away, and the runs are made again"
+    lines = list(csv.reader(io.StringIO(text, newline="")))
+    header = lines[0] if lines else []
+    if header[:1] != ["schema_version"] or not text.endswith("\n"):
+        raise ConfigError(f"{path} is cut off, or no ledger; {remedy}")
+    for number, values in enumerate(lines[1:], start=2):
+        if values[0] != str(SCHEMA_VERSION):
+            right = f"this version reads {SCHEMA_VERSION}"
+            raise ConfigError(f"{path}, line {number}: is of schema version {values[0]}, {right}; {remedy}")
+        if len(values) != len(header):
+            what = f"has {len(values)} of {len(header)} columns, the file is cut off"
+            raise ConfigError(f"{path}, line {number}: {what}; {remedy}")
+    if header != columns(axes):
+        odd = sorted(set(header) ^ set(columns(axes)))
+        raise ConfigError(f"{path} has other columns than this grid ({', '.join(odd) or 'in another order'}); {remedy}")
+    return [_parse_row(dict(zip(header, values, strict=True)), path) for values in lines[1:]]
+
+
+def _parse_row(row: dict[str, str], path: Path) -> Row:
+    try:
+        return {name: _from_text(text, column_type(name)) for name, text in row.items()}
+    except (KeyError, ValueError):
+        raise ConfigError(f"{path}: the row of {row['run_name']} does not parse; move the file away") from None
+
+
+def _from_text(text: str, kind: type) -> Any:
+    if text == "":
+        return None
+    if kind is bool:
+        return {"true": True, "false": False}[text]
+    return kind(text)
+
+
+def _to_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return json.dumps(value)
+    return " ".join(str(value).split()) if isinstance(value, str) else str(value)

@@ -1,0 +1,193 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""One run of a grid, from its flags to its row of the ledger, on whatever machine it is made."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import NamedTuple
+
+from torchditan import provenance
+from torchditan.ablation.autotune import STORE_NAME, TRIALS_FOLDER, NothingFits, TrialFailed, find_batch_size
+from torchditan.ablation.device import Device
+from torchditan.ablation.grid import BATCH_SIZE, Grid, Run, as_flags
+from torchditan.ablation.launch import RANKS_FOLDER, TRAIN_SCRIPT, Job, Outcome, Tick, end_processes, execute
+from torchditan.ablation.ledger import SCHEMA_VERSION, Row, columns, measure
+from torchditan.config import ConfigError
+from torchditan.run_directory import read_config, read_metrics
+
+RUNS_FOLDER = "runs"
+_LONGEST_REASON = 300
+
+
+class Watch(NamedTuple):
+    """Who looks on while a run is made."""
+
+    tick: Tick
+    """Called a few times a second."""
+    say: Callable[[str], None]
+    """Takes a line about it."""
+
+
+@dataclass(frozen=True)
+class Maker:
+    """All that making one run takes; it travels to another machine where slurm runs it."""
+
+    grid: str
+    folder: Path
+    steps: int
+    window: int
+    timeout_s: float
+    memory_limit_gib: float | None
+    base: str | None
+    store: Path
+    """Trials of earlier searches for a batch size."""
+    script: Path = TRAIN_SCRIPT
+
+    def run_folder(self, run: Run) -> Path:
+        return self.folder / RUNS_FOLDER / run.name
+
+    def job(self, run: Run, *, batch_size: int | None = None) -> Job:
+        """The launch of a run; `batch_size` is what a search found."""
+        values = dict(run.flags) if batch_size is None else {**run.flags, BATCH_SIZE: batch_size}
+        base = {} if self.base is None else {"job.config_file": self.base}
+        places = {"job.dump_folder": str(self.folder / RUNS_FOLDER), "metrics.experiment_name": run.name}
+        return Job(
+            folder=self.run_folder(run),
+            flags=tuple(as_flags({**base, **values, **places})),
+            num_devices=run.num_devices,
+            timeout_s=self.timeout_s,
+            memory_limit_gib=self.memory_limit_gib,
+            script=self.script,
+        )
+
+    def make(self, run: Run, *, device: Device, watch: Watch | None = None) -> Row:
+        """Make one run, whatever becomes of it, and return its row."""
+        folder = self.run_folder(run)
+        end_processes(folder / RANKS_FOLDER)  # of an earlier attempt, whose runner was killed a moment ago
+        shutil.rmtree(folder, ignore_errors=True)
+        started = time.time()
+        batch_size: int | None = None
+        try:
+            if run.axes[BATCH_SIZE] == "auto":
+                batch_size = self._search(run, device=device, watch=watch)
+            outcome = execute(self.job(run, batch_size=batch_size), on_tick=watch.tick if watch else None)
+        except NothingFits as error:
+            outcome = Outcome("oom", str(error), started, time.time() - started)
+        except (ConfigError, TrialFailed, OSError) as error:
+            outcome = Outcome("error", str(error), started, time.time() - started)
+        return self._row(run, outcome, batch_size=batch_size, device=device)
+
+    def _search(self, run: Run, *, device: Device, watch: Watch | None) -> int:
+        config = copy.deepcopy(run.config)
+        config.metrics.experiment_name = run.name
+        config.autotune.memory_limit_gib = config.autotune.memory_limit_gib or self.memory_limit_gib
+        return find_batch_size(
+            config,
+            device=device,
+            num_devices=run.num_devices,
+            folder=self.folder / TRIALS_FOLDER,
+            store=self.store,
+            script=self.script,
+            timeout_s=self.timeout_s,
+            on_tick=watch.tick if watch else None,
+            on_trial=(lambda trial: watch.say(f"{run.name}: {trial}")) if watch else None,
+        )
+
+    def _row(self, run: Run, outcome: Outcome, *, batch_size: int | None, device: Device | None) -> Row:
+        folder = self.run_folder(run)
+        status, reason = outcome.status, outcome.reason
+        measured: Row = {}
+        if status == "completed":
+            records = read_metrics(folder)
+            measured = measure(records, window=self.window, num_devices=run.num_devices)
+            if not measured:
+                steps = f"{len(records)} of {self.steps} steps were logged"
+                status, reason = "error", f"every rank says it completed, but {steps}"
+        if outcome.peak_memory_gib is not None and measured:
+            measured["peak_memory_gib"] = max(outcome.peak_memory_gib, measured["peak_memory_gib"] or 0.0)
+        row = {
+            **self.skipped_row(run, reason or "", device=device),
+            "status": status,
+            "reason": None if reason is None else _shortened(reason),
+            **measured,
+            "start_up_s": outcome.start_up_s,
+            "elapsed_s": outcome.elapsed_s,
+            "started": datetime.fromtimestamp(outcome.started, timezone.utc).isoformat(timespec="seconds"),
+            **_provenance(folder),
+        }
+        return row if batch_size is None else {**row, BATCH_SIZE: batch_size}
+
+    def skipped_row(self, run: Run, reason: str, *, device: Device | None) -> Row:
+        """The row of a run that is not made: every column, and no number in those of measurements."""
+        batch_size = run.axes[BATCH_SIZE]
+        return {
+            **dict.fromkeys(columns(run.axes)),
+            "schema_version": SCHEMA_VERSION,
+            "grid": self.grid,
+            "run_name": run.name,
+            "repeat": run.repeat,
+            "status": "skipped",
+            "reason": _shortened(reason),
+            **run.axes,
+            BATCH_SIZE: None if batch_size == "auto" else batch_size,
+            "num_devices": run.num_devices,
+            "steps": self.steps,
+            "window": self.window,
+            **_versions(),
+            "device": device.name if device else None,
+            "device_type": device.type if device else None,
+            "host": socket.gethostname() if device else None,
+        }
+
+
+@functools.cache
+def _versions() -> Row:
+    found = provenance.versions("torch")
+    return {
+        "git_commit": provenance.git_commit(),
+        "torch_version": found["torch"],
+        "python_version": found["python"],
+    }
+
+
+def _shortened(reason: str) -> str:
+    return reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}..."
+
+
+def _provenance(folder: Path) -> Row:
+    """What the run itself recorded of code and machine; nothing where it did not come so far."""
+    try:
+        stored = read_config(folder)
+    except ConfigError:
+        return {}
+    return {
+        "git_commit": stored["git_commit"],
+        "torch_version": stored["versions"]["torch"],
+        "python_version": stored["versions"]["python"],
+        "device": stored["hardware"]["device_name"],
+        "device_type": stored["hardware"]["device"],
+        "host": stored["hardware"]["hostname"],
+    }
+
+
+def maker_of(grid: Grid, path: Path, *, script: Path = TRAIN_SCRIPT) -> Maker:
+    """What makes the runs of a grid whose folder is `path`."""
+    return Maker(
+        grid=grid.name,
+        folder=path,
+        steps=grid.steps,
+        window=grid.window,
+        timeout_s=grid.timeout_s,
+        memory_limit_gib=grid.memory_limit_gib,
+        base=grid.base,
+        store=path.parent / STORE_NAME,
+        script=script,
+    )

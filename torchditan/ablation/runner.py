@@ -1,0 +1,288 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Makes the runs of a grid, one after another or through slurm, and keeps the ledger.
+
+Notable:
+- the folder of a grid is `<dump_folder>/<name>/`: `grid.json` says what grid it is, `runs/` has the run directories,
+  the ledger is rewritten after every run. The same command again makes only the runs that are missing or failed;
+- one runner at a time holds the folder, by a lock that the kernel drops with the process;
+- after an out-of-memory verdict the larger batches of that cell are skipped; after an error they are not. What is
+  skipped is decided anew each time, from the rows that are there;
+- a run that dies costs its own row and nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchditan.ablation.board import Board
+from torchditan.ablation.device import Device, probe
+from torchditan.ablation.grid import BATCH_SIZE, Grid, Run
+from torchditan.ablation.launch import TRAIN_SCRIPT
+from torchditan.ablation.launchers import SLURM_FOLDER, Launcher, Pending
+from torchditan.ablation.ledger import SCHEMA_VERSION, Row, read_ledger, write_ledger
+from torchditan.ablation.maker import Maker, Watch, maker_of
+from torchditan.config import ConfigError
+from torchditan.run_directory import read_metrics, write_file
+
+GRID_NAME = "grid.json"
+RETRIED = ("error", "timeout")
+"""Statuses that the same command tries again, unless told otherwise."""
+
+_KIND = "torchditan ablation grid"
+
+
+@dataclass
+class GridFolder:
+    """The folder of a grid, and what is in it."""
+
+    path: Path
+    grid: Grid
+    rows: dict[str, Row] = field(default_factory=dict)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Take the folder, or refuse it, for the time of the body.
+
+        Raises:
+            ConfigError: it is no grid's, another grid's, or another runner holds it; it is left as it was.
+        """
+        self._refuse_other_content()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(f"{self.path} is no folder that can be written ({error.strerror})") from None
+        try:
+            _lock(lock, self.path)
+            # Again under the lock: another runner may have taken the folder in between.
+            self._refuse_other_content()
+            self.rows = {row["run_name"]: row for row in read_ledger(self.path, axes=self.grid.columns)}
+            content = {"schema_version": SCHEMA_VERSION, "kind": _KIND, **asdict(self.grid)}
+            write_file(self.path / GRID_NAME, json.dumps(content, indent=2, ensure_ascii=False).encode())
+            yield
+        finally:
+            os.close(lock)
+
+    def keep(self, row: Row, order: Sequence[str]) -> None:
+        """Put a row into the ledger. Rows are in the grid's order; those of cells it no longer has come last."""
+        self.rows[row["run_name"]] = row
+        self.write(order)
+
+    def write(self, order: Sequence[str]) -> None:
+        ours = [self.rows[name] for name in order if name in self.rows]
+        others = [row for name, row in self.rows.items() if name not in set(order)]
+        write_ledger(self.path, [*ours, *others], axes=self.grid.columns)
+
+    def _refuse_other_content(self) -> None:
+        if not self.path.exists():
+            return
+        if not (self.path / GRID_NAME).exists():
+            strangers = (
+                []
+                if not self.path.is_dir()
+                else [path.name for path in self.path.iterdir() if path.name not in (".lock", SLURM_FOLDER)]
+            )
+            if strangers or not self.path.is_dir():
+                raise ConfigError(f"{self.path} is no grid folder: it has no {GRID_NAME}; name another with --name")
+            return
+        stored = read_grid(self.path)
+        here = json.loads(json.dumps(asdict(self.grid)))
+        fixed = ("name", "base", "settings", "steps", "window", "autotune", "memory_limit_gib")
+        differing = [key for key in fixed if stored.get(key) != here[key]]
+        if sorted(stored.get("axes", {})) != sorted(here["axes"]):
+            differing.append("axes")
+        if differing:
+            key = differing[0]
+            was, now = (sorted(content["axes"]) if key == "axes" else content.get(key) for content in (stored, here))
+            raise ConfigError(
+                f"{self.path} holds another grid: {key} is {json.dumps(was)} there and {json.dumps(now)} here; "
+                "name a new folder with --name"
+            )
+
+
+def _lock(lock: int, path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(lock, 200).decode().strip()
+        raise ConfigError(
+            f"{path} is in use by runner {holder}; wait for it, or name a new folder with --name"
+        ) from None
+    except OSError as error:
+        # Some cluster file systems are mounted without locks.
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        print(f"warning: {path} cannot be locked ({error.strerror})", file=sys.stderr)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"PID {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def read_grid(path: Path) -> dict[str, Any]:
+    """grid.json of a grid folder.
+
+    Raises:
+        ConfigError: the folder is no grid's, or of another version.
+    """
+    try:
+        content: dict[str, Any] = json.loads((path / GRID_NAME).read_bytes())
+    except (OSError, ValueError):
+        raise ConfigError(f"{path} is no grid folder: it has no {GRID_NAME} that can be read") from None
+    if content.get("kind") != _KIND or content.get("schema_version") != SCHEMA_VERSION:
+        version = content.get("schema_version")
+        right = f"this version reads {SCHEMA_VERSION}; name another folder with --name"
+        raise ConfigError(f"{path}/{GRID_NAME} is of schema version {version}: {right}")
+    return content
+
+
+def run_grid(
+    grid: Grid,
+    *,
+    path: Path,
+    launcher: Launcher,
+    retry: Sequence[str] = RETRIED,
+    board: Callable[[int, int], Board] | None = None,
+    find_device: Callable[[], Device] | None = probe,
+    script: Path = TRAIN_SCRIPT,
+    poll_s: float = 1.0,
+) -> list[Row]:
+    """Make the runs of `grid` that its folder lacks; the rows of all of them, in order.
+
+    Args:
+        grid: what `load_grid` made.
+        path: folder of the grid.
+        launcher: LocalLauncher, or SlurmLauncher.
+        retry: statuses of rows to make again.
+        board: makes the live table of (number of runs, width of their names).
+        find_device: looks at this machine; None where the runs go to others.
+        script: train.py.
+        poll_s: seconds between two looks at runs elsewhere.
+
+    Raises:
+        ConfigError: the grid or the folder cannot be; see GridFolder and Grid.runs. No run has begun then.
+    """
+    runs = grid.runs()
+    order = [run.name for run in runs]
+    folder = GridFolder(path, grid)
+    maker = maker_of(grid, path, script=script)
+    device = find_device() if find_device is not None else None
+    refused = {} if device is None else {run.name: device.refuses(run) for run in runs}
+    if refused and all(refused.values()):
+        raise ConfigError(f"{grid.name}: no run can be made here: {refused[order[0]]}")
+    with folder.hold():
+        shown = (board or _board)(len(runs), max(map(len, order)))
+        where = device.name if device else "slurm"
+        shown.begin(f"{grid.name}: {len(runs)} runs of {grid.steps} steps on {where}, into {path}")
+        _Schedule(runs, folder, maker, launcher, device, refused, shown, retry, poll_s).work()
+        shown.close()
+    return [folder.rows[name] for name in order]
+
+
+def _board(num_runs: int, name_width: int) -> Board:
+    return Board(sys.stdout, num_runs=num_runs, name_width=name_width)
+
+
+@dataclass
+class _Schedule:
+    """Which run is next: the first that is not decided and whose smaller batches are."""
+
+    runs: list[Run]
+    folder: GridFolder
+    maker: Maker
+    launcher: Launcher
+    device: Device | None
+    refused: dict[str, str | None]
+    board: Board
+    retry: Sequence[str]
+    poll_s: float
+
+    def work(self) -> None:
+        waiting = self._keep_what_stands()
+        pending: dict[str, tuple[Run, Pending]] = {}
+        try:
+            while waiting or pending:
+                waiting = self._skip(waiting)
+                for run in self._ready(waiting, [run for run, _ in pending.values()]):
+                    waiting.remove(run)
+                    pending[run.name] = (run, self._submit(run))
+                finished = [run for run, job in pending.values() if job.done()]
+                for run in finished:
+                    self._keep(pending.pop(run.name)[1].result(), is_new=True)
+                if pending and not finished:
+                    self.board.running(lambda: f"{len(pending)} at work")
+                    time.sleep(self.poll_s)
+        finally:
+            for _, job in pending.values():
+                job.cancel()
+
+    def _keep_what_stands(self) -> list[Run]:
+        """Show the rows that need no new run; the runs that are left. Skipped rows are decided anew."""
+        waiting = []
+        for run in self.runs:
+            row = self.folder.rows.get(run.name)
+            if row is None or row["status"] == "skipped" or row["status"] in self.retry:
+                waiting.append(run)
+            else:
+                self.board.row(row, is_new=False)
+        self.folder.write([run.name for run in self.runs])
+        return waiting
+
+    def _skip(self, waiting: list[Run]) -> list[Run]:
+        """Put down what need not be made; the runs that are left."""
+        out_of_memory: dict[tuple[Any, ...], int] = {}  # smallest such batch of each cell, in any repeat
+        for run in self.runs:
+            row = self.folder.rows.get(run.name)
+            if row is not None and row["status"] == "oom" and run.axes[BATCH_SIZE] != "auto":
+                batch_size = run.axes[BATCH_SIZE]
+                out_of_memory[run.cell] = min(batch_size, out_of_memory.get(run.cell, batch_size))
+        left = []
+        for run in waiting:
+            reason = self.refused.get(run.name)
+            smaller = out_of_memory.get(run.cell)
+            if reason is None and smaller is not None and smaller < run.axes[BATCH_SIZE]:
+                reason = f"{BATCH_SIZE} {smaller} of this cell ran out of memory"
+            if reason is None:
+                left.append(run)
+            else:
+                self._keep(self.maker.skipped_row(run, reason, device=self.device), is_new=False)
+        return left
+
+    def _ready(self, waiting: list[Run], pending: list[Run]) -> list[Run]:
+        """Runs to submit now: of every cell one at a time, since its verdict may save the next."""
+        busy = {run.cell for run in pending}
+        room = self.launcher.max_parallel - len(pending)
+        ready: list[Run] = []
+        for run in waiting:
+            if len(ready) < room and run.cell not in busy:
+                ready.append(run)
+                busy.add(run.cell)
+        return ready
+
+    def _submit(self, run: Run) -> Pending:
+        started = time.monotonic()
+
+        def describe() -> str:
+            seconds = int(time.monotonic() - started)
+            return f"{run.name}: step {_step(self.maker.run_folder(run))}/{self.maker.steps}, {seconds} s"
+
+        watch = Watch(tick=lambda: self.board.running(describe), say=self.board.line)
+        return self.launcher.submit(self.maker, run, device=self.device, watch=watch)
+
+    def _keep(self, row: Row, *, is_new: bool) -> None:
+        self.folder.keep(row, [run.name for run in self.runs])
+        self.board.row(row, is_new=is_new)
+
+
+def _step(folder: Path) -> int:
+    records = read_metrics(folder)
+    return records[-1]["step"] if records else 0
