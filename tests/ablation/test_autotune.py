@@ -190,13 +190,25 @@ def test_a_store_of_another_version_or_cut_in_half_is_refused(tmp_path: Path) ->
 def test_a_trial_trains_random_samples_of_the_jobs_shape(find: Any, tmp_path: Path) -> None:
     config = options(steps=3)
     config.dataset.dataset_name, config.dataset.root_dir = "imagenet", "somewhere"
+    config.dataset.fingerprint = "latents-0123456789abcdef"  # as the trainer fills it in before the search
     find(config)
     from torchditan.config_loader import load_config
 
     made = load_config(["--job.config_file", str(tmp_path / "trials" / "job_bs16" / "trial.toml")])
-    assert (made.dataset.dataset_name, made.dataset.root_dir) == ("dummy", None)
+    assert (made.dataset.dataset_name, made.dataset.root_dir, made.dataset.fingerprint) == ("dummy", None, None)
     assert (made.training.batch_size, made.training.steps, made.dataset.image_size) == (16, 3, [16, 16])
     assert not made.metrics.enable_sampling and not made.checkpoint.enable_checkpoint
+
+
+def test_a_trial_that_encodes_keeps_its_images_whose_channels_only_the_dataset_knows(find: Any, tmp_path: Path) -> None:
+    config = options(steps=3)
+    config.dataset.dataset_name = "digits"  # grey: random samples would have three channels
+    config.autoencoder.online, config.autoencoder.name = True, "haar"
+    find(config)
+    from torchditan.config_loader import load_config
+
+    made = load_config(["--job.config_file", str(tmp_path / "trials" / "job_bs16" / "trial.toml")])
+    assert (made.dataset.dataset_name, made.autoencoder.online, made.autoencoder.name) == ("digits", True, "haar")
 
 
 def test_an_autotuned_grid_measures_each_cell_at_its_largest_batch(tmp_path: Path, train_script: Path) -> None:

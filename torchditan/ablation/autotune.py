@@ -301,10 +301,11 @@ def _trial_job(
     trial.validation.freq, trial.checkpoint.enable_checkpoint = 0, False
     trial.profiling.enable_profiling = trial.profiling.enable_memory_snapshot = False
     dataset = trial.dataset
-    if None not in (dataset.image_size, dataset.num_classes, trial.model.input_channels):
+    is_known = None not in (dataset.image_size, dataset.num_classes, trial.model.input_channels)
+    if is_known and not trial.autoencoder.online:  # the channels of images to encode are the dataset's alone
         # Random samples of the same shape: the same memory, and nothing to wait for.
         dataset.dataset_name, dataset.root_dir, dataset.hub_name = "dummy", None, None
-        dataset.streaming, dataset.horizontal_flip = False, None
+        dataset.streaming, dataset.horizontal_flip, dataset.fingerprint = False, None, None
     file = path / "trial.toml"
     write_file(file, to_toml(trial).encode())
     return Job(
