@@ -17,9 +17,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -162,6 +164,24 @@ def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool) -> None:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load({key: weights}, checkpoint_id=checkpoint, no_dist=True)
     set_model_state_dict(model, weights)
+
+
+def read_state(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Every whole tensor of a checkpoint whose name begins with `prefix`, on the CPU, in one process.
+
+    Names are `model.<parameter>`, `ema.<parameter>` and `optimizer.state.<parameter>.<exp_avg, exp_avg_sq or step>`.
+    """
+    entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
+    }
+    with warnings.catch_warnings():
+        # Of a load in one process, which is what was asked for.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    return state
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
