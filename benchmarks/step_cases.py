@@ -21,9 +21,10 @@ from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.timesteps import timestep_sampling
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.parallelize import CompileOptions, parallelize
+from torchditan.divergence import DivergenceGuard
 from torchditan.ema import EMA
 from torchditan.models import ModelSpec, build_model_spec
-from torchditan.optim import NonFiniteGuard, build_optimizer, clip_grad_norm
+from torchditan.optim import build_optimizer, clip_grad_norm
 from torchditan.randomness import Randomness
 
 NUM_CLASSES = 1000
@@ -270,7 +271,7 @@ def trainer_step(model: nn.Module, spec: ModelSpec, case: Case) -> Step:
         label_dropout=diffusion.label_dropout,
     )
     optimizer = build_optimizer(model, Optimizer())
-    guard = NonFiniteGuard(optimizer)
+    guard = DivergenceGuard(optimizer)
     ema = EMA(model, decay=ema_config.decay, warmup=ema_config.warmup) if case.ema else None
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     num_steps = 0

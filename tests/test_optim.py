@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from torchditan.config import LRScheduler, Optimizer
+from torchditan.divergence import DivergenceError, DivergenceGuard
 from torchditan.ema import EMA
 from torchditan.models.dit import DiT, DiTConfig
 from torchditan.optim import (
-    NonFiniteGradientError,
-    NonFiniteGuard,
     build_optimizer,
     clip_grad_norm,
     learning_rate,
@@ -93,7 +92,7 @@ def test_clipping_reports_the_norm_before_and_leaves_the_limit_behind() -> None:
 def test_a_nonfinite_gradient_never_reaches_weights_or_moments(bad: float) -> None:
     parameter = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
-    guard = NonFiniteGuard(optimizer)
+    guard = DivergenceGuard(optimizer)
 
     def step(number: int, gradient: float) -> None:
         parameter.grad = torch.tensor([1.0, gradient, 1.0, 1.0])
@@ -102,7 +101,7 @@ def test_a_nonfinite_gradient_never_reaches_weights_or_moments(bad: float) -> No
     step(1, 1.0)
     weights = parameter.detach().clone()
     moments = {key: value.clone() for key, value in optimizer.state[parameter].items()}
-    with pytest.raises(NonFiniteGradientError, match="step 2: the gradient is not finite; its update was skipped"):
+    with pytest.raises(DivergenceError, match="step 2: the gradient is not finite; its update was skipped"):
         step(2, bad)
     assert torch.equal(parameter.detach(), weights)
     for key, value in moments.items():

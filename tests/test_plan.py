@@ -123,7 +123,8 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     from torchditan.distributed.parallel_dims import ParallelDims
     from torchditan.distributed.parallelize import parallelize
     from torchditan.ema import EMA
-    from torchditan.optim import NonFiniteGuard, build_optimizer, clip_grad_norm
+    from torchditan.divergence import DivergenceGuard
+    from torchditan.optim import build_optimizer, clip_grad_norm
     from torchditan.randomness import draw
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -145,7 +146,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     model.init_weights(0)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build_optimizer(model, config.optimizer)
-    guard = NonFiniteGuard(optimizer)
+    guard = DivergenceGuard(optimizer)
     ema = EMA(model, decay=0.9) if config.ema.enable else None
     average = ema.average if ema is not None else {}
     objective = FlowMatching(

@@ -1,19 +1,29 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Checkpoints in torch's distributed format: sharded writing, and loading on any mesh and world size.
+"""Checkpoints in torch's distributed format: sharded writing, beside the training if asked, and loading on any mesh.
 
-A checkpoint is `step-00000100/`: the tensors of model, EMA and optimizer, the run's `config.json`, and
-`progress.json` with the integers that the rest of a run follows from (learning rate, data position and
-randomness are functions of them). It is written beside, as `step-00000100.partial`, and published by one rename.
+A checkpoint is `step-00000100/`: the tensors of model, EMA and optimizer, the run's `config.json`, `progress.json` with
+the numbers that the rest of a run follows from (learning rate, data position and randomness are functions of them), and
+`manifest.json` with the checksums of all of it.
+
+Notable:
+- it is written beside, as `step-00000100.partial`, read back and compared, and published by one rename;
+- a damaged one is named, and the newest whole one is used; where none is whole, the run does not begin anew by itself;
+- a disk that is full costs a checkpoint, never the run: every rank goes on, the last whole one stays;
+- with `async` the training waits for a copy of the state only; a thread of each rank writes it, over a process group of
+  its own. The copy's memory is kept and filled again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import re
 import shutil
+import sys
+import threading
+import time
 import warnings
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +31,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -30,10 +42,26 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from torchditan.config import ConfigError, option_error
+from torchditan.checkpoint_files import (
+    CheckpointReader,
+    ChecksummingWriter,
+    DamagedCheckpointError,
+    SafeLoadPlanner,
+    list_checkpoints,
+    publish,
+    read_back,
+    remove,
+    remove_debris,
+    step_of,
+    verify,
+    write_json,
+    write_manifest,
+)
+from torchditan.config import Config, ConfigError, option_error
+from torchditan.config_loader import to_dict, trajectory
 from torchditan.ema import EMA
+from torchditan.run_directory import differences
 
-_NAME = re.compile(r"step-(\d{8})")
 _PROGRESS = "progress.json"
 _CONFIG = "config.json"
 
@@ -45,13 +73,28 @@ class Progress:
     step: int = 0
     """Optimizer steps done."""
     images_seen: int = 0
-    """Position in the training stream: samples consumed over all ranks."""
+    """Samples the weights learned from, over all ranks."""
     elapsed_s: float = 0.0
     """Seconds spent training, over all parts of the run."""
+    position: int = 0
+    """Position in the training stream: `images_seen`, and the windows that were skipped."""
+    rollbacks: int = 0
+    """How often the run returned to a checkpoint because it diverged."""
+    mean_loss: float = 0.0
+    """Running mean of the loss, by which a spike is told."""
+    mean_loss_steps: int = 0
+    """Steps in that mean."""
 
 
 class CheckpointManager:
-    """Saves, prunes and loads the checkpoints of one run; every method is called by all ranks."""
+    """Saves, prunes and loads the checkpoints of one run; every method is called by all ranks.
+
+    Args:
+        folder: that of the checkpoints, inside the run directory.
+        config: the resolved settings; its `[checkpoint]` section says how to save.
+        timeout_seconds: how long ranks wait for each other while they save or load.
+        warn: prints a line; called on rank 0, perhaps by the thread that writes.
+    """
 
     def __init__(
         self,
@@ -60,55 +103,193 @@ class CheckpointManager:
         model: nn.Module,
         ema: EMA | None,
         optimizer: Optimizer,
-        keep_latest_k: int,
-        config: dict[str, Any],
+        config: Config,
+        timeout_seconds: int,
+        warn: Callable[[str], None] = lambda text: warnings.warn(text, stacklevel=2),
     ) -> None:
         self.folder = folder
         self.model = model
         self.ema = ema
         self.optimizer = optimizer
-        self.keep_latest_k = keep_latest_k
-        self.config = config
+        self.keep_latest_k = config.checkpoint.keep_latest_k
+        self.config = to_dict(config)
+        self.trajectory = trajectory(config)
+        self.warn = warn
+        # A write goes on beside the training, whose collectives must not meet those of the write.
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self.stager: DefaultStager | None = None
+        if config.checkpoint.async_mode != "disabled":
+            pinned = config.checkpoint.async_mode == "async_with_pinned_mem"
+            self.stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=pinned,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=pinned,
+                )
+            )
+        self.write_s: float | None = None
+        """Seconds that the last finished write took; beside the training with `async`."""
+        self.failure: str | None = None
+        """Why the last write failed, None where it did not."""
+        self._writing: threading.Thread | None = None
+        self._crash: BaseException | None = None
 
-    def save(self, progress: Progress, *, loader_state: dict[str, Any] | None = None) -> Path:
-        """Write the checkpoint of this step and drop the oldest ones.
+    def save(self, progress: Progress, *, loader_state: dict[str, Any] | None = None) -> None:
+        """Write the checkpoint of this step, or begin to, and drop the oldest ones.
+
+        A write that fails for want of space, or of a disk that works, is reported and leaves nothing behind.
 
         Args:
             progress: stored as JSON beside the tensors.
             loader_state: this rank's position in a source that can only be streamed, JSON-able.
         """
+        self.wait()
+        state, progress = self._state(), dataclasses.replace(progress)
+        if self.stager is None:
+            self._write(state, progress, loader_state)
+            return
+        staged = self.stager.stage(state)
+        self._writing = threading.Thread(
+            target=self._write_in_thread, args=(staged, progress, loader_state), name="checkpoint", daemon=True
+        )
+        self._writing.start()
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Until the write that goes on beside the training is done."""
+        if self._writing is not None:
+            self._writing.join(timeout_seconds)
+            if not self._writing.is_alive():
+                self._writing = None
+        crash, self._crash = self._crash, None
+        if crash is not None:
+            raise crash
+
+    def _write_in_thread(self, *arguments: Any) -> None:
+        try:
+            self._write(*arguments)
+        except BaseException as error:  # raised where the training waits for it
+            self._crash = error
+
+    def _write(self, state: dict[str, Any], progress: Progress, loader_state: dict[str, Any] | None) -> None:
+        start = time.monotonic()
         target = self.folder / f"step-{progress.step:08d}"
         partial = target.with_suffix(".partial")
+        self.failure = self._first_failure(lambda: _make_anew(partial) if dist.get_rank() == 0 else None)
+        if self.failure is None:
+            files: dict[str, list[Any]] = {}
+            self.failure = self._first_failure(lambda: files.update(self._write_tensors(partial, state, loader_state)))
+        if self.failure is None:
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, files, group=self.group)
+            checksums = {name: entry for of_rank in everyone for name, entry in of_rank.items()}
+            self.failure = self._first_failure(lambda: self._publish(partial, target, progress, checksums))
         if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        dist.barrier()
-        dcp.save(self._state(), checkpoint_id=partial)
+            if self.failure is None:
+                self._prune(progress.step)
+            else:
+                shutil.rmtree(partial, ignore_errors=True)
+                last = latest_checkpoint(self.folder)
+                kept = f"the last one is {last.name}" if last else "there is none yet"
+                self.warn(f"warning: no checkpoint of step {progress.step}: {self.failure}; {kept}. The run goes on")
+        self.write_s = time.monotonic() - start
+
+    def _write_tensors(
+        self, partial: Path, state: dict[str, Any], loader_state: dict[str, Any] | None
+    ) -> dict[str, list[Any]]:
+        """Write this rank's files and read them back; their checksums."""
+        writer = ChecksummingWriter(partial)
+        try:
+            dcp.save(state, storage_writer=writer, process_group=self.group)
+        except CheckpointException as error:
+            raise writer.error or error from None
         if loader_state is not None:
-            _write_json(partial / f"loader_rank{dist.get_rank()}.json", loader_state)
-        dist.barrier()
+            name = f"loader_rank{dist.get_rank()}.json"
+            writer.checksums[name] = write_json(partial / name, loader_state)
+        read_back(partial, writer.checksums)
+        return writer.checksums
+
+    def _publish(self, partial: Path, target: Path, progress: Progress, checksums: dict[str, list[Any]]) -> None:
         if dist.get_rank() == 0:
-            _write_json(partial / _CONFIG, self.config)
-            _write_json(partial / _PROGRESS, dataclasses.asdict(progress))
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(partial, target)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            self._prune()
-        return target
+            checksums[_CONFIG] = write_json(partial / _CONFIG, self.config)
+            checksums[_PROGRESS] = write_json(partial / _PROGRESS, dataclasses.asdict(progress))
+            write_manifest(partial, step=progress.step, trajectory=self.trajectory, checksums=checksums)
+            publish(partial, target)
+
+    def _first_failure(self, action: Callable[[], object]) -> str | None:
+        """Do it on every rank; what the operating system refused to any of them, the same on all.
+
+        Raises:
+            RuntimeError: it failed in another way.
+        """
+        refused, other = None, None
+        try:
+            action()
+        except OSError as error:
+            refused = error.strerror or str(error)
+        except CheckpointException as error:  # of this rank, or because another one was refused something
+            other = str(error)
+        refusal, failure = self._any_of(refused), self._any_of(other)
+        if refusal is None and failure is not None:
+            raise RuntimeError(f"the checkpoint cannot be written: {failure}")
+        return refusal
 
     def load_latest(self) -> tuple[Progress, dict[str, Any] | None] | None:
-        """Load the newest checkpoint; None where there is none."""
-        checkpoint = latest_checkpoint(self.folder)
-        if checkpoint is None:
-            return None
-        state = self._state()
-        dcp.load(state, checkpoint_id=checkpoint)
-        set_model_state_dict(self.model, state["model"])
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
-        loader = checkpoint / f"loader_rank{dist.get_rank()}.json"
-        loader_state = json.loads(loader.read_text()) if loader.exists() else None
-        return read_progress(checkpoint), loader_state
+        """Load the newest whole checkpoint, and say which newer ones are not; None where there is none at all.
+
+        Raises:
+            ConfigError: there are some, and none is whole.
+        """
+        self.wait()
+        if dist.get_rank() == 0:
+            remove_debris(self.folder)
+        names: list[Any] = [[path.name for path in list_checkpoints(self.folder)]]
+        dist.broadcast_object_list(names, src=0, group=self.group)  # a shared folder may show ranks different lists
+        found = [self.folder / name for name in reversed(names[0])]
+        damages: list[str] = []
+        for checkpoint in found:
+            damage = self._damage_of(checkpoint) or self._load(checkpoint)
+            if damage is None:
+                for text in damages if dist.get_rank() == 0 else []:
+                    self.warn(f"warning: {text}; continuing from {checkpoint.name}")
+                loader = checkpoint / f"loader_rank{dist.get_rank()}.json"
+                loader_state = json.loads(loader.read_text()) if loader.exists() else None
+                return read_progress(checkpoint), loader_state
+            damages.append(f"{checkpoint} is not used: {damage}")
+        if damages:
+            right = "to begin anew move them away, or name a new run with --metrics.experiment_name"
+            raise ConfigError(f"no checkpoint is whole: {'; '.join(damages)}; {right}")
+        return None
+
+    def _damage_of(self, checkpoint: Path) -> str | None:
+        """Why a checkpoint cannot continue this run; each rank reads a share of it, and all learn the answer."""
+        damage = None
+        try:
+            manifest = verify(checkpoint, rank=dist.get_rank(), world_size=dist.get_world_size())
+            read_progress(checkpoint)
+            if differing := differences(manifest["trajectory"], self.trajectory):
+                damage = f"it is of a run with other settings ({'; '.join(differing)})"
+        except DamagedCheckpointError as error:
+            damage = str(error)
+        return self._any_of(damage)
+
+    def _load(self, checkpoint: Path) -> str | None:
+        """Load the tensors over those of the run; what went wrong, on any rank."""
+        state, damage = self._state(), None
+        try:
+            _load_safely(state, checkpoint, process_group=self.group)
+        except DamagedCheckpointError as error:
+            damage = str(error)
+        damage = self._any_of(damage)
+        if damage is None:
+            set_model_state_dict(self.model, state["model"])
+            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        return damage
+
+    def _any_of(self, text: str | None) -> str | None:
+        texts: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, text, group=self.group)
+        return next((text for text in texts if text is not None), None)
 
     def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = {
@@ -119,17 +300,12 @@ class CheckpointManager:
             state["ema"] = self.ema.state_dict()
         return state
 
-    def _prune(self) -> None:
+    def _prune(self, step: int) -> None:
         if self.keep_latest_k:
-            for old in list_checkpoints(self.folder)[: -self.keep_latest_k]:
-                shutil.rmtree(old)
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Published checkpoints, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+            # Newer ones are damaged, or this run would stand there: they do not count.
+            reached = [path for path in list_checkpoints(self.folder) if step_of(path) <= step]
+            for old in reached[: -self.keep_latest_k]:
+                remove(old)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -138,31 +314,61 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def find_checkpoint(folder: Path, step: int | None) -> Path:
-    """The checkpoint of a step, or the newest.
+    """The checkpoint of a step, or the newest whole one, saying which newer ones are not.
 
     Raises:
-        ConfigError: there is none; the message lists those there are.
+        ConfigError: there is none, or it is damaged; the message lists those there are.
     """
-    checkpoints = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(folder)}
+    checkpoints = {step_of(path): path for path in list_checkpoints(folder)}
     if not checkpoints:
         raise ConfigError(f"{folder} holds no checkpoint; train with --checkpoint.enable_checkpoint")
     if step is not None and step not in checkpoints:
         raise option_error("--step", step, f"no such checkpoint in {folder}; there are {sorted(checkpoints)}")
-    return checkpoints[max(checkpoints) if step is None else step]
+    damages = []
+    for number in sorted(checkpoints, reverse=True) if step is None else [step]:
+        try:
+            verify(checkpoints[number])
+        except DamagedCheckpointError as error:
+            damages.append(f"{checkpoints[number]} is not used: {error}")
+            continue
+        for damage in damages:
+            print(f"warning: {damage}; {checkpoints[number].name} is", file=sys.stderr)
+        return checkpoints[number]
+    others = f"; there are {sorted(checkpoints)}" if step is not None and len(checkpoints) > 1 else ""
+    raise ConfigError(f"no checkpoint is whole: {'; '.join(damages)}{others}")
 
 
 def read_progress(checkpoint: Path) -> Progress:
-    return Progress(**json.loads((checkpoint / _PROGRESS).read_text()))
+    """How far the run was.
+
+    Raises:
+        DamagedCheckpointError: progress.json does not say it.
+    """
+    try:
+        content = json.loads((checkpoint / _PROGRESS).read_bytes())
+        progress = Progress(**content)
+    except (OSError, ValueError, TypeError, RecursionError):
+        raise DamagedCheckpointError(f"{_PROGRESS} cannot be read") from None
+    kinds = {field.name: float if field.type == "float" else int for field in dataclasses.fields(Progress)}
+    for name, value in dataclasses.asdict(progress).items():
+        if type(value) not in (kinds[name], int) or not 0 <= value < 2**63:
+            raise DamagedCheckpointError(f"{_PROGRESS} has {value!r} as {name}")
+    if progress.step != step_of(checkpoint):
+        raise DamagedCheckpointError(f"{_PROGRESS} is that of step {progress.step}")
+    return progress
 
 
 def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool) -> None:
-    """Load only the weights of a checkpoint, averaged or raw, into a model, in place."""
+    """Load only the weights of a checkpoint, averaged or raw, into a model, in place; in one process.
+
+    Raises:
+        ConfigError: its tensors are not those of the model, or no tensors.
+    """
     weights = get_model_state_dict(model)
-    key = "ema" if ema else "model"
-    with warnings.catch_warnings():
-        # Of a load in one process, which is what was asked for.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load({key: weights}, checkpoint_id=checkpoint, no_dist=True)
+    try:
+        _load_safely({"ema" if ema else "model": weights}, checkpoint, no_dist=True)
+    except DamagedCheckpointError as error:
+        raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
     set_model_state_dict(model, weights)
 
 
@@ -171,21 +377,30 @@ def read_state(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
     Names are `model.<parameter>`, `ema.<parameter>` and `optimizer.state.<parameter>.<exp_avg, exp_avg_sq or step>`.
     """
-    entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    entries = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
     }
-    with warnings.catch_warnings():
-        # Of a load in one process, which is what was asked for.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    _load_safely(state, checkpoint, no_dist=True)
     return state
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with path.open("w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+def _load_safely(state: dict[str, Any], checkpoint: Path, **options: Any) -> None:
+    try:
+        with warnings.catch_warnings():
+            # Of a load in one process, which is what was asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state, storage_reader=CheckpointReader(checkpoint), planner=SafeLoadPlanner(), **options)
+    except (CheckpointException, DamagedCheckpointError) as error:
+        failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
+        cause = next(iter(failures))[0]
+        kind = "" if isinstance(cause, DamagedCheckpointError) else f"{type(cause).__name__}: "
+        first_line = str(cause).strip().split("\n")[0]
+        raise DamagedCheckpointError(f"{kind}{first_line}") from None
+
+
+def _make_anew(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)

@@ -198,6 +198,12 @@ class Training:
     """Ranks the parameters are sharded over (FSDP); -1 takes all ranks left."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
+    on_nonfinite: Literal["stop", "rollback"] = "stop"
+    """On a NaN, or with rollback a spike of the loss: stop, or return to the last checkpoint and skip that data."""
+    max_rollbacks: int = 3
+    """Give up after so many returns to the same checkpoint."""
+    loss_spike_factor: float = 3.0
+    """With rollback, a loss above so many times its running mean is a spike; 0 looks for NaN alone."""
     gc_freq: int = 50
     """Collect Python garbage every so many steps, on all ranks at once."""
 
@@ -278,8 +284,10 @@ class Checkpoint:
     """Optimizer steps between checkpoints; the last step is always saved."""
     keep_latest_k: int = 2
     """Checkpoints to keep; 0 keeps all."""
-    async_mode: Literal["disabled"] = "disabled"
-    """Asynchronous saving; only `disabled` in this version."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Write beside the training, which waits for a copy of the state alone; pinned memory is for GPUs."""
+    initial_load_path: str | None = None
+    """Begin a new run with these weights: a .safetensors file, a run directory or a checkpoint of one."""
 
 
 @dataclass
@@ -373,7 +381,7 @@ class Comm:
     """How long ranks wait for each other."""
 
     init_timeout_seconds: int = 600
-    """Timeout of collectives until the first step is done (compilation is slow)."""
+    """Timeout of collectives until the first step is done (compilation is slow), and of saving."""
     train_timeout_seconds: int = 100
     """Timeout of collectives afterwards."""
 
@@ -440,7 +448,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "checkpoint.interval metrics.log_freq metrics.sample_batch_size sampling.num_steps "
         "sampling.guidance_channels sampling.images_per_class sampling.max_classes validation.num_images "
         "profiling.profile_freq comm.init_timeout_seconds comm.train_timeout_seconds "
-        "autotune.batch_size_multiple autotune.max_batch_size",
+        "training.max_rollbacks autotune.batch_size_multiple autotune.max_batch_size",
     ),
     (
         "must be at least 2: the first step warms up",
@@ -463,6 +471,11 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "must be greater than 0",
         lambda values: min(values, default=0) > 0,
         "autoencoder.scale",
+    ),
+    (
+        "must be above 1, or 0 for none",
+        lambda value: value == 0 or value > 1,
+        "training.loss_spike_factor",
     ),
     (
         "must be between 0 and 1",
@@ -511,6 +524,7 @@ def validate(config: Config) -> None:
     _validate_streaming(config)
     _validate_guidance_interval(config)
     _validate_activation_checkpoint(config)
+    _validate_rollback(config)
 
 
 def _validate_model(config: Config) -> None:
@@ -564,6 +578,16 @@ def _validate_activation_checkpoint(config: Config) -> None:
     if option != "op" and not (option.isascii() and option.isdigit() and int(option) >= 1):
         right = "must be an integer of at least 1, or op"
         raise option_error("activation_checkpoint.selective_ac_option", option, right)
+
+
+def _validate_rollback(config: Config) -> None:
+    if config.training.on_nonfinite != "rollback":
+        return
+    if not config.checkpoint.enable_checkpoint:
+        raise option_error("training.on_nonfinite", "rollback", "needs checkpoint.enable_checkpoint to return to")
+    if config.dataset.streaming:
+        right = "skips data, which dataset.streaming cannot; must be stop"
+        raise option_error("training.on_nonfinite", "rollback", right)
 
 
 def dataset_channels(config: Config) -> int | None:

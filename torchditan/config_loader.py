@@ -171,6 +171,7 @@ TRAJECTORY_KEYS = (
     "training.mixed_precision_reduce",
     "float8.enable_float8_linear",
     "float8.recipe_name",
+    "checkpoint.initial_load_path",
 )
 """Options that decide what is learned; a run directory belongs to one choice of them."""
 

@@ -38,6 +38,12 @@ class EMA:
         weights = [_local(parameter.detach()) for parameter in self.parameters.values()]
         torch._foreach_lerp_(averages, weights, 1 - self.decay_at(step))
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin again with the weights as they are now."""
+        for name, parameter in self.parameters.items():
+            _local(self.average[name]).copy_(_local(parameter.detach()))
+
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """The model computes with the averaged weights inside; afterwards its own are back, to the bit."""

@@ -314,6 +314,23 @@ class MetricsLogger:
         self._report(record)
         return record
 
+    def roll_back(self, step: int, images_seen: int) -> None:
+        """Forget the steps behind `step`, in every log: they come again."""
+        self._run_directory.truncate_metrics(step)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = _open_tensorboard(Path(self._tensorboard.log_dir), step)
+        self._step = self._logged_step = step
+        self.images_seen = self._logged_images = images_seen
+        self._first_step = None
+        self.timer.restart()
+
+    def flush(self) -> None:
+        """What was logged is on the disk when this returns: a checkpoint of this step must not be ahead of it."""
+        self._run_directory.sync_metrics()
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
+
     def message(self, text: str) -> None:
         """Print a line."""
         if self._console is not None:

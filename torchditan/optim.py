@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""AdamW, the learning rate as a function of the step, gradient clipping and the non-finite guard."""
+"""AdamW, the learning rate as a function of the step, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -97,57 +97,3 @@ def clip_grad_norm(parameters: list[nn.Parameter], *, max_norm: float) -> torch.
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
     return norm
-
-
-class NonFiniteGradientError(RuntimeError):
-    """A gradient was NaN or infinite; the weights were not touched by it."""
-
-
-class NonFiniteGuard:
-    """Keeps a NaN or an infinity from reaching the weights, without waiting for the device.
-
-    The flag goes to the fused optimizer, which skips the update on the device. The host reads the flag
-    of a step only after the next one is enqueued, so the device never runs dry.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self._pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
-
-    def step(self, step: int, grad_norm: torch.Tensor) -> None:
-        """Update the weights unless the gradient norm of this step is not finite.
-
-        Raises:
-            NonFiniteGradientError: an earlier step's was not (on a CPU, this step's).
-        """
-        found_inf = (~torch.isfinite(grad_norm)).float()
-        setattr(self.optimizer, "found_inf", found_inf)  # noqa: B010  read by the fused kernels, declared nowhere
-        self.optimizer.step()
-        previous, self._pending = self._pending, self._copy_to_host(step, found_inf)
-        if self._pending[2] is None:
-            previous = self._pending
-        self._raise_if_set(previous)
-
-    def wait(self) -> None:
-        """Check the last step too: before its weights are saved or sampled from."""
-        self._raise_if_set(self._pending)
-
-    def _copy_to_host(self, step: int, flag: torch.Tensor) -> tuple[int, torch.Tensor, torch.cuda.Event | None]:
-        if flag.device.type == "cpu":
-            return step, flag, None
-        host = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return step, host, event
-
-    def _raise_if_set(self, pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None) -> None:
-        if pending is None:
-            return
-        step, flag, event = pending
-        if event is not None:
-            event.synchronize()
-        if flag.item():
-            raise NonFiniteGradientError(
-                f"step {step}: the gradient is not finite; its update was skipped, so no weight has seen it. A lower "
-                "optimizer.lr, more lr_scheduler.warmup_steps or training.mixed_precision_param float32 may help"
-            )

@@ -46,6 +46,10 @@ class Profiler:
         for call in self.on_step:
             call()
 
+    def return_to(self, step: int) -> None:
+        """The run was rolled back: the steps behind `step` come again."""
+        self.last_step = step
+
 
 @contextmanager
 def profiling(

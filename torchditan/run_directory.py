@@ -26,7 +26,7 @@ import time
 import weakref
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 from uuid import uuid4
 
 from torchditan import provenance
@@ -85,7 +85,9 @@ class RunDirectory:
         self.path = Path(path)
         self.is_writer = is_writer
         self._lock: int | None = None
-        self._metrics: TextIO | None = None
+        self._metrics: IO[bytes] | None = None
+        self._unwritten = b""  # lines, or the rest of one, that a full disk did not take
+        self._has_warned = False
         self._is_new = False
         self._created: list[Path] = []  # folders that `open` made, deepest first
         self._replaced: dict[Path, bytes | None] = {}  # files that are not as `open` found them
@@ -148,9 +150,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Let go of the folder."""
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
+        self._close_metrics()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -184,25 +184,58 @@ class RunDirectory:
         """
         assert state in STATES, state
         if self._lock is not None:
-            status = {"state": state, "reason": reason, "step": step, "time": _now(), "rank": rank, **extra}
-            write_file(self.status_path, _to_json(status, indent=2))
+            self._write_status({"state": state, "reason": reason, "step": step, "time": _now(), "rank": rank, **extra})
 
     def write_failure(self, state: str, reason: str, *, step: int, rank: int) -> None:
         """`write_status` for a rank that fails while all are running and may not be the writer: when it exits,
         the others are ended before they can write anything."""
         assert state in STATES, state
-        status = {"state": state, "reason": reason, "step": step, "time": _now(), "rank": rank}
-        write_file(self.status_path, _to_json(status, indent=2))
+        self._write_status({"state": state, "reason": reason, "step": step, "time": _now(), "rank": rank})
+
+    def _write_status(self, status: dict[str, Any]) -> None:
+        try:
+            write_file(self.status_path, _to_json(status, indent=2))
+        except OSError as error:  # a full disk, which is no reason to end a run, nor to hide why one ended
+            text = f"{self.status_path} cannot be written ({error.strerror}): {status['state']}"
+            print(f"warning: {text}{', ' + status['reason'] if status['reason'] else ''}", file=sys.stderr)
 
     def append_metrics(self, record: dict[str, Any]) -> None:
-        """Add one line to metrics.jsonl and flush it; NaN and infinities are written as null."""
+        """Add one line to metrics.jsonl; NaN and infinities are written as null.
+
+        What a full disk does not take is kept and written with a later line.
+        """
         if not self.is_writer:
             return
         assert self._lock is not None, "the run directory is not open"
-        if self._metrics is None:
-            self._metrics = open(self.metrics_path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
-        self._metrics.write(_to_json(record).decode() + "\n")
-        self._metrics.flush()
+        self._unwritten += _to_json(record) + b"\n"
+        self._write_metrics()
+
+    def _write_metrics(self) -> None:
+        try:
+            if self._metrics is None:
+                self._metrics = open(self.metrics_path, "ab", buffering=0)  # noqa: SIM115  open as long as the run
+            while self._unwritten:
+                written = self._metrics.write(self._unwritten)
+                self._unwritten = self._unwritten[written:]
+        except OSError as error:
+            if not self._has_warned:
+                later = "its lines are kept and written when there is room"
+                print(f"warning: {self.metrics_path} cannot be written ({error.strerror}); {later}", file=sys.stderr)
+            self._has_warned = True
+
+    def sync_metrics(self) -> None:
+        """What was appended is on the disk when this returns, and survives a power cut."""
+        if self._unwritten:
+            self._write_metrics()
+        if self._metrics is not None:
+            os.fsync(self._metrics.fileno())
+
+    def _close_metrics(self) -> None:
+        if self._unwritten:
+            self._write_metrics()
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
 
     def truncate_metrics(self, step: int) -> None:
         """Before a resume from `step`: drop the lines of later steps, and what a kill left torn.
@@ -212,7 +245,7 @@ class RunDirectory:
         """
         if not self.is_writer or not self.metrics_path.exists():
             return
-        assert self._metrics is None, "truncate before the first append"
+        self._close_metrics()
         kept = [record for record in read_metrics(self.path) if record["step"] <= step]
         if step == 0 and self.metrics_path.stat().st_size:
             names = (self.path / f"metrics.jsonl.{number}" for number in itertools.count(1))
@@ -230,14 +263,7 @@ class RunDirectory:
                 )
             return None
         stored = read_config(self.path)
-        there = _flatten(stored.get("trajectory", {}))
-        here = _flatten(json.loads(_to_json(trajectory)))
-        absent = "absent"
-        differing = [
-            f"{key} is {there.get(key, absent)} there and {here.get(key, absent)} here"
-            for key in [*here, *(there.keys() - here.keys())]
-            if there.get(key, absent) != here.get(key, absent)
-        ]
+        differing = differences(stored.get("trajectory", {}), trajectory)
         if differing:
             raise ConfigError(
                 f"{self.path} holds a run with other settings: {'; '.join(differing)}. "
@@ -326,11 +352,14 @@ def read_config(path: str | Path) -> dict[str, Any]:
     file = Path(path) / "config.json"
     try:
         content: dict[str, Any] = json.loads(file.read_bytes())
-        return content
     except FileNotFoundError:
         raise ConfigError(f"{path} is not a run directory: it has no config.json") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} does not parse: {error}") from None
+    config = content.get("config") if isinstance(content, dict) else None
+    if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
+        raise ConfigError(f"{file} is not that of a run: it holds no configuration")
+    return content
 
 
 def read_status(path: str | Path) -> dict[str, Any] | None:
@@ -355,6 +384,17 @@ def _check_inside(option: str, value: str, place: str) -> None:
     parts = Path(value).parts
     if not parts or Path(value).is_absolute() or ".." in parts:
         raise option_error(option, value, f"must name a folder inside {place}, without `..`")
+
+
+def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """What two trajectories do not share, a phrase for each option: "model.patch_size is 2 there and 4 here"."""
+    stored, given = _flatten(there), _flatten(json.loads(_to_json(here)))
+    absent = "absent"
+    return [
+        f"{key} is {stored.get(key, absent)} there and {given.get(key, absent)} here"
+        for key in [*given, *(stored.keys() - given.keys())]
+        if stored.get(key, absent) != given.get(key, absent)
+    ]
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

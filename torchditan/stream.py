@@ -15,6 +15,9 @@ Notable:
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import signal
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +29,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchditan.config import ConfigError, option_error
+from torchditan.distributed.process_group import die_with_parent
 from torchditan.randomness import Permutation, Randomness, draw, uniform
 
 Batch = dict[str, torch.Tensor]
@@ -275,7 +279,9 @@ class TrainingStream:
 
     def _read_in_processes(self, positions: Iterator[list[int]]) -> Iterator[tuple[Batch, Randomness] | ConfigError]:
         sampler = cast(Iterable[list[int]], positions)
-        yield from DataLoader(cast(Dataset, self.stream), batch_sampler=sampler, **self.loader_options)
+        yield from DataLoader(
+            cast(Dataset, self.stream), batch_sampler=sampler, worker_init_fn=live_with_rank, **self.loader_options
+        )
 
     def _read_in_threads(self, positions: Iterator[list[int]]) -> Iterator[tuple[Batch, Randomness] | ConfigError]:
         options = self.loader_options
@@ -295,6 +301,26 @@ class TrainingStream:
             return item
         batch, randomness = item
         return {name: tensor.pin_memory() for name, tensor in batch.items()}, randomness.pin_memory()
+
+
+def live_with_rank(worker: int) -> None:
+    """For a loader worker: it ignores the signals that ask its rank to stop, and ends when the rank does.
+
+    A rank that shall finish its step needs the next batch, and clusters signal every process of a job.
+    """
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
+
+
+def end_loader_workers() -> None:
+    """End what is left of them when a run is over: they would not listen to the SIGTERM that Python sends them."""
+    workers = multiprocessing.active_children()
+    if workers and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's loader takes a dead worker for a failure
+    for worker in workers:
+        worker.kill()
+        worker.join()
 
 
 class StreamedTraining:
@@ -366,6 +392,7 @@ class StreamedTraining:
                 drop_last=True,
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
+                worker_init_fn=live_with_rank,
             )
             is_empty = self._resume_from is None  # a state may stand at the very end of the source
             if self._resume_from is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from torch import nn
 
 from torchditan.autoencoders.latent_space import build_sample_space
 from torchditan.checkpoint import CheckpointManager, Progress
+from torchditan.checkpoint_files import list_checkpoints
 from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict, trajectory
 from torchditan.diffusion.flow_matching import FlowMatching
@@ -38,6 +40,7 @@ from torchditan.distributed.process_group import (
     set_timeout,
     sum_over_ranks,
 )
+from torchditan.divergence import DivergenceError, DivergenceGuard, LossSpikes
 from torchditan.ema import EMA
 from torchditan.evaluation.generate import generate, real_samples
 from torchditan.evaluation.image_grid import save_grid
@@ -46,13 +49,23 @@ from torchditan.flops import count_model_flops, peak_flops
 from torchditan.host_memory import keep_freed_memory
 from torchditan.metrics import MetricsLogger, check_trackers
 from torchditan.models import build_model_spec
-from torchditan.optim import NonFiniteGuard, build_optimizer, clip_grad_norm, learning_rate
+from torchditan.optim import build_optimizer, clip_grad_norm, learning_rate
 from torchditan.precision.float8 import check_float8, convert_to_float8
+from torchditan.preemption import StopAgreement, StopRequest
 from torchditan.profiling import check_profiling, profiling
 from torchditan.randomness import Randomness
-from torchditan.run_directory import RunDirectory, read_status, run_path, write_rank_status
-from torchditan.stream import Batch, BatchPlan, ImageDataset, StreamedDataset, StreamedTraining, TrainingStream
-from torchditan.verdict import verdict_of
+from torchditan.run_directory import RunDirectory, read_config, read_status, run_path, write_rank_status
+from torchditan.stream import (
+    Batch,
+    BatchPlan,
+    ImageDataset,
+    StreamedDataset,
+    StreamedTraining,
+    TrainingStream,
+    end_loader_workers,
+)
+from torchditan.verdict import Interrupted, verdict_of
+from torchditan.weights_file import load_initial_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -87,24 +100,29 @@ class Trainer:
         check_float8(config.float8, device=self.device)
         if config.training.compile:
             check_backend(config.compile.backend)
+        check_async_mode(config, device=self.device)
         check_trackers(config.metrics)
         check_profiling(config.profiling, self.device)
         self.space = build_sample_space(
             config.autoencoder, dataset, device=self.device, needs_decoder=config.metrics.enable_sampling
         )
         fill_in_from_dataset(config, dataset, sample_shape=self.space.sample_shape)
+        assert config.metrics.experiment_name is not None
+        path = run_path(config.job.dump_folder, config.metrics.experiment_name)
+        keep_global_batch_size(config, path, world_size=self.rank.world_size)
         self.plan = resolve_batches(config, self.rank)
         self.spec = build_model_spec(
             config.model, sample_shape=self.space.sample_shape, num_classes=len(dataset.class_names)
         )
-        assert config.metrics.experiment_name is not None
-        path = run_path(config.job.dump_folder, config.metrics.experiment_name)
         self.run_directory = RunDirectory(path, is_writer=self.rank.rank == 0)
         self.progress = Progress()
         self.extra_metrics: dict[str, float] = {}
         self.num_skipped = 0
         self.peak_memory_gib = 0.0
         self.start_step: int | None = None
+        self.saved_step = -1
+        self.tried_step: int | None = None
+        self.num_tries = 0
         self.real: torch.Tensor | None = None
         self.last_grid: Path | None = None
 
@@ -117,19 +135,28 @@ class Trainer:
             world_size=self.rank.world_size,
         )
         try:
-            self.run_directory.write_status("running", step=0)
-            self.build()
-            self.train()
-            self.run_directory.write_status("completed", step=self.progress.step)
-            dist.barrier()
-            write_rank_status("completed", step=self.progress.step, exit_code=0, **self.memory())
+            with StopRequest() as self.stop_request:
+                self.run_directory.write_status("running", step=0)
+                self.build()
+                self.train()
+            self.record_end("completed")
+        except Interrupted as stop:
+            self.record_end("interrupted", str(stop), exit_code=75)
+            raise
         except (Exception, KeyboardInterrupt) as error:
             self.record_failure(error)
             raise
         finally:
             if "logger" in vars(self):
                 self.logger.close()
+            end_loader_workers()
             self.run_directory.close()
+
+    def record_end(self, status: str, reason: str | None = None, *, exit_code: int = 0) -> None:
+        """Write the verdict that all ranks share."""
+        self.run_directory.write_status(status, reason, step=self.progress.step)
+        dist.barrier()
+        write_rank_status(status, reason, step=self.progress.step, exit_code=exit_code, **self.memory())
         dist.destroy_process_group()
 
     def record_failure(self, error: BaseException) -> None:
@@ -191,7 +218,10 @@ class Trainer:
 
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.guard = NonFiniteGuard(self.optimizer)
+        self.guard = DivergenceGuard(self.optimizer)
+        self.spikes: LossSpikes | None = None
+        if config.training.on_nonfinite == "rollback" and config.training.loss_spike_factor:
+            self.spikes = LossSpikes(config.training.loss_spike_factor, self.device)
         self.ema = None
         if config.ema.enable:
             self.ema = EMA(self.model, decay=config.ema.decay, warmup=config.ema.warmup)
@@ -211,10 +241,12 @@ class Trainer:
             model=self.model,
             ema=self.ema,
             optimizer=self.optimizer,
-            keep_latest_k=config.checkpoint.keep_latest_k,
-            config=to_dict(config),
+            config=config,
+            timeout_seconds=config.comm.init_timeout_seconds,
+            warn=self.warn,
         )
-        self.resume()
+        begun_with = self.resume()
+        self.stop = StopAgreement(self.stop_request, world_size=self.rank.world_size)
         self.logger = MetricsLogger(
             config.metrics,
             self.run_directory,
@@ -228,6 +260,8 @@ class Trainer:
             elapsed_s=self.progress.elapsed_s,
         )
         self.logger.message(self.describe())
+        if begun_with is not None:
+            self.logger.message(f"begun with the {begun_with}")
         if self.space.missing_decoder is not None:
             self.logger.message(f"grids show latent channels, not pictures: {self.space.missing_decoder}")
 
@@ -252,13 +286,36 @@ class Trainer:
             **shared,
         )
 
-    def resume(self) -> None:
-        """Continue from the newest checkpoint of this run directory, if there is one."""
-        loaded = self.checkpoints.load_latest() if self.config.checkpoint.enable_checkpoint else None
-        if loaded is not None:
-            self.progress, loader_state = loaded
-            self.stream.load_state(loader_state)
+    def resume(self) -> str | None:
+        """Continue from the newest whole checkpoint of this run directory; without one, begin with given weights.
+
+        Returns:
+            What those were, for the log.
+        """
+        checkpoint, begun_with = self.config.checkpoint, None
+        if not (checkpoint.enable_checkpoint and self.load_checkpoint()) and checkpoint.initial_load_path is not None:
+            begun_with = load_initial_weights(self.model, checkpoint.initial_load_path, config=self.config)
+            if self.ema is not None:
+                self.ema.restart()
         self.run_directory.truncate_metrics(self.progress.step)
+        return begun_with
+
+    def load_checkpoint(self) -> bool:
+        """Stand where the newest whole checkpoint stands, if there is one."""
+        loaded = self.checkpoints.load_latest()
+        if loaded is None:
+            return False
+        self.progress, loader_state = loaded
+        self.stream.load_state(loader_state)
+        if self.spikes is not None:
+            self.spikes.load_state(self.progress.mean_loss, self.progress.mean_loss_steps)
+        self.saved_step = self.progress.step
+        return True
+
+    def warn(self, text: str) -> None:
+        """Say something on rank 0's terminal, before or after the logger is there."""
+        if self.rank.rank == 0:
+            self.logger.message(text) if "logger" in vars(self) else print(text, file=sys.stderr, flush=True)
 
     def describe(self) -> str:
         config, count = self.config, sum(parameter.numel() for parameter in self.model.parameters())
@@ -276,13 +333,21 @@ class Trainer:
         )
 
     def train(self) -> None:
-        """The loop: from the step that was reached to the last one."""
+        """The loop: from the step that was reached to the last one.
+
+        Raises:
+            Interrupted: all ranks agreed to stop; what was learned is saved.
+        """
         config, progress = self.config, self.progress
         first_step = progress.step + 1
         batches = self.open_stream()
         self.start_step = progress.step
         write_rank_status("running", step=progress.step, first_step_at=time.time())
         gc.disable()
+        self.stop.begin()
+        self.stop_if_asked()
+        if config.training.on_nonfinite == "rollback" and not list_checkpoints(self.checkpoints.folder):
+            self.save()  # to return to
         self.logger.timer.restart()
         with profiling(
             config.profiling,
@@ -290,38 +355,110 @@ class Trainer:
             self.rank.rank,
             device=self.device,
             start_step=progress.step,
-        ) as profiler:
-            while progress.step < config.training.steps:
-                step = progress.step + 1
-                self.set_learning_rate(step)
-                loss = self.accumulate_gradients(batches)
-                grad_norm = clip_grad_norm(self.parameters, max_norm=config.training.max_norm)
-                self.guard.step(step, grad_norm)
-                self.optimizer.zero_grad()
-                if self.ema is not None:
-                    self.ema.update(step)
-
-                progress.step = step
-                progress.images_seen += self.plan.global_batch_size
-                self.logger.count_images(self.plan.global_batch_size)
-                if step == first_step:
-                    set_timeout(config.comm.train_timeout_seconds)
-                if step % config.training.gc_freq == 0:
-                    gc.collect(1)
-
-                if config.validation.freq and self.is_due(step, config.validation.freq):
-                    self.validate()
-                if step == first_step or self.extra_metrics or self.is_due(step, config.metrics.log_freq):
-                    self.log(step, loss, grad_norm)
-                profiler.step(step)
-                if config.metrics.enable_sampling and self.is_due(step, config.metrics.sample_freq):
-                    self.sample()
-                if config.checkpoint.enable_checkpoint and self.is_due(step, config.checkpoint.interval):
-                    self.save()
+        ) as self.profiler:
+            while self.progress.step < config.training.steps:
+                try:
+                    self.train_step(batches)
+                    if (step := self.progress.step) == first_step:
+                        set_timeout(config.comm.train_timeout_seconds, but=self.checkpoints.group)
+                    self.do_what_is_due(step, is_first=step == first_step)
+                    self.profiler.step(step)
+                    self.stop_if_asked()
+                except DivergenceError as divergence:
+                    batches = self.roll_back(divergence)
         self.guard.wait()
         # Rank 0 may take its time with what is left, uploading say.
         set_timeout(config.comm.init_timeout_seconds)
         self.finish()
+
+    def train_step(self, batches: Iterator[tuple[Batch, Randomness]]) -> None:
+        """One optimizer step."""
+        step = self.progress.step + 1
+        self.set_learning_rate(step)
+        self.loss = self.accumulate_gradients(batches)
+        self.stop.begin()
+        self.grad_norm = clip_grad_norm(self.parameters, max_norm=self.config.training.max_norm)
+        is_spike = None if self.spikes is None else self.spikes.judge(self.mean_loss())
+        self.guard.step(step, self.grad_norm, is_spike)
+        self.optimizer.zero_grad()
+        if self.ema is not None:
+            self.ema.update(step)
+
+        self.progress.step = step
+        self.progress.images_seen += self.plan.global_batch_size
+        self.progress.position += self.plan.global_batch_size
+        self.logger.count_images(self.plan.global_batch_size)
+
+    def do_what_is_due(self, step: int, *, is_first: bool) -> None:
+        """What happens between steps, now and then."""
+        config = self.config
+        if step % config.training.gc_freq == 0:
+            gc.collect(1)
+        if config.validation.freq and self.is_due(step, config.validation.freq):
+            self.validate()
+        if is_first or self.extra_metrics or self.is_due(step, config.metrics.log_freq):
+            self.log(step)
+        if config.metrics.enable_sampling and self.is_due(step, config.metrics.sample_freq):
+            self.sample()
+        if config.checkpoint.enable_checkpoint and self.is_due(step, config.checkpoint.interval):
+            self.save()
+
+    def stop_if_asked(self) -> None:
+        """End here, with a checkpoint, if any rank was asked to: all ranks learn it at the same step.
+
+        Raises:
+            Interrupted: they were.
+        """
+        number = self.stop.result()
+        step, checkpoint = self.progress.step, self.config.checkpoint
+        if number is None or step == self.config.training.steps:
+            return
+        reason = f"stopped by {number.name} after step {step}"
+        if not checkpoint.enable_checkpoint:
+            raise Interrupted(f"{reason}; without checkpoint.enable_checkpoint nothing was saved")
+        if step not in (self.saved_step, self.start_step):
+            self.save()
+        self.checkpoints.wait()
+        if self.checkpoints.failure is not None:
+            raise Interrupted(f"{reason}, which could not be saved ({self.checkpoints.failure})")
+        raise Interrupted(f"{reason}; the same command continues there")
+
+    def roll_back(self, divergence: DivergenceError) -> Iterator[tuple[Batch, Randomness]]:
+        """Return to the last checkpoint, and go on with the data behind that of the step that diverged.
+
+        Raises:
+            DivergenceError: the run is to stop at the first one, or came back to the same checkpoint too often.
+        """
+        training = self.config.training
+        if training.on_nonfinite == "stop":
+            raise divergence
+        rollbacks = self.progress.rollbacks
+        behind = self.progress.position
+        if self.progress.step < divergence.step:
+            behind += self.plan.global_batch_size  # on a CPU the step is not counted yet
+        self.guard.forget()
+        self.optimizer.zero_grad()
+        if not self.load_checkpoint():
+            raise divergence
+        self.num_tries = 1 if self.progress.step != self.tried_step else self.num_tries + 1
+        self.tried_step = self.progress.step
+        if self.num_tries > training.max_rollbacks:
+            given_up = f"{divergence.what}, after {training.max_rollbacks} rollback(s) to step {self.progress.step}"
+            raise DivergenceError(divergence.step, f"{given_up} each with other data")
+        self.progress.rollbacks = rollbacks + 1
+        self.logger.roll_back(self.progress.step, self.progress.images_seen)
+        self.profiler.return_to(self.progress.step)
+        self.extra_metrics.clear()
+        self.warn(
+            f"warning: step {divergence.step}: {divergence.what}; back to step {self.progress.step}, without images "
+            f"{self.progress.position:,} to {behind - 1:,} of the stream (rollback {self.progress.rollbacks})"
+        )
+        self.progress.position = behind
+        return self.open_stream()
+
+    def mean_loss(self) -> torch.Tensor:
+        """Mean loss () of the last step over all ranks."""
+        return sum_over_ranks(self.loss.clone()) / self.rank.world_size
 
     def open_stream(self) -> Iterator[tuple[Batch, Randomness]]:
         """Batches from where the run stands.
@@ -329,7 +466,7 @@ class Trainer:
         A mistake in the data mostly shows in the first batch of some rank: then all ranks stop before any step, and
         leave nothing behind.
         """
-        batches = self.stream.batches(self.progress.images_seen)
+        batches = self.stream.batches(self.progress.position)
         first: list[tuple[Batch, Randomness]] = []
         mistake: ConfigError | None = None
         try:
@@ -369,13 +506,15 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr
 
-    def log(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+    def log(self, step: int) -> None:
         self.guard.wait()
         extra: dict[str, float] = dict(self.extra_metrics)
         if self.num_skipped:
             extra["corrupt_images_rank0"] = self.num_skipped
-        mean_loss = sum_over_ranks(loss.clone()).item() / self.rank.world_size
-        record = self.logger.log(step, loss=mean_loss, grad_norm=grad_norm.item(), lr=self.lr, extra=extra)
+        if self.progress.rollbacks:
+            extra["rollbacks"] = self.progress.rollbacks
+        loss, grad_norm = self.mean_loss().item(), self.grad_norm.item()
+        record = self.logger.log(step, loss=loss, grad_norm=grad_norm, lr=self.lr, extra=extra)
         self.peak_memory_gib = max(self.peak_memory_gib, record["peak_memory_gib"])
         self.extra_metrics.clear()
 
@@ -449,9 +588,22 @@ class Trainer:
         self.guard.wait()
         with self.logger.timer.excluded("checkpoint"):
             self.progress.elapsed_s = self.logger.elapsed_s
+            if self.spikes is not None:
+                self.progress.mean_loss, self.progress.mean_loss_steps = self.spikes.state()
+            self.logger.flush()
             self.checkpoints.save(self.progress, loader_state=self.stream.state())
+            self.saved_step = self.progress.step
 
     def finish(self) -> None:
+        """Wait for the last checkpoint, and say where everything is.
+
+        Raises:
+            OSError: it could not be written; what the run learned since the one before would be lost in silence.
+        """
+        self.checkpoints.wait()
+        if self.checkpoints.failure is not None:
+            reason = f"the last checkpoint could not be written: {self.checkpoints.failure}"
+            raise OSError(f"{reason}; the same command continues from the one before")
         if self.last_grid is not None:
             self.logger.message(f"samples, generated beside real: {self.last_grid}")
         self.logger.message(f"done; everything of this run is in {self.run_directory.path}")
@@ -474,6 +626,35 @@ def fill_in_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape:
         )
         raise option_error("dataset.fingerprint", config.dataset.fingerprint, right)
     config.dataset.fingerprint = fingerprint
+
+
+def keep_global_batch_size(config: Config, run: Path, *, world_size: int) -> None:
+    """A run that is continued keeps its global batch, whatever the number of ranks; they share it as they can.
+
+    Raises:
+        ConfigError: so many ranks do not divide it.
+    """
+    training = config.training
+    stored = stored_global_batch_size(run)
+    if stored is None or training.global_batch_size not in (None, stored):
+        return  # a new run; or another batch, which the run directory refuses
+    if stored % world_size:
+        sizes = ", ".join(str(size) for size in range(1, stored + 1) if stored % size == 0)
+        right = f"{run} was begun with it, and {world_size} ranks do not divide it; must be one of {sizes} ranks"
+        raise option_error("training.global_batch_size", stored, right)
+    share = stored // world_size
+    training.global_batch_size = stored
+    if isinstance(training.batch_size, int) and share % training.batch_size:
+        # The largest micro-batch that fits where the given one did.
+        training.batch_size = max(size for size in range(1, training.batch_size + 1) if share % size == 0)
+
+
+def stored_global_batch_size(run: Path) -> int | None:
+    """The global batch of the run in a folder, None where there is none."""
+    if not (run / "config.json").exists():
+        return None
+    size = read_config(run).get("trajectory", {}).get("training.global_batch_size")
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def resolve_batches(config: Config, rank: Rank) -> BatchPlan:
@@ -502,6 +683,17 @@ def resolve_batches(config: Config, rank: Rank) -> BatchPlan:
         rank=rank.rank,
         world_size=rank.world_size,
     )
+
+
+def check_async_mode(config: Config, *, device: torch.device) -> None:
+    """Refuse pinned memory where there is no GPU to copy from.
+
+    Raises:
+        ConfigError: checkpoint.async_mode asks for it.
+    """
+    if config.checkpoint.async_mode == "async_with_pinned_mem" and device.type != "cuda":
+        right = "pinned memory is for copies from a GPU, and this machine has none; must be disabled or async"
+        raise option_error("checkpoint.async_mode", config.checkpoint.async_mode, right)
 
 
 def set_determinism(seed: int, *, deterministic: bool) -> None:

@@ -2,20 +2,29 @@
 """How a run ended: its status, its reason in one line, and the exit code of the process.
 
 Exit codes: 0 done, 2 the user's mistake, 3 out of memory, 75 interrupted and resumable, 1 anything else.
+
+torchrun exits 1 whatever happened to its ranks, so scripts/launch.sh asks here for the code:
+
+    python -m torchditan.verdict FOLDER --num_ranks 8
+
+reads what the ranks wrote into the folder, says in one line how they ended, and exits with the code of it.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from torchditan.command_line import count
 from torchditan.config import ConfigError
-from torchditan.run_directory import write_rank_status
+from torchditan.distributed.lost_rank import LOST_RANK, is_of_others
+from torchditan.run_directory import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 
 # What raises a bare RuntimeError: the CPU allocator, the CUDA driver, cuBLAS's workspace.
 _OUT_OF_MEMORY = (
@@ -26,6 +35,10 @@ _OUT_OF_MEMORY = (
 )
 # What oneDNN says when it finds no memory for its own buffers, but not only then.
 _PERHAPS_OUT_OF_MEMORY = ("could not create a primitive", "could not create a memory", "could not execute a primitive")
+
+
+class Interrupted(Exception):
+    """All ranks stopped after one step, because they were asked to; the message says after which, and what next."""
 
 
 class Verdict(NamedTuple):
@@ -39,6 +52,8 @@ def verdict_of(error: BaseException) -> Verdict:
     reason = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, ConfigError):
         return Verdict("error", 2, reason)
+    if isinstance(error, Interrupted):
+        return Verdict("interrupted", 75, reason)
     if isinstance(error, KeyboardInterrupt):
         return Verdict("interrupted", 75, "interrupted from the keyboard")
     if _is_out_of_memory(error):
@@ -63,7 +78,8 @@ def run_job(main: Callable[[], None]) -> int:
     try:
         main()
     except SystemExit as stop:
-        write_rank_status("interrupted" if stop.code else "completed", str(stop.code or "") or None)
+        state = "interrupted" if stop.code == 75 else "error" if stop.code else "completed"
+        write_rank_status(state, str(stop.code or "") or None)
         raise
     except (Exception, KeyboardInterrupt) as error:
         verdict = verdict_of(error)
@@ -71,12 +87,68 @@ def run_job(main: Callable[[], None]) -> int:
         if verdict.exit_code == 2:
             _report_mistake(verdict.reason)
         elif verdict.exit_code == 75:
-            print(verdict.reason, file=sys.stderr)
+            if int(os.environ.get("RANK", 0)) == 0:
+                print(verdict.reason, file=sys.stderr)
+            if isinstance(error, Interrupted) and "TORCHELASTIC_RUN_ID" in os.environ:
+                return 0  # torchrun would start a rank that failed again; scripts/launch.sh exits with 75
         else:
             traceback.print_exc()
         return verdict.exit_code
     write_rank_status("completed", exit_code=0)
     return 0
+
+
+def judge_ranks(
+    ranks: Sequence[Mapping[str, Any]], *, num_ranks: int, was_signalled: bool = False, killed: str | None = None
+) -> Verdict:
+    """How a job ended whose processes have all ended.
+
+    Out of memory on any rank is `oom`; else the first rank that failed by itself says why. A rank that failed since
+    another was gone is asked last, and after a signal not at all: what it saw was the others going.
+
+    Args:
+        ranks: what each rank wrote (run_directory.write_rank_status); one that never began wrote nothing.
+        num_ranks: how many there should be.
+        was_signalled: whether the launcher passed a signal on.
+        killed: what the launcher knows of a rank that was ended before it could write.
+    """
+    failed = sorted((rank for rank in ranks if rank["state"] in ("oom", "error")), key=lambda rank: rank["time"])
+    out_of_memory = [rank for rank in failed if rank["state"] == "oom"]
+    if out_of_memory:
+        return Verdict("oom", 3, _said(out_of_memory[0]))
+    own = [rank for rank in failed if not is_of_others(str(rank["reason"]))]
+    if own:
+        return Verdict("error", 2 if own[0].get("exit_code") == 2 else 1, _said(own[0]))
+    states = [rank["state"] for rank in ranks]
+    if states.count("completed") == num_ranks:
+        return Verdict("completed", 0, f"{num_ranks} rank(s)")
+    interrupted = [rank for rank in ranks if rank["state"] == "interrupted"]
+    if interrupted and not failed:
+        return Verdict("interrupted", 75, _said(interrupted[0]))
+    if was_signalled:
+        reason = "ended by the signal before its ranks had saved; the same command continues from the last checkpoint"
+        return Verdict("interrupted", 75, reason)
+    explained = sorted(failed, key=lambda rank: not str(rank["reason"]).startswith(LOST_RANK))
+    unfinished = num_ranks - states.count("completed")
+    silent = f"{unfinished} of {num_ranks} rank(s) ended without a word, as when the system killed them"
+    return Verdict("error", 1, killed or (_said(explained[0]) if explained else silent))
+
+
+def _said(rank: Mapping[str, Any]) -> str:
+    return f"rank {rank['rank']}: {rank['reason']}"
+
+
+def main() -> int:
+    """Judge the ranks of a finished job; the exit code is the verdict's."""
+    parser = argparse.ArgumentParser(prog="python -m torchditan.verdict", description="How the ranks of a job ended.")
+    parser.add_argument("folder", help=f"where the ranks wrote ({RANKS_VARIABLE} of their environment)")
+    parser.add_argument("--num_ranks", type=count, required=True, help="ranks that were started there")
+    parser.add_argument("--signalled", action="store_true", help="they were asked to stop")
+    given = parser.parse_args()
+    ranks = read_rank_statuses(given.folder)
+    verdict = judge_ranks(ranks, num_ranks=given.num_ranks, was_signalled=given.signalled)
+    print(f"{verdict.status}: {verdict.reason} (exit code {verdict.exit_code})", file=sys.stderr)
+    return verdict.exit_code
 
 
 def _report_mistake(reason: str) -> None:
@@ -88,3 +160,7 @@ def _report_mistake(reason: str) -> None:
         if distributed is None or not distributed.is_initialized():
             return  # found before the ranks knew each other: rank 0, perhaps of another machine, says it
     print(f"error: {reason}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

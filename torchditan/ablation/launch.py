@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from torchditan.run_directory import RANKS_VARIABLE, read_metrics, read_rank_statuses
+from torchditan.verdict import judge_ranks
 
 TRAIN_SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -37,7 +38,6 @@ _POLL_S = 0.1
 _GRACE_S = 10.0
 _TORCHRUN_VARIABLES = re.compile(r"((LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT))$|GROUP_|ROLE_|TORCHELASTIC_")
 
-_LOST_CONNECTION = re.compile(r"Connection (closed|reset|refused)|Broken pipe|NCCL|remote process|recvValue|heartbeat")
 _NOT_ON_THIS_MACHINE = ("float8.enable_float8_linear = ", "--nproc_per_node = ")
 """Beginnings of the trainer's refusals that are no mistake in a grid: the cell needs another machine."""
 
@@ -187,26 +187,19 @@ def judge(
         num_steps: steps it logged.
         log: what the launcher and the ranks printed.
     """
-    failed = sorted((rank for rank in ranks if rank["state"] in ("oom", "error")), key=lambda rank: rank["time"])
-    out_of_memory = [rank for rank in failed if rank["state"] == "oom"]
-    if out_of_memory:
-        return "oom", _said(out_of_memory[0])
     killed = _killed_rank(log, ranks)
-    if failed and not (killed and _LOST_CONNECTION.search(str(failed[0]["reason"]))):
-        is_elsewhere = str(failed[0]["reason"]).startswith(_NOT_ON_THIS_MACHINE)
-        return ("skipped", str(failed[0]["reason"])) if is_elsewhere else ("error", _said(failed[0]))
-    completed = [rank for rank in ranks if rank["state"] == "completed"]
-    if len(completed) == num_ranks:
-        return "completed", None
-    unfinished = sorted(set(range(num_ranks)) - {rank["rank"] for rank in completed})
+    verdict = judge_ranks(ranks, num_ranks=num_ranks, killed=killed)
+    if verdict.status in ("completed", "oom"):
+        return verdict.status, verdict.reason if verdict.status == "oom" else None
+    failed = [str(rank["reason"]) for rank in ranks if rank["state"] == "error"]
+    if failed:
+        elsewhere = next((reason for reason in failed if reason.startswith(_NOT_ON_THIS_MACHINE)), None)
+        return ("skipped", elsewhere) if elsewhere else ("error", verdict.reason)
+    unfinished = sorted(set(range(num_ranks)) - {rank["rank"] for rank in ranks if rank["state"] == "completed"})
     if timeout_s is not None:
         where = f"{num_steps} step(s) done, rank(s) {', '.join(map(str, unfinished))} not at their end"
         return "timeout", f"not done after {timeout_s:g} s: {where}"
     return "error", killed or f"rank(s) {', '.join(map(str, unfinished))} ended without a word: {_last_line(log)}"
-
-
-def _said(rank: Mapping[str, Any]) -> str:
-    return f"rank {rank['rank']}: {rank['reason']}"
 
 
 def _killed_rank(log: str, ranks: Sequence[Mapping[str, Any]]) -> str | None:

@@ -59,7 +59,13 @@ def init_process_group(rank: Rank, *, timeout_seconds: int) -> None:
 
 def die_with_launcher() -> None:
     """Have the kernel end this rank when torchrun is killed: ranks are sessions of their own and would live on."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when the one that started it ends, however that happens."""
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -75,12 +81,12 @@ def check_devices(rank: Rank) -> None:
         raise ConfigError(f"--nproc_per_node = {rank.local_rank + 1} or more: {right}")
 
 
-def set_timeout(timeout_seconds: int) -> None:
-    """Change the timeout of all collectives, once the slow first step is over on every rank."""
+def set_timeout(timeout_seconds: int, *, but: dist.ProcessGroup | None = None) -> None:
+    """Change the timeout of all collectives but those of one group, once the slow first step is over on every rank."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
-    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not None]
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group not in (None, but)]
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 

@@ -1,0 +1,117 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Divergence: a NaN or a spike of the loss reaches no weight, and stops the run or takes it back to a checkpoint.
+
+Notable:
+- the verdict on a step is made on the device, from numbers that are the same on all ranks: the global gradient norm,
+  and the mean loss where spikes are looked for. The fused optimizer skips the update by it;
+- the host reads the verdict of a step only after the next one is enqueued, so the device never runs dry. Before weights
+  are saved or sampled from, it waits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_WINDOW = 100
+"""Steps that the running mean of the loss looks back over."""
+_MIN_STEPS = 20
+"""Steps in the mean before anything counts as a spike."""
+
+
+class DivergenceError(RuntimeError):
+    """A gradient was not finite, or the loss jumped; the weights were not touched by it.
+
+    Args:
+        step: where it happened.
+        what: what was seen, in a few words.
+    """
+
+    def __init__(self, step: int, what: str) -> None:
+        self.step = step
+        self.what = what
+        super().__init__(
+            f"step {step}: {what}; its update was skipped, so no weight has seen it. A lower optimizer.lr, more "
+            "lr_scheduler.warmup_steps or training.mixed_precision_param float32 may help"
+        )
+
+
+class LossSpikes:
+    """Tells a spike: a loss above `factor` times its running mean, once that has seen enough steps.
+
+    The mean is that of the first steps, then an exponential one over about 100; spikes do not enter it.
+    All of it stays on the device.
+    """
+
+    def __init__(self, factor: float, device: torch.device) -> None:
+        self.factor = factor
+        self._mean = torch.zeros((), dtype=torch.float64, device=device)
+        self._steps = torch.zeros((), dtype=torch.int64, device=device)
+
+    def judge(self, loss: torch.Tensor) -> torch.Tensor:
+        """Whether the loss () of a step, mean over all ranks, is a spike: bool (). If not, it enters the mean."""
+        loss = loss.double()
+        spikes = (self._steps >= _MIN_STEPS) & (loss > self.factor * self._mean)
+        is_usual = ~spikes & loss.isfinite()
+        steps = self._steps + is_usual
+        mean = self._mean + (loss - self._mean) / steps.clamp(1, _WINDOW)
+        self._mean = torch.where(is_usual, mean, self._mean)
+        self._steps = steps
+        return spikes
+
+    def state(self) -> tuple[float, int]:
+        """(mean, steps in it), as a checkpoint keeps them."""
+        return self._mean.item(), int(self._steps.item())
+
+    def load_state(self, mean: float, steps: int) -> None:
+        self._mean.fill_(mean)
+        self._steps.fill_(steps)
+
+
+class DivergenceGuard:
+    """Keeps what diverges from reaching the weights, without waiting for the device."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
+
+    def step(self, step: int, grad_norm: torch.Tensor, is_spike: torch.Tensor | None = None) -> None:
+        """Update the weights, unless the gradient norm () of this step is not finite or `is_spike` () is true.
+
+        Raises:
+            DivergenceError: that was so in an earlier step (on a CPU, in this one).
+        """
+        not_finite = (~torch.isfinite(grad_norm)).float()
+        verdict = not_finite if is_spike is None else torch.stack([not_finite, is_spike.float()])  # () or (2,)
+        found_inf = verdict.max()
+        setattr(self.optimizer, "found_inf", found_inf)  # noqa: B010  read by the fused kernels, declared nowhere
+        self.optimizer.step()
+        previous, self._pending = self._pending, self._copy_to_host(step, verdict)
+        if self._pending[2] is None:
+            previous = self._pending
+        self._raise_if_set(previous)
+
+    def wait(self) -> None:
+        """Check the last step too: before its weights are saved or sampled from."""
+        self._raise_if_set(self._pending)
+
+    def forget(self) -> None:
+        """The step in flight belongs to a past that the run returned from."""
+        self._pending = None
+
+    def _copy_to_host(self, step: int, verdict: torch.Tensor) -> tuple[int, torch.Tensor, torch.cuda.Event | None]:
+        if verdict.device.type == "cpu":
+            return step, verdict, None
+        host = torch.empty_like(verdict, device="cpu", pin_memory=True).copy_(verdict, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return step, host, event
+
+    def _raise_if_set(self, pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None) -> None:
+        if pending is None:
+            return
+        step, verdict, event = pending
+        if event is not None:
+            event.synchronize()
+        if verdict.any():
+            is_spike = verdict.dim() == 1 and not verdict[0]
+            raise DivergenceError(step, "the loss jumped" if is_spike else "the gradient is not finite")

@@ -1,0 +1,428 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Weights on their own: a safetensors file, exported from a checkpoint, and the weights that a new run begins from.
+
+Notable:
+- a file is written and read one tensor at a time, so that neither takes more host memory than the model does;
+- tensors stand in the order of their names: the same weights give the same bytes from any sharding;
+- the metadata (texts, as the format demands) has the configuration, how far the run was, and which weights these are;
+- a file runs no code, and nothing in it is believed: names and shapes must be those of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from torchditan.checkpoint import find_checkpoint, load_weights, read_progress
+from torchditan.checkpoint_files import (
+    CheckpointReader,
+    DamagedCheckpointError,
+    SafeLoadPlanner,
+    list_checkpoints,
+    step_of,
+    sync_folder,
+    verify,
+)
+from torchditan.config import Config, ConfigError, option_error
+from torchditan.config_loader import to_dict
+from torchditan.distributed.process_group import raise_on_all_ranks
+from torchditan.models.initialization import fill, named_parameters_to_fill
+from torchditan.run_directory import differences, read_config
+
+FORMAT = "torchditan"
+VERSION = "1"
+"""Of the metadata; raised when an older reader would misunderstand it."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_STORED_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_BITS = {torch.float32: (torch.int32, "<i4"), torch.bfloat16: (torch.int16, "<i2")}
+_READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
+_NUM_SHOWN = 3
+
+Kind = Literal["ema", "raw"]
+
+
+class TensorToWrite(NamedTuple):
+    """One tensor of a file that is being written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """float32 or bfloat16; what `read` gives is converted to it."""
+    read: Callable[[], Tensor]
+    """Called once, when the tensor's turn comes."""
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """What a file or a checkpoint says of the weights in it."""
+
+    path: Path
+    """The file, or the folder of the checkpoint."""
+    shapes: dict[str, tuple[int, ...]]
+    """By the model's own names."""
+    config: dict[str, dict[str, Any]] | None = None
+    """The resolved configuration of the run; like all below None in a file that is not ours."""
+    step: int | None = None
+    images_seen: int | None = None
+    weights: Kind | None = None
+    git_commit: str | None = None
+
+
+def write_weights(path: Path, tensors: Iterable[TensorToWrite], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, one tensor after the other; a reader, or a crash, meets all of it or nothing.
+
+    Raises:
+        OSError: it cannot be written; what stood there before stays.
+    """
+    ordered = sorted(tensors, key=lambda tensor: tensor.name)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, shape, dtype, _ in ordered:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _STORED_DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned in memory maps
+    with _written_beside(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape, dtype, read in ordered:
+            tensor = read().to(dtype)
+            assert tuple(tensor.shape) == shape, (name, tensor.shape, shape)
+            bits, little_endian = _BITS[dtype]
+            file.write(tensor.contiguous().flatten().view(bits).numpy().astype(little_endian, copy=False).data)
+
+
+@contextmanager
+def _written_beside(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write from begin to end, which takes the place of `path` when it is whole and on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
+    try:
+        with open(beside, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def export_weights(
+    source: Path, out: Path, *, step: int | None = None, weights: Kind | None = None, dtype: torch.dtype = torch.float32
+) -> StoredWeights:
+    """Write the weights of a run or of one of its checkpoints, of any sharding, to one file.
+
+    Args:
+        source: run directory, or the folder of a checkpoint.
+        out: the file; one that is there is replaced.
+        step: of a run's checkpoint; None takes the newest.
+        weights: averaged or raw; None takes the averaged ones where the run kept them.
+        dtype: float32 as the checkpoint has them, or bfloat16.
+
+    Raises:
+        ConfigError: there are no such weights, they are damaged, or the file cannot be written.
+    """
+    checkpoint = _find(source, step=step)
+    stored = _describe_checkpoint(checkpoint, weights=weights)
+    tensors = _CheckpointTensors(checkpoint)
+    key = key_of(stored.weights)
+    entries = [
+        TensorToWrite(name, shape, dtype, lambda name=name: tensors.read(f"{key}.{name}"))  # type: ignore[misc]
+        for name, shape in stored.shapes.items()
+    ]
+    try:
+        write_weights(out, entries, _to_metadata(stored))
+    except DamagedCheckpointError as error:
+        raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
+    return stored
+
+
+class _CheckpointTensors:
+    """Single tensors of a checkpoint. Its index is read once: that of a large model takes seconds."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.reader = _ReaderOfOneIndex(checkpoint)
+
+    def read(self, key: str) -> Tensor:
+        """A whole tensor, on the CPU.
+
+        Raises:
+            DamagedCheckpointError: it is not there, or no tensor.
+        """
+        entry = self.reader.read_metadata().state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata), key
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        try:
+            with warnings.catch_warnings():
+                # Of a load in one process, which is what was asked for.
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load({key: tensor}, storage_reader=self.reader, planner=SafeLoadPlanner(), no_dist=True)
+        except CheckpointException as error:
+            raise DamagedCheckpointError(f"{key}: {_first_line(cause_of(error))}") from None
+        return tensor
+
+
+class _ReaderOfOneIndex(CheckpointReader):
+    index: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self.index is None:
+            self.index = super().read_metadata(*args, **kwargs)
+        return self.index
+
+
+def read_weights_metadata(path: Path) -> StoredWeights:
+    """What a file of ours says of itself; no tensor is read.
+
+    Raises:
+        ConfigError: it cannot be read, is no safetensors file or cut short, or none that `export_weights` wrote.
+    """
+    stored = _describe_file(path)
+    if stored.config is None:
+        raise ConfigError(
+            f"{path} has weights without a configuration; must be a file that scripts/convert_checkpoint.py exported"
+        )
+    return stored
+
+
+def _describe_file(path: Path) -> StoredWeights:
+    with open_file(path) as file:
+        metadata, slices = file.metadata() or {}, {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+        others = [(name, part.get_dtype()) for name, part in slices.items() if part.get_dtype() not in _READABLE_DTYPES]
+    if others:
+        raise ConfigError(f"{path} has {others[0][0]} as {others[0][1]}; weights must be floating-point numbers")
+    if metadata.get("format") != FORMAT:
+        return StoredWeights(path, shapes)
+    if metadata.get("version") != VERSION:
+        right = f"is of version {metadata.get('version')}, from a newer TorchDiTan perhaps; this one reads version"
+        raise ConfigError(f"{path} {right} {VERSION}")
+    config, weights = _parse_config(metadata.get("config")), metadata.get("weights")
+    step, images_seen = (_parse_count(metadata.get(key)) for key in ("step", "images_seen"))
+    if config is None or weights not in ("ema", "raw") or step is None or step >= 10**8 or images_seen is None:
+        raise ConfigError(f"{path} has metadata that make no sense; export it again")
+    kind = cast(Kind, weights)
+    return StoredWeights(path, shapes, config, step, images_seen, kind, metadata.get("git_commit"))
+
+
+def _describe_checkpoint(checkpoint: Path, *, weights: Kind | None) -> StoredWeights:
+    """What a checkpoint, which was verified, has; of averaged and raw weights those asked for, or the averaged ones."""
+    try:
+        entries, progress = CheckpointReader(checkpoint).read_metadata().state_dict_metadata, read_progress(checkpoint)
+        config = _parse_config((checkpoint / "config.json").read_bytes())
+    except (DamagedCheckpointError, OSError) as error:
+        raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
+    if config is None:
+        raise ConfigError(f"{checkpoint / 'config.json'} is no configuration of a run")
+    shapes: dict[Kind, dict[str, tuple[int, ...]]] = {"ema": {}, "raw": {}}
+    for name, entry in entries.items():
+        key, _, parameter = name.partition(".")
+        if key in ("ema", "model") and isinstance(entry, TensorStorageMetadata):
+            shapes["ema" if key == "ema" else "raw"][parameter] = tuple(entry.size)
+    if weights is not None and not shapes[weights]:
+        other = "average; must be raw" if weights == "ema" else "raw weights; must be ema"
+        raise option_error("--weights", weights, f"this run kept no {other}")
+    weights = weights or ("ema" if shapes["ema"] else "raw")
+    commit = _git_commit_of(checkpoint, config)
+    return StoredWeights(checkpoint, shapes[weights], config, progress.step, progress.images_seen, weights, commit)
+
+
+def _git_commit_of(checkpoint: Path, config: dict[str, dict[str, Any]]) -> str | None:
+    """As the run's config.json has it, where the checkpoint still lies in its run."""
+    depth = len(Path(config["checkpoint"]["folder"]).parts)
+    try:
+        return read_config(checkpoint.resolve().parents[depth]).get("git_commit")
+    except (ConfigError, IndexError):
+        return None
+
+
+def _find(path: Path, *, step: int | None = None) -> Path:
+    """The checkpoint that a run directory, or the folder of a checkpoint, stands for; it is whole.
+
+    Raises:
+        ConfigError: it is neither, or has none that is whole.
+    """
+    if path.resolve() in list_checkpoints(path.resolve().parent):
+        if step is not None and step != step_of(path.resolve()):
+            raise option_error("--step", step, f"{path} is a checkpoint of its own; leave it out, or give the run")
+        try:
+            verify(path.resolve())
+        except DamagedCheckpointError as error:
+            raise ConfigError(f"{path} is damaged: {error}") from None
+        return path.resolve()
+    content = read_config(path)
+    try:
+        folder = Path(content["config"]["checkpoint"]["folder"])
+    except (KeyError, TypeError):
+        raise ConfigError(f"{path / 'config.json'} is not that of a run") from None
+    return find_checkpoint(path / folder, step)
+
+
+def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
+    """Give a model of any sharding the weights of a file, of a run's newest checkpoint, or of a checkpoint, in place.
+
+    Every rank calls it. Averaged weights go before raw ones where a run has both.
+
+    Args:
+        model: its parameters have memory; what they hold does not matter.
+        path: `checkpoint.initial_load_path`.
+        config: of this run, to say how that of the weights differs.
+
+    Returns:
+        What was loaded, for the log: `weights of outputs/x, step 100 (ema)`.
+
+    Raises:
+        ConfigError: there are none, or they are not those of this model.
+    """
+    found: list[Any] = [None]
+    mistake: ConfigError | None = None
+    try:
+        if not dist.is_initialized() or dist.get_rank() == 0:  # to verify a checkpoint is to read all of it
+            found = [_describe(Path(path))]
+    except ConfigError as error:
+        right = str(error).removeprefix(f"{Path(path)} ")
+        mistake = option_error("checkpoint.initial_load_path", path, right)
+    if dist.is_initialized():
+        raise_on_all_ranks(mistake)
+        dist.broadcast_object_list(found, src=0)
+    elif mistake is not None:
+        raise mistake
+    stored: StoredWeights = found[0]
+    differing = _other_options(stored, config)
+    try:
+        refuse_other_model(model, stored, differing)
+        if stored.path.is_dir():
+            load_weights(model, stored.path, ema=stored.weights == "ema")
+        else:
+            _fill_from_file(model, stored.path)
+    except ConfigError as error:
+        right = str(error).removeprefix(f"{Path(path)} ")
+        raise option_error("checkpoint.initial_load_path", path, right) from None
+    step = "" if stored.step is None else f", step {stored.step} ({stored.weights})"
+    return "; ".join([f"weights of {path}{step}", *differing])
+
+
+def load_weights_file(model: nn.Module, path: Path) -> StoredWeights:
+    """Give a model of any sharding the weights of a file, in place; no rank holds more than one whole tensor.
+
+    Raises:
+        ConfigError: it is no safetensors file, cut short, or not that of this model.
+    """
+    stored = _describe_file(path)
+    refuse_other_model(model, stored, [])
+    _fill_from_file(model, path)
+    return stored
+
+
+def _describe(path: Path) -> StoredWeights:
+    if path.is_file():
+        return _describe_file(path)
+    if not path.exists():
+        right = "a .safetensors file, a run directory, or a checkpoint in one"
+        raise ConfigError(f"{path} no such file or folder; must be {right}")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path} holds no config.json; must be a run directory, or a checkpoint in one")
+    return _describe_checkpoint(_find(path), weights=None)
+
+
+def refuse_other_model(model: nn.Module, stored: StoredWeights, differing_options: list[str]) -> None:
+    """All names and shapes must be those of the model."""
+    expected = {name: tuple(parameter.shape) for name, parameter in named_parameters_to_fill(model)}
+    there: dict[str, Any] = {name: str(shape) for name, shape in stored.shapes.items()}
+    phrases = differences(there, {name: str(shape) for name, shape in expected.items()})
+    if phrases:
+        more = [f"{len(phrases) - _NUM_SHOWN} more"] if len(phrases) > _NUM_SHOWN else []
+        raise ConfigError(
+            f"{stored.path} holds another model: {'; '.join([*differing_options, *phrases[:_NUM_SHOWN], *more])}. "
+            "Use its options, or weights of this model"
+        )
+
+
+def _other_options(stored: StoredWeights, config: Config) -> list[str]:
+    """Options of the model that are not the same there and here."""
+    if stored.config is None:
+        return []
+    here = to_dict(config)
+    return differences(_model_options(stored.config), _model_options(here))
+
+
+def _model_options(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {"model": config.get("model"), "dataset": {"num_classes": config.get("dataset", {}).get("num_classes")}}
+
+
+def _fill_from_file(model: nn.Module, path: Path) -> None:
+    for name, parameter in named_parameters_to_fill(model):
+        # Opened anew for each: the pages of a memory map that was read count as memory of the process.
+        with open_file(path) as file:
+            fill(parameter, file.get_tensor(name))
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; must be a .safetensors file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or _first_line(error)}") from None
+    except SafetensorError:
+        raise ConfigError(f"{path} is no safetensors file, or cut short; copy or export it again") from None
+
+
+def key_of(weights: Kind | None) -> str:
+    """What the weights are called in a checkpoint."""
+    return "ema" if weights == "ema" else "model"
+
+
+def _to_metadata(stored: StoredWeights) -> dict[str, str]:
+    texts = {
+        "format": FORMAT,
+        "version": VERSION,
+        "config": json.dumps(stored.config),
+        "step": str(stored.step),
+        "images_seen": str(stored.images_seen),
+        "weights": str(stored.weights),
+    }
+    return texts if stored.git_commit is None else {**texts, "git_commit": stored.git_commit}
+
+
+def _parse_config(text: str | bytes | None) -> dict[str, dict[str, Any]] | None:
+    try:
+        config = json.loads(text or "")
+    except (ValueError, RecursionError):
+        return None
+    is_config = isinstance(config, dict) and all(isinstance(section, dict) for section in config.values())
+    return config if is_config else None
+
+
+def _parse_count(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 19 else None
+
+
+def cause_of(error: CheckpointException) -> BaseException:
+    return next(iter(error.failures.values()))[0]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
