@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from data.hub import open_hub, require
-from data.images import load_sample, to_sample
+from data.images import corrupt_image, load_sample, to_sample
 from data.options import existing_path, photo_channels, refuse_crop
 from torchditan import config as options
 from torchditan.config import ConfigError, option_error
@@ -66,8 +66,10 @@ class Cifar10Parquet:
         return len(self.class_labels)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        image = self.images[index].as_py()["bytes"]
-        sample = load_sample(image, sample_shape=self.sample_shape, where=f"{self.where}, row {index}")
+        image, where = self.images[index].as_py(), f"{self.where}, row {index}"
+        if image is None or image["bytes"] is None:
+            raise corrupt_image(where, "there is none")
+        sample = load_sample(image["bytes"], sample_shape=self.sample_shape, where=where)
         return {"sample": torch.from_numpy(sample), "class_label": int(self.class_labels[index])}
 
 
@@ -134,9 +136,16 @@ def _read_parquet(config: options.Dataset, files: list[Path], *, split: Split, c
         raise option_error("dataset.image_key", config.image_key, right)
     if config.label_key not in table.column_names:
         raise option_error("dataset.label_key", config.label_key, right)
+    image_type, labels = table.schema.field(image_key).type, table[config.label_key]
+    if not pyarrow.types.is_struct(image_type) or image_type.get_field_index("bytes") < 0:
+        right = f"holds {image_type}; must be images as the hub stores them, their bytes and their path"
+        raise option_error("dataset.image_key", config.image_key, right)
+    if not pyarrow.types.is_integer(labels.type) or labels.null_count:
+        found = f"{labels.null_count} row(s) without a label" if labels.null_count else labels.type
+        raise option_error("dataset.label_key", config.label_key, f"holds {found}; must be integers from 0")
     return Cifar10Parquet(
         images=table[image_key],
-        class_labels=table[config.label_key].to_numpy().astype(np.int64),
+        class_labels=labels.to_numpy().astype(np.int64),
         channels=channels,
         where=str(chosen[0] if len(chosen) == 1 else chosen[0].parent),
     )

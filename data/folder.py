@@ -49,6 +49,8 @@ class ImageFolder:
         self.class_names = _class_names(train_root)
         paths = _list_images(self.root)
         self.class_labels = self._read_labels(paths) if self.class_names else None
+        if self.class_names and self.root == train_root:
+            self._refuse_empty_classes()
         self.paths = np.array([os.fsencode(path) for path in paths], dtype=bytes)
         if validation_root is None:
             self._keep(_held_out(self.paths) == (split == "validation"))
@@ -61,6 +63,16 @@ class ImageFolder:
                 right = f"{path} is in no folder of a training class ({', '.join(self.class_names[:3])}, ...)"
                 raise option_error("dataset.root_dir", str(self.root), right)
         return np.array([labels[folder] for folder in folders], dtype=np.int64)
+
+    def _refuse_empty_classes(self) -> None:
+        """A class that no image shows would be drawn from noise alone."""
+        assert self.class_labels is not None
+        counts = np.bincount(self.class_labels, minlength=len(self.class_names))
+        empty = [name for name, count in zip(self.class_names, counts, strict=True) if count == 0]
+        if empty and counts.any():
+            many = f"{empty[0]} and {len(empty) - 1} more" if len(empty) > 1 else empty[0]
+            right = f"{many} of its {len(counts)} classes holds no image; remove the folder, or fill it"
+            raise option_error("dataset.root_dir", str(self.root), right)
 
     def _keep(self, chosen: np.ndarray) -> None:
         self.paths = self.paths[chosen]

@@ -172,8 +172,18 @@ def open_hub(
         right += "; --dataset.num_classes 0 trains without labels"
         raise option_error("dataset.label_key", label_key, right)
     datasets = importlib.import_module("datasets")
-    rows = rows.cast_column(image_key, datasets.Image(decode=False))
+    stored = rows.features[image_key]
+    try:
+        rows = rows.cast_column(image_key, datasets.Image(decode=False))
+    except (NotImplementedError, TypeError, ValueError) as error:  # of pyarrow, for what cannot be an image
+        right = f"holds {getattr(stored, 'dtype', stored)}; must be images"
+        raise option_error("dataset.image_key", image_key, right) from error
     rows = rows.select_columns([image_key] if label_key is None else [image_key, label_key])
+    if label_key is not None and not config.streaming:
+        num_missing = rows.data.column(label_key).null_count
+        if num_missing:
+            right = f"holds {num_missing} row(s) without a label; must be integers from 0"
+            raise option_error("dataset.label_key", label_key, right)
     arguments: dict[str, Any] = {
         "name": hub_name,
         "rows": rows,
@@ -204,7 +214,8 @@ def _load(hub_name: str, *, split: Literal["train", "validation"], streaming: bo
                 raise option_error("dataset.hub_name", hub_name, right) from error
             right = "was not found on the Hugging Face hub (a private one needs HF_TOKEN)"
             raise option_error("dataset.hub_name", hub_name, right) from error
-        except datasets.exceptions.DatasetsError as error:
+        except (datasets.exceptions.DatasetsError, FileNotFoundError, RuntimeError) as error:
+            # A RuntimeError is the refusal of a dataset that is a script.
             raise option_error("dataset.hub_name", hub_name, f"cannot be read: {_first_line(error)}") from error
         except OSError as error:  # ConnectionError among them
             right = (

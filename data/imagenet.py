@@ -41,6 +41,7 @@ def build(
 def build_hub(
     config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
 ) -> Any:
+    refuse(config, "root_dir")
     return open_hub(
         config,
         hub_name=config.hub_name or HUB_NAME,

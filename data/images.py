@@ -26,6 +26,8 @@ from torchditan.stream import CorruptImageError
 
 Crop = Literal["center", "adm", "random"]
 IMAGE_SUFFIXES = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"])
+# Pillow goes by content, not by suffix, and would hand an EPS to Ghostscript, which runs it.
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 # What Pillow raises on damaged files.
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
 
@@ -46,7 +48,7 @@ def load_sample(
         CorruptImageError: it cannot be decoded.
     """
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as image:
             if image.format == "JPEG" and crop != "adm":  # decodes at 1/2, 1/4 or 1/8 where that is twice the crop
                 side = 2 * max(sample_shape[1:])  # of either side: EXIF may turn the image
                 image.draft(None, (side, side))

@@ -230,7 +230,8 @@ def main() -> None:
 
     import torch
 
-    from torchditan.distributed.process_group import Rank, check_devices, die_with_launcher
+    from torchditan.distributed.parent_death import die_with_launcher
+    from torchditan.distributed.process_group import Rank, check_devices
 
     rank = Rank.from_environment()
     if arguments.verify:

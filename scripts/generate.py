@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the `--sampling.*` flags left for the configuration."""
-    from torchditan.command_line import RunParser, count
+    from torchditan.command_line import RunParser, check_output, count
 
     parser = RunParser(__doc__)
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema where the run has them)")
@@ -26,7 +26,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--seed", type=int, default=0, help="seed of the noise (default: 0)")
     parser.add_argument("--batch_size", type=count, default=64, help="samples at once (default: 64)")
     parser.add_argument("--out", type=Path, help="PNG to write (default: samples/ of the run)")
-    return parser.parse(argv)
+    arguments, flags = parser.parse(argv)
+    if arguments.out is not None:
+        check_output("--out", arguments.out)
+    return arguments, flags
 
 
 def parse_labels(text: str, *, num_classes: int) -> list[int]:

@@ -32,7 +32,7 @@ HEADINGS = ("autoencoder", "latents", "fewer", "PSNR dB", "SSIM", "mean", "std",
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the `--dataset.*` and `--autoencoder.*` flags left for the configuration."""
-    from torchditan.command_line import ScriptParser, count
+    from torchditan.command_line import ScriptParser, check_output, count
 
     parser = ScriptParser(__doc__, options=("dataset", "autoencoder"))
     parser.add_argument(
@@ -44,7 +44,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--num_images", type=count, default=256, help="held-out images, at most (default: 256)")
     parser.add_argument("--batch_size", type=count, default=32, help="images at once (default: 32)")
     parser.add_argument("--out", type=Path, help="PNG to write (default: outputs/reconstructions_<dataset>.png)")
-    return parser.parse(argv)
+    arguments, flags = parser.parse(argv)
+    if arguments.out is not None:
+        check_output("--out", arguments.out)
+    return arguments, flags
 
 
 def choose(config: AutoencoderConfig, compare: list[str] | None) -> list[AutoencoderConfig]:

@@ -1,13 +1,17 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Shared by all tests: one thread per process, GPU tests skipped without a GPU, and gloo ranks on request."""
+"""Shared by all tests: one thread per process, no GPU tests without a GPU, scripts run here or on gloo ranks."""
 
 from __future__ import annotations
 
+import gc
 import os
+import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import pytest
 
@@ -16,10 +20,26 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+# A shell that starts pytest in the background has it ignore Ctrl-C, and what a test starts would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Tests of ranks and precision compare CPU runs, also on a machine with a GPU; tests/test_gpu.py is for that.
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 RunDistributed = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+class Outcome(NamedTuple):
+    """How a script ended, and all it wrote to stdout and stderr."""
+
+    code: int
+    out: str
+    err: str
+
+
+class RunScript(Protocol):
+    def __call__(self, script: str, *arguments: object) -> Outcome: ...
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,6 +51,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def run_script(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> RunScript:
+    """`run_script("scripts/generate.py", "a run", "--step=7")`: a script of the repository in this process.
+
+    It finds a CPU, one rank and an empty working folder, `tmp_path`.
+    """
+    import torch
+    import torch.distributed as dist
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(script: str, *arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        capfd.readouterr()
+        try:
+            with pytest.raises(SystemExit) as stop:
+                runpy.run_path(str(REPOSITORY / script), run_name="__main__")
+        finally:
+            gc.enable()
+            torch.use_deterministic_algorithms(False)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        assert isinstance(stop.value.code, int)
+        return Outcome(stop.value.code, *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture

@@ -8,12 +8,10 @@ import itertools
 import json
 import math
 import re
-import runpy
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,7 +22,10 @@ from torchditan.ablation.ledger import write_ledger
 from torchditan.ablation.pairs import MEMORY, METRICS, MFU, THROUGHPUT, Metric
 from torchditan.ablation.sanity import MINUS
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+SCRIPT = "optimization_analysis.py"
 DEVICE = "NVIDIA A100-SXM4-80GB"
 Row = dict[str, Any]
 
@@ -412,24 +413,6 @@ def test_percentages_are_signed_and_short(value: float, text: str) -> None:
 # The report and the command
 
 
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """`command("outputs/GRID")`: optimization_analysis.py in this process; (exit code, stdout, stderr)."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["optimization_analysis.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            runpy.run_path(str(REPOSITORY / "optimization_analysis.py"), run_name="__main__")
-        output = capfd.readouterr()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, output.out, output.err
-
-    return run
-
-
 HOSTILE = "RuntimeError: <b>no</b> </script><script>alert(1)</script>"
 
 
@@ -444,9 +427,9 @@ def everything() -> list[Row]:
     return rows + [row(batch=8, parallel=mesh, throughput=700 + int(mesh[0])) for mesh in ("1,2", "2,1")]
 
 
-def test_the_report_answers_lists_and_names(tmp_path: Path, command: Run) -> None:
+def test_the_report_answers_lists_and_names(tmp_path: Path, run_script: RunScript) -> None:
     folder = write_grid(tmp_path / "grid", everything())
-    code, out, err = command(folder)
+    code, out, err = run_script(SCRIPT, folder)
     report = folder / "analysis" / "report.html"
     assert (code, out, err) == (0, f"report: {report}\n", "")
     page = report.read_text()
@@ -462,11 +445,11 @@ def test_the_report_answers_lists_and_names(tmp_path: Path, command: Run) -> Non
     assert [name for name in plots if f'id="{name}-plot"' not in page] == []
 
 
-def test_the_report_loads_nothing_and_is_reproducible(tmp_path: Path, command: Run) -> None:
+def test_the_report_loads_nothing_and_is_reproducible(tmp_path: Path, run_script: RunScript) -> None:
     folder = write_grid(tmp_path / "grid", everything())
     pages = []
     for name in ("one", "two"):
-        assert command(folder, "--out", tmp_path / name)[0] == 0
+        assert run_script(SCRIPT, folder, "--out", tmp_path / name)[0] == 0
         pages.append([(tmp_path / name / file).read_bytes() for file in ("report.html", "effects.csv", "pairs.csv")])
     assert pages[0] == pages[1]
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["effects.csv", "pairs.csv", "report.html"]
@@ -474,8 +457,8 @@ def test_the_report_loads_nothing_and_is_reproducible(tmp_path: Path, command: R
     assert not re.search(r"""<(?:script|link|img|iframe)[^>]*(?:src|href)=|@import|url\(""", without_plotly)
 
 
-def test_effects_csv_holds_the_effects(tmp_path: Path, command: Run) -> None:
-    assert command(write_grid(tmp_path / "grid", two_settings()), "--out", tmp_path)[0] == 0
+def test_effects_csv_holds_the_effects(tmp_path: Path, run_script: RunScript) -> None:
+    assert run_script(SCRIPT, write_grid(tmp_path / "grid", two_settings()), "--out", tmp_path)[0] == 0
     with open(tmp_path / "effects.csv", newline="") as file:
         table = list(csv.DictReader(file))
     wanted = {"comparison": "same batch", "axis": COMPILE, "metric": MEMORY.column}
@@ -499,9 +482,9 @@ def test_effects_csv_holds_the_effects(tmp_path: Path, command: Run) -> None:
     ],
     ids=["one run", "no MFU", "one axis", "nothing fits", "nothing started", "no memory"],
 )
-def test_a_report_can_be_made_of_little(tmp_path: Path, command: Run, rows: list[Row]) -> None:
+def test_a_report_can_be_made_of_little(tmp_path: Path, run_script: RunScript, rows: list[Row]) -> None:
     folder = write_grid(tmp_path / "grid", rows)
-    code, _, err = command(folder)
+    code, _, err = run_script(SCRIPT, folder)
     assert (code, err) == (0, "")
     page = (folder / "analysis" / "report.html").read_text()
     visible = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
@@ -534,12 +517,12 @@ def drop_field(text: str) -> str:
     ],
 )
 def test_a_ledger_that_cannot_be_trusted_is_one_line(
-    tmp_path: Path, command: Run, change: Callable[[str], str], line: str
+    tmp_path: Path, run_script: RunScript, change: Callable[[str], str], line: str
 ) -> None:
     folder = write_grid(tmp_path / "grid", [row(throughput=123.25), row(compiled=True)])
     file = folder / "runs_summary.csv"
     file.write_text(change(file.read_text()))
-    code, out, err = command(folder)
+    code, out, err = run_script(SCRIPT, folder)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert err.startswith(f"error: {line.format(csv=file)}")
     assert not (folder / "analysis").exists()
@@ -558,7 +541,7 @@ def test_every_cut_of_a_ledger_is_told(tmp_path: Path) -> None:
                 analyse([folder])
 
 
-def test_a_folder_that_is_no_grid_is_one_line(tmp_path: Path, command: Run) -> None:
+def test_a_folder_that_is_no_grid_is_one_line(tmp_path: Path, run_script: RunScript) -> None:
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (tmp_path / "file").write_text("")
@@ -568,7 +551,7 @@ def test_a_folder_that_is_no_grid_is_one_line(tmp_path: Path, command: Run) -> N
         foreign: "is not a grid folder: it has no grid.json",
     }
     for folder, line in cases.items():
-        assert command(folder) == (2, "", f"error: {folder} {line}\n")
+        assert run_script(SCRIPT, folder) == (2, "", f"error: {folder} {line}\n")
     for content, line in {
         "{": "does not parse: ",
         "[]": "is not that of an ablation grid: it has no schema_version",
@@ -576,18 +559,18 @@ def test_a_folder_that_is_no_grid_is_one_line(tmp_path: Path, command: Run) -> N
         '{"schema_version": 1}': "",
     }.items():
         (foreign / "grid.json").write_text(content)
-        code, out, err = command(foreign)
+        code, out, err = run_script(SCRIPT, foreign)
         assert (code, out, len(err.splitlines())) == (2, "", 1)
         expected = f"{foreign / 'grid.json'} {line}" if line else f"{foreign} holds no runs_summary.csv: no run of this"
         assert err.startswith(f"error: {expected}")
 
 
-def test_a_broken_parquet_ledger_is_one_line(tmp_path: Path, command: Run) -> None:
+def test_a_broken_parquet_ledger_is_one_line(tmp_path: Path, run_script: RunScript) -> None:
     folder = write_grid(tmp_path / "grid", [row()])
     (folder / "runs_summary.csv").unlink()
     file = folder / "runs_summary.parquet"
     file.write_bytes(file.read_bytes()[:-100])
-    code, out, err = command(folder)
+    code, out, err = run_script(SCRIPT, folder)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert err.startswith(f"error: {file} is no whole parquet file: ")
 
@@ -600,15 +583,17 @@ def test_a_broken_parquet_ledger_is_one_line(tmp_path: Path, command: Run) -> No
         (["{grid}", "--out={grid}/grid.json"], '--out = "{grid}/grid.json": is no folder that can be written '),
     ],
 )
-def test_a_mistake_in_the_command_is_one_line(tmp_path: Path, command: Run, arguments: list[str], line: str) -> None:
+def test_a_mistake_in_the_command_is_one_line(
+    tmp_path: Path, run_script: RunScript, arguments: list[str], line: str
+) -> None:
     folder = write_grid(tmp_path / "grid", [row()])
-    code, out, err = command(*(argument.format(grid=folder) for argument in arguments))
+    code, out, err = run_script(SCRIPT, *(argument.format(grid=folder) for argument in arguments))
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert err.startswith(f"error: {line.format(grid=folder)}")
 
 
 @pytest.mark.slow
-def test_ten_thousand_rows_take_less_than_twenty_seconds(tmp_path: Path, command: Run) -> None:
+def test_ten_thousand_rows_take_less_than_twenty_seconds(tmp_path: Path, run_script: RunScript) -> None:
     settings = itertools.product(
         (1, 2, 4, 8, 16, 32, 64), (False, True), ("none", "selective", "full"), ("float32", "bfloat16"), ("1,8", "8,1"),
         (2, 4, 8), range(20),
@@ -624,6 +609,6 @@ def test_ten_thousand_rows_take_less_than_twenty_seconds(tmp_path: Path, command
     assert len(rows) > 10_000
     folder = write_grid(tmp_path / "grid", rows, axes=("training.seed",))
     start = time.process_time()  # other work on the machine is not ours
-    assert command(folder)[0] == 0
+    assert run_script(SCRIPT, folder)[0] == 0
     assert time.process_time() - start < 20
     assert "Yes: +50% images/s" in (folder / "analysis" / "report.html").read_text()

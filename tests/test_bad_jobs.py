@@ -7,61 +7,43 @@ that `python train.py` runs; a few in processes of their own, under torchrun too
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from PIL import Image
 
-import train
 from data import build_dataset
 from torchditan.config import FLAVOR_NAMES, Dataset
 from torchditan.run_directory import read_metrics, read_status
 from torchditan.stream import StreamDataset
-from torchditan.verdict import run_job
 
-TRAIN = Path(train.__file__)
+if TYPE_CHECKING:
+    from tests.conftest import RunDistributed, RunScript
+
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 DATASETS = "cifar10, digits, dummy, earth, emoji, folder, imagenet, imagenet_dummy, imagenet_hub, latents"
 SMALL = ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--training.batch_size=2"]
 SMALL += ["--training.steps=4", "--metrics.log_freq=1", "--metrics.enable_sampling=false"]
 FOLDER = ["--dataset.dataset_name=folder", "--dataset.root_dir=images", "--dataset.image_size=8"]
 
 
-class Outcome(NamedTuple):
-    code: int
-    errors: list[str]
-
-
-RunHere = Callable[..., Outcome]
+RunHere = Callable[..., tuple[int, list[str]]]
 
 
 @pytest.fixture
-def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> RunHere:
-    """`run_here("--model.flavor=DiT-S")`: train.py in this process, on a CPU, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
+def run_here(run_script: RunScript) -> RunHere:
+    """`run_here("--model.flavor=DiT-S")`: a small job of train.py; its exit code and the lines of stderr."""
 
-    def run(*flags: str) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, *flags])
-        capfd.readouterr()
-        try:
-            code = run_job(train.main)
-        finally:
-            gc.enable()
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        return Outcome(code, capfd.readouterr().err.splitlines())
+    def run(*flags: str) -> tuple[int, list[str]]:
+        outcome = run_script("train.py", *SMALL, *flags)
+        return outcome.code, outcome.err.splitlines()
 
     return run
 
@@ -357,7 +339,7 @@ def test_loader_workers_add_nothing_to_the_line(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (2, line + "\n")
 
 
-def test_every_rank_finds_the_mistake_and_rank_0_says_it_once(tmp_path: Path, run_distributed: Any) -> None:
+def test_every_rank_finds_the_mistake_and_rank_0_says_it_once(tmp_path: Path, run_distributed: RunDistributed) -> None:
     flags = [*SMALL, "--training.data_parallel_shard_degree=3"]
     result = run_distributed([TRAIN, *flags], 2, cwd=tmp_path)
     assert result.returncode != 0
@@ -371,7 +353,9 @@ def test_every_rank_finds_the_mistake_and_rank_0_says_it_once(tmp_path: Path, ru
 
 
 @pytest.mark.slow
-def test_a_mistake_that_one_rank_finds_before_the_first_step_stops_all(tmp_path: Path, run_distributed: Any) -> None:
+def test_a_mistake_that_one_rank_finds_before_the_first_step_stops_all(
+    tmp_path: Path, run_distributed: RunDistributed
+) -> None:
     write_images(tmp_path / "images")
     line = corrupt(image_at(tmp_path / "images", 3)).replace(str(tmp_path / "images"), "images")
     before = contents(tmp_path)
@@ -382,7 +366,9 @@ def test_a_mistake_that_one_rank_finds_before_the_first_step_stops_all(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_mistake_that_one_rank_finds_while_training_is_its_to_report(tmp_path: Path, run_distributed: Any) -> None:
+def test_a_mistake_that_one_rank_finds_while_training_is_its_to_report(
+    tmp_path: Path, run_distributed: RunDistributed
+) -> None:
     write_images(tmp_path / "images")
     line = corrupt(image_at(tmp_path / "images", 7)).replace(str(tmp_path / "images"), "images")
     result = run_distributed([TRAIN, *SMALL, *FOLDER], 2, cwd=tmp_path)  # rank 1 reads 6 and 7 in its second step
@@ -405,7 +391,11 @@ def test_ctrl_c_is_interrupted_and_resumable(tmp_path: Path) -> None:
         if line.startswith("step"):
             break
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the loader's workers too
-    _, errors = process.communicate(timeout=60)
+    try:
+        _, errors = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
     assert (process.returncode, errors) == (75, "interrupted from the keyboard\n")
     status = read_status(tmp_path / "outputs" / "digits-debugmodel")
     assert status is not None

@@ -8,14 +8,13 @@ import json
 import os
 import random
 import resource
-import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
@@ -34,9 +33,12 @@ from torchditan.config import ConfigError
 from torchditan.distributed.process_group import Rank
 from torchditan.stream import CorruptImageError
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "encode_latents.py"
+if TYPE_CHECKING:
+    from tests.conftest import RunDistributed, RunScript
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SCRIPT = "scripts/encode_latents.py"
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-RunDistributed = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 class Corners(Autoencoder):
@@ -469,65 +471,43 @@ def test_images_that_do_not_fit_the_autoencoder_are_refused(tmp_path: Path) -> N
 
 
 DIGITS = ["--dataset.dataset_name=digits", "--autoencoder.name=haar", "--dataset.num_workers=0"]
-Script = Callable[..., tuple[int, list[str], list[str]]]
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Script:
-    """`script("out", "--verify")` in this process: its exit code, and the lines of stdout and stderr."""
-
-    def call(*arguments: Any) -> tuple[int, list[str], list[str]]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["encode_latents.py", *map(str, arguments)])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        for name, value in WITHOUT_GPU.items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(SystemExit) as caught:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
-        output = capfd.readouterr()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, output.out.splitlines(), output.err.splitlines()
-
-    return call
-
-
-def test_a_dataset_becomes_two_folders_that_verify(script: Script, tmp_path: Path) -> None:
-    code, lines, errors = script("out", *DIGITS, "--shard_size=500")
-    assert (code, errors) == (0, [])
-    assert [line.split(";")[0] for line in lines] == [
+def test_a_dataset_becomes_two_folders_that_verify(run_script: RunScript, tmp_path: Path) -> None:
+    code, output, errors = run_script(SCRIPT, "out", *DIGITS, "--shard_size=500")
+    assert (code, errors) == (0, "")
+    assert [line.split(";")[0] for line in output.splitlines()] == [
         "out/train: complete, 1,498 latents of 16 x 2 x 2 in 0.2 MB",
         "out/validation: complete, 299 latents of 16 x 2 x 2 in 0.0 MB",
     ]
-    assert "images/s" in lines[0]
-    code, lines, errors = script("out", *DIGITS, "--shard_size=500")
-    assert (code, errors) == (0, []) and "images/s" not in lines[0], "nothing was left to do"
-    assert script("out", "--verify") == (
+    assert "images/s" in output
+    code, output, errors = run_script(SCRIPT, "out", *DIGITS, "--shard_size=500")
+    assert (code, errors) == (0, "") and "images/s" not in output, "nothing was left to do"
+    assert run_script(SCRIPT, "out", "--verify") == (
         0,
-        [
-            "out/train: 1,498 latents in 3 shards, all as they were encoded",
-            "out/validation: 299 latents in 1 shards, all as they were encoded",
-        ],
-        [],
+        "out/train: 1,498 latents in 3 shards, all as they were encoded\n"
+        "out/validation: 299 latents in 1 shards, all as they were encoded\n",
+        "",
     )
     (tmp_path / "out" / "validation" / "labels.npy").unlink()
     (tmp_path / "out" / "train" / shard_file(2)).unlink()
-    code, lines, errors = script("out", "--verify")
-    assert (code, lines) == (2, [])
-    assert errors == [
+    code, output, errors = run_script(SCRIPT, "out", "--verify")
+    assert (code, output) == (2, "")
+    assert errors.splitlines() == [
         "error: out/train/shard-00002.safetensors is missing; rerun the command that encoded it",
         "error: out/validation/labels.npy is missing; rerun the command that encoded it",
     ]
 
 
 def test_mirrored_latents_are_stored_of_training_images_where_the_dataset_allows(
-    script: Script, tmp_path: Path
+    run_script: RunScript, tmp_path: Path
 ) -> None:
     (tmp_path / "photos").mkdir()
     for number in range(6):
         Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(tmp_path / "photos" / f"{number}.png")
     folder = ["--dataset.dataset_name=folder", "--dataset.root_dir=photos", "--dataset.image_size=8"]
     folder += ["--autoencoder.name=haar", "--dataset.num_workers=0"]
-    assert script("a", *folder)[0] == script("b", *folder, "--no_flip", "--split=train")[0] == 0
+    assert run_script(SCRIPT, "a", *folder)[0] == run_script(SCRIPT, "b", *folder, "--no_flip", "--split=train")[0] == 0
     assert [read_index(tmp_path / name).flipped for name in ("a/train", "a/validation", "b/train")] == [
         True,
         False,
@@ -536,15 +516,15 @@ def test_mirrored_latents_are_stored_of_training_images_where_the_dataset_allows
     assert not (tmp_path / "b" / "validation").exists()
 
 
-def test_a_corrupt_file_is_counted_whatever_corrupt_images_says(script: Script, tmp_path: Path) -> None:
+def test_a_corrupt_file_is_counted_whatever_corrupt_images_says(run_script: RunScript, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for number in range(4):
         Image.new("RGB", (8, 8)).save(tmp_path / "photos" / f"{number}.png")
     (tmp_path / "photos" / "4.png").write_bytes(b"no image")
     flags = ["--dataset.dataset_name=folder", "--dataset.root_dir=photos", "--dataset.image_size=8", "--split=train"]
-    code, lines, errors = script("out", *flags, "--autoencoder.name=haar", "--dataset.num_workers=0")
-    assert (code, errors) == (0, [])
-    assert "1 unreadable images skipped (listed in index.json)" in lines[0]
+    code, output, errors = run_script(SCRIPT, "out", *flags, "--autoencoder.name=haar", "--dataset.num_workers=0")
+    assert (code, errors) == (0, "")
+    assert "1 unreadable images skipped (listed in index.json)" in output
     skipped = json.loads((tmp_path / "out/train/index.json").read_bytes())["shards"][0]["skipped"]
     assert len(skipped) == 1 and "photos/4.png: not a readable image" in skipped[0]["reason"]
 
@@ -555,11 +535,11 @@ def write_public(path: Path) -> Tensor:
     return latents
 
 
-def test_the_public_file_is_converted_exactly(script: Script, tmp_path: Path) -> None:
+def test_the_public_file_is_converted_exactly(run_script: RunScript, tmp_path: Path) -> None:
     latents = write_public(tmp_path / "imagenet_ci8x8.safetensors")
-    code, lines, errors = script("out", "--convert=imagenet_ci8x8.safetensors", "--shard_size=4")
-    assert (code, errors) == (0, [])
-    assert lines[0].startswith("out/train: complete, 10 latents of 16 x 2 x 2 in 0.0 MB")
+    code, output, errors = run_script(SCRIPT, "out", "--convert=imagenet_ci8x8.safetensors", "--shard_size=4")
+    assert (code, errors) == (0, "")
+    assert output.startswith("out/train: complete, 10 latents of 16 x 2 x 2 in 0.0 MB")
     converted, public = (
         LatentShards.open(tmp_path / "out/train"),
         LatentShards.open(tmp_path / "imagenet_ci8x8.safetensors"),
@@ -618,22 +598,20 @@ def test_the_public_file_is_converted_exactly(script: Script, tmp_path: Path) ->
         ),
     ],
 )
-def test_a_mistake_is_one_line(script: Script, tmp_path: Path, arguments: list[str], line: str) -> None:
-    code, output, errors = script(*arguments)
-    assert (code, output) == (2, [])
-    assert errors == [f"error: {line}"]
+def test_a_mistake_is_one_line(run_script: RunScript, tmp_path: Path, arguments: list[str], line: str) -> None:
+    assert run_script(SCRIPT, *arguments) == (2, "", f"error: {line}\n")
     assert list(tmp_path.iterdir()) == [], "nothing half-written"
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(script: Script, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_one_line(run_script: RunScript, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
-    code, _, errors = script("out", *DIGITS)
-    assert (code, errors) == (2, ["error: out/train/encoding.json cannot be written: Not a directory"])
+    code, _, errors = run_script(SCRIPT, "out", *DIGITS)
+    assert (code, errors) == (2, "error: out/train/encoding.json cannot be written: Not a directory\n")
 
 
 def earth_command(out: Path) -> list[str]:
     flags = ["--dataset.dataset_name=earth", "--autoencoder.name=haar", "--split=train", "--shard_size=64"]
-    return [sys.executable, str(SCRIPT), str(out), *flags, "--dataset.num_workers=0", "--batch_size=8"]
+    return [sys.executable, str(REPOSITORY / SCRIPT), str(out), *flags, "--dataset.num_workers=0", "--batch_size=8"]
 
 
 @pytest.mark.slow
@@ -661,7 +639,7 @@ def test_ranks_of_torchrun_write_the_bytes_of_one_process(tmp_path: Path, run_di
     subprocess.run(earth_command(tmp_path / "one"), env={**os.environ, **WITHOUT_GPU}, check=True, capture_output=True)
     for world_size in (2, 4):
         flags = earth_command(tmp_path / str(world_size))[2:]
-        result = run_distributed(["scripts/encode_latents.py", *flags], world_size)
+        result = run_distributed([SCRIPT, *flags], world_size)
         assert result.returncode == 0, result.stderr
         assert result.stdout.count(": complete, ") >= 1
         assert hashes(tmp_path / str(world_size)) == hashes(tmp_path / "one")
@@ -673,7 +651,7 @@ def test_a_disk_that_is_full_for_a_rank_is_one_line_of_its_own(tmp_path: Path, r
     target = tmp_path / "out" / "train"
     LatentWriter(target, describe_encoding_of_earth()).open()
     (target / shard_file(1)).mkdir()
-    result = run_distributed(["scripts/encode_latents.py", *earth_command(tmp_path / "out")[2:]], 2)
+    result = run_distributed([SCRIPT, *earth_command(tmp_path / "out")[2:]], 2)
     assert result.returncode != 0
     lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert lines == [f"error: rank 1: {target / shard_file(1)} cannot be written: Is a directory"]

@@ -7,8 +7,12 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 OPTIONAL = {
@@ -74,13 +78,12 @@ def test_train_py_stays_short() -> None:
 
 
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "train_configs").glob("*.toml")), ids=lambda file: file.stem)
-def test_every_configuration_trains_a_step(file: Path, tmp_path: Path) -> None:
+def test_every_configuration_trains_a_step(file: Path, tmp_path: Path, run_script: RunScript) -> None:
     """With a small model on random samples: the options of each file go together."""
     flags = ["--dataset.dataset_name=dummy", "--dataset.image_size=16", "--model.flavor=debugmodel"]
     flags += ["--training.steps=1", "--training.batch_size=2", "--training.global_batch_size=2"]
     flags += ["--validation.num_images=2", "--sampling.num_steps=1", "--sampling.max_classes=1"]
     flags += ["--dataset.num_workers=0", f"--job.dump_folder={tmp_path}"]
-    command = [sys.executable, str(REPOSITORY / "train.py"), "--job.config_file", file.stem, *flags]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
+    result = run_script("train.py", "--job.config_file", file.stem, *flags)
+    assert result.code == 0, result.err
     assert (tmp_path / file.stem / "metrics.jsonl").exists()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -28,6 +28,9 @@ from torchditan.config import ConfigError
 from torchditan.evaluation.image_grid import save_grid
 from torchditan.run_directory import read_config, read_metrics
 from torchditan.stream import BatchPlan, TrainingStream
+
+if TYPE_CHECKING:
+    from tests.conftest import RunDistributed, RunScript
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -46,15 +49,15 @@ TINY = [
 ]
 
 
-def run(script: str, *arguments: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
+def in_own_process(script: str, *arguments: Any, cwd: Path) -> str:
+    """What a script of the repository printed."""
     command = [sys.executable, str(REPOSITORY / script), *map(str, arguments)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def train(folder: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    where = [f"--job.dump_folder={folder}", f"--metrics.experiment_name={name}"]
-    return run("train.py", *TINY, *flags, *where, cwd=folder)
+def job(run: Path, *flags: str) -> list[str]:
+    return [*TINY, *flags, f"--job.dump_folder={run.parent}", f"--metrics.experiment_name={run.name}"]
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +66,7 @@ def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("latents")
     source = ["--dataset.dataset_name=digits", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]
     source += ["--dataset.horizontal_flip=true"]
-    result = run("scripts/encode_latents.py", folder / "digits", *source, cwd=folder)
-    assert result.returncode == 0, result.stderr
+    in_own_process("scripts/encode_latents.py", folder / "digits", *source, cwd=folder)
     return folder / "digits"
 
 
@@ -77,12 +79,11 @@ def open_latents(folder: Path, **settings: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def stored_run(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stored")
+    run = tmp_path_factory.mktemp("stored") / "run"
     flags = ["--dataset.dataset_name=latents", f"--dataset.root_dir={latents}", "--validation.freq=3"]
-    result = train(folder, "run", *flags, "--checkpoint.enable_checkpoint", "--dataset.horizontal_flip=false")
-    assert result.returncode == 0, result.stderr
-    assert "on latents" in result.stdout
-    return folder / "run"
+    flags += ["--checkpoint.enable_checkpoint", "--dataset.horizontal_flip=false"]
+    assert "on latents" in in_own_process("train.py", *job(run, *flags), cwd=run.parent)
+    return run
 
 
 def test_a_run_on_stored_latents_trains_and_draws_pictures(stored_run: Path) -> None:
@@ -108,13 +109,16 @@ def test_a_run_on_latents_says_all_that_decoding_needs(stored_run: Path, latents
     assert section["shift"] == list(index.shift) and section["scale"] == list(index.scale)
 
 
-def test_online_encoding_follows_the_curve_of_stored_latents(stored_run: Path, tmp_path: Path) -> None:
+def test_online_encoding_follows_the_curve_of_stored_latents(
+    stored_run: Path, tmp_path: Path, run_script: RunScript
+) -> None:
     stored = read_config(stored_run)["config"]["autoencoder"]
     flags = ["--autoencoder.online", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]
     flags += [f"--autoencoder.{key}={','.join(map(str, stored[key]))}" for key in ("shift", "scale")]
-    result = train(tmp_path, "online", "--dataset.dataset_name=digits", "--dataset.horizontal_flip=false", *flags)
-    assert result.returncode == 0, result.stderr
-    assert "1x8x8, encoded to 4x4x4" in result.stdout
+    flags += ["--dataset.dataset_name=digits", "--dataset.horizontal_flip=false"]
+    result = run_script("train.py", *job(tmp_path / "online", *flags))
+    assert result.code == 0, result.err
+    assert "1x8x8, encoded to 4x4x4" in result.out
     for online, offline in zip(read_metrics(tmp_path / "online"), read_metrics(stored_run), strict=True):
         assert online["loss"] == pytest.approx(offline["loss"], rel=2e-3), "bf16 shards round by 2^-9"
         assert 0 < online["encoding_percent"] < 100
@@ -124,29 +128,28 @@ def test_online_encoding_follows_the_curve_of_stored_latents(stored_run: Path, t
     assert is_picture(tmp_path / "online" / "samples" / "step_00000006.png")
 
 
-def test_an_online_run_resumes_and_its_model_generates_pictures(tmp_path: Path) -> None:
+def test_an_online_run_resumes_and_its_model_generates_pictures(tmp_path: Path, run_script: RunScript) -> None:
     flags = ["--dataset.dataset_name=digits", "--autoencoder.online", "--autoencoder.name=haar"]
     flags += ["--autoencoder.downsampling=2", "--autoencoder.shift=0", "--autoencoder.scale=1"]
     flags += ["--checkpoint.enable_checkpoint", "--metrics.enable_sampling=false"]
-    assert train(tmp_path, "run", *flags, "--training.steps=4").returncode == 0
-    result = train(tmp_path, "run", *flags)
-    assert "resumed at step 4" in result.stdout, result.stderr
-    drawn = run("scripts/generate.py", tmp_path / "run", "--out", tmp_path / "grid.png", cwd=tmp_path)
-    assert drawn.returncode == 0, drawn.stderr
-    assert "decoded in" in drawn.stdout
+    assert run_script("train.py", *job(tmp_path / "run", *flags, "--training.steps=4")).code == 0
+    result = run_script("train.py", *job(tmp_path / "run", *flags))
+    assert "resumed at step 4" in result.out, result.err
+    drawn = run_script("scripts/generate.py", "run", "--out=grid.png")
+    assert drawn.code == 0, drawn.err
+    assert "decoded in" in drawn.out
     assert is_picture(tmp_path / "grid.png")
 
 
-def test_a_run_refuses_to_go_on_with_other_latents(stored_run: Path, tmp_path: Path) -> None:
+def test_a_run_refuses_to_go_on_with_other_latents(stored_run: Path, run_script: RunScript) -> None:
     source = ["--dataset.dataset_name=digits", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]
     source += ["--dataset.horizontal_flip=true", "--dtype=int8"]
-    assert run("scripts/encode_latents.py", tmp_path / "other", *source, cwd=tmp_path).returncode == 0
-    flags = ["--dataset.dataset_name=latents", f"--dataset.root_dir={tmp_path / 'other'}", "--validation.freq=3"]
-    result = train(
-        stored_run.parent, "run", *flags, "--checkpoint.enable_checkpoint", "--dataset.horizontal_flip=false"
-    )
-    assert result.returncode == 2
-    assert "dataset.fingerprint is latents-" in result.stderr and result.stderr.count("\n") == 1
+    assert run_script("scripts/encode_latents.py", "other", *source).code == 0
+    flags = ["--dataset.dataset_name=latents", "--dataset.root_dir=other", "--validation.freq=3"]
+    flags += ["--checkpoint.enable_checkpoint", "--dataset.horizontal_flip=false"]
+    result = run_script("train.py", *job(stored_run, *flags))
+    assert result.code == 2
+    assert "dataset.fingerprint is latents-" in result.err and result.err.count("\n") == 1
 
 
 def test_latents_that_were_moved_are_the_same_latents(latents: Path, tmp_path: Path) -> None:
@@ -167,22 +170,21 @@ def test_online_encoding_holds_no_decoder() -> None:
     assert (space.to_pixels(batch["sample"])[0] - digits[0]["sample"]).abs().mean() < 0.05
 
 
-def test_generate_decodes_latents(stored_run: Path, tmp_path: Path) -> None:
-    result = run("scripts/generate.py", stored_run, "--out", tmp_path / "grid.png", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+def test_generate_decodes_latents(stored_run: Path, tmp_path: Path, run_script: RunScript) -> None:
+    result = run_script("scripts/generate.py", stored_run, "--out=grid.png")
+    assert result.code == 0, result.err
     assert is_picture(tmp_path / "grid.png")
 
 
 @pytest.mark.slow
 def test_one_curve_on_latents_with_any_ranks_and_workers(
-    stored_run: Path, latents: Path, tmp_path: Path, run_distributed: Any
+    stored_run: Path, latents: Path, tmp_path: Path, run_distributed: RunDistributed
 ) -> None:
     data = ["--dataset.dataset_name=latents", f"--dataset.root_dir={latents}", "--dataset.horizontal_flip=false"]
     for world_size, workers in ((2, 2), (4, 0)):
         name = f"ranks{world_size}"
-        flags = [*TINY, *data, f"--dataset.num_workers={workers}", "--metrics.enable_sampling=false"]
-        flags += [f"--job.dump_folder={tmp_path}", f"--metrics.experiment_name={name}"]
-        result = run_distributed(["train.py", *flags], world_size)
+        flags = [*data, f"--dataset.num_workers={workers}", "--metrics.enable_sampling=false"]
+        result = run_distributed(["train.py", *job(tmp_path / name, *flags)], world_size)
         assert result.returncode == 0, result.stderr
         for here, there in zip(read_metrics(tmp_path / name), read_metrics(stored_run), strict=True):
             assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
@@ -304,16 +306,20 @@ def test_a_decoder_that_only_the_latents_name_may_be_missing(latents: Path, tmp_
     refused("gone", dataset=dataset, name="patch", path=gone)
 
 
-def test_channels_that_disagree_with_the_model_are_refused(latents: Path, tmp_path: Path) -> None:
+def test_channels_that_disagree_with_the_model_are_refused(
+    latents: Path, tmp_path: Path, run_script: RunScript
+) -> None:
     flags = ["--dataset.dataset_name=latents", f"--dataset.root_dir={latents}", "--model.input_channels=16"]
-    result = train(tmp_path, "run", *flags)
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: model.input_channels = 16: ") and "4 channel" in result.stderr
+    result = run_script("train.py", *job(tmp_path / "run", *flags))
+    assert result.code == 2
+    assert result.err.startswith("error: model.input_channels = 16: ") and "4 channel" in result.err
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("config", ["llama3_latent_diffusion", "course.toml"])
-def test_the_jobs_of_the_course_project_train_on_the_public_file_as_it_is(tmp_path: Path, config: str) -> None:
+def test_the_jobs_of_the_course_project_train_on_the_public_file_as_it_is(
+    tmp_path: Path, config: str, run_script: RunScript
+) -> None:
     size = 64 if config == "course.toml" else 32
     latents = torch.randint(-128, 128, (6, 16, size, size), dtype=torch.int8)
     labels = torch.tensor([0, 999, 5, 5, 1, 2], dtype=torch.int16)
@@ -323,8 +329,8 @@ def test_the_jobs_of_the_course_project_train_on_the_public_file_as_it_is(tmp_pa
     flags += ["--model.flavor=debugmodel", "--model.patch_size=8", "--metrics.enable_sampling=false"]
     if config == "course.toml":  # its own root_dir is another machine's
         flags += ["--dataset.root_dir=imagenet_ci8x8.safetensors"]
-    result = run("train.py", *flags, f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=run", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = run_script("train.py", *flags, f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=run")
+    assert result.code == 0, result.err
     section = read_config(tmp_path / "run")["config"]["autoencoder"]
     assert section["name"] == "cosmos-ci8x8"
     values = latents.double() * 16 / 255

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import runpy
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -26,8 +24,11 @@ from torchditan.autoencoders.patch import (
 from torchditan.config import ConfigError
 from torchditan.evaluation.reconstruction import channel_statistics, normalization_of, psnr
 
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
 CPU = torch.device("cpu")
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "train_autoencoder.py"
+SCRIPT = "scripts/train_autoencoder.py"
 SMALL = PatchAutoencoderConfig(image_channels=3, latent_channels=8, patch_size=4, width=16, depth=1)
 
 
@@ -258,31 +259,12 @@ def test_the_committed_earth_autoencoder_gives_held_out_crops_back() -> None:
     assert psnr(autoencoder.decode(latents + 0.1 * noise), images).mean() > 27, "a diffusion model's errors show little"
 
 
-RunScript = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run_script(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> RunScript:
-    """`run_script("out", "--steps=3")` in this process, on digits: (exit code, output, errors)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", [SCRIPT.name, *arguments])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        with pytest.raises(SystemExit) as caught:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
-        output = capfd.readouterr()
-        return int(caught.value.code or 0), output.out, output.err
-
-    return run
-
-
 QUICK = ["--steps=30", "--batch_size=16", "--width=16", "--depth=1", "--patch_size=2", "--log_freq=10"]
 QUICK += ["--dtype=float32", "--dataset.num_workers=0"]
 
 
 def test_the_script_trains_on_digits_and_says_how_to_use_the_folder(tmp_path: Path, run_script: RunScript) -> None:
-    code, output, errors = run_script("out", *QUICK)
+    code, output, errors = run_script(SCRIPT, "out", *QUICK)
     assert (code, errors) == (0, "")
     header, *steps, figures, use, picture = output.splitlines()
     assert header.startswith("1,498 images of digits, 1 x 8 x 8; ")
@@ -301,8 +283,8 @@ def test_the_script_trains_on_digits_and_says_how_to_use_the_folder(tmp_path: Pa
 
 def test_the_script_run_twice_writes_the_same_bytes(tmp_path: Path, run_script: RunScript) -> None:
     for out in ("a", "b"):
-        assert run_script(out, *QUICK, "--steps=4")[0] == 0
-    assert run_script("c", *QUICK, "--steps=4", "--seed=1")[0] == 0
+        assert run_script(SCRIPT, out, *QUICK, "--steps=4")[0] == 0
+    assert run_script(SCRIPT, "c", *QUICK, "--steps=4", "--seed=1")[0] == 0
     a, b, c = ((tmp_path / out / "model.safetensors").read_bytes() for out in "abc")
     assert a == b != c
     assert (tmp_path / "a" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
@@ -310,12 +292,12 @@ def test_the_script_run_twice_writes_the_same_bytes(tmp_path: Path, run_script: 
 
 def test_a_finished_autoencoder_is_replaced_only_when_asked(folder: Path, run_script: RunScript) -> None:
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    code, output, errors = run_script(str(folder), *QUICK, "--steps=1")
+    code, output, errors = run_script(SCRIPT, folder, *QUICK, "--steps=1")
     assert (code, output) == (2, "")
     right = "holds an autoencoder already; choose another folder, or replace it with --overwrite"
     assert errors == f'error: out = "{folder}": {right}\n'
     assert before == {file.name: file.read_bytes() for file in folder.iterdir()}
-    assert run_script(str(folder), *QUICK, "--steps=1", "--overwrite")[0] == 0
+    assert run_script(SCRIPT, folder, *QUICK, "--steps=1", "--overwrite")[0] == 0
     assert PatchAutoencoder.open(folder, device=CPU).image_channels == 1
 
 
@@ -348,7 +330,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(
     tmp_path: Path, run_script: RunScript, arguments: list[str], line: str
 ) -> None:
     (tmp_path / "file").write_text("")
-    code, output, errors = run_script(*arguments)
+    code, output, errors = run_script(SCRIPT, *arguments)
     assert (code, output, errors) == (2, "", f"error: {line.replace('FOLDER', str(tmp_path))}\n")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -360,5 +342,5 @@ def test_a_disk_that_is_full_is_one_line(run_script: RunScript, monkeypatch: pyt
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("torchditan.autoencoders.patch.write_file", fail)
-    code, _, errors = run_script("out", *QUICK, "--steps=1")
+    code, _, errors = run_script(SCRIPT, "out", *QUICK, "--steps=1")
     assert (code, errors) == (2, 'error: out = "out": cannot be written: No space left on device\n')

@@ -122,8 +122,8 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     from torchditan.diffusion.timesteps import timestep_sampling
     from torchditan.distributed.parallel_dims import ParallelDims
     from torchditan.distributed.parallelize import parallelize
-    from torchditan.ema import EMA
     from torchditan.divergence import DivergenceGuard
+    from torchditan.ema import EMA
     from torchditan.optim import build_optimizer, clip_grad_norm
     from torchditan.randomness import draw
 

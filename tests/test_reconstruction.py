@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import math
-import runpy
-import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -17,7 +15,10 @@ from PIL import Image
 from torchditan.config_loader import read_toml
 from torchditan.evaluation.reconstruction import channel_statistics, normalization_of, psnr, ssim
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "reconstruct.py"
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+SCRIPT = "scripts/reconstruct.py"
 EARTH = ["--dataset.dataset_name=earth", "--dataset.image_size=64", "--num_images=20"]
 
 
@@ -124,27 +125,8 @@ def test_a_channel_that_never_varies_keeps_a_finite_scale() -> None:
     assert normalization_of(*channel_statistics([torch.full((2, 1, 3, 3), 5.0)])) == (5, 1)
 
 
-RunScript = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run_script(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> RunScript:
-    """`run_script("--compare", "haar")` in this process: (exit code, output, errors)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", [SCRIPT.name, *arguments])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        with pytest.raises(SystemExit) as caught:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
-        output = capfd.readouterr()
-        return int(caught.value.code or 0), output.out, output.err
-
-    return run
-
-
 def test_one_table_compares_autoencoders(tmp_path: Path, run_script: RunScript) -> None:
-    code, output, errors = run_script(*EARTH, "--compare", "haar", "patch:earth")
+    code, output, errors = run_script(SCRIPT, *EARTH, "--compare", "haar", "patch:earth")
     assert (code, errors) == (0, "")
     first, headings, haar, patch, *_ = output.splitlines()
     assert first.startswith("20 held-out images of earth, 3 x 64 x 64, on ")
@@ -162,7 +144,7 @@ def test_one_table_compares_autoencoders(tmp_path: Path, run_script: RunScript) 
 
 def test_a_normalisation_that_is_not_published_is_printed_to_paste(tmp_path: Path, run_script: RunScript) -> None:
     haar = ["--num_images=50", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]  # of digits
-    code, output, _ = run_script(*haar, "--out=a/b.png")
+    code, output, _ = run_script(SCRIPT, *haar, "--out=a/b.png")
     assert code == 0 and (tmp_path / "a" / "b.png").exists()
     (tmp_path / "job.toml").write_text(output[output.index("[autoencoder]") : output.index("\noriginals")])
     found = read_toml(tmp_path / "job.toml")
@@ -170,13 +152,13 @@ def test_a_normalisation_that_is_not_published_is_printed_to_paste(tmp_path: Pat
     assert len(found["autoencoder.shift"]) == len(found["autoencoder.scale"]) == 4
 
     pasted = [f"--autoencoder.{key}={found[f'autoencoder.{key}']}" for key in ("shift", "scale")]
-    code, output, _ = run_script(*haar, *pasted)
+    code, output, _ = run_script(SCRIPT, *haar, *pasted)
     assert code == 0 and "[autoencoder]" not in output
     assert output.splitlines()[2].split()[-6:-2] == ["+0.00", "+0.00", "1.00", "1.00"]
 
 
 def test_small_images_have_no_ssim(run_script: RunScript) -> None:
-    code, output, _ = run_script("--num_images=5", "--autoencoder.name=haar")
+    code, output, _ = run_script(SCRIPT, "--num_images=5", "--autoencoder.name=haar")
     assert code == 0
     assert output.splitlines()[2].split()[8:10] == ["inf", "-"]
 
@@ -208,7 +190,7 @@ def test_small_images_have_no_ssim(run_script: RunScript) -> None:
 def test_a_mistake_is_one_line_and_writes_nothing(
     tmp_path: Path, run_script: RunScript, arguments: list[str], line: str
 ) -> None:
-    code, output, errors = run_script(*arguments)
+    code, output, errors = run_script(SCRIPT, *arguments)
     assert (code, output, errors) == (2, "", f"error: {line}\n")
     assert not list(tmp_path.iterdir())
 
@@ -218,4 +200,4 @@ def test_images_that_do_not_divide_into_latents_are_one_line(tmp_path: Path, run
         Image.new("RGB", (12, 10), (number, 0, 0)).save(tmp_path / f"{number}.png")
     flags = ["--dataset.dataset_name=folder", f"--dataset.root_dir={tmp_path}", "--dataset.image_size", "10", "12"]
     line = "dataset.image_size = [10, 12]: must be a multiple of 4, the downsampling of haar"
-    assert run_script(*flags, "--autoencoder.name=haar") == (2, "", f"error: {line}\n")
+    assert run_script(SCRIPT, *flags, "--autoencoder.name=haar") == (2, "", f"error: {line}\n")

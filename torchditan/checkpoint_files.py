@@ -86,15 +86,15 @@ class ChecksummingWriter(dcp.FileSystemWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.fs = _ChecksummingFiles()
+        self.fs = self._files = _ChecksummingFiles()
 
     @property
     def checksums(self) -> dict[str, list[Any]]:
-        return self.fs.checksums
+        return self._files.checksums
 
     @property
     def error(self) -> OSError | None:
-        return self.fs.error
+        return self._files.error
 
 
 class _ChecksummingFiles(FileSystem):
@@ -256,10 +256,11 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{MANIFEST} was changed: it does not fit its own checksum")
     if manifest.get("format") != _FORMAT:
         raise DamagedCheckpointError(f"{MANIFEST} is of format {manifest.get('format')}; this version reads {_FORMAT}")
-    if checkpoint.name != f"step-{manifest.get('step', -1):08d}":
-        raise DamagedCheckpointError(f"{MANIFEST} is that of step {manifest.get('step')}")
-    if not _are_files(manifest.get("files")) or not isinstance(manifest.get("trajectory"), dict):
+    step, files, trajectory = (manifest.get(key) for key in ("step", "files", "trajectory"))
+    if not (isinstance(step, int) and _are_files(files) and isinstance(trajectory, dict)):
         raise DamagedCheckpointError(f"{MANIFEST} is no manifest")
+    if step != step_of(checkpoint):
+        raise DamagedCheckpointError(f"{MANIFEST} is that of step {step}")
     return manifest
 
 

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import NoReturn
 
-from torchditan.config import ConfigError, did_you_mean
+from torchditan.config import ConfigError, did_you_mean, option_error
 
 
 class ScriptParser(argparse.ArgumentParser):
@@ -50,6 +51,17 @@ class RunParser(ScriptParser):
         super().__init__(description, options=("sampling", "autoencoder.path"))
         self.add_argument("run", type=Path, help="run directory, outputs/quickstart say")
         self.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+
+
+def check_output(option: str, path: Path) -> None:
+    """Refuse, before any work, a file that could not be written.
+
+    Raises:
+        ConfigError: it is a folder, or in one that cannot be written to.
+    """
+    existing = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise option_error(option, str(path), "must be a file in a folder that can be written to")
 
 
 def count(text: str) -> int:

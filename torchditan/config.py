@@ -435,7 +435,7 @@ def _is_inner_folder(name: str) -> bool:
 
 
 def _is_plain_name(name: str) -> bool:
-    return _is_inner_folder(name) and "/" not in name and "\\" not in name
+    return _is_inner_folder(name) and len(name.encode()) <= 200 and "/" not in name and "\\" not in name
 
 
 _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
@@ -503,7 +503,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "checkpoint.folder metrics.save_tb_folder profiling.save_traces_folder profiling.save_memory_snapshot_folder",
     ),
     (
-        "must be a plain name without slashes: it names the run's folder",
+        "must be a plain name without slashes of at most 200 bytes: it names the run's folder",
         _is_plain_name,
         "metrics.experiment_name",
     ),

@@ -9,12 +9,11 @@ python -m torchditan.plan dit_7b --device h100 --num_devices 8 --sweep
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from torchditan.ablation.planner import Plan, alternatives, largest_batch, parallel_modes, plan_run, with_options
-from torchditan.command_line import ScriptParser, count
+from torchditan.command_line import ScriptParser, check_output, count
 from torchditan.config import Config, option_error
 
 __all__ = ["Plan", "largest_batch", "plan_run"]
@@ -51,7 +50,7 @@ def main() -> None:
     from torchditan.config_loader import load_config
     from torchditan.run_directory import write_file
 
-    check_plot(args.plot)
+    check_output("--plot", args.plot)
     config = load_config(["--job.config_file", args.config, *flags])
     plan = plan_run(config, device=args.device, num_devices=args.num_devices)
     if args.sweep and plan.time is None:
@@ -100,13 +99,6 @@ def sweep(config: Config, device: str, batch_size: int) -> list[Plan]:
         for num_devices in _SWEEP
         for replicate, shard in parallel_modes(num_devices, device)
     ]
-
-
-def check_plot(path: Path) -> None:
-    """Refuse, before any work, a plot that could not be written."""
-    existing = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise option_error("--plot", str(path), "must be a file in a folder that can be written to")
 
 
 if __name__ == "__main__":

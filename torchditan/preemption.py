@@ -12,7 +12,6 @@ Notable:
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -24,9 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchditan.distributed.parent_death import outlive_launcher
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _SAME_REQUEST_S = 1.0
-_PR_SET_PDEATHSIG = 1
 
 
 class StopRequest:
@@ -104,8 +104,7 @@ class StopAgreement:
 def _outlive_launcher(number: int, frame: FrameType | None) -> None:
     """Undo `die_with_launcher` in the main thread, which called it: a rank that was asked to stop saves first, though
     its launcher be gone. The request itself is seen by the watching thread."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
+    outlive_launcher()
 
 
 def _forget_wakeup() -> None:

@@ -29,7 +29,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchditan.config import ConfigError, option_error
-from torchditan.distributed.process_group import die_with_parent
+from torchditan.distributed.parent_death import die_with_parent
 from torchditan.randomness import Permutation, Randomness, draw, uniform
 
 Batch = dict[str, torch.Tensor]

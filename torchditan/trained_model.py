@@ -56,6 +56,9 @@ class TrainedModel:
             ConfigError: no run, no such checkpoint or no such weights are there, or a flag is wrong.
         """
         config = override(from_dict(read_config(run)["config"]), list(flags), sections=("sampling", "autoencoder"))
+        if config.autoencoder.name is None and config.autoencoder.path is not None:
+            right = "this run was trained on pixels, and has nothing to decode; leave it out"
+            raise option_error("autoencoder.path", config.autoencoder.path, right)
         if weights == "ema" and not config.ema.enable:
             raise option_error("--weights", weights, "this run kept no average; must be raw")
         weights = weights or ("ema" if config.ema.enable else "raw")

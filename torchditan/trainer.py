@@ -40,6 +40,7 @@ from torchditan.distributed.process_group import (
     set_timeout,
     sum_over_ranks,
 )
+from torchditan.distributed.watchdog import RankWatch, record_collectives
 from torchditan.divergence import DivergenceError, DivergenceGuard, LossSpikes
 from torchditan.ema import EMA
 from torchditan.evaluation.generate import generate, real_samples
@@ -149,6 +150,8 @@ class Trainer:
         finally:
             if "logger" in vars(self):
                 self.logger.close()
+            if "watch" in vars(self):
+                self.watch.close()
             end_loader_workers()
             self.run_directory.close()
 
@@ -171,6 +174,10 @@ class Trainer:
         is_own = dist.is_initialized() and (self.start_step is not None or verdict.exit_code != 2)
         if is_own:
             self.exit_if_another_rank_failed()
+        lost = self.watch.explain_lost_rank(error) if "watch" in vars(self) else None
+        if lost is not None:
+            self.record_lost(lost)
+            raise SystemExit(f"rank {self.rank.rank}: {lost}") from None
         write_rank_status(status, verdict.reason, step=self.progress.step, exit_code=verdict.exit_code)
         if verdict.exit_code == 2 and self.start_step in (None, self.progress.step) and self.rank.rank == 0:
             self.run_directory.discard()
@@ -178,6 +185,11 @@ class Trainer:
             self.run_directory.write_failure(status, verdict.reason, step=self.progress.step, rank=self.rank.rank)
         else:
             self.run_directory.write_status(status, verdict.reason, step=self.progress.step)
+
+    def record_lost(self, reason: str) -> None:
+        """Write that another rank was killed or is stuck; also called by the watching thread."""
+        write_rank_status("error", reason, step=self.progress.step, exit_code=1)
+        self.run_directory.write_failure("error", reason, step=self.progress.step, rank=self.rank.rank)
 
     def exit_if_another_rank_failed(self) -> None:
         """Its end shows here as a lost connection, which is no news: rank 0 repeats the reason in one line."""
@@ -192,7 +204,14 @@ class Trainer:
         if self.device.type == "cpu":
             keep_freed_memory()
         set_determinism(config.training.seed, deterministic=config.training.deterministic)
+        record_collectives(self.run_directory.folder("flight_recorder"))
         init_process_group(self.rank, timeout_seconds=config.comm.init_timeout_seconds)
+        self.watch = RankWatch(
+            self.rank,
+            timeout_seconds=config.comm.init_timeout_seconds,
+            on_lost=self.record_lost,
+            folder=self.run_directory.folder("flight_recorder"),
+        )
         mesh = self.parallel_dims.build_mesh(self.device.type)
 
         with torch.device("meta"):
@@ -361,6 +380,7 @@ class Trainer:
                     self.train_step(batches)
                     if (step := self.progress.step) == first_step:
                         set_timeout(config.comm.train_timeout_seconds, but=self.checkpoints.group)
+                        self.watch.timeout_seconds = config.comm.train_timeout_seconds
                     self.do_what_is_due(step, is_first=step == first_step)
                     self.profiler.step(step)
                     self.stop_if_asked()
@@ -369,6 +389,7 @@ class Trainer:
         self.guard.wait()
         # Rank 0 may take its time with what is left, uploading say.
         set_timeout(config.comm.init_timeout_seconds)
+        self.watch.timeout_seconds = config.comm.init_timeout_seconds
         self.finish()
 
     def train_step(self, batches: Iterator[tuple[Batch, Randomness]]) -> None:
@@ -376,6 +397,7 @@ class Trainer:
         step = self.progress.step + 1
         self.set_learning_rate(step)
         self.loss = self.accumulate_gradients(batches)
+        self.watch.note(step, "gradient norm and optimizer")
         self.stop.begin()
         self.grad_norm = clip_grad_norm(self.parameters, max_norm=self.config.training.max_norm)
         is_spike = None if self.spikes is None else self.spikes.judge(self.mean_loss())
@@ -409,6 +431,7 @@ class Trainer:
         Raises:
             Interrupted: they were.
         """
+        self.watch.note(self.progress.step, "agreeing whether to stop")
         number = self.stop.result()
         step, checkpoint = self.progress.step, self.config.checkpoint
         if number is None or step == self.config.training.steps:
@@ -443,8 +466,8 @@ class Trainer:
         self.num_tries = 1 if self.progress.step != self.tried_step else self.num_tries + 1
         self.tried_step = self.progress.step
         if self.num_tries > training.max_rollbacks:
-            given_up = f"{divergence.what}, after {training.max_rollbacks} rollback(s) to step {self.progress.step}"
-            raise DivergenceError(divergence.step, f"{given_up} each with other data")
+            after = f"after {training.max_rollbacks} rollback(s) to step {self.progress.step}, each to other data"
+            raise DivergenceError(divergence.step, f"{divergence.what}, {after}")
         self.progress.rollbacks = rollbacks + 1
         self.logger.roll_back(self.progress.step, self.progress.images_seen)
         self.profiler.return_to(self.progress.step)
@@ -485,8 +508,10 @@ class Trainer:
         share = self.plan.global_batch_size // self.rank.world_size
         total = torch.zeros((), device=self.device)
         for micro_batch in range(self.plan.num_micro_batches):
+            self.watch.note(self.progress.step + 1, "data loading")
             with self.logger.timer.data_loading():
                 batch, randomness = next(batches)
+            self.watch.note(self.progress.step + 1, "forward and backward")
             self.num_skipped += int(batch.pop("skipped").sum())
             batch = {key: tensor.to(self.device, non_blocking=True) for key, tensor in batch.items()}
             randomness = randomness.to(self.device)
@@ -527,6 +552,7 @@ class Trainer:
         return {"peak_memory_gib": self.peak_memory_gib, "capacity_gib": capacity, "alloc_retries": retries}
 
     def validate(self) -> None:
+        self.watch.note(self.progress.step, "validation")
         assert self.validation_dataset is not None
         with self.logger.timer.excluded("validation"):
             self.extra_metrics["validation_loss"] = validation_loss(
@@ -542,6 +568,7 @@ class Trainer:
 
     def sample(self) -> None:
         """Draw the grid of generated and real images of this step."""
+        self.watch.note(self.progress.step, "sampling")
         config, num_classes = self.config, len(self.dataset.class_names)
         self.guard.wait()
         labels = list(range(min(config.sampling.max_classes, max(1, num_classes))))
@@ -585,6 +612,7 @@ class Trainer:
         self.last_grid = path
 
     def save(self) -> None:
+        self.watch.note(self.progress.step, "saving")
         self.guard.wait()
         with self.logger.timer.excluded("checkpoint"):
             self.progress.elapsed_s = self.logger.elapsed_s

@@ -251,3 +251,9 @@ def test_the_scripts_name_their_grids(name: str, tmp_path: Path) -> None:
     expected = ["-m", "torchditan.ablation", "run", str(file), "--axes.parallel", *parallel, "--dry-run"]
     assert result.stdout.splitlines() == expected
     assert load_grid(str(file)).runs()
+
+
+def test_the_script_of_any_grid_asks_for_one() -> None:
+    result = subprocess.run([str(REPOSITORY / "scripts" / "run_ablations.sh")], capture_output=True, text=True)
+    line = "error: GRID, a grid of train_configs/ablations/, comes first: run_ablations.sh 0.5B\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", line)

@@ -209,9 +209,9 @@ class TrialStore:
             return {"schema_version": _SCHEMA_VERSION, "questions": {}}
         try:
             content: dict[str, Any] = json.loads(self.path.read_bytes())
-        except ValueError:
+        except (ValueError, RecursionError):
             content = {}
-        if content.get("schema_version") != _SCHEMA_VERSION:
+        if not isinstance(content, dict) or content.get("schema_version") != _SCHEMA_VERSION:
             raise ConfigError(
                 f"{self.path} is no store of trials of this version; move it away, and they are made again"
             )
@@ -362,7 +362,7 @@ def resolve_batch_size(config: Config, rank: Rank) -> int:
 
     from torch.distributed import TCPStore
 
-    from torchditan.distributed.process_group import die_with_launcher
+    from torchditan.distributed.parent_death import die_with_launcher
 
     die_with_launcher()
     # torchrun's own store: no process group is needed, which would take memory on the devices of the trials.

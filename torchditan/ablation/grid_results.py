@@ -177,7 +177,7 @@ def _read_content(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder} is not a grid folder: it has no grid.json")
     try:
         content = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} does not parse: {error}") from None
     if not isinstance(content, dict) or "schema_version" not in content:
         raise ConfigError(f"{file} is not that of an ablation grid: it has no schema_version")

@@ -136,8 +136,10 @@ def read_grid(path: Path) -> dict[str, Any]:
     """
     try:
         content: dict[str, Any] = json.loads((path / GRID_NAME).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise ConfigError(f"{path} is no grid folder: it has no {GRID_NAME} that can be read") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no grid folder: its {GRID_NAME} is not that of a grid")
     if content.get("kind") != _KIND or content.get("schema_version") != SCHEMA_VERSION:
         version = content.get("schema_version")
         right = f"this version reads {SCHEMA_VERSION}; name another folder with --name"

@@ -1,7 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""NVIDIA's Cosmos image tokenizers, CI8x8 and CI16x16: a pair of TorchScript files, read as they are.
+"""NVIDIA's Cosmos image tokenizers, CI8x8 and CI16x16: a pair of TorchScript files, read as they are and never run.
 
 Notable:
+- TorchScript can write files and more, so torchscript.py computes the trace itself;
 - the precision a file was traced in is frozen in it: a bfloat16 trace fails in float32, and the reverse. It is probed
   by a small forward, and so are channels, downsampling, and whether there is a variance;
 - `encoder.jit` gives (latent, (mean, logvar)). Where the tokenizer is no VAE (NVIDIA's "AE" formulation) it fills the
@@ -12,7 +13,6 @@ Notable:
 from __future__ import annotations
 
 import hashlib
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from torchditan.autoencoders.autoencoder import Autoencoder
 from torchditan.autoencoders.hub import first_line
+from torchditan.autoencoders.torchscript import NotATrace, Trace
 from torchditan.config import ConfigError, option_error
 
 FILES = ("encoder.jit", "decoder.jit")
@@ -34,8 +35,8 @@ class CosmosAutoencoder(Autoencoder):
 
     def __init__(
         self,
-        encoder: Any,
-        decoder: Any,
+        encoder: Trace,
+        decoder: Trace | None,
         *,
         fingerprint: str,
         latent_channels: int,
@@ -66,7 +67,8 @@ class CosmosAutoencoder(Autoencoder):
             dtype: None, or what they must be traced in.
 
         Raises:
-            ConfigError: a file is no TorchScript, they are no pair of an image tokenizer, or traced in another dtype.
+            ConfigError: a file is no TorchScript or does more than compute, they are no pair of an image tokenizer, or
+                traced in another dtype.
         """
         encoder, decoder = (_load(folder / file, device=device) for file in FILES)
         output, traced = _probe_encoder(encoder, folder=folder, device=device)
@@ -93,52 +95,45 @@ class CosmosAutoencoder(Autoencoder):
         return _mean_and_logvar(self._encoder(images))
 
     def _decode(self, latents: Tensor) -> Tensor:
+        assert self._decoder is not None, "the decoder was dropped"
         return self._decoder(latents)
 
 
-def _load(file: Path, *, device: torch.device) -> Any:
-    load = getattr(getattr(torch, "jit", None), "load", None)
-    if load is None:
-        raise _refuse(file, f"is TorchScript, which torch {torch.__version__} reads no more; use an older one")
+def _load(file: Path, *, device: torch.device) -> Trace:
     try:
-        with warnings.catch_warnings():
-            # TorchScript is what NVIDIA publishes; there is nothing a user could switch to.
-            warnings.filterwarnings("ignore", message=r"`torch\.jit\.load` is deprecated", category=DeprecationWarning)
-            return load(str(file), map_location=device).eval()
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError, OSError) as error:
-        raise _refuse(file, f"is no TorchScript file, or not all of it ({first_line(error)})") from error
+        return Trace(file, device=device)
+    except NotATrace as error:
+        raise _refuse(file, f"is no TorchScript file of an image tokenizer, or not all of it ({error})") from error
 
 
 @torch.no_grad()
-def _probe_encoder(encoder: Any, *, folder: Path, device: torch.device) -> tuple[Any, torch.dtype]:
+def _probe_encoder(encoder: Trace, *, folder: Path, device: torch.device) -> tuple[Any, torch.dtype]:
     """What the encoder gives for one small image, and the dtype it was traced in."""
-    weights = [*encoder.parameters(), *encoder.buffers()]
-    stored = [weight.dtype for weight in weights if weight.is_floating_point()]
+    stored = [tensor.dtype for tensor in encoder.tensors if tensor.is_floating_point()]
     failure: Exception | None = None
     for dtype in dict.fromkeys([*stored[:1], torch.float32, torch.bfloat16]):
         try:
             output = encoder(torch.zeros(1, 3, _PROBE_SIZE, _PROBE_SIZE, dtype=dtype, device=device))
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, NotATrace) as error:
             failure = failure or error  # the one of the stored dtype says most
         else:
             _check_output(output, file=folder / FILES[0])
             return output, dtype
-    raise _refuse(folder / FILES[0], f"encodes no image of {_IMAGE} on {device} ({_last_line(failure)})")
+    assert failure is not None
+    raise _refuse(folder / FILES[0], f"encodes no image of {_IMAGE} on {device} ({first_line(failure)})")
 
 
 @torch.no_grad()
-def _probe_decoder(decoder: Any, latent: Tensor, *, folder: Path) -> None:
+def _probe_decoder(decoder: Trace, latent: Tensor, *, folder: Path) -> None:
     file = folder / FILES[1]
     try:
         images = decoder(latent)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
-        right = f"does not decode the latents of {FILES[0]}, {_shown(latent)} ({_last_line(error)})"
+    except (RuntimeError, NotATrace) as error:
+        right = f"does not decode the latents of {FILES[0]}, {_shown(latent)} ({first_line(error)})"
         raise _refuse(file, right) from error
     if not isinstance(images, Tensor) or images.shape != (1, 3, _PROBE_SIZE, _PROBE_SIZE):
         right = f"gives {_shown(images)} for the latents of an image of {_IMAGE}; they are no pair"
@@ -183,9 +178,3 @@ def _word(dtype: torch.dtype | None) -> str:
 
 def _shown(output: Any) -> str:
     return f"{_word(output.dtype)} {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
-
-
-def _last_line(error: Exception | None) -> str:
-    """TorchScript ends its traceback with the reason."""
-    lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else type(error).__name__

@@ -121,7 +121,7 @@ def read_index(folder: Path) -> LatentIndex:
         if (folder / SETTINGS_FILE).exists():
             right = f"its encoding is not finished; {REPAIR}"
         raise option_error("dataset.root_dir", str(folder), right) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         values = None
     return index_from_json(values, where=folder / INDEX_FILE)
 
@@ -143,7 +143,7 @@ def index_from_json(values: Any, *, where: Path) -> LatentIndex:
             normalization=str(normalization["source"]),
             shards=shards,
         )
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise ConfigError(f"{where} is damaged; restore it, or delete it and encode the latents again") from None
     return index
 
@@ -176,7 +176,7 @@ def encoding_from_json(values: Any, *, where: Path) -> Encoding:
     _check_version(values, where=where)
     try:
         return _encoding_from(values)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise ConfigError(f"{where} is damaged; delete the folder and encode the latents again") from None
 
 
@@ -187,8 +187,11 @@ def record_to_json(record: ShardRecord) -> dict[str, Any]:
 
 
 def record_from_json(values: dict[str, Any]) -> ShardRecord:
+    file = values["file"]
+    if file in ("", ".", "..") or Path(file).name != file:
+        raise ValueError(file)  # nothing outside of the folder is a shard
     return ShardRecord(
-        file=str(values["file"]),
+        file=file,
         num_images=int(values["num_images"]),
         bytes=int(values["bytes"]),
         sha256=str(values["sha256"]),

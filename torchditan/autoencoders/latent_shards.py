@@ -78,20 +78,26 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
             header = json.loads(file.read(min(length, size)))
         header.pop("__metadata__", None)
         first = 8 + length
-        places = {
-            name: TensorPlace(
-                entry["dtype"], tuple(entry["shape"]), *(first + int(offset) for offset in entry["data_offsets"])
-            )
-            for name, entry in header.items()
-        }
+        places = {name: _place(entry, first=first) for name, entry in header.items()}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise ConfigError(f"{path} is no safetensors file") from None
     end = max((place.end for place in places.values()), default=first)
     if end > size:
         raise ConfigError(f"{path} is cut short: it has {size} bytes, and should have {end}")
     return places
+
+
+def _place(entry: dict[str, Any], *, first: int) -> TensorPlace:
+    """An entry of a header; ValueError where its bytes are not those of its shape."""
+    start, end = (first + int(offset) for offset in entry["data_offsets"])
+    shape = tuple(int(side) for side in entry["shape"])
+    dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])  # of tensors that are none of ours nothing is read
+    fits = dtype is None or end - start == math.prod(shape) * np.dtype(dtype).itemsize
+    if not first <= start <= end or min(shape, default=0) < 0 or not fits:
+        raise ValueError(f"{shape} from {start} to {end}")
+    return TensorPlace(entry["dtype"], shape, start, end)
 
 
 class MappedFile:
@@ -154,7 +160,7 @@ class LatentShards:
         if problem is not None:
             raise option_error("dataset.root_dir", str(path), f"{problem}; {REPAIR}")
         # asarray: the same map without the slow indexing of np.memmap
-        labels = np.asarray(np.load(path / LABELS_FILE, mmap_mode="r")) if index.class_names else None
+        labels = np.asarray(_map_labels(path)) if index.class_names else None
         return cls(path, index, labels=labels)
 
     def __reduce__(self) -> Any:
@@ -381,13 +387,20 @@ def _check_tensors(file: MappedFile, index: LatentIndex, *, num_images: int) -> 
             raise ConfigError(f"{file.path} is not the shard that its index describes: {name} differs; {REPAIR}")
 
 
+def _map_labels(folder: Path) -> np.memmap:
+    """labels.npy as it is on the disk; np.load would also open archives and, asked to, pickles."""
+    return np.lib.format.open_memmap(folder / LABELS_FILE, mode="r")
+
+
 def _label_file_problems(folder: Path, index: LatentIndex) -> list[str]:
     try:
-        labels = np.load(folder / LABELS_FILE, mmap_mode="r")
+        labels = _map_labels(folder)
     except FileNotFoundError:
         return [f"{LABELS_FILE} is missing"]
-    except (OSError, ValueError):
+    except (OSError, ValueError, OverflowError):
         return [f"{LABELS_FILE} is damaged"]
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        return [f"{LABELS_FILE} holds {labels.dtype} {list(labels.shape)}, not a list of integers"]
     if labels.shape != (index.num_images,):
         return [f"{LABELS_FILE} has {len(labels)} labels, not {index.num_images}"]
     return []
@@ -397,7 +410,7 @@ def _label_problems(folder: Path, index: LatentIndex) -> list[str]:
     """Where labels.npy and the shards disagree, or a label has no class; the files are whole."""
     if not index.class_names:
         return []
-    labels = np.load(folder / LABELS_FILE, mmap_mode="r")
+    labels = _map_labels(folder)
     in_shards = np.concatenate([MappedFile(folder / shard.file).array("labels") for shard in index.shards])
     if not np.array_equal(labels, in_shards):
         return [f"{folder / LABELS_FILE} differs from the labels in the shards; delete it and {REPAIR}"]

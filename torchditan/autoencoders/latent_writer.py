@@ -160,11 +160,11 @@ class LatentWriter:
         return buffer.getvalue()
 
     def _record(self, number: int) -> ShardRecord | None:
-        """The record of a shard that is there in its whole size."""
+        """The record of a shard that is there in its whole size; a damaged one does not count."""
         try:
             record = record_from_json(json.loads(self._record_path(number).read_bytes()))
             size = (self.folder / record.file).stat().st_size
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
             return None
         return record if size == record.bytes else None
 
@@ -188,7 +188,7 @@ class LatentWriter:
         path = self.folder / SETTINGS_FILE
         try:
             values = json.loads(path.read_bytes())
-        except ValueError:
+        except (ValueError, RecursionError):
             values = None
         return encoding_from_json(values, where=path)
 

@@ -248,7 +248,7 @@ def _read_config(folder: Path, *, option_value: str) -> dict[str, Any]:
         content = json.loads((folder / CONFIG_FILE).read_bytes())
     except OSError as error:
         raise wrong(f"{CONFIG_FILE} cannot be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise wrong(f"{CONFIG_FILE} is not JSON, cut short perhaps") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise wrong(f"{CONFIG_FILE} is not that of a {FORMAT}")

@@ -137,7 +137,7 @@ class DiffusersAutoencoder(Autoencoder):
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / FILES[0]).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _refuse(folder, f"{FILES[0]} is no JSON ({first_line(error)})") from error
     class_name = config.get("_class_name") if isinstance(config, dict) else None
     if class_name not in CLASSES:

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchditan.config import ConfigError
-
-_PR_SET_PDEATHSIG = 1
+from torchditan.distributed.parent_death import check_launcher
 
 
 @dataclass(frozen=True)
@@ -53,20 +49,8 @@ def init_process_group(rank: Rank, *, timeout_seconds: int) -> None:
     if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    die_with_launcher()
+    check_launcher()
     dist.init_process_group(backend, timeout=timeout)
-
-
-def die_with_launcher() -> None:
-    """Have the kernel end this rank when torchrun is killed: ranks are sessions of their own and would live on."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process when the one that started it ends, however that happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def check_devices(rank: Rank) -> None:

@@ -1,0 +1,86 @@
+#!/usr/bin/env python
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Weights of a run to one safetensors file with its configuration, and such a file to a run that can be sampled.
+
+python scripts/convert_checkpoint.py export outputs/quickstart quickstart.safetensors
+python scripts/convert_checkpoint.py export outputs/quickstart/checkpoint/step-00000400 raw.safetensors --weights raw
+python scripts/convert_checkpoint.py import quickstart.safetensors outputs/from_a_friend
+python scripts/generate.py outputs/from_a_friend
+
+A new run begins from any of them with --checkpoint.initial_load_path.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def export_file(argv: list[str]) -> None:
+    from torchditan.command_line import ScriptParser
+    from torchditan.config import Config, ConfigError, option_error
+    from torchditan.config_loader import override
+
+    parser = ScriptParser(__doc__, options=())
+    parser.prog, parser.epilog = f"{parser.prog} export", None
+    parser.add_argument("source", type=Path, metavar="RUN", help="run directory, or the folder of a checkpoint")
+    parser.add_argument("out", type=Path, metavar="OUT.safetensors", help="file to write")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema where the run has them)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
+    parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    arguments, rest = parser.parse(argv)
+    override(Config(), rest, sections=())  # refuses an argument too many
+    if arguments.out.suffix != ".safetensors" or arguments.out.is_dir():
+        raise option_error("OUT", str(arguments.out), "must be a file that ends in .safetensors")
+    if arguments.out.exists() and not arguments.overwrite:
+        raise ConfigError(f"{arguments.out} exists; choose another name, or replace it with --overwrite")
+
+    from torchditan.weights_file import DTYPES, export_weights
+
+    start = time.perf_counter()
+    stored = export_weights(
+        arguments.source, arguments.out, step=arguments.step, weights=arguments.weights, dtype=DTYPES[arguments.dtype]
+    )
+    print(
+        f"{arguments.out}: {stored.weights} weights of {arguments.source}, step {stored.step}, {arguments.dtype}, "
+        f"{arguments.out.stat().st_size / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s"
+    )
+
+
+def import_file(argv: list[str]) -> None:
+    from torchditan.command_line import ScriptParser
+
+    parser = ScriptParser(__doc__, options=("dataset.root_dir", "autoencoder.path"))
+    parser.prog = f"{parser.prog} import"
+    parser.add_argument("weights", type=Path, metavar="WEIGHTS.safetensors", help="a file that `export` wrote")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory to make")
+    parser.add_argument("--overwrite", action="store_true", help="replace a run that was imported before")
+    arguments, flags = parser.parse(argv)
+
+    from torchditan.imported_run import import_weights
+
+    stored = import_weights(arguments.weights, arguments.run, flags=flags, overwrite=arguments.overwrite)
+    print(f"{arguments.run}: {stored.weights} weights of step {stored.step}, for scripts/generate.py and evaluate.py")
+
+
+def main() -> None:
+    from torchditan.config import ConfigError
+
+    commands = {"export": export_file, "import": import_file}
+    command, argv = (sys.argv[1:2] or [""])[0], sys.argv[2:]
+    if command in ("-h", "--help"):
+        print(__doc__, end="")
+    elif command in commands:
+        commands[command](argv)
+    else:
+        raise ConfigError(f"the first argument is {command or 'missing'}; must be export or import, or --help")
+
+
+if __name__ == "__main__":
+    from torchditan.verdict import run_job
+
+    sys.exit(run_job(main))

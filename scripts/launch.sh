@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# Run train.py under torchrun, pass a request to stop on to the ranks, and exit with the code that they earned:
+#   NGPU=8 scripts/launch.sh --job.config_file=imagenet_pixels --checkpoint.enable_checkpoint
+# 0 done, 2 the user's mistake, 3 out of memory, 75 interrupted and resumable, 1 anything else; torchrun knows 0 and 1.
+#
+# SIGTERM, SIGUSR1 or Ctrl-C: the ranks finish their step, save and end together. A second SIGTERM or Ctrl-C, more than
+# a second or two later, ends everything at once. Under SLURM an interrupted job is put back into the queue.
+#
+# NGPU: processes on this machine (default: its GPUs, or 1). CONFIG_FILE: a path, or a name in train_configs/.
+# LOG_RANK: local ranks to print, "0,1". MAX_RESTARTS: how often torchrun starts ranks again after one failed (0).
+# Several machines: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT on each; within srun SLURM gives the first two.
+# REQUEUE=0: leave an interrupted SLURM job out of the queue.
+set -euo pipefail
+
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+NGPU=${NGPU:-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}
+NNODES=${NNODES:-${SLURM_STEP_NUM_NODES:-1}}
+NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
+
+refuse() {
+  echo "error: $1" >&2
+  exit 2
+}
+
+for name in NGPU NNODES; do
+  [[ ${!name} =~ ^[1-9][0-9]*$ ]] || refuse "$name = \"${!name}\": must be an integer of at least 1"
+done
+if ((NNODES > 1)); then
+  [[ -n ${MASTER_ADDR:-} ]] || refuse "MASTER_ADDR = none: must name the first of the $NNODES machines (NNODES)"
+  [[ $NODE_RANK =~ ^[0-9]+$ ]] && ((NODE_RANK < NNODES)) ||
+    refuse "NODE_RANK = \"$NODE_RANK\": must be 0 on the first machine, up to $((NNODES - 1))"
+  meeting=(--nnodes="$NNODES" --rdzv_id="${SLURM_JOB_ID:-torchditan}"
+    --rdzv_endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}" --rdzv_conf="is_host=$((NODE_RANK == 0))")
+else
+  meeting=(--rdzv_endpoint=localhost:0)
+fi
+
+# Activations of changing sizes fragment the allocator's fixed segments.
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+# Every rank writes here how it fares.
+TORCHDITAN_RANKS_FOLDER=$(mktemp -d)
+export TORCHDITAN_RANKS_FOLDER
+trap 'rm -rf "$TORCHDITAN_RANKS_FOLDER"' EXIT
+
+children() {
+  if [[ -r /proc/$1/stat ]]; then
+    cat "/proc/$1/task/"*/children 2>/dev/null || true
+  else
+    pgrep -P "$1" || true
+  fi
+}
+
+# A rank that does not catch SIGUSR1 (bit 9 of the mask) has not begun: it would die of the signal, or never see it.
+catches_usr1() {
+  [[ -r /proc/self/status ]] || return 0
+  local mask
+  mask=$(sed -n 's/^SigCgt:\t//p' "/proc/$1/status" 2>/dev/null) || return 1
+  ((0x${mask:-0} & 0x200))
+}
+
+stop() {
+  local rank ranks=()
+  if [[ -n $stopped_at ]]; then
+    if [[ $1 != USR1 ]] && ((SECONDS > stopped_at + 1)); then end_at_once; fi
+    return 0
+  fi
+  stopped_at=$SECONDS
+  for rank in $(children "$torchrun"); do
+    if catches_usr1 "$rank"; then ranks+=("$rank"); fi
+  done
+  if ((${#ranks[@]})); then
+    # To the ranks themselves: torchrun would kill them 30 s later, saved or not.
+    echo "launch.sh: SIG$1, so the ranks are to save and end" >&2
+    kill -USR1 "${ranks[@]}" 2>/dev/null || true
+  else
+    echo "launch.sh: SIG$1 before any rank trains" >&2
+    kill -TERM "$torchrun" 2>/dev/null || true
+  fi
+}
+
+end_at_once() {
+  local rank
+  # A rank leads a process group of its own, with its data workers.
+  for rank in $(children "$torchrun"); do kill -KILL -- "-$rank" "$rank" 2>/dev/null || true; done
+  kill -KILL "$torchrun" 2>/dev/null || true
+}
+
+stopped_at=""
+torchrun=""
+early=""
+for signal in TERM USR1 INT; do trap "early=$signal" "$signal"; done
+
+# Job control: in a process group of its own torchrun sees no Ctrl-C, which it would take for its own.
+set -m
+# SIGUSR1, which SLURM sends to every process of a step, would end torchrun; ignored, it stays so over exec.
+(
+  trap '' USR1
+  exec torchrun --nproc_per_node="$NGPU" --rdzv_backend=c10d "${meeting[@]}" --max-restarts="${MAX_RESTARTS:-0}" \
+    --local-ranks-filter="${LOG_RANK:-0}" --role=rank --tee=3 \
+    "$repository/train.py" ${CONFIG_FILE:+"--job.config_file=$CONFIG_FILE"} "$@"
+) </dev/null &
+torchrun=$!
+for signal in TERM USR1 INT; do trap "stop $signal" "$signal"; done
+if [[ -n $early ]]; then stop "$early"; fi
+
+# A signal that was trapped ends `wait` too.
+while kill -0 "$torchrun" 2>/dev/null; do wait "$torchrun" 2>/dev/null || true; done
+trap '' TERM USR1 INT
+
+code=0
+PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}" python -m torchditan.verdict "$TORCHDITAN_RANKS_FOLDER" \
+  --num_ranks="$NGPU" ${stopped_at:+--signalled} || code=$?
+
+if ((code == 75)) && [[ -n ${SLURM_JOB_ID:-} && $NODE_RANK == 0 && ${REQUEUE:-1} != 0 ]]; then
+  if scontrol requeue "$SLURM_JOB_ID"; then
+    echo "launch.sh: job $SLURM_JOB_ID is back in the queue" >&2
+  else
+    echo "launch.sh: job $SLURM_JOB_ID could not be requeued; submit it again to continue" >&2
+  fi
+fi
+exit "$code"

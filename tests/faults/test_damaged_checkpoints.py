@@ -1,0 +1,297 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A checkpoint is whole or it is not used: every file of one damaged in every way, and its manifest edited."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from torchditan.checkpoint import find_checkpoint, read_state
+from torchditan.checkpoint_files import INDEX, MANIFEST, DamagedCheckpointError, list_checkpoints, verify
+from torchditan.config import ConfigError
+from torchditan.run_directory import read_metrics, read_status
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SMALL = [
+    "--model.flavor=debugmodel",
+    "--model.patch_size=2",
+    "--dataset.num_workers=0",
+    "--training.mixed_precision_param=float32",
+    "--training.global_batch_size=4",
+    "--metrics.enable_sampling=false",
+    "--metrics.log_freq=1",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.interval=2",
+    "--checkpoint.keep_latest_k=0",
+    "--metrics.experiment_name=run",
+]
+FILES = [INDEX, "__0_0.distcp", "config.json", "progress.json", MANIFEST]
+Damage = Callable[[Path, str], None]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 6 steps with checkpoints of 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("trained")
+    command = [
+        sys.executable,
+        str(REPOSITORY / "train.py"),
+        *SMALL,
+        "--training.steps=6",
+        f"--job.dump_folder={folder}",
+    ]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it to damage, where `python train.py` finds it."""
+    return Path(shutil.copytree(trained, tmp_path / "outputs" / "run"))
+
+
+def truncate(file: Path, size: int) -> None:
+    with file.open("r+b") as stream:
+        stream.truncate(size)
+
+
+def flip(file: Path, place: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
+def cut_in_half(checkpoint: Path, name: str) -> None:
+    truncate(checkpoint / name, (checkpoint / name).stat().st_size // 2)
+
+
+def cut_by_a_byte(checkpoint: Path, name: str) -> None:
+    truncate(checkpoint / name, (checkpoint / name).stat().st_size - 1)
+
+
+def empty(checkpoint: Path, name: str) -> None:
+    truncate(checkpoint / name, 0)
+
+
+def flip_a_bit_at_its_begin(checkpoint: Path, name: str) -> None:
+    flip(checkpoint / name, 0)
+
+
+def flip_a_bit_in_its_middle(checkpoint: Path, name: str) -> None:
+    flip(checkpoint / name, (checkpoint / name).stat().st_size // 2)
+
+
+def flip_a_bit_at_its_end(checkpoint: Path, name: str) -> None:
+    flip(checkpoint / name, -1)
+
+
+def fill_a_page_with_zeros(checkpoint: Path, name: str) -> None:
+    file = checkpoint / name
+    data = file.read_bytes()
+    file.write_bytes(bytes(min(4096, len(data))) + data[4096:])
+
+
+def append_a_byte(checkpoint: Path, name: str) -> None:
+    with (checkpoint / name).open("ab") as stream:
+        stream.write(b"\0")
+
+
+def delete(checkpoint: Path, name: str) -> None:
+    (checkpoint / name).unlink()
+
+
+def put_a_folder_in_its_place(checkpoint: Path, name: str) -> None:
+    (checkpoint / name).unlink()
+    (checkpoint / name).mkdir()
+
+
+def swap_with_that_of_another_step(checkpoint: Path, name: str) -> None:
+    other = checkpoint.parent / "step-00000004"
+    if name == "config.json":  # the same in every checkpoint of a run: that of another run instead
+        (checkpoint / name).write_text((checkpoint / name).read_text().replace('"seed": 0', '"seed": 1'))
+    else:
+        shutil.copy(other / name, checkpoint / name)
+
+
+DAMAGES: list[Damage] = [
+    cut_in_half,
+    cut_by_a_byte,
+    empty,
+    flip_a_bit_at_its_begin,
+    flip_a_bit_in_its_middle,
+    flip_a_bit_at_its_end,
+    fill_a_page_with_zeros,
+    append_a_byte,
+    delete,
+    put_a_folder_in_its_place,
+    swap_with_that_of_another_step,
+]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_file_is_named(damage: Damage, name: str, run: Path) -> None:
+    checkpoint = run / "checkpoint" / "step-00000006"
+    verify(checkpoint)
+    damage(checkpoint, name)
+    with pytest.raises(DamagedCheckpointError) as error:
+        verify(checkpoint)
+    assert str(error.value).startswith(name)
+    verify(run / "checkpoint" / "step-00000004")
+
+
+def edit_manifest(checkpoint: Path, **changes: Any) -> None:
+    """Write the manifest anew, with a checksum of itself that is right."""
+    content = {**json.loads((checkpoint / MANIFEST).read_text()), **changes}
+    content.pop("sha256")
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (checkpoint / MANIFEST).write_text(json.dumps({**content, "sha256": digest}))
+
+
+def files_of(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / MANIFEST).read_text())["files"]
+
+
+EDITS: list[tuple[str, Callable[[Path], dict[str, Any]], str]] = [
+    ("another step", lambda _: {"step": 4}, "manifest.json is that of step 4"),
+    ("no step", lambda _: {"step": None}, "manifest.json is no manifest"),
+    ("a later format", lambda _: {"format": 2}, "manifest.json is of format 2; this version reads 1"),
+    ("a list of files", lambda _: {"files": []}, "manifest.json is no manifest"),
+    ("no trajectory", lambda _: {"trajectory": None}, "manifest.json is no manifest"),
+    ("a file left out", lambda at: {"files": _without(files_of(at), INDEX)}, ".metadata does not belong to it"),
+    ("a file too many", lambda at: {"files": {**files_of(at), "x": [1, ""]}}, "x is missing"),
+    ("a path outside", lambda at: {"files": {**files_of(at), "../x": [1, ""]}}, "manifest.json is no manifest"),
+    ("another size", lambda at: {"files": {**files_of(at), INDEX: [3, ""]}}, ".metadata has "),
+    ("a size in words", lambda at: {"files": {**files_of(at), INDEX: ["3", ""]}}, "manifest.json is no manifest"),
+    (
+        "another checksum",
+        lambda at: {"files": {**files_of(at), INDEX: [files_of(at)[INDEX][0], "0" * 64]}},
+        ".metadata does not fit its checksum",
+    ),
+]
+
+
+def _without(files: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in files.items() if key != name}
+
+
+@pytest.mark.parametrize(("changes", "message"), [edit[1:] for edit in EDITS], ids=[edit[0] for edit in EDITS])
+def test_a_manifest_that_was_edited_is_refused_even_with_its_own_checksum_right(
+    changes: Callable[[Path], dict[str, Any]], message: str, run: Path
+) -> None:
+    checkpoint = run / "checkpoint" / "step-00000006"
+    edit_manifest(checkpoint)
+    verify(checkpoint)  # that alone is no damage
+    edit_manifest(checkpoint, **changes(checkpoint))
+    with pytest.raises(DamagedCheckpointError) as error:
+        verify(checkpoint)
+    assert str(error.value).startswith(message)
+
+
+def test_a_folder_under_another_steps_name_is_refused(run: Path) -> None:
+    renamed = (run / "checkpoint" / "step-00000006").rename(run / "checkpoint" / "step-00000008")
+    with pytest.raises(DamagedCheckpointError, match=r"manifest.json is that of step 6"):
+        verify(renamed)
+
+
+def test_a_file_or_an_empty_folder_under_a_checkpoints_name_is_refused(run: Path) -> None:
+    for step, make in ((8, Path.touch), (9, Path.mkdir)):
+        path = run / "checkpoint" / f"step-0000000{step}"
+        make(path)
+        with pytest.raises(DamagedCheckpointError, match=r"manifest.json cannot be read"):
+            verify(path)
+
+
+def test_ranks_that_verify_together_read_every_file(run: Path) -> None:
+    checkpoint = run / "checkpoint" / "step-00000006"
+    flip_a_bit_in_its_middle(checkpoint, "__0_0.distcp")
+    found = []
+    for rank in range(3):
+        try:
+            verify(checkpoint, rank=rank, world_size=3)
+        except DamagedCheckpointError as error:
+            found.append(str(error))
+    assert found == ["__0_0.distcp does not fit its checksum"]
+
+
+def resume(run_script: RunScript, *flags: str) -> Any:
+    return run_script("train.py", *SMALL, "--training.steps=8", *flags)
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_which_are_not(
+    run: Path, run_script: RunScript
+) -> None:
+    shutil.copytree(run, run.parent / "untouched")
+    flip_a_bit_in_its_middle(run / "checkpoint" / "step-00000006", "__0_0.distcp")
+    cut_in_half(run / "checkpoint" / "step-00000004", "progress.json")
+    code, out, err = resume(run_script)
+    assert code == 0, err
+    assert err.splitlines() == [
+        "warning: outputs/run/checkpoint/step-00000006 is not used: __0_0.distcp does not fit its checksum; "
+        "continuing from step-00000002",
+        "warning: outputs/run/checkpoint/step-00000004 is not used: progress.json has "
+        f"{(run.parent / 'untouched/checkpoint/step-00000004/progress.json').stat().st_size // 2} bytes; must have "
+        f"{(run.parent / 'untouched/checkpoint/step-00000004/progress.json').stat().st_size}; "
+        "continuing from step-00000002",
+    ]
+    assert "resumed at step 2" in out
+    assert [record["step"] for record in read_metrics(run)] == list(range(1, 9))
+    verify(run / "checkpoint" / "step-00000006")  # trained and written anew
+    assert run_script("train.py", *SMALL, "--training.steps=8", "--metrics.experiment_name=untouched").code == 0
+    states = [read_state(run.parent / name / "checkpoint" / "step-00000008") for name in ("run", "untouched")]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+
+
+def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(run: Path, run_script: RunScript) -> None:
+    for checkpoint in list_checkpoints(run / "checkpoint"):
+        delete(checkpoint, MANIFEST)
+    before = (run / "metrics.jsonl").read_bytes()
+    code, _, err = resume(run_script)
+    missing = "is not used: manifest.json cannot be read (No such file or directory)"
+    each = "; ".join(f"outputs/run/checkpoint/step-0000000{step} {missing}" for step in (6, 4, 2))
+    right = "to begin anew move them away, or name a new run with --metrics.experiment_name"
+    assert (code, err) == (2, f"error: no checkpoint is whole: {each}; {right}\n")
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert read_status(run)["state"] == "completed"  # as the run of before left it
+
+
+def test_a_checkpoint_of_another_run_is_refused(run: Path, run_script: RunScript) -> None:
+    flags = ["--training.seed=1", "--training.steps=4", "--metrics.experiment_name=other"]
+    assert run_script("train.py", *SMALL, *flags).code == 0
+    for step in (2, 4, 6):
+        shutil.rmtree(run / "checkpoint" / f"step-0000000{step}")
+    shutil.copytree(run.parent / "other" / "checkpoint" / "step-00000004", run / "checkpoint" / "step-00000004")
+    code, _, err = resume(run_script)
+    assert code == 2
+    assert "step-00000004 is not used: it is of a run with other settings (training.seed is 1 there and 0 here)" in err
+
+
+def test_scripts_too_use_the_newest_whole_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run / "checkpoint"
+    flip_a_bit_at_its_end(folder / "step-00000006", INDEX)
+    assert find_checkpoint(folder, None) == folder / "step-00000004"
+    assert "step-00000006 is not used: .metadata does not fit its checksum; step-00000004 is" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"no checkpoint is whole: .*step-00000006 .*; there are \[2, 4, 6\]"):
+        find_checkpoint(folder, 6)
+
+
+def test_what_killed_runs_left_is_removed(run: Path, run_script: RunScript) -> None:
+    for left in ("step-00000008.partial", "step-00000002.deleted", "step-00000004.replaced"):
+        shutil.copytree(run / "checkpoint" / "step-00000006", run / "checkpoint" / left)
+    (run / "checkpoint" / "notes.partial").mkdir()  # somebody else's
+    assert resume(run_script).code == 0
+    names = sorted(path.name for path in (run / "checkpoint").iterdir())
+    assert names == ["notes.partial", *(f"step-0000000{step}" for step in (2, 4, 6, 8))]

@@ -1,0 +1,355 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A rank that is killed or stuck is named, the others end in time, and the job can go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from test_launch import TINY, TRAINER, end_of, environment, processes_in, wait_for
+
+from torchditan.distributed import watchdog
+from torchditan.distributed.lost_rank import is_of_others, read_process
+from torchditan.distributed.process_group import Rank
+from torchditan.distributed.watchdog import Group, RankWatch
+from torchditan.run_directory import read_metrics, read_status
+
+SCRIPTS = TRAINER.parent / "scripts"
+CLOSED = RuntimeError("Connection closed by peer [127.0.0.1]:63700")
+TIMED_OUT = RuntimeError("Timed out waiting 4000ms for recv operation to complete")
+
+
+class Store:
+    """The process group's, without a network."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, Any] = {}
+
+    def clone(self) -> Store:
+        return self
+
+    def set_timeout(self, timeout: Any) -> None:
+        pass
+
+    def set(self, key: str, text: str) -> None:
+        self.records[key] = json.loads(text)
+
+    def get(self, key: str) -> str:
+        return json.dumps(self.records[key])
+
+    def multi_get(self, keys: list[str]) -> list[str]:
+        return [self.get(key) for key in keys]
+
+    def says(self, rank: int, **record: Any) -> None:
+        """What `rank` tells the others."""
+        known = {"rank": rank, "host": "elsewhere", "pid": 1, "started": "1", "beat": 1, "time": time.time()}
+        known |= {"step": 7, "place": "forward and backward", "seconds": 6.0, "began": 10, "leaving": None}
+        self.records[f"watch/{rank}"] = {**known, **self.records.get(f"watch/{rank}", {}), **record}
+
+
+MakeWatch = Callable[..., RankWatch]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    """Rank 1 of 2 has told where it is; looking for the reason takes moments instead of seconds."""
+    store = Store()
+    store.says(1)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(watchdog, "_collectives", lambda: {"0": Group(began=12, completed=12, on_device=False)})
+    monkeypatch.setattr(watchdog, "_newest_collective", lambda: "gloo:all_reduce")
+    monkeypatch.setattr(watchdog, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(watchdog, "_BEAT_S", 0.01)
+    return store
+
+
+@pytest.fixture
+def watch() -> Iterator[MakeWatch]:
+    """`watch()`: that of rank 0, closed at the end."""
+    watches = []
+
+    def make(**options: Any) -> RankWatch:
+        watches.append(RankWatch(Rank(rank=0, local_rank=0, world_size=2), timeout_seconds=5, **options))
+        return watches[-1]
+
+    yield make
+    for made in watches:
+        made.close()
+
+
+@pytest.fixture
+def neighbour(store: Store) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of this machine that rank 1 says it is."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    known = read_process(process.pid)
+    assert known is not None
+    store.says(1, host=socket.gethostname(), pid=process.pid, started=known.started)
+    yield process
+    process.kill()
+    process.wait()
+
+
+SEEN = "last seen in step 7, forward and backward"
+KILLED = f"lost rank 1: killed by SIGKILL (as by the system when memory ran out), {SEEN}"
+
+
+def test_a_killed_rank_is_named_with_its_signal(watch: MakeWatch, neighbour: subprocess.Popen[bytes]) -> None:
+    own = watch()
+    neighbour.kill()
+    wait_for(lambda: (process := read_process(neighbour.pid)) is not None and process.has_ended)
+    assert own.explain_lost_rank(CLOSED) == KILLED
+
+
+def test_how_a_rank_was_killed_is_known_after_torchrun_cleared_it_away(
+    watch: MakeWatch, neighbour: subprocess.Popen[bytes]
+) -> None:
+    own = watch()
+    neighbour.kill()
+    wait_for(lambda: own._ends)
+    neighbour.wait()
+    assert own.explain_lost_rank(CLOSED) == KILLED
+
+
+def test_a_rank_that_was_gone_before_anyone_looked_is_named(
+    watch: MakeWatch, neighbour: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    own = watch()
+    neighbour.kill()
+    neighbour.wait()
+    assert own.explain_lost_rank(CLOSED) == f"lost rank 1: its process is gone, {SEEN}"
+
+
+def test_a_rank_that_said_it_leaves_is_not_lost(
+    watch: MakeWatch, neighbour: subprocess.Popen[bytes], store: Store
+) -> None:
+    own = watch()
+    store.says(1, leaving="")
+    neighbour.kill()
+    assert own.explain_lost_rank(CLOSED) is None
+
+
+def test_a_rank_that_gives_no_sign_is_named_with_the_collective(watch: MakeWatch, store: Store) -> None:
+    store.says(1, time=time.time() - 9)
+    assert watch().explain_lost_rank(TIMED_OUT) == (
+        f"lost rank 1: no sign of it for 9 s (stopped, or its machine is gone), {SEEN}; rank 0 waited for it in "
+        "gloo:all_reduce"
+    )
+
+
+def beating(store: Store, stop: threading.Event) -> threading.Thread:
+    def beat() -> None:
+        while not stop.wait(0.01):
+            store.says(1, beat=time.monotonic_ns())
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("began", "reason"),
+    [
+        (
+            11,
+            "lost rank 1: for 6 s in step 7, forward and backward; rank 0 waited for it in gloo:all_reduce, "
+            "1 collective(s) ahead",
+        ),
+        (12, None),
+    ],
+)
+def test_a_rank_that_lives_but_is_behind_is_named(
+    began: int, reason: str | None, watch: MakeWatch, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.says(1, began=began)
+    own = watch(folder=tmp_path)
+    monkeypatch.setattr(watchdog, "_recorders", lambda: [(lambda *_: b'{"entries": []}', False)])
+    own.note(7, "forward and backward")
+    stop = threading.Event()
+    thread = beating(store, stop)
+    try:
+        assert own.explain_lost_rank(TIMED_OUT) == reason
+    finally:
+        stop.set()
+        thread.join()
+    assert "entries" in json.loads((tmp_path / "rank_0.json").read_bytes())
+
+
+def test_what_another_rank_found_is_the_reason_here_too(watch: MakeWatch, store: Store) -> None:
+    store.says(1, leaving="lost rank 2: killed by SIGKILL")
+    assert watch().explain_lost_rank(CLOSED) == "lost rank 2: killed by SIGKILL"
+
+
+def test_a_ranks_own_error_is_no_lost_rank_and_the_others_are_told_that_it_leaves(
+    watch: MakeWatch, store: Store
+) -> None:
+    assert watch().explain_lost_rank(ValueError("a bug")) is None
+    time.sleep(0.1)
+    assert store.records["watch/0"]["leaving"] == ""
+
+
+def test_a_lone_rank_watches_nobody() -> None:
+    alone = RankWatch(Rank(rank=0, local_rank=0, world_size=1), timeout_seconds=5)
+    alone.note(1, "forward and backward")
+    assert alone.explain_lost_rank(CLOSED) is None
+    alone.close()
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when the watching thread would end the process."""
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.2)
+    return ended
+
+
+def test_a_rank_that_computes_on_is_ended_with_the_reason(
+    watch: MakeWatch, neighbour: subprocess.Popen[bytes], ended: threading.Event
+) -> None:
+    reasons: list[str] = []
+    watch(on_lost=reasons.append)
+    time.sleep(0.1)
+    assert not reasons
+    neighbour.kill()
+    assert ended.wait(20)
+    assert reasons == [KILLED]
+
+
+def test_a_rank_that_is_silent_for_the_timeout_ends_the_one_before_it(
+    watch: MakeWatch, store: Store, ended: threading.Event
+) -> None:
+    reasons: list[str] = []
+    own = watch(on_lost=reasons.append)
+    time.sleep(0.3)
+    assert not reasons
+    own.timeout_seconds = 0.2
+    assert ended.wait(20)
+    assert reasons[0].startswith("lost rank 1: no sign of it for ")
+
+
+def test_a_device_that_waits_for_ever_ends_its_rank_with_the_reason(
+    watch: MakeWatch, store: Store, ended: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons: list[str] = []
+    own = watch(on_lost=reasons.append)
+    stop = threading.Event()
+    thread = beating(store, stop)
+    own.timeout_seconds = 0.5
+    time.sleep(0.7)
+    assert not reasons
+    groups = {"0 on the device": Group(began=12, completed=11, on_device=True)}
+    monkeypatch.setattr(watchdog, "_collectives", lambda: groups)
+    try:
+        assert ended.wait(20)
+    finally:
+        stop.set()
+        thread.join()
+    assert reasons[0].startswith("lost rank 1: for 6 s in step 7, forward and backward; rank 0 waited for it in ")
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_others"),
+    [
+        ("RuntimeError: Connection closed by peer", True),
+        ("RuntimeError: Timed out waiting 4000ms for recv operation to complete", True),
+        ("DistBackendError: NCCL communicator was aborted on rank 0", True),
+        (KILLED, True),
+        ("stopped by rank 1: a bug", True),
+        ("ValueError: a bug of the connection", False),
+    ],
+)
+def test_an_error_that_only_says_that_others_went_is_known(reason: str, is_others: bool) -> None:
+    assert is_of_others(reason) == is_others
+
+
+def start_job(folder: Path, *flags: str, **variables: str) -> subprocess.Popen[str]:
+    """Two ranks under launch.sh, which never end by themselves unless `flags` say so."""
+    always = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2", f"--job.dump_folder={folder}"]
+    return subprocess.Popen(
+        [str(SCRIPTS / "launch.sh"), *TINY, *always, "--training.steps=5000", *flags],
+        env=environment(folder, NGPU="2", CUDA_VISIBLE_DEVICES="", **variables),
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def process_of_rank_1(folder: Path) -> int:
+    (status,) = folder.glob("tmp.*/rank-00001.json")
+    return int(json.loads(status.read_text())["pid"])
+
+
+def strike(folder: Path, number: signal.Signals) -> None:
+    """Hit rank 1 once its job has trained a few steps."""
+    wait_for(lambda: len(read_metrics(folder / "run")) > 4, seconds=240)
+    os.kill(process_of_rank_1(folder), number)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_its_job_with_the_reason(tmp_path: Path) -> None:
+    job = start_job(tmp_path)
+    try:
+        strike(tmp_path, signal.SIGKILL)
+        code, line = end_of(job)
+    finally:
+        job.kill()
+    assert code == 1
+    assert line.startswith("error: rank 0: lost rank 1: ")
+    status = read_status(tmp_path / "run")
+    assert status is not None
+    assert (status["state"], f"error: rank 0: {status['reason']} (exit code 1)") == ("error", line)
+    wait_for(lambda: not processes_in(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_stuck_rank_is_named_within_the_timeout_and_does_not_survive(tmp_path: Path) -> None:
+    job = start_job(tmp_path, "--comm.train_timeout_seconds=5")
+    try:
+        strike(tmp_path, signal.SIGSTOP)
+        struck = time.monotonic()
+        wait_for(lambda: (read_status(tmp_path / "run") or {})["state"] == "error", seconds=60)
+        assert time.monotonic() - struck < 25
+        # torchrun gives the stopped rank 30 s to follow SIGTERM.
+        errors = job.communicate(timeout=120)[1]
+    finally:
+        job.kill()
+    assert job.returncode == 1
+    status = read_status(tmp_path / "run")
+    assert status is not None
+    assert status["reason"].startswith("lost rank 1: no sign of it for ")
+    assert "; rank 0 waited for it in gloo:" in status["reason"]
+    assert f"error: rank 0: {status['reason']}" in errors
+    assert (tmp_path / "run" / "flight_recorder" / "rank_0.json").exists()
+    wait_for(lambda: not processes_in(tmp_path))
+
+
+@pytest.mark.slow
+def test_with_max_restarts_a_killed_rank_costs_the_steps_since_the_last_checkpoint_alone(tmp_path: Path) -> None:
+    alone = [*TINY, "--training.steps=30", f"--job.dump_folder={tmp_path / 'alone'}"]
+    subprocess.run([sys.executable, str(TRAINER), *alone], check=True, capture_output=True, cwd=tmp_path)
+    job = start_job(tmp_path, "--training.steps=30", MAX_RESTARTS="1")
+    try:
+        strike(tmp_path, signal.SIGKILL)
+        errors = job.communicate(timeout=300)[1]
+    finally:
+        job.kill()
+    assert job.returncode == 0, errors
+    status = read_status(tmp_path / "run")
+    assert status is not None
+    assert status["state"] == "completed"
+    restarted, expected = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "alone" / "run")
+    assert [record["step"] for record in restarted] == list(range(1, 31))
+    assert [record["loss"] for record in restarted] == pytest.approx([record["loss"] for record in expected], rel=1e-5)

@@ -1,0 +1,641 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Files that somebody made to run code or to reach outside of their folder: refused in one line, and nothing happens.
+
+Every payload makes a folder called `ran`, wherever it is that it gets to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+from torch import Tensor, nn
+
+from data import build_dataset
+from torchditan.autoencoders import open_autoencoder
+from torchditan.autoencoders.torchscript import _OPERATIONS
+from torchditan.checkpoint_files import INDEX, MANIFEST, read_manifest, write_manifest
+from torchditan.config import Autoencoder, ConfigError, Dataset
+from torchditan.config_loader import load_config, to_dict
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+RAN = "ran"
+SMALL = ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--training.batch_size=2"]
+SMALL += ["--metrics.enable_sampling=false", "--checkpoint.enable_checkpoint", "--metrics.experiment_name=run"]
+
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:`torch\.jit\.\w+` is deprecated"),
+    pytest.mark.filterwarnings("ignore:torch.tensor results are registered as constants"),
+]
+
+
+class Payload:
+    """An object whose pickle makes the folder `ran` in the working folder when it is read."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (RAN,)
+
+
+PICKLE = pickle.dumps(Payload(), protocol=2)
+
+
+def torch_file(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+TORCH_PICKLE = torch_file({"weight": Payload()})
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(path: str | Path, content: bytes | str) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def refuse(call: Callable[[], object], line: str) -> None:
+    """`call` ends with the whole line, and no payload ran."""
+    with pytest.raises(ConfigError) as caught:
+        call()
+    assert str(caught.value) == line
+    assert not Path(RAN).exists()
+
+
+def test_the_payload_runs_where_nothing_stops_it() -> None:
+    pickle.loads(PICKLE)
+    assert Path(RAN).is_dir()
+    os.rmdir(RAN)
+    torch.load(io.BytesIO(TORCH_PICKLE), weights_only=False)
+    assert Path(RAN).is_dir()
+
+
+# Datasets
+
+
+def open_dataset(name: str, **options: Any) -> Any:
+    return build_dataset(Dataset(dataset_name=name, **options), split="train")
+
+
+def test_the_pickles_of_cifar10_are_refused() -> None:
+    write("cifar/data_batch_1", PICKLE)
+    refuse(
+        lambda: open_dataset("cifar10", root_dir="cifar"),
+        'dataset.root_dir = "cifar": is the python version, whose pickles can run code; download '
+        "cifar-10-binary.tar.gz instead",
+    )
+
+
+def test_a_pickled_type_in_a_parquet_file_is_no_type() -> None:
+    metadata = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": PICKLE}
+    labels = pyarrow.field("label", pyarrow.binary(), metadata=metadata)
+    image = pyarrow.field("image", pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]))
+    columns = [pyarrow.array([{"bytes": b"", "path": ""}], image.type), pyarrow.array([b"x"])]
+    parquet.write_table(pyarrow.Table.from_arrays(columns, schema=pyarrow.schema([image, labels])), "train.parquet")
+    refuse(
+        lambda: open_dataset("cifar10", root_dir="train.parquet"),
+        'dataset.label_key = "label": holds binary; must be integers from 0',
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("hostile.py", f"import os\nos.mkdir({RAN!r})\n"), ("train.pkl", PICKLE), ("train.parquet", PICKLE)],
+)
+def test_a_hub_dataset_that_is_code_or_a_pickle_is_refused(
+    file: str, content: bytes, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", here / "cache")
+    write(f"hostile/{file}", content)
+    with pytest.raises(ConfigError, match=r'^dataset\.hub_name = "hostile": .*') as caught:
+        open_dataset("imagenet_hub", hub_name="hostile", image_size=[8, 8])
+    assert "\n" not in str(caught.value)
+    assert not Path(RAN).exists()
+
+
+def test_images_of_a_hub_dataset_are_never_read_from_a_path(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", here / "cache")
+    Image.new("RGB", (8, 8)).save("private.png")
+    Path("hub").mkdir()
+    table = {"image": [{"bytes": None, "path": str(here / "private.png")}], "label": [0]}
+    parquet.write_table(pyarrow.table(table), "hub/train.parquet")
+    dataset = open_dataset("imagenet_hub", hub_name="hub", image_size=[8, 8])
+    refuse(
+        lambda: dataset[0],
+        "hub, row 0: not a readable image (there is none); repair or remove it, or skip such with "
+        "--dataset.corrupt_images skip",
+    )
+
+
+def test_postscript_that_calls_itself_a_png_is_not_given_to_ghostscript(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import EpsImagePlugin
+
+    ghostscript = write("bin/gs", f"#!/bin/sh\nmkdir -p {here / RAN}\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # looked for once in a process
+    postscript = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    Image.init()
+    with contextlib.suppress(OSError), Image.open(write("images/1.png", postscript)) as image:
+        image.load()
+    assert Path(RAN).exists(), "Pillow alone runs it"
+    os.rmdir(RAN)
+    dataset = open_dataset("folder", root_dir="images", image_size=[8, 8])
+    refuse(
+        lambda: dataset[0],
+        "images/1.png: not a readable image (of no known format); repair or remove it, or skip such with "
+        "--dataset.corrupt_images skip",
+    )
+
+
+# Latents
+
+
+@pytest.fixture
+def latents(run_script: RunScript) -> Path:
+    """Latents of the digits: `latents/train` has one shard."""
+    flags = ["--autoencoder.name=haar", "--autoencoder.downsampling=2", "--dataset.num_workers=0", "--no_flip"]
+    assert run_script("scripts/encode_latents.py", "latents", *flags, "--split=train").code == 0
+    return Path("latents/train")
+
+
+def open_latents() -> Any:
+    return open_dataset("latents", root_dir="latents")
+
+
+def test_labels_of_latents_are_never_unpickled(latents: Path) -> None:
+    line = 'dataset.root_dir = "latents/train": labels.npy is damaged; rerun the command that encoded it'
+    archive = io.BytesIO()
+    np.savez(archive, labels=np.array([Payload()], dtype=object))
+    objects = io.BytesIO()
+    np.save(objects, np.array([Payload()], dtype=object))
+    for content in (PICKLE, objects.getvalue(), archive.getvalue()):
+        (latents / "labels.npy").write_bytes(content)
+        refuse(open_latents, line)
+
+
+@pytest.mark.parametrize("name", ["../shard.safetensors", "/shard.safetensors", "a/b.safetensors", "..", ".", "", 7])
+def test_no_name_in_an_index_leaves_its_folder(latents: Path, name: Any) -> None:
+    index = json.loads((latents / "index.json").read_text())
+    shard = latents / index["shards"][0]["file"]
+    shutil.copy(shard, latents.parent / "shard.safetensors")
+    index["shards"][0]["file"] = str(latents.parent.resolve()) + name if str(name).startswith("/") else name
+    (latents / "index.json").write_text(json.dumps(index))
+    line = "latents/train/index.json is damaged; restore it, or delete it and encode the latents again"
+    refuse(open_latents, line)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_images": float("inf")},
+        {"shards": 3},
+        {"statistics": []},
+        {"autoencoder": "haar"},
+        {"latent_shape": ["4", None]},
+        {"class_names": 3},
+        {"format_version": True},
+    ],
+)
+def test_an_index_of_other_types_is_one_line(latents: Path, change: dict[str, Any]) -> None:
+    content = json.loads((latents / "index.json").read_text())
+    (latents / "index.json").write_text(json.dumps({**content, **change}))
+    line = "latents/train/index.json is damaged; restore it, or delete it and encode the latents again"
+    refuse(open_latents, line)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"data_offsets": [-64, 100]},
+        {"data_offsets": [100, 0]},
+        {"data_offsets": [0, 1]},
+        {"data_offsets": [0, float("inf")]},
+        {"data_offsets": 7},
+        {"shape": [-1, 4, 4, 4]},
+        {"shape": "long"},
+    ],
+)
+def test_a_shard_whose_header_points_elsewhere_is_one_line(latents: Path, entry: dict[str, Any]) -> None:
+    path = latents / "shard-00000.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["latents"] |= entry
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + length :])
+    index = json.loads((latents / "index.json").read_text())
+    index["shards"][0] |= {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    (latents / "index.json").write_text(json.dumps(index))
+    refuse(lambda: open_latents()[0], f"{path} is no safetensors file")
+
+
+@pytest.mark.parametrize("file", ["index.json", "encoding.json"])
+def test_json_nested_beyond_measure_is_one_line(latents: Path, file: str, run_script: RunScript) -> None:
+    (latents / "index.json").unlink()
+    (latents / file).write_text("[" * 100_000)
+    flags = ["--autoencoder.name=haar", "--autoencoder.downsampling=2", "--dataset.num_workers=0", "--no_flip"]
+    code, _, errors = run_script("scripts/encode_latents.py", "latents", *flags, "--split=train")
+    assert (code, len(errors.splitlines())) == (2, 1)
+    assert errors.startswith(f"error: latents/train/{file} is damaged; ")
+
+
+# Autoencoders
+
+
+def open_as(name: str, path: str) -> Any:
+    config = Autoencoder(name=name, path=path)
+    return open_autoencoder(config, device=torch.device("cpu"), image_channels=3)
+
+
+def test_weights_of_diffusers_are_never_unpickled() -> None:
+    config = {"_class_name": "AutoencoderKL", "in_channels": 3, "latent_channels": 4}
+    write("vae/config.json", json.dumps(config))
+    write("vae/diffusion_pytorch_model.bin", TORCH_PICKLE)
+    where = 'autoencoder.path = "vae"'
+    refuse(
+        lambda: open_as("diffusers", "vae"),
+        f"{where}: has no diffusion_pytorch_model.safetensors; must hold config.json and "
+        "diffusion_pytorch_model.safetensors",
+    )
+    write("vae/diffusion_pytorch_model.safetensors", TORCH_PICKLE)
+    with pytest.raises(ConfigError, match=rf"^{where}: diffusion_pytorch_model\.safetensors is no safetensors, or not"):
+        open_as("diffusers", "vae")
+    assert not Path(RAN).exists()
+
+
+@pytest.mark.parametrize("class_name", ["os.system", "DiffusionPipeline", "AutoencoderTiny", ["AutoencoderKL"]])
+def test_a_config_names_no_class_but_ours(class_name: Any) -> None:
+    write("vae/config.json", json.dumps({"_class_name": class_name, "auto_map": {"AutoModel": "x.py"}}))
+    write("vae/diffusion_pytorch_model.safetensors", b"")
+    refuse(
+        lambda: open_as("diffusers", "vae"),
+        f'autoencoder.path = "vae": config.json describes {class_name}; must be AutoencoderKL or AutoencoderDC',
+    )
+
+
+def test_weights_of_a_patch_autoencoder_are_never_unpickled() -> None:
+    earth = Path(__file__).parent.parent.parent / "train_configs" / "autoencoders" / "earth"
+    shutil.copytree(earth, "earth2")
+    write("earth2/model.safetensors", TORCH_PICKLE)
+    refuse(
+        lambda: open_as("patch", "earth2"),
+        'autoencoder.path = "earth2": model.safetensors is no safetensors file, or cut short; copy it again',
+    )
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 8, 8)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.conv(images)
+
+
+class SavesInForward(Encoder):
+    def forward(self, images: Tensor) -> Tensor:
+        torch.save(images, "ran")
+        return self.conv(images)
+
+
+class SavesWhenLoaded(Encoder):
+    def forward(self, images: Tensor) -> Tensor:
+        return self.conv(images)
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[Tensor, bool]:
+        return self.conv.weight, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[Tensor, bool]) -> None:
+        torch.save(state[0], "ran")
+        self.training = state[1]
+
+
+class ReadsAFile(Encoder):
+    def forward(self, images: Tensor) -> Tensor:
+        return self.conv(images) + torch.from_file("ran", True, 1)
+
+
+@pytest.fixture
+def cosmos() -> Path:
+    """A pair that opens: `cosmos/encoder.jit` and `cosmos/decoder.jit`."""
+    Path("cosmos").mkdir()
+    torch.jit.trace(Encoder().eval(), torch.zeros(1, 3, 64, 64)).save("cosmos/encoder.jit")
+    torch.jit.trace(nn.ConvTranspose2d(16, 3, 8, 8).eval(), torch.zeros(1, 16, 8, 8)).save("cosmos/decoder.jit")
+    assert open_as("cosmos", "cosmos").latent_channels == 16
+    return Path("cosmos/encoder.jit")
+
+
+def refuse_cosmos(why: str) -> None:
+    refuse(
+        lambda: open_as("cosmos", "cosmos"),
+        'autoencoder.path = "cosmos": encoder.jit is no TorchScript file of an image tokenizer, or not all of it '
+        f"({why})",
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (SavesInForward, "its code has `torch.save(images, 'ran')`, which is not what tracing writes"),
+        (SavesWhenLoaded, "__torch__.NAME has a __setstate__ of its own, which no traced module needs"),
+        (ReadsAFile, "it calls torch.from_file, which no traced image tokenizer needs"),
+    ],
+)
+def test_torchscript_that_touches_files_is_refused(cosmos: Path, module: type[Encoder], why: str) -> None:
+    torch.jit.script(module().eval()).save(str(cosmos))
+    Path(RAN).unlink(missing_ok=True)
+    refuse_cosmos(why.replace("NAME", f"{__name__}.{module.__name__}"))
+    with contextlib.suppress(RuntimeError):
+        torch.jit.load(str(cosmos))(torch.zeros(1, 3, 64, 64))
+    assert Path(RAN).exists(), "torch.jit.load alone runs it"
+
+
+def change_archive(file: Path, name: str, content: bytes) -> None:
+    """Replace one record of a TorchScript file; `name` is what it ends on."""
+    with zipfile.ZipFile(file) as archive:
+        records = {record: archive.read(record) for record in archive.namelist()}
+    changed = [record for record in records if record.split("/", 1)[1] == name]
+    assert len(changed) == 1, name
+    records[changed[0]] = content
+    with zipfile.ZipFile(file, "w") as archive:
+        for record, data in records.items():
+            archive.writestr(record, data)
+
+
+@pytest.mark.parametrize("name", ["data.pkl", "constants.pkl"])
+def test_the_pickles_of_a_torchscript_file_know_tensors_and_modules_alone(cosmos: Path, name: str) -> None:
+    change_archive(cosmos, name, PICKLE)
+    refuse_cosmos("it names posix.mkdir, which no traced module needs")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "_0 = torch.save(images, 'ran')",
+        "_0 = images.save('ran')",
+        "_0 = ops.aten.save(images, 'ran')",
+        "_0 = open('ran', 'w')",
+        "_0 = __import__('os').mkdir('ran')",
+        "_0 = torch.ops.load_library('ran')",
+        "_0 = (torch).forward.__globals__",
+        "_0 = [images for _ in (1, 2)]",
+        "_0 = (lambda: 0)()",
+        "_0 = f'{images}'",
+        "import os",
+        "while True: pass",
+        "images.x = 3",
+        "_0 = getattr(images, name)",
+        "_0 = torch.add(*images)",
+        "_0 = torch.classes.x.y()",
+    ],
+)
+def test_code_that_is_no_trace_is_refused(cosmos: Path, line: str) -> None:
+    with zipfile.ZipFile(cosmos) as archive:
+        code = next(
+            name for name in archive.namelist() if b"class Encoder" in archive.read(name) and name[-3:] == ".py"
+        )
+        text = archive.read(code).decode()
+    head, result = text.rstrip().rsplit("\n", 1)
+    change_archive(cosmos, code.split("/", 1)[1], f"{head}\n    {line}\n{result}\n".encode())
+    with pytest.raises(ConfigError, match=r"encoder\.jit (is no TorchScript file|encodes no image)") as caught:
+        open_as("cosmos", "cosmos")
+    assert "\n" not in str(caught.value)
+    assert not Path(RAN).exists()
+
+
+def test_a_tensor_that_reaches_past_its_storage_is_refused(cosmos: Path) -> None:
+    with zipfile.ZipFile(cosmos) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        content = archive.read(name)
+    shape = b"K\x10K\x03K\x08K\x08"  # (16, 3, 8, 8)
+    assert shape in content
+    change_archive(cosmos, "data.pkl", content.replace(shape, b"K\x7fK\x03K\x08K\x08"))
+    with pytest.raises(ConfigError, match=r"encoder\.jit is no TorchScript file .*out of bounds for storage"):
+        open_as("cosmos", "cosmos")
+
+
+def test_operations_of_a_trace_read_and_write_no_file() -> None:
+    """None takes a text but those that name a mode, and what they return are tensors and numbers."""
+    with_text = {
+        name
+        for name in _OPERATIONS
+        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+        if any(str(argument.type) == "str" for argument in schema.arguments)
+    }
+    modes = {"conv2d", "einsum", "gelu", "pad"}
+    of_texts_alone = {"Int", "add", "ge", "gt", "le", "lt", "ne", "slice", "split"}
+    assert with_text <= modes | of_texts_alone
+
+
+# Runs and checkpoints
+
+
+@pytest.mark.parametrize("content", ["[1]", "3", "null", '{"config": 3}', '{"config": {"model": 3}}', "[" * 100_000])
+def test_a_run_whose_settings_are_none_is_one_line(run_script: RunScript, content: str) -> None:
+    write("run/config.json", content)
+    code, _, errors = run_script("scripts/generate.py", "run")
+    assert (code, len(errors.splitlines())) == (2, 1)
+    assert errors.startswith(("error: run/config.json is not that of a run", "error: run/config.json does not parse"))
+
+
+@pytest.mark.parametrize("folder", ["../elsewhere", "/tmp", ".."])
+def test_the_checkpoints_of_a_run_are_inside_it(run_script: RunScript, folder: str) -> None:
+    config = to_dict(load_config(["--model.flavor=debugmodel"]))
+    config["checkpoint"]["folder"] = folder
+    write("run/config.json", json.dumps({"config": config}))
+    right = "must be a plain folder name inside the run directory, without `..`"
+    line = f'error: checkpoint.folder = "{folder}": {right}\n'
+    assert run_script("scripts/generate.py", "run") == (2, "", line)
+
+
+def test_weights_to_import_are_never_unpickled(run_script: RunScript) -> None:
+    write("weights.safetensors", TORCH_PICKLE)
+    line = "weights.safetensors is no safetensors file, or cut short; copy or export it again"
+    outcome = run_script("scripts/convert_checkpoint.py", "import", "weights.safetensors", "imported")
+    assert outcome == (2, "", f"error: {line}\n")
+    assert not Path(RAN).exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder `outputs` of a run of one step, with a checkpoint."""
+    import runpy
+
+    import torch.distributed as dist
+
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("torch.cuda.is_available", lambda: False)
+        patch.setattr(sys, "argv", ["train.py", *SMALL, "--training.steps=1"])
+        patch.setattr(sys, "path", list(sys.path))
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(Path(__file__).parent.parent.parent / "train.py"), run_name="__main__")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert stop.value.code == 0
+    return folder / "outputs"
+
+
+@pytest.fixture
+def checkpoint(trained: Path, here: Path) -> Path:
+    shutil.copytree(trained, "outputs")
+    return Path("outputs/run/checkpoint/step-00000001")
+
+
+def sign(checkpoint: Path) -> None:
+    """Rewrite the manifest to fit the files, as an attacker would."""
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    checksums: dict[str, list[Any]] = {}
+    for path in checkpoint.iterdir():
+        if path.name != MANIFEST:
+            data = path.read_bytes()
+            checksums[path.name] = [len(data), hashlib.sha256(data).hexdigest()]
+    write_manifest(checkpoint, step=1, trajectory=manifest["trajectory"], checksums=checksums)
+    assert read_manifest(checkpoint)["step"] == 1
+
+
+def replace_entry(checkpoint: Path, name: str, payload: bytes) -> None:
+    """Have an entry of the index point to `payload`, appended to its file."""
+    metadata = pickle.loads((checkpoint / INDEX).read_bytes())
+    (key,) = [key for key in metadata.storage_data if key.fqn == name][:1]
+    place = metadata.storage_data[key]
+    file = checkpoint / place.relative_path
+    offset = file.stat().st_size
+    file.write_bytes(file.read_bytes() + payload)
+    metadata.storage_data[key] = dataclasses.replace(place, offset=offset, length=len(payload))
+    (checkpoint / INDEX).write_bytes(pickle.dumps(metadata))
+
+
+def hostile_index(checkpoint: Path) -> None:
+    (checkpoint / INDEX).write_bytes(PICKLE)
+
+
+def hostile_entry_of_bytes(checkpoint: Path) -> None:
+    metadata = pickle.loads((checkpoint / INDEX).read_bytes())
+    entries = metadata.state_dict_metadata.items()
+    name = next(name for name, entry in entries if type(entry).__name__ == "BytesStorageMetadata")
+    replace_entry(checkpoint, name, TORCH_PICKLE)
+
+
+def hostile_tensor(checkpoint: Path) -> None:
+    metadata = pickle.loads((checkpoint / INDEX).read_bytes())
+    name = next(name for name in metadata.state_dict_metadata if name.startswith("ema."))
+    replace_entry(checkpoint, name, TORCH_PICKLE)
+
+
+def rename_file(name: str) -> Callable[[Path], None]:
+    def change(checkpoint: Path) -> None:
+        metadata = pickle.loads((checkpoint / INDEX).read_bytes())
+        for key, place in metadata.storage_data.items():
+            metadata.storage_data[key] = dataclasses.replace(place, relative_path=name)
+        (checkpoint / INDEX).write_bytes(pickle.dumps(metadata))
+
+    return change
+
+
+def write_progress(content: Any) -> Callable[[Path], None]:
+    def change(checkpoint: Path) -> None:
+        (checkpoint / "progress.json").write_text(json.dumps(content))
+
+    return change
+
+
+HOSTILE_CHECKPOINTS = {
+    "index": hostile_index,
+    "entry of bytes": hostile_entry_of_bytes,
+    "tensor": hostile_tensor,
+    "file above": rename_file("../../../../outside"),
+    "file elsewhere": rename_file("/etc/passwd"),
+    "file of another type": rename_file(7),  # type: ignore[arg-type]
+    "progress of a list": write_progress([1]),
+    "progress of texts": write_progress({"step": "1", "images_seen": "2", "elapsed_s": "3"}),
+    "progress with more": write_progress({"step": 1, "__class__": "x"}),
+    "progress beyond measure": write_progress({"step": 1, "images_seen": 10**400, "elapsed_s": 1e308}),
+    "progress backwards": write_progress({"step": -1, "images_seen": -5, "elapsed_s": 0.0}),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_CHECKPOINTS)
+def test_a_hostile_checkpoint_is_refused_in_one_line(kind: str, checkpoint: Path, run_script: RunScript) -> None:
+    HOSTILE_CHECKPOINTS[kind](checkpoint)
+    sign(checkpoint)
+    code, _, errors = run_script("train.py", *SMALL, "--training.steps=2")
+    assert not Path(RAN).exists()
+    assert (code, len(errors.splitlines())) == (2, 1), errors
+    assert errors.startswith(f"error: no checkpoint is whole: {checkpoint} is not used: ")
+
+
+@pytest.mark.parametrize("kind", ["index", "tensor", "file above"])
+def test_nor_do_the_scripts_read_it(kind: str, checkpoint: Path, run_script: RunScript) -> None:
+    HOSTILE_CHECKPOINTS[kind](checkpoint)
+    sign(checkpoint)
+    code, _, errors = run_script("scripts/generate.py", "outputs/run")
+    assert not Path(RAN).exists()
+    assert (code, len(errors.splitlines())) == (2, 1), errors
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "1"},
+        {"step": 10**400},
+        {"step": None},
+        {"files": [1]},
+        {"files": {"../../x": [1, "0"]}},
+        {"files": {"progress.json": [1]}},
+        {"trajectory": 3},
+        {"format": 2},
+    ],
+)
+def test_a_manifest_of_other_types_is_one_line(change: dict[str, Any], checkpoint: Path, run_script: RunScript) -> None:
+    content = json.loads((checkpoint / MANIFEST).read_text())
+    del content["sha256"]
+    content |= change
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (checkpoint / MANIFEST).write_text(json.dumps({**content, "sha256": digest}))
+    code, _, errors = run_script("train.py", *SMALL, "--training.steps=2")
+    assert (code, len(errors.splitlines())) == (2, 1), errors
+    assert errors.startswith(f"error: no checkpoint is whole: {checkpoint} is not used: manifest.json ")
+
+
+def test_the_checkpoint_that_was_not_touched_goes_on(checkpoint: Path, run_script: RunScript) -> None:
+    sign(checkpoint)
+    code, _, errors = run_script("train.py", *SMALL, "--training.steps=2")
+    assert (code, errors) == (0, "")

@@ -1,0 +1,156 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A run that is asked to stop finishes its step on every rank, saves, and goes on from there; asked twice, it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchditan.checkpoint import read_state
+from torchditan.checkpoint_files import list_checkpoints, step_of
+from torchditan.run_directory import RANKS_VARIABLE, read_metrics, read_rank_statuses, read_status
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SMALL = [
+    str(REPOSITORY / "train.py"),
+    "--model.flavor=debugmodel",
+    "--model.patch_size=2",
+    "--dataset.num_workers=1",
+    "--training.mixed_precision_param=float32",
+    "--training.global_batch_size=4",
+    "--metrics.enable_sampling=false",
+    "--metrics.log_freq=1",
+    "--metrics.experiment_name=run",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.interval=100000",
+]
+TORCHRUN = ["-m", "torch.distributed.run", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--max-restarts=2"]
+
+
+@contextmanager
+def training(folder: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
+    """A run that has done its first steps, in a session of its own; killed at the end if it is still there."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", RANKS_VARIABLE: str(folder / "ranks")}
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step") and line.split()[1].startswith("3/"):
+                break
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def status_of(folder: Path) -> dict[str, object]:
+    status = read_status(folder / "outputs" / "run")
+    assert status is not None
+    return status
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_every_process_saves_the_step_and_exits_with_75(number: signal.Signals, tmp_path: Path) -> None:
+    with training(tmp_path, *SMALL, "--training.steps=100000") as process:
+        os.killpg(process.pid, number)  # to the loader's worker too, as a terminal or a cluster does
+        _, errors = process.communicate(timeout=30)
+    status = status_of(tmp_path)
+    step = status["step"]
+    assert process.returncode == 75
+    assert errors == f"stopped by {number.name} after step {step}; the same command continues there\n"
+    assert (status["state"], status["reason"]) == ("interrupted", errors.strip())
+    checkpoints = list_checkpoints(tmp_path / "outputs" / "run" / "checkpoint")
+    assert [step_of(path) for path in checkpoints] == [step]
+    assert [record["step"] for record in read_metrics(tmp_path / "outputs" / "run")][-1] <= step
+
+
+def test_an_interrupted_run_continues_to_the_bit(tmp_path: Path) -> None:
+    with training(tmp_path, *SMALL, "--training.steps=100000") as process:
+        process.send_signal(signal.SIGUSR1)
+        process.communicate(timeout=30)
+    assert process.returncode == 75
+    steps = int(str(status_of(tmp_path)["step"])) + 3
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    for name in ("run", "uninterrupted"):
+        flags = [f"--training.steps={steps}", f"--metrics.experiment_name={name}"]
+        subprocess.run([sys.executable, *SMALL, *flags], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    runs = [tmp_path / "outputs" / name for name in ("run", "uninterrupted")]
+    curves = [[(record["step"], record["loss"], record["grad_norm"]) for record in read_metrics(run)] for run in runs]
+    assert curves[0] == curves[1]
+    states = [read_state(run / "checkpoint" / f"step-{steps:08d}") for run in runs]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+
+
+@pytest.mark.slow
+def test_ranks_agree_though_the_signal_reaches_one_and_torchrun_starts_none_of_them_again(tmp_path: Path) -> None:
+    with training(tmp_path, *TORCHRUN, "--nproc_per_node=2", *SMALL, "--training.steps=100000") as process:
+        ranks = read_rank_statuses(tmp_path / "ranks")
+        os.kill(ranks[1]["pid"], signal.SIGUSR1)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors  # so that torchrun takes it for done; scripts/launch.sh exits with 75
+    status = status_of(tmp_path)
+    assert status["state"] == "interrupted"
+    assert errors.count("stopped by SIGUSR1 after step") == 1
+    ended = read_rank_statuses(tmp_path / "ranks")
+    assert [(rank["state"], rank["step"], rank["exit_code"]) for rank in ended] == [
+        ("interrupted", status["step"], 75)
+    ] * 2
+    assert [rank["pid"] for rank in ended] == [rank["pid"] for rank in ranks]  # nothing was started again
+
+
+def test_without_checkpoints_it_says_that_nothing_was_saved(tmp_path: Path) -> None:
+    flags = ["--training.steps=100000", "--checkpoint.enable_checkpoint=false"]
+    with training(tmp_path, *SMALL, *flags) as process:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert "without checkpoint.enable_checkpoint nothing was saved" in errors
+
+
+IN_A_STEP_WITHOUT_END = """
+import sys
+sys.path.insert(0, {repository!r})
+from torchditan.preemption import StopRequest
+with StopRequest():
+    print("step", flush=True)
+    import torch
+    {hang}
+"""
+
+
+@pytest.mark.parametrize(
+    "hang", ["import time; time.sleep(60)", "torch.randn(3000, 3000).svd(); torch.randn(4000, 4000).svd()"]
+)
+def test_a_second_signal_ends_a_rank_at_once_whatever_it_is_in(hang: str, tmp_path: Path) -> None:
+    script = tmp_path / "hang.py"
+    script.write_text(IN_A_STEP_WITHOUT_END.format(repository=str(REPOSITORY), hang=hang))
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(2)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):  # one request: they come together
+        process.send_signal(number)
+    time.sleep(1.5)
+    assert process.poll() is None
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - start < 5
+    assert (process.returncode, errors) == (-signal.SIGKILL, "SIGINT again: ending at once\n")

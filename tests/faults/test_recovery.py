@@ -1,0 +1,234 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Continuing on other ranks, saving beside the training, and a disk that is full. Kills are in test_chaos.py."""
+
+from __future__ import annotations
+
+import json
+import resource
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from torchditan.checkpoint import CheckpointManager, read_state
+from torchditan.checkpoint_files import list_checkpoints, step_of, verify
+from torchditan.ema import EMA
+from torchditan.run_directory import RunDirectory, read_config, read_metrics, read_status
+
+if TYPE_CHECKING:
+    from tests.conftest import RunDistributed, RunScript
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BATCH = 12
+SMALL = [
+    "--model.flavor=debugmodel",
+    "--model.patch_size=2",
+    "--dataset.num_workers=0",
+    "--training.mixed_precision_param=float32",
+    "--metrics.enable_sampling=false",
+    "--metrics.log_freq=1",
+    "--checkpoint.enable_checkpoint",
+]
+ONE_RUN = [*SMALL, "--metrics.experiment_name=run"]
+
+RECORDING = """
+import json, os, sys
+sys.path.insert(0, {repository!r})
+sys.argv = ["train.py", *{arguments!r}]
+import train
+from torchditan.stream import TrainingStream
+from torchditan.verdict import run_job
+
+batches = TrainingStream.batches
+
+def recorded(self, position):
+    for batch, randomness in batches(self, position):
+        with open(f"{folder}/positions.{{os.environ['RANK']}}", "a") as file:
+            file.write(json.dumps(batch["index"].tolist()) + "\\n")
+        yield batch, randomness
+
+TrainingStream.batches = recorded
+sys.exit(run_job(train.main))
+"""
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(run)]
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_1_to_4_ranks_in_every_mode_and_loses_no_sample(
+    tmp_path: Path, run_distributed: RunDistributed, run_script: RunScript
+) -> None:
+    """Begun with 4 images on each of 3 ranks; the global batch of 12 stays, whatever the same flags would give."""
+    flags = [*ONE_RUN, "--training.batch_size=4", f"--job.dump_folder={tmp_path}"]
+    legs = ((3, 3), (4, 2), (2, 1), (1, 1), (4, 4), (2, 2))  # DDP, HSDP, FSDP, one process, DDP, DDP
+    for leg, (world_size, replicate) in enumerate(legs, start=1):
+        degree = f"--training.data_parallel_replicate_degree={replicate}"
+        arguments = [*flags, f"--training.steps={3 * leg}", degree]
+        script = tmp_path / "recording.py"
+        script.write_text(RECORDING.format(repository=str(REPOSITORY), arguments=arguments, folder=tmp_path))
+        result = run_distributed([script], world_size)
+        assert result.returncode == 0, result.stderr
+    steps = 3 * len(legs)
+    uninterrupted = [*SMALL, "--training.batch_size=12", f"--training.steps={steps}", "--metrics.experiment_name=one"]
+    assert run_script("train.py", *uninterrupted).code == 0
+    pairs = zip(losses(tmp_path / "run"), losses(tmp_path / "outputs" / "one"), strict=True)
+    largest = max(abs(there - here) / here for there, here in pairs)
+    print(f"largest relative difference {largest:.1e}")  # shown by pytest -s
+    assert largest < 1e-5
+    lines = [line for file in tmp_path.glob("positions.*") for line in file.read_text().splitlines()]
+    assert sorted(position for line in lines for position in json.loads(line)) == list(range(steps * BATCH))
+
+
+@pytest.mark.parametrize(("batch_size", "kept"), [(5, 4), (4, 4), (1, 1), (100, 12)])
+def test_a_micro_batch_that_does_not_fit_the_kept_global_batch_shrinks(
+    batch_size: int, kept: int, tmp_path: Path, run_script: RunScript
+) -> None:
+    assert run_script("train.py", *ONE_RUN, "--training.steps=1", "--training.batch_size=12").code == 0
+    flags = ["--training.steps=2", f"--training.batch_size={batch_size}"]
+    code, _, err = run_script("train.py", *ONE_RUN, *flags)
+    assert code == 0, err
+    training = read_config(tmp_path / "outputs" / "run")["config"]["training"]
+    assert (training["batch_size"], training["global_batch_size"]) == (kept, 12)
+
+
+def test_ranks_that_do_not_divide_the_global_batch_are_told_which_do(
+    tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_script("train.py", *ONE_RUN, "--training.steps=1", "--training.batch_size=12").code == 0
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(monkeypatch, "delenv", lambda *args, **kwargs: None)
+    code, _, err = run_script("train.py", *ONE_RUN, "--training.steps=2", "--training.batch_size=12")
+    assert (code, err) == (
+        2,
+        "error: training.global_batch_size = 12: outputs/run was begun with it, and 5 ranks do not divide it; must be "
+        "one of 1, 2, 3, 4, 6, 12 ranks\n",
+    )
+
+
+def test_saving_beside_the_training_stores_what_saving_in_between_does(
+    tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though every write begins only when the training has changed the weights since."""
+    flags = ["--training.steps=6", "--training.batch_size=4", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"]
+    assert run_script("train.py", *SMALL, *flags, "--metrics.experiment_name=between").code == 0
+    write, updated = CheckpointManager._write, threading.Event()
+    late = []
+
+    def write_late(self: CheckpointManager, *arguments: Any) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        late.append(updated.wait(timeout=5))
+        write(self, *arguments)
+
+    update = EMA.update
+    monkeypatch.setattr(CheckpointManager, "_write", write_late)
+    monkeypatch.setattr(EMA, "update", lambda self, step: (update(self, step), step % 2 and updated.set())[0])
+    save = CheckpointManager.save
+    monkeypatch.setattr(CheckpointManager, "save", lambda *args, **kw: (save(*args, **kw), updated.clear())[0])
+    beside = ["--checkpoint.async_mode=async", "--metrics.experiment_name=beside"]
+    code, _, err = run_script("train.py", *SMALL, *flags, *beside)
+    assert code == 0, err
+    assert late[:2] == [True, True]
+    for step in (2, 4, 6):
+        folders = [tmp_path / "outputs" / name / "checkpoint" / f"step-{step:08d}" for name in ("between", "beside")]
+        verify(folders[1])
+        there, here = (read_state(folder) for folder in folders)
+        assert there.keys() == here.keys()
+        assert all(torch.equal(there[name], here[name]) for name in there), step
+
+
+def test_a_write_that_fails_beside_the_training_ends_the_run_where_it_waits(
+    run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: CheckpointManager, *arguments: Any) -> None:
+        raise RuntimeError("a defect of ours")
+
+    monkeypatch.setattr(CheckpointManager, "_write", broken)
+    flags = ["--training.steps=4", "--training.batch_size=4", "--checkpoint.interval=2"]
+    code, _, err = run_script("train.py", *ONE_RUN, *flags, "--checkpoint.async_mode=async")
+    assert code == 1
+    assert "RuntimeError: a defect of ours" in err
+
+
+def test_pinned_memory_without_a_gpu_is_refused(run_script: RunScript) -> None:
+    code, _, err = run_script("train.py", *ONE_RUN, "--checkpoint.async_mode=async_with_pinned_mem")
+    assert code == 2
+    assert err == (
+        'error: checkpoint.async_mode = "async_with_pinned_mem": pinned memory is for copies from a GPU, and this '
+        "machine has none; must be disabled or async\n"
+    )
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """While the tensors of these steps are written the system takes no file above 1 MB, as on a full disk."""
+    steps: list[int] = []
+    write_tensors = CheckpointManager._write_tensors
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(self: CheckpointManager, partial: Path, *arguments: Any) -> Any:
+        if step_of(partial.with_suffix("")) in steps:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+        try:
+            return write_tensors(self, partial, *arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(CheckpointManager, "_write_tensors", limited)
+    return steps
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+    async_mode: str, tmp_path: Path, run_script: RunScript, full_disk: list[int]
+) -> None:
+    full_disk.extend((4, 6))
+    flags = ["--training.steps=9", "--training.batch_size=4", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=1"]
+    code, out, err = run_script("train.py", *ONE_RUN, *flags, f"--checkpoint.async_mode={async_mode}")
+    assert code == 0, err
+    assert [line for line in out.splitlines() if line.startswith("warning")] == [
+        f"warning: no checkpoint of step {step}: File too large; the last one is step-00000002. The run goes on"
+        for step in (4, 6)
+    ]
+    folder = tmp_path / "outputs" / "run" / "checkpoint"
+    assert [path.name for path in folder.iterdir()] == ["step-00000009"]
+    verify(folder / "step-00000009")
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_no_success(
+    tmp_path: Path, run_script: RunScript, full_disk: list[int]
+) -> None:
+    full_disk.append(4)
+    flags = ["--training.steps=4", "--training.batch_size=4", "--checkpoint.interval=2"]
+    code, _, _ = run_script("train.py", *ONE_RUN, *flags)
+    assert code == 1
+    status = read_status(tmp_path / "outputs" / "run")
+    assert status["state"] == "error"
+    assert "the last checkpoint could not be written: File too large; the same command" in status["reason"]
+    assert [path.name for path in list_checkpoints(tmp_path / "outputs" / "run" / "checkpoint")] == ["step-00000002"]
+    full_disk.clear()
+    assert run_script("train.py", *ONE_RUN, *flags).code == 0
+    assert [record["step"] for record in read_metrics(tmp_path / "outputs" / "run")] == [1, 2, 3, 4]
+
+
+def test_metrics_that_a_full_disk_does_not_take_are_written_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path / "run", is_writer=True)
+    directory.open({}, trajectory={})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in range(1, 101):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500 if 10 <= step < 90 else limits[0], limits[1]))
+        try:
+            directory.append_metrics({"step": step, "loss": 1.0})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        if step == 50:
+            assert (tmp_path / "run" / "metrics.jsonl").stat().st_size == 500
+    directory.close()
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == list(range(1, 101))
+    assert capsys.readouterr().err.count("metrics.jsonl cannot be written (File too large); its lines are kept") == 1
