@@ -214,11 +214,11 @@ def test_missing_config_file_lists_the_names_and_the_nearest() -> None:
         ("--profiling.save_traces_folder=", f'profiling.save_traces_folder = "": {INNER_FOLDER}'),
         (
             "--metrics.experiment_name=a/b",
-            'metrics.experiment_name = "a/b": must be a plain name without slashes of at most 200 bytes: it names the run\'s folder',
+            'metrics.experiment_name = "a/b": must be a plain folder name without slashes, of at most 200 bytes',
         ),
         (
             "--metrics.experiment_name=..",
-            'metrics.experiment_name = "..": must be a plain name without slashes of at most 200 bytes: it names the run\'s folder',
+            'metrics.experiment_name = "..": must be a plain folder name without slashes, of at most 200 bytes',
         ),
     ],
 )

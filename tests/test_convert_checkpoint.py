@@ -628,7 +628,7 @@ def test_no_conversion_takes_more_memory_than_the_model(
     world_size: int, tmp_path: Path, run_distributed: RunDistributed
 ) -> None:
     run, file, half, imported = (tmp_path / name for name in ("run", "a.safetensors", "b.safetensors", "imported"))
-    result = run_distributed(["tests/test_convert_checkpoint.py", run], world_size)
+    result = run_distributed(["tests/test_convert_checkpoint.py", run], world_size, timeout=600)
     assert result.returncode == 0, result.stderr
     size = sum(parameter.numel() * 4 for parameter in large_model().parameters())
     peaks = {"export": peak_of(f"export_weights(Path({str(run)!r}), Path({str(file)!r}))")}

@@ -503,7 +503,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "checkpoint.folder metrics.save_tb_folder profiling.save_traces_folder profiling.save_memory_snapshot_folder",
     ),
     (
-        "must be a plain name without slashes of at most 200 bytes: it names the run's folder",
+        "must be a plain folder name without slashes, of at most 200 bytes",
         _is_plain_name,
         "metrics.experiment_name",
     ),

@@ -382,6 +382,7 @@ def open_file(path: Path) -> Iterator[Any]:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; must be a .safetensors file")
     try:
+        path.open("rb").close()  # the library's own errors do not say why in one form
         with safe_open(path, framework="pt") as file:
             yield file
     except OSError as error:

@@ -112,15 +112,15 @@ ROWS = [
     ),
     (
         'train "--metrics.experiment_name=a\\b"',
-        'metrics.experiment_name = "a\\\\b": must be a plain name without slashes of at most 200 bytes: it names the run\'s folder',
+        'metrics.experiment_name = "a\\\\b": must be a plain folder name without slashes, of at most 200 bytes',
     ),
     (
         "train --metrics.experiment_name=",
-        'metrics.experiment_name = "": must be a plain name without slashes of at most 200 bytes: it names the run\'s folder',
+        'metrics.experiment_name = "": must be a plain folder name without slashes, of at most 200 bytes',
     ),
     (
         'train "--metrics.experiment_name=a\tb"',
-        'metrics.experiment_name = "a\\tb": must be a plain name without slashes of at most 200 bytes: it names the run\'s folder',
+        'metrics.experiment_name = "a\\tb": must be a plain folder name without slashes, of at most 200 bytes',
     ),
     (
         "train --training.batch_size=many",

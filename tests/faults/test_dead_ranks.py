@@ -51,6 +51,9 @@ class Store:
     def multi_get(self, keys: list[str]) -> list[str]:
         return [self.get(key) for key in keys]
 
+    def meet(self, records: list[Any], own: Any) -> None:
+        records[:] = [own, self.records["watch/1"]]
+
     def says(self, rank: int, **record: Any) -> None:
         """What `rank` tells the others."""
         known = {"rank": rank, "host": "elsewhere", "pid": 1, "started": "1", "beat": 1, "time": time.time()}
@@ -67,6 +70,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     store = Store()
     store.says(1)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "all_gather_object", store.meet)
     monkeypatch.setattr(watchdog, "_collectives", lambda: {"0": Group(began=12, completed=12, on_device=False)})
     monkeypatch.setattr(watchdog, "_newest_collective", lambda: "gloo:all_reduce")
     monkeypatch.setattr(watchdog, "_PATIENCE_S", 0.2)

@@ -101,9 +101,10 @@ class RankWatch:
         }
         if folder is not None and rank.device.type == "cuda":
             folder.mkdir(parents=True, exist_ok=True)  # NCCL writes there itself, and makes no folder
+        # torchrun keeps one store over restarts: when all have met here, nobody finds the ranks of an earlier attempt.
         self._publish()
-        ranks = range(rank.world_size)
-        records = [json.loads(record) for record in self._store.multi_get([f"watch/{other}" for other in ranks])]
+        records: list[Any] = [None] * rank.world_size
+        dist.all_gather_object(records, self._identity)
         # From now on a store that does not answer is one whose machine is gone.
         self._store.set_timeout(timedelta(seconds=_GRACE_S))
         self._neighbours = [
