@@ -84,3 +84,35 @@ def test_float8_trains_where_the_device_has_it(tmp_path: Path) -> None:
     plain = train(tmp_path, "plain")
     float8 = train(tmp_path, "float8", "--float8.enable_float8_linear", "--training.compile")
     assert 1e-6 < largest_difference(float8, plain) < 0.1
+
+
+@pytest.mark.parametrize("async_mode", ["async", "async_with_pinned_mem"])
+def test_saving_beside_the_training_stores_what_saving_in_between_does(async_mode: str, tmp_path: Path) -> None:
+    import torch
+
+    from torchditan.checkpoint import read_state
+
+    flags = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"]
+    flags += ["--training.deterministic"]
+    train(tmp_path, "between", *flags)
+    train(tmp_path, "beside", *flags, f"--checkpoint.async_mode={async_mode}")
+    for step in range(2, 13, 2):
+        there, here = (
+            read_state(tmp_path / name / "checkpoint" / f"step-{step:08d}") for name in ("between", "beside")
+        )
+        assert all(torch.equal(there[name], here[name]) for name in there), step
+
+
+def test_a_run_on_a_gpu_resumes_to_the_bit(tmp_path: Path) -> None:
+    import torch
+
+    from torchditan.checkpoint import read_state
+
+    flags = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=4", "--training.deterministic"]
+    train(tmp_path, "whole", *flags)
+    train(tmp_path, "cut", *flags, "--training.steps=8")
+    assert [record["loss"] for record in train(tmp_path, "cut", *flags)] == [
+        record["loss"] for record in read_metrics(tmp_path / "whole")
+    ]
+    states = [read_state(tmp_path / name / "checkpoint" / "step-00000012") for name in ("whole", "cut")]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -362,11 +362,14 @@ def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool) -> None:
     """Load only the weights of a checkpoint, averaged or raw, into a model, in place; in one process.
 
     Raises:
-        ConfigError: its tensors are not those of the model, or no tensors.
+        ConfigError: it has no such weights, or they are not those of the model.
     """
-    weights = get_model_state_dict(model)
+    weights, key = get_model_state_dict(model), "ema" if ema else "model"
     try:
-        _load_safely({"ema" if ema else "model": weights}, checkpoint, no_dist=True)
+        names = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
+        if not any(name.startswith(f"{key}.") for name in names):
+            raise option_error("--weights", "ema" if ema else "raw", f"{checkpoint} holds the other ones only")
+        _load_safely({key: weights}, checkpoint, no_dist=True)
     except DamagedCheckpointError as error:
         raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
     set_model_state_dict(model, weights)
