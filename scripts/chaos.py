@@ -55,6 +55,11 @@ SAMPLE_FREQ = 7
 ELASTIC_TOLERANCE = 1e-5
 FLAGS = (
     "--model.flavor=debugmodel",
+    "--model.input_channels=1",
+    # Random images: the digits cost every start the import of scikit-learn.
+    "--dataset.dataset_name=dummy",
+    "--dataset.image_size=8",
+    "--dataset.num_classes=10",
     "--model.patch_size=2",
     "--training.mixed_precision_param=float32",
     "--training.deterministic",

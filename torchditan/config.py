@@ -384,6 +384,8 @@ class Comm:
     """Timeout of collectives until the first step is done (compilation is slow), and of saving."""
     train_timeout_seconds: int = 100
     """Timeout of collectives afterwards."""
+    trace_buf_size: int = 2000
+    """Collectives that torch's Flight Recorder keeps, to be written when a rank is stuck; 0 keeps none."""
 
 
 @dataclass
@@ -460,7 +462,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         lambda value: value >= 0,
         "dataset.num_classes dataset.num_workers training.max_norm optimizer.lr optimizer.weight_decay "
         "lr_scheduler.warmup_steps checkpoint.keep_latest_k metrics.sample_freq sampling.guidance_scale "
-        "validation.freq",
+        "validation.freq comm.trace_buf_size",
     ),
     (
         "must be greater than 0",

@@ -46,7 +46,6 @@ LEGACY_KEYS: dict[str, tuple[tuple[Any, ...] | type, str]] = {
     "metrics.disable_color_printing": ((False,), "set metrics.enable_color_printing = false"),
     "memory_estimation.enabled": ((False,), "memory estimation is not supported"),
     "memory_estimation.disable_fake_mode": (ANY_BOOL, "it is a switch"),
-    "comm.trace_buf_size": (ANY_INT, "it is a number"),
 }
 
 RENAMED_KEYS = {"training.warmup_steps": "lr_scheduler.warmup_steps"}

@@ -34,7 +34,7 @@ from torchditan.config import ConfigError, option_error
 
 RANKS_VARIABLE = "TORCHDITAN_RANKS_FOLDER"
 STATES = ("running", "completed", "interrupted", "oom", "error")
-_OWN_NAMES = ("config.json", "metrics.jsonl", "status.json", ".lock", "samples", "wandb")
+_OWN_NAMES = ("config.json", "metrics.jsonl", "status.json", ".lock", "samples", "wandb", "flight_recorder")
 _FOLDER_OPTIONS = (
     ("checkpoint", "folder"),
     ("metrics", "save_tb_folder"),

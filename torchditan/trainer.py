@@ -204,7 +204,7 @@ class Trainer:
         if self.device.type == "cpu":
             keep_freed_memory()
         set_determinism(config.training.seed, deterministic=config.training.deterministic)
-        record_collectives(self.run_directory.folder("flight_recorder"))
+        record_collectives(self.run_directory.folder("flight_recorder"), buffer_size=config.comm.trace_buf_size)
         init_process_group(self.rank, timeout_seconds=config.comm.init_timeout_seconds)
         self.watch = RankWatch(
             self.rank,
@@ -436,10 +436,12 @@ class Trainer:
         step, checkpoint = self.progress.step, self.config.checkpoint
         if number is None or step == self.config.training.steps:
             return
+        if step == self.start_step:
+            raise Interrupted(f"stopped by {number.name} before any step; the same command begins where this one did")
         reason = f"stopped by {number.name} after step {step}"
         if not checkpoint.enable_checkpoint:
             raise Interrupted(f"{reason}; without checkpoint.enable_checkpoint nothing was saved")
-        if step not in (self.saved_step, self.start_step):
+        if step != self.saved_step:
             self.save()
         self.checkpoints.wait()
         if self.checkpoints.failure is not None:

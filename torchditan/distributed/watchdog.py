@@ -308,7 +308,7 @@ def _place(record: Record) -> str:
     return f"step {record['step']}, {record['place']}"
 
 
-def record_collectives(folder: Path, *, buffer_size: int = 2000) -> None:
+def record_collectives(folder: Path, *, buffer_size: int) -> None:
     """Have torch's Flight Recorder keep the last collectives, and NCCL write them to `folder` when one times out.
 
     Called before the process group is made; what the environment says already stands.
