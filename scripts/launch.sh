@@ -37,8 +37,6 @@ fi
 
 # Activations of changing sizes fragment the allocator's fixed segments.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-# A store of its own for every attempt: in a shared one restarted ranks would find addresses of those that are gone.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Every rank writes here how it fares.
 TORCHDITAN_RANKS_FOLDER=$(mktemp -d)
 export TORCHDITAN_RANKS_FOLDER

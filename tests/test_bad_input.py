@@ -76,8 +76,8 @@ def test_flag_of_no_section_lists_the_sections() -> None:
             'lr_scheduler.schedule = "cosin": must be one of constant, cosine, linear, wsd; did you mean cosine?',
         ),
         (
-            "--checkpoint.async_mode=async",
-            'checkpoint.async_mode = "async": must be disabled',
+            "--checkpoint.async_mode=thread",
+            'checkpoint.async_mode = "thread": must be one of disabled, async, async_with_pinned_mem',
         ),
     ],
 )

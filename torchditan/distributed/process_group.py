@@ -50,7 +50,15 @@ def init_process_group(rank: Rank, *, timeout_seconds: int) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     check_launcher()
-    dist.init_process_group(backend, timeout=timeout)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    # torchrun keeps its store over restarts, and torch 2.13 would find there the addresses of ranks that are gone.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(attempt, store), rank=rank.rank, world_size=rank.world_size, timeout=timeout
+    )
 
 
 def check_devices(rank: Rank) -> None:
