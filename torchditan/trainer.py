@@ -55,10 +55,10 @@ from torchditan.precision.float8 import check_float8, convert_to_float8
 from torchditan.preemption import StopAgreement, StopRequest
 from torchditan.profiling import check_profiling, profiling
 from torchditan.randomness import Randomness
-from torchditan.run_directory import RunDirectory, read_config, read_status, run_path, write_rank_status
+from torchditan.resolve import fill_in_from_dataset, keep_global_batch_size, resolve_batches
+from torchditan.run_directory import RunDirectory, read_status, run_path, write_rank_status
 from torchditan.stream import (
     Batch,
-    BatchPlan,
     ImageDataset,
     StreamedDataset,
     StreamedTraining,
@@ -637,82 +637,6 @@ class Trainer:
         if self.last_grid is not None:
             self.logger.message(f"samples, generated beside real: {self.last_grid}")
         self.logger.message(f"done; everything of this run is in {self.run_directory.path}")
-
-
-def fill_in_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape: tuple[int, ...]) -> None:
-    """What the config leaves open, the dataset decides; `sample_shape` (C, H, W) is what the model sees of it."""
-    if config.model.input_channels is None:
-        config.model.input_channels = sample_shape[0]
-    if config.dataset.image_size is None:
-        config.dataset.image_size = list(dataset.sample_shape[1:])
-    if config.dataset.num_classes is None:
-        config.dataset.num_classes = len(dataset.class_names)
-    if config.dataset.horizontal_flip is None:
-        config.dataset.horizontal_flip = dataset.horizontal_flip
-    fingerprint = getattr(dataset, "fingerprint", None)
-    if config.dataset.fingerprint not in (None, fingerprint):
-        right = (
-            f"the data here is {fingerprint or 'of no known identity'}; leave it out, or give the data it belongs to"
-        )
-        raise option_error("dataset.fingerprint", config.dataset.fingerprint, right)
-    config.dataset.fingerprint = fingerprint
-
-
-def keep_global_batch_size(config: Config, run: Path, *, world_size: int) -> None:
-    """A run that is continued keeps its global batch, whatever the number of ranks; they share it as they can.
-
-    Raises:
-        ConfigError: so many ranks do not divide it.
-    """
-    training = config.training
-    stored = stored_global_batch_size(run)
-    if stored is None or training.global_batch_size not in (None, stored):
-        return  # a new run; or another batch, which the run directory refuses
-    if stored % world_size:
-        sizes = ", ".join(str(size) for size in range(1, stored + 1) if stored % size == 0)
-        right = f"{run} was begun with it, and {world_size} ranks do not divide it; must be one of {sizes} ranks"
-        raise option_error("training.global_batch_size", stored, right)
-    share = stored // world_size
-    training.global_batch_size = stored
-    if isinstance(training.batch_size, int) and share % training.batch_size:
-        # The largest micro-batch that fits where the given one did.
-        training.batch_size = max(size for size in range(1, training.batch_size + 1) if share % size == 0)
-
-
-def stored_global_batch_size(run: Path) -> int | None:
-    """The global batch of the run in a folder, None where there is none."""
-    if not (run / "config.json").exists():
-        return None
-    size = read_config(run).get("trajectory", {}).get("training.global_batch_size")
-    return size if isinstance(size, int) and size > 0 else None
-
-
-def resolve_batches(config: Config, rank: Rank) -> BatchPlan:
-    """Batches of each rank; fills in what the config leaves open of batch size and global batch size.
-
-    Raises:
-        ConfigError: the global batch is not divisible by what the ranks take at once.
-    """
-    training = config.training
-    if training.batch_size == "auto":
-        from torchditan.ablation.autotune import resolve_batch_size
-
-        training.batch_size = resolve_batch_size(config, rank)
-    if training.batch_size is None:
-        training.batch_size = max(1, (training.global_batch_size or 16 * rank.world_size) // rank.world_size)
-    at_once = training.batch_size * rank.world_size
-    if training.global_batch_size is None:
-        training.global_batch_size = at_once
-    if training.global_batch_size % at_once:
-        at_once_is = f"{rank.world_size} rank(s) x training.batch_size {training.batch_size}"
-        right = f"must be a multiple of {at_once}: {at_once_is}"
-        raise option_error("training.global_batch_size", training.global_batch_size, right)
-    return BatchPlan(
-        batch_size=training.batch_size,
-        global_batch_size=training.global_batch_size,
-        rank=rank.rank,
-        world_size=rank.world_size,
-    )
 
 
 def check_async_mode(config: Config, *, device: torch.device) -> None:

@@ -222,7 +222,7 @@ def _kernels(device: str | None) -> Kernels:
 def _resolve(config: Config, num_devices: int) -> Config:
     """A copy with everything filled in that the trainer fills in."""
     from torchditan.distributed.process_group import Rank
-    from torchditan.trainer import resolve_batches
+    from torchditan.resolve import resolve_batches
 
     config = copy.deepcopy(config)
     validate(config)
