@@ -275,6 +275,7 @@ class CheckpointManager:
 
     def _load(self, checkpoint: Path) -> str | None:
         """Load the tensors over those of the run; what went wrong, on any rank."""
+        make_optimizer_state(self.optimizer)
         state, damage = self._state(), None
         try:
             _load_safely(state, checkpoint, process_group=self.group)
@@ -306,6 +307,25 @@ class CheckpointManager:
             reached = [path for path in list_checkpoints(self.folder) if step_of(path) <= step]
             for old in reached[: -self.keep_latest_k]:
                 remove(old)
+
+
+def make_optimizer_state(optimizer: Optimizer) -> None:
+    """Give a new optimizer the tensors that a load fills in.
+
+    torch would do it by one step with a gradient of zeros for every parameter at once; one after the other needs the
+    memory of a single gradient.
+    """
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        parameter.grad = None
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

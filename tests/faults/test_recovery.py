@@ -83,6 +83,56 @@ def test_a_run_continues_on_1_to_4_ranks_in_every_mode_and_loses_no_sample(
     assert sorted(position for line in lines for position in json.loads(line)) == list(range(steps * BATCH))
 
 
+MEASURING = """
+import sys
+sys.path.insert(0, {repository!r})
+sys.argv = ["train.py", *{arguments!r}]
+import train
+from torchditan.checkpoint import CheckpointManager
+from torchditan.verdict import run_job
+
+def kib(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(name))
+
+load_latest = CheckpointManager.load_latest
+
+def measured(self):
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins here
+    before = kib("VmRSS")
+    loaded = load_latest(self)
+    print("grown by", kib("VmHWM") - before, flush=True)
+    return loaded
+
+CheckpointManager.load_latest = measured
+sys.exit(run_job(train.main))
+"""
+
+
+@pytest.mark.slow
+def test_resharding_needs_less_than_a_third_more_memory_than_the_state(
+    tmp_path: Path, run_distributed: RunDistributed
+) -> None:
+    """A checkpoint of 4 ranks loaded by one process, and by 2: weights and average are there, both moments come."""
+    flags = [*ONE_RUN, "--model.flavor=DiT-S", "--model.input_channels=1", "--dataset.dataset_name=dummy"]
+    flags += ["--dataset.image_size=8", "--dataset.num_classes=10", "--training.global_batch_size=4"]
+    flags += ["--training.steps=1", f"--job.dump_folder={tmp_path}", "--model.patch_size=4"]
+    script = tmp_path / "measuring.py"
+    script.write_text(MEASURING.format(repository=str(REPOSITORY), arguments=flags))
+    for world_size in (4, 1, 2):
+        result = run_distributed([script], world_size)
+        assert result.returncode == 0, result.stderr
+        checkpoint = tmp_path / "run" / "checkpoint" / "step-00000001"
+        state = sum(path.stat().st_size for path in checkpoint.iterdir()) / world_size
+        growth = [1024 * int(line.split()[2]) for line in result.stdout.splitlines() if line.startswith("grown")]
+        assert len(growth) == world_size
+        if world_size != 4:
+            highest = 0.5 + max(growth) / state
+            print(f"{world_size} rank(s): at most {highest:.2f} of its state")  # shown by pytest -s
+            assert 0.9 < highest < 1.3
+
+
 @pytest.mark.parametrize(("batch_size", "kept"), [(5, 4), (4, 4), (1, 1), (100, 12)])
 def test_a_micro_batch_that_does_not_fit_the_kept_global_batch_shrinks(
     batch_size: int, kept: int, tmp_path: Path, run_script: RunScript
