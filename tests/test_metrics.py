@@ -309,6 +309,12 @@ def test_tensorboard_gets_numbers_and_images_and_a_resume_hides_what_comes_again
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
     assert {"images_per_second", "mfu", "elapsed_s"} <= set(events.Tags()["scalars"])
     assert set(events.Tags()["images"]) == {"samples", "array"}
+    anew = make(config)  # killed before it had a checkpoint
+    train(anew, clock, 1)
+    anew.log(1, loss=10.0, grad_norm=1.5, lr=1e-4)
+    anew.close()
+    events = accumulator.EventAccumulator(str(run.path / "NAME")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 10.0)]
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,18 @@ def test_refused_folder_without_lock_file_gets_none(run):
     assert not (run.path / ".lock").exists()
 
 
+def test_what_a_killed_process_had_half_written_is_removed(run):
+    run.close()
+    (run.path / "samples").mkdir()
+    left = [run.path / ".status.json.here-1.partial", run.path / "samples" / ".step_00000001.png.here-1.partial"]
+    for path in left:
+        path.write_text("{")
+    again = RunDirectory(run.path, is_writer=True)
+    again.open(CONFIG, trajectory=TRAJECTORY)
+    again.close()
+    assert not any(path.exists() for path in left)
+
+
 def test_metrics_of_unknown_origin_are_never_continued(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match=r"no config\.json"):

@@ -420,8 +420,8 @@ def _require(module: str, option: str, package: str) -> None:
 def _open_tensorboard(folder: Path, start_step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    # What a killed run wrote after its last checkpoint is hidden: those steps come again.
-    return SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
+    # What a killed run wrote after its last checkpoint, or without one, is hidden: those steps come again.
+    return SummaryWriter(str(folder), purge_step=start_step + 1)
 
 
 def _open_wandb(config: Metrics, run_directory: RunDirectory) -> Any:

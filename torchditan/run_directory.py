@@ -131,6 +131,7 @@ class RunDirectory:
         except ConfigError:
             self.close()
             raise
+        self._remove_debris()
         self._is_new = stored is None
         files = (self.config_path, self.status_path)
         self._replaced = {file: file.read_bytes() if file.exists() else None for file in files}
@@ -147,6 +148,11 @@ class RunDirectory:
             "command": sys.argv,
         }
         write_file(self.config_path, _to_json(content, indent=2))
+
+    def _remove_debris(self) -> None:
+        """What killed processes had half-written beside the run's files."""
+        for path in [*self.path.glob(".*.partial"), *self.path.glob("samples/.*.partial")]:
+            path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let go of the folder."""
