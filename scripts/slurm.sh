@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on several nodes under SLURM, from the repository's folder; arguments go to train.py, options of sbatch come first:
-#   sbatch --nodes=4 --gpus-per-node=8 scripts/slurm.sh --job.config_file=imagenet_pixels \
-#     --job.dump_folder=/shared/outputs --checkpoint.enable_checkpoint
+#   sbatch --nodes=4 --gpus-per-node=8 scripts/slurm.sh --job.config_file=imagenet_pixels --training.batch_size=32 \
+#     --dataset.root_dir=/shared/imagenet --job.dump_folder=/shared/outputs --checkpoint.enable_checkpoint
 # Two minutes before its time is up, or when SLURM wants the nodes back, the job saves, goes back into the queue and
 # continues there. REPOSITORY: where TorchDiTan is, if not where sbatch was called. The rest is in scripts/launch.sh.
 #SBATCH --job-name=torchditan
@@ -33,4 +33,4 @@ export NGPU=${NGPU:-${SLURM_GPUS_ON_NODE:-1}}
 
 # launch.sh of each node ends by itself: none is to be killed while another still saves. It finds the number of nodes
 # and its own in what srun sets.
-exec srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --kill-on-bad-exit=0 "$launch" "$@"
+exec srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --kill-on-bad-exit=0 "$launch" "$@"
