@@ -15,6 +15,7 @@ Notable:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -155,12 +156,11 @@ class CheckpointManager:
         )
         self._writing.start()
 
-    def wait(self, timeout_seconds: float | None = None) -> None:
+    def wait(self) -> None:
         """Until the write that goes on beside the training is done."""
         if self._writing is not None:
-            self._writing.join(timeout_seconds)
-            if not self._writing.is_alive():
-                self._writing = None
+            self._writing.join()
+            self._writing = None
         crash, self._crash = self._crash, None
         if crash is not None:
             raise crash
@@ -198,7 +198,8 @@ class CheckpointManager:
         self, partial: Path, state: dict[str, Any], loader_state: dict[str, Any] | None
     ) -> dict[str, list[Any]]:
         """Write this rank's files and read them back; their checksums."""
-        writer = ChecksummingWriter(partial)
+        # A staged state is on the host: with no copying ahead the thread that writes leaves the device alone.
+        writer = ChecksummingWriter(partial, copy_ahead=10_000_000 if self.stager is None else 0)
         try:
             dcp.save(state, storage_writer=writer, process_group=self.group)
         except CheckpointException as error:
@@ -275,7 +276,6 @@ class CheckpointManager:
 
     def _load(self, checkpoint: Path) -> str | None:
         """Load the tensors over those of the run; what went wrong, on any rank."""
-        make_optimizer_state(self.optimizer)
         state, damage = self._state(), None
         try:
             _load_safely(state, checkpoint, process_group=self.group)
@@ -293,6 +293,7 @@ class CheckpointManager:
         return next((text for text in texts if text is not None), None)
 
     def _state(self) -> dict[str, Any]:
+        make_optimizer_state(self.optimizer)
         state: dict[str, Any] = {
             "model": get_model_state_dict(self.model),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
@@ -306,14 +307,15 @@ class CheckpointManager:
             # Newer ones are damaged, or this run would stand there: they do not count.
             reached = [path for path in list_checkpoints(self.folder) if step_of(path) <= step]
             for old in reached[: -self.keep_latest_k]:
-                remove(old)
+                with contextlib.suppress(OSError):  # a reader may have it open on NFS; the next start removes the rest
+                    remove(old)
 
 
 def make_optimizer_state(optimizer: Optimizer) -> None:
     """Give a new optimizer the tensors that a load fills in.
 
-    torch would do it by one step with a gradient of zeros for every parameter at once; one after the other needs the
-    memory of a single gradient.
+    torch would do it by one step with a gradient of zeros for every parameter at once. One after the other needs the
+    memory of a single gradient, and the step is taken back: what is saved here is a state before any.
     """
     if optimizer.state:
         return
@@ -324,6 +326,8 @@ def make_optimizer_state(optimizer: Optimizer) -> None:
         parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         parameter.grad = None
+    for state in optimizer.state.values():
+        state["step"].zero_()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 

@@ -78,14 +78,14 @@ def step_of(checkpoint: Path) -> int:
 
 
 class ChecksummingWriter(dcp.FileSystemWriter):
-    """Writes and syncs this rank's tensors.
+    """Writes and syncs this rank's tensors, of which `copy_ahead` bytes are copied from a GPU while others are written.
 
     Afterwards `checksums` holds {file name: [size in bytes, SHA-256]}, and `error` what the operating system refused,
     which torch.save turns into an error of its own.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, *, copy_ahead: int = 0) -> None:
+        super().__init__(folder, per_thread_copy_ahead=copy_ahead)
         self.fs = self._files = _ChecksummingFiles()
 
     @property
@@ -195,7 +195,7 @@ def remove_debris(folder: Path) -> None:
     """Delete what killed runs left half-written or half-deleted."""
     for path in folder.iterdir() if folder.is_dir() else []:
         if _DEBRIS.fullmatch(path.name):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

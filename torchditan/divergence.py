@@ -81,7 +81,7 @@ class DivergenceGuard:
             DivergenceError: that was so in an earlier step (on a CPU, in this one).
         """
         not_finite = (~torch.isfinite(grad_norm)).float()
-        verdict = not_finite if is_spike is None else torch.stack([not_finite, is_spike.float()])  # () or (2,)
+        verdict = not_finite if is_spike is None else torch.stack([not_finite, is_spike.to(not_finite)])  # () or (2,)
         found_inf = verdict.max()
         setattr(self.optimizer, "found_inf", found_inf)  # noqa: B010  read by the fused kernels, declared nowhere
         self.optimizer.step()

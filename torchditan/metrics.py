@@ -318,8 +318,10 @@ class MetricsLogger:
         """Forget the steps behind `step`, in every log: they come again."""
         self._run_directory.truncate_metrics(step)
         if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = _open_tensorboard(Path(self._tensorboard.log_dir), step)
+            folder = Path(self._tensorboard.log_dir)
+            with self._tensorboard_if_it_can():
+                self._tensorboard.close()
+                self._tensorboard = _open_tensorboard(folder, step)
         self._step = self._logged_step = step
         self.images_seen = self._logged_images = images_seen
         self._first_step = None
@@ -329,7 +331,17 @@ class MetricsLogger:
         """What was logged is on the disk when this returns: a checkpoint of this step must not be ahead of it."""
         self._run_directory.sync_metrics()
         if self._tensorboard is not None:
-            self._tensorboard.flush()
+            with self._tensorboard_if_it_can():
+                self._tensorboard.flush()
+
+    @contextmanager
+    def _tensorboard_if_it_can(self) -> Iterator[None]:
+        """A full disk ends its event files, not the run: metrics.jsonl has the same numbers."""
+        try:
+            yield
+        except OSError as error:
+            self._tensorboard = None
+            self.message(f"warning: TensorBoard cannot write ({error.strerror}); metrics.jsonl goes on")
 
     def message(self, text: str) -> None:
         """Print a line."""
@@ -345,7 +357,8 @@ class MetricsLogger:
 
         pixels = np.asarray(Image.open(image).convert("RGB")) if isinstance(image, (str, Path)) else image
         if self._tensorboard is not None:
-            self._tensorboard.add_image(name, pixels, step, dataformats="HWC")
+            with self._tensorboard_if_it_can():
+                self._tensorboard.add_image(name, pixels, step, dataformats="HWC")
         if self._wandb is not None:
             self._wandb.log({name: import_module("wandb").Image(pixels), "step": step})
 
@@ -354,7 +367,8 @@ class MetricsLogger:
         if self._console is not None:
             self._console.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with self._tensorboard_if_it_can():
+                self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -372,9 +386,10 @@ class MetricsLogger:
             self._console.line(_console_line(record, self._total_steps, self._eta(), color=color))
         numbers = {key: value for key, value in record.items() if isinstance(value, (int, float))}
         if self._tensorboard is not None:
-            for key, value in numbers.items():
-                if key != "step":
-                    self._tensorboard.add_scalar(key, value, record["step"])
+            with self._tensorboard_if_it_can():
+                for key, value in numbers.items():
+                    if key != "step":
+                        self._tensorboard.add_scalar(key, value, record["step"])
         if self._wandb is not None:
             self._wandb.log(numbers)
 

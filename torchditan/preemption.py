@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -56,8 +57,10 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._restore:
+            # Copies of the request may come while this rank ends, and torchrun would start again what dies of them.
+            is_ending = self.signal is not None and "TORCHELASTIC_RUN_ID" in os.environ
             for number, handler in self._restore.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if is_ending else handler)
             signal.set_wakeup_fd(self._previous_wakeup)
             os.close(self._pipe[1])  # the watching thread reads the end of it
             self._restore = {}
@@ -81,14 +84,18 @@ class StopRequest:
 class StopAgreement:
     """Whether any rank was asked to stop, the same answer on all of them at the same step."""
 
-    def __init__(self, request: StopRequest, *, world_size: int) -> None:
+    def __init__(self, request: StopRequest, *, world_size: int, timeout_seconds: int) -> None:
         self.request = request
-        self.group = dist.new_group(backend="gloo") if world_size > 1 else None
+        self.group: dist.ProcessGroup | None = None
+        if world_size > 1:
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._flag = torch.zeros(1, dtype=torch.int64)
         self._work: dist.Work | None = None
 
     def begin(self) -> None:
         """Send this rank's flag; the answer is on its way while the step goes on."""
+        if self._work is not None:
+            self._work.wait()  # of a step whose answer nobody asked for, since it diverged
         self._flag.fill_(self.request.signal or 0)
         if self.group is not None:
             self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)

@@ -216,13 +216,15 @@ class RunDirectory:
         self._unwritten += _to_json(record) + b"\n"
         self._write_metrics()
 
-    def _write_metrics(self) -> None:
+    def _write_metrics(self, *, sync: bool = False) -> None:
         try:
             if self._metrics is None:
                 self._metrics = open(self.metrics_path, "ab", buffering=0)  # noqa: SIM115  open as long as the run
             while self._unwritten:
                 written = self._metrics.write(self._unwritten)
                 self._unwritten = self._unwritten[written:]
+            if sync:
+                os.fsync(self._metrics.fileno())
         except OSError as error:
             if not self._has_warned:
                 later = "its lines are kept and written when there is room"
@@ -231,10 +233,8 @@ class RunDirectory:
 
     def sync_metrics(self) -> None:
         """What was appended is on the disk when this returns, and survives a power cut."""
-        if self._unwritten:
-            self._write_metrics()
-        if self._metrics is not None:
-            os.fsync(self._metrics.fileno())
+        if self._metrics is not None or self._unwritten:
+            self._write_metrics(sync=True)
 
     def _close_metrics(self) -> None:
         if self._unwritten:

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -279,9 +280,9 @@ class TrainingStream:
 
     def _read_in_processes(self, positions: Iterator[list[int]]) -> Iterator[tuple[Batch, Randomness] | ConfigError]:
         sampler = cast(Iterable[list[int]], positions)
-        yield from DataLoader(
-            cast(Dataset, self.stream), batch_sampler=sampler, worker_init_fn=live_with_rank, **self.loader_options
-        )
+        stream = cast(Dataset, self.stream)
+        loader = DataLoader(stream, batch_sampler=sampler, worker_init_fn=live_with_rank, **self.loader_options)
+        yield from start_workers(loader)
 
     def _read_in_threads(self, positions: Iterator[list[int]]) -> Iterator[tuple[Batch, Randomness] | ConfigError]:
         options = self.loader_options
@@ -313,14 +314,28 @@ def live_with_rank(worker: int) -> None:
     die_with_parent()
 
 
+_workers: set[BaseProcess] = set()
+
+
+def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
+    """An iterator over a loader, whose workers `end_loader_workers` will know."""
+    before = set(multiprocessing.active_children())
+    iterator = iter(loader)
+    _workers.update(set(multiprocessing.active_children()) - before)
+    return iterator
+
+
 def end_loader_workers() -> None:
     """End what is left of them when a run is over: they would not listen to the SIGTERM that Python sends them."""
-    workers = multiprocessing.active_children()
-    if workers and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's loader takes a dead worker for a failure
+    workers = [worker for worker in multiprocessing.active_children() if worker in _workers]
+    _workers.clear()
+    if not workers or threading.current_thread() is not threading.main_thread():
+        return
+    previous = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's loader takes a dead worker for a failure
     for worker in workers:
         worker.kill()
         worker.join()
+    signal.signal(signal.SIGCHLD, previous)
 
 
 class StreamedTraining:
@@ -398,7 +413,7 @@ class StreamedTraining:
             if self._resume_from is not None:
                 self._loader.load_state_dict(self._resume_from)
                 self._resume_from = None
-            for batch in self._loader:
+            for batch in start_workers(self._loader):
                 is_empty = False
                 if isinstance(batch, ConfigError):
                     raise batch

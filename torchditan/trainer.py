@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +25,6 @@ from torch import nn
 
 from torchditan.autoencoders.latent_space import build_sample_space
 from torchditan.checkpoint import CheckpointManager, Progress
-from torchditan.checkpoint_files import list_checkpoints
 from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict, trajectory
 from torchditan.diffusion.flow_matching import FlowMatching
@@ -148,12 +147,12 @@ class Trainer:
             self.record_failure(error)
             raise
         finally:
-            if "logger" in vars(self):
-                self.logger.close()
-            if "watch" in vars(self):
-                self.watch.close()
-            end_loader_workers()
-            self.run_directory.close()
+            with ExitStack() as closing:  # from the last to the first, each though another one fails
+                closing.callback(self.run_directory.close)
+                closing.callback(end_loader_workers)
+                for name in ("watch", "logger"):
+                    if name in vars(self):
+                        closing.callback(getattr(self, name).close)
 
     def record_end(self, status: str, reason: str | None = None, *, exit_code: int = 0) -> None:
         """Write the verdict that all ranks share."""
@@ -196,6 +195,7 @@ class Trainer:
         status = read_status(self.run_directory.path)
         if status is not None and status["state"] in ("error", "oom") and status["rank"] != self.rank.rank:
             stopped = f"stopped by rank {status['rank']}: {status['reason']}"
+            write_rank_status("error", stopped, step=self.progress.step, exit_code=1)
             raise SystemExit(stopped if self.rank.rank == 0 else 1)
 
     def build(self) -> None:
@@ -265,7 +265,11 @@ class Trainer:
             warn=self.warn,
         )
         begun_with = self.resume()
-        self.stop = StopAgreement(self.stop_request, world_size=self.rank.world_size)
+        self.stop = StopAgreement(
+            self.stop_request,
+            world_size=self.rank.world_size,
+            timeout_seconds=config.comm.init_timeout_seconds,
+        )
         self.logger = MetricsLogger(
             config.metrics,
             self.run_directory,
@@ -365,7 +369,7 @@ class Trainer:
         gc.disable()
         self.stop.begin()
         self.stop_if_asked()
-        if config.training.on_nonfinite == "rollback" and not list_checkpoints(self.checkpoints.folder):
+        if config.training.on_nonfinite == "rollback" and self.saved_step < 0:
             self.save()  # to return to
         self.logger.timer.restart()
         with profiling(
@@ -456,6 +460,7 @@ class Trainer:
         """
         training = self.config.training
         if training.on_nonfinite == "stop":
+            self.checkpoints.wait()  # for one of an earlier step, which is healthy
             raise divergence
         rollbacks = self.progress.rollbacks
         behind = self.progress.position
@@ -609,7 +614,11 @@ class Trainer:
             f"guidance {self.config.sampling.guidance_scale:g}"
         )
         names = [self.dataset.class_names[label] for label in labels] if self.dataset.class_names else [""]
-        save_grid(path, generated, self.real, names, title=title, real_heading=self.space.real_heading)
+        try:
+            save_grid(path, generated, self.real, names, title=title, real_heading=self.space.real_heading)
+        except OSError as error:  # a full disk, which costs a picture
+            self.warn(f"warning: no grid of step {self.progress.step}: {error.strerror}. The run goes on")
+            return
         self.logger.log_image("samples", path, self.progress.step)
         self.last_grid = path
 
