@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import resource
 import sys
 import types
 
@@ -286,6 +287,25 @@ def test_colour_only_where_it_is_wanted(make, clock, monkeypatch, enabled, no_co
     train(logger, clock, 1)
     logger.log(1, loss=0.5, grad_norm=1.5, lr=1e-4)
     assert ("\x1b[32mloss" in stream.getvalue()) == colored
+
+
+def test_a_full_disk_ends_tensorboard_and_not_the_run(make, run, clock, tmp_path):
+    pytest.importorskip("tensorboard")
+    stream = io.StringIO()
+    logger = make(Metrics(enable_tensorboard=True), stream=stream)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in (1, 2, 3):
+        train(logger, clock, 1)
+        logger.log(step, loss=float(step), grad_norm=1.5, lr=1e-4)
+        if step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+            try:
+                logger.flush()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    logger.close()
+    assert stream.getvalue().count("warning: TensorBoard cannot write (File too large); metrics.jsonl goes on") == 1
+    assert [record["step"] for record in read_metrics(run.path)] == [1, 2, 3]
 
 
 def test_tensorboard_gets_numbers_and_images_and_a_resume_hides_what_comes_again(make, run, clock, tmp_path):

@@ -169,6 +169,14 @@ def test_a_run_that_diverges_before_its_first_checkpoint_returns_to_its_begin(
     assert [record["step"] for record in read_metrics(tmp_path / "outputs" / "run")] == [1, 2, 3, 4]
 
 
+def test_rollback_changes_nothing_where_nothing_diverges(tmp_path: Path, run_script: RunScript) -> None:
+    for mode in ("rollback", "stop"):
+        flags = ["--training.steps=3", f"--training.on_nonfinite={mode}", f"--metrics.experiment_name={mode}"]
+        assert run_script("train.py", *SMALL, *flags).code == 0
+    losses = [[record["loss"] for record in read_metrics(tmp_path / "outputs" / mode)] for mode in ("rollback", "stop")]
+    assert losses[0] == losses[1]
+
+
 def test_stop_is_the_default(tmp_path: Path, run_script: RunScript, spoil: Spoil) -> None:
     spoil(nan_in_step(3))
     code, _, _ = run_script("train.py", *SMALL, "--training.steps=5", "--training.on_nonfinite=stop")

@@ -16,6 +16,7 @@ from torchditan.checkpoint import CheckpointManager, read_state
 from torchditan.checkpoint_files import list_checkpoints, step_of, verify
 from torchditan.ema import EMA
 from torchditan.run_directory import RunDirectory, read_config, read_metrics, read_status
+from torchditan.trainer import Trainer
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
@@ -247,6 +248,28 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     folder = tmp_path / "outputs" / "run" / "checkpoint"
     assert [path.name for path in folder.iterdir()] == ["step-00000009"]
     verify(folder / "step-00000009")
+
+
+def test_a_disk_that_takes_no_grid_costs_only_the_grid(
+    tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(self: Any, step: int, **options: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2500, limits[1]))  # what the terminal shows is a file here too
+        try:
+            due(self, step, **options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    due = Trainer.do_what_is_due
+    monkeypatch.setattr(Trainer, "do_what_is_due", fill)
+    flags = ["--training.steps=3", "--training.batch_size=4"]
+    flags += ["--metrics.enable_sampling=true", "--metrics.sample_freq=2", "--sampling.num_steps=1"]
+    code, out, err = run_script("train.py", *ONE_RUN, *flags, "--checkpoint.enable_checkpoint=false")
+    assert code == 0, err
+    assert "warning: no grid of step 2: File too large. The run goes on" in out
+    assert [record["step"] for record in read_metrics(tmp_path / "outputs" / "run")] == [1, 2, 3]
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_no_success(
