@@ -7,7 +7,6 @@ to start ranks takes longer than twenty steps.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -100,18 +99,11 @@ MODES = {
 
 
 def main(jobs: list[list[str]]) -> None:
-    import torch.distributed as dist
 
     import train
     from torchditan.verdict import run_job
 
-    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size)
-    init = dist.init_process_group
-    for number, flags in enumerate(jobs):
-        # The ranks of each job meet under keys of their own.
-        keys = {"store": dist.PrefixStore(str(number), store), "rank": rank, "world_size": world_size}
-        dist.init_process_group = functools.partial(init, **keys)
+    for flags in jobs:
         sys.argv[1:] = flags
         if code := run_job(train.main):
             sys.exit(code)

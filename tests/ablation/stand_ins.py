@@ -56,7 +56,7 @@ def main():
     if rank == 0:
         hardware = {"device": "cpu", "device_name": "a CPU", "hostname": "here"}
         versions = {"python": "3", "torch": "2"}
-        content = {"git_commit": "abc", "versions": versions, "hardware": hardware}
+        content = {"config": {}, "git_commit": "abc", "versions": versions, "hardware": hardware}
         (folder / "config.part").write_text(json.dumps(content))
         (folder / "config.part").rename(folder / "config.json")
     with open(folder / "metrics.jsonl", "a") as metrics:

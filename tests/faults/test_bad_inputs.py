@@ -460,7 +460,7 @@ ROWS = [
     ),
     (
         "convert_checkpoint import gone.safetensors imported",
-        "gone.safetensors cannot be read: No such file or directory: gone.safetensors",
+        "gone.safetensors cannot be read: No such file or directory",
     ),
     (
         "convert_checkpoint import weights.safetensors imported",

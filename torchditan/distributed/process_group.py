@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +14,8 @@ import torch.distributed as dist
 
 from torchditan.config import ConfigError
 from torchditan.distributed.parent_death import check_launcher
+
+_jobs = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,10 @@ def init_process_group(rank: Rank, *, timeout_seconds: int) -> None:
         return
     # torchrun keeps its store over restarts, and torch 2.13 would find there the addresses of ranks that are gone.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
-    attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    # Nor are the names of a job those of the one before it in the same processes.
+    names = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_jobs)}"
     dist.init_process_group(
-        backend, store=dist.PrefixStore(attempt, store), rank=rank.rank, world_size=rank.world_size, timeout=timeout
+        backend, store=dist.PrefixStore(names, store), rank=rank.rank, world_size=rank.world_size, timeout=timeout
     )
 
 
