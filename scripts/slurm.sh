@@ -33,4 +33,5 @@ export NGPU=${NGPU:-${SLURM_GPUS_ON_NODE:-1}}
 
 # launch.sh of each node ends by itself: none is to be killed while another still saves. It finds the number of nodes
 # and its own in what srun sets.
+# Some versions of srun do not take --cpus-per-task over from sbatch.
 exec srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --kill-on-bad-exit=0 "$launch" "$@"

@@ -262,6 +262,7 @@ def test_the_slurm_script_launches_on_every_node_and_passes_its_arguments_on(tmp
     executable(tmp_path / "bin" / "scontrol", "#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
     executable(tmp_path / "bin" / "srun", '#!/bin/sh\nprintf "%s\\n" "$MASTER_ADDR:$MASTER_PORT" "$NGPU" "$@"\n')
     slurm = {"SLURM_JOB_ID": "123456", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "8"}
+    slurm["SLURM_CPUS_PER_TASK"] = "64"
     result = subprocess.run(
         [str(SCRIPTS / "slurm.sh"), "--job.description", "two words"],
         env=environment(tmp_path, SLURM_SUBMIT_DIR=str(SCRIPTS.parent), **slurm),
@@ -271,7 +272,7 @@ def test_the_slurm_script_launches_on_every_node_and_passes_its_arguments_on(tmp
         check=True,
     )
     lines = result.stdout.splitlines()
-    assert lines[:3] == ["n1:23456", "8", "--ntasks=2"]
+    assert lines[:4] == ["n1:23456", "8", "--cpus-per-task=64", "--ntasks=2"]
     assert lines[-3:] == [str(SCRIPTS / "launch.sh"), "--job.description", "two words"]
 
 
