@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A process ends with the one that started it, and a rank notices that its launcher went before it could ask for that."""
+"""A process ends with the one that started it; a rank notices when its launcher went too early to ask for that."""
 
 from __future__ import annotations
 
