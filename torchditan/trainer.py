@@ -134,11 +134,16 @@ class Trainer:
             device=str(self.device),
             world_size=self.rank.world_size,
         )
+        # To the very end: the SIGTERM by which torchrun ends the others of a rank that failed is not to cut them short
+        # while they write down why.
+        with StopRequest() as self.stop_request:
+            self.build_and_train()
+
+    def build_and_train(self) -> None:
         try:
-            with StopRequest() as self.stop_request:
-                self.run_directory.write_status("running", step=0)
-                self.build()
-                self.train()
+            self.run_directory.write_status("running", step=0)
+            self.build()
+            self.train()
             self.record_end("completed")
         except Interrupted as stop:
             self.record_end("interrupted", str(stop), exit_code=75)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.divergence import LossSpikes
 from torchditan.run_directory import read_metrics, read_status
 from torchditan.stream import TrainingStream
+from torchditan.trainer import Trainer
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -182,6 +184,25 @@ def test_stop_is_the_default(tmp_path: Path, run_script: RunScript, spoil: Spoil
     code, _, _ = run_script("train.py", *SMALL, "--training.steps=5", "--training.on_nonfinite=stop")
     assert code == 1
     assert "step 3: the gradient is not finite; its update" in read_status(tmp_path / "outputs" / "run")["reason"]
+
+
+def test_a_sigterm_does_not_cut_short_a_rank_that_writes_down_why_it_failed(
+    run_script: RunScript, spoil: Spoil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun sends it to the others when one rank fails."""
+    handlers = []
+    record_failure = Trainer.record_failure
+
+    def remember(self: Trainer, error: BaseException) -> None:
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        record_failure(self, error)
+
+    monkeypatch.setattr(Trainer, "record_failure", remember)
+    spoil(nan_in_step(2))
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_script("train.py", *SMALL, "--training.steps=3", "--training.on_nonfinite=stop").code == 1
+    assert len(handlers) == 1 and handlers[0] not in (before, signal.SIG_DFL)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_the_running_mean_ignores_spikes_and_follows_a_slow_rise() -> None:
