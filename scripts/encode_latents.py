@@ -230,14 +230,12 @@ def main() -> None:
 
     import torch
 
-    from torchditan.distributed.parent_death import die_with_launcher
     from torchditan.distributed.process_group import Rank, check_devices
 
     rank = Rank.from_environment()
     if arguments.verify:
         verify_all(arguments.out)
         return
-    die_with_launcher()
     check_devices(rank)
     if rank.device.type == "cuda":
         torch.cuda.set_device(rank.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import shutil
 import struct
 import subprocess
@@ -279,6 +280,19 @@ def test_only_an_imported_run_is_replaced(trained: Path, exported: Path, tmp_pat
     outcome = run_script(SCRIPT, "import", exported, trained, "--overwrite")
     assert (outcome.code, outcome.err) == (2, f"error: {trained} exists and was not imported; choose another name\n")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_import_that_fills_the_disk_is_one_line_and_leaves_nothing(
+    exported: Path, tmp_path: Path, run_script: RunScript
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
+    try:
+        outcome = run_script(SCRIPT, "import", exported, "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (outcome.code, outcome.err) == (2, "error: new cannot be written: File too large\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_is_not_replaced_unasked(trained: Path, tmp_path: Path, run_script: RunScript) -> None:

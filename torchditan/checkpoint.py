@@ -87,6 +87,17 @@ class Progress:
     """Steps in that mean."""
 
 
+def check_async_mode(config: Config, *, device: torch.device) -> None:
+    """Refuse pinned memory where there is no GPU to copy from.
+
+    Raises:
+        ConfigError: checkpoint.async_mode asks for it.
+    """
+    if config.checkpoint.async_mode == "async_with_pinned_mem" and device.type != "cuda":
+        right = "pinned memory is for copies from a GPU, and this machine has none; must be disabled or async"
+        raise option_error("checkpoint.async_mode", config.checkpoint.async_mode, right)
+
+
 class CheckpointManager:
     """Saves, prunes and loads the checkpoints of one run; every method is called by all ranks.
 
@@ -212,10 +223,9 @@ class CheckpointManager:
 
     def _publish(self, partial: Path, target: Path, progress: Progress, checksums: dict[str, list[Any]]) -> None:
         if dist.get_rank() == 0:
-            checksums[_CONFIG] = write_json(partial / _CONFIG, self.config)
-            checksums[_PROGRESS] = write_json(partial / _PROGRESS, dataclasses.asdict(progress))
-            write_manifest(partial, step=progress.step, trajectory=self.trajectory, checksums=checksums)
-            publish(partial, target)
+            publish_checkpoint(
+                partial, target, checksums, progress=progress, config=self.config, trajectory=self.trajectory
+            )
 
     def _first_failure(self, action: Callable[[], object]) -> str | None:
         """Do it on every rank; what the operating system refused to any of them, the same on all.
@@ -278,7 +288,7 @@ class CheckpointManager:
         """Load the tensors over those of the run; what went wrong, on any rank."""
         state, damage = self._state(), None
         try:
-            _load_safely(state, checkpoint, process_group=self.group)
+            load_safely(state, CheckpointReader(checkpoint), process_group=self.group)
         except DamagedCheckpointError as error:
             damage = str(error)
         damage = self._any_of(damage)
@@ -309,6 +319,22 @@ class CheckpointManager:
             for old in reached[: -self.keep_latest_k]:
                 with contextlib.suppress(OSError):  # a reader may have it open on NFS; the next start removes the rest
                     remove(old)
+
+
+def publish_checkpoint(
+    partial: Path,
+    target: Path,
+    checksums: dict[str, list[Any]],
+    *,
+    progress: Progress,
+    config: dict[str, Any],
+    trajectory: dict[str, Any],
+) -> None:
+    """Put what makes it a checkpoint to the files that are there, whose checksums are given, and give it its name."""
+    own = {_CONFIG: write_json(partial / _CONFIG, config)}
+    own[_PROGRESS] = write_json(partial / _PROGRESS, dataclasses.asdict(progress))
+    write_manifest(partial, step=progress.step, trajectory=trajectory, checksums={**checksums, **own})
+    publish(partial, target)
 
 
 def make_optimizer_state(optimizer: Optimizer) -> None:
@@ -390,10 +416,10 @@ def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool) -> None:
     """
     weights, key = get_model_state_dict(model), "ema" if ema else "model"
     try:
-        names = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
-        if not any(name.startswith(f"{key}.") for name in names):
+        reader = CheckpointReader(checkpoint)
+        if not any(name.startswith(f"{key}.") for name in reader.read_metadata().state_dict_metadata):
             raise option_error("--weights", "ema" if ema else "raw", f"{checkpoint} holds the other ones only")
-        _load_safely({key: weights}, checkpoint, no_dist=True)
+        load_safely({key: weights}, reader, no_dist=True)
     except DamagedCheckpointError as error:
         raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
     set_model_state_dict(model, weights)
@@ -404,22 +430,27 @@ def read_state(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
     Names are `model.<parameter>`, `ema.<parameter>` and `optimizer.state.<parameter>.<exp_avg, exp_avg_sq or step>`.
     """
-    entries = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
+    reader = CheckpointReader(checkpoint)
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
     }
-    _load_safely(state, checkpoint, no_dist=True)
+    load_safely(state, reader, no_dist=True)
     return state
 
 
-def _load_safely(state: dict[str, Any], checkpoint: Path, **options: Any) -> None:
+def load_safely(state: dict[str, Any], reader: CheckpointReader, **options: Any) -> None:
+    """Fill the tensors of a state, which may be sharded, from a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: they are not all there, or not what they should be.
+    """
     try:
         with warnings.catch_warnings():
             # Of a load in one process, which is what was asked for.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, storage_reader=CheckpointReader(checkpoint), planner=SafeLoadPlanner(), **options)
+            dcp.load(state, storage_reader=reader, planner=SafeLoadPlanner(), **options)
     except (CheckpointException, DamagedCheckpointError) as error:
         failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
         cause = next(iter(failures))[0]

@@ -33,6 +33,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from torchditan.run_directory import sync_folder
+
 MANIFEST = "manifest.json"
 INDEX = ".metadata"
 _FORMAT = 1
@@ -198,14 +200,6 @@ def remove_debris(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # Reading
 
 
@@ -301,7 +295,12 @@ def _digest_of(content: dict[str, Any]) -> str:
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Reads torch's distributed format from a folder that anybody may have written: no code runs, no path leaves it."""
+    """Reads torch's distributed format from a folder that anybody may have written: no code runs, no path leaves it.
+
+    The index is read once: that of a large model on many ranks takes seconds.
+    """
+
+    _index: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index of the checkpoint.
@@ -309,6 +308,11 @@ class CheckpointReader(dcp.FileSystemReader):
         Raises:
             DamagedCheckpointError: it is unreadable, or holds what no index of ours holds.
         """
+        if self._index is None:
+            self._index = self._read_index()
+        return self._index
+
+    def _read_index(self) -> Metadata:
         path = Path(self.path) / INDEX
         try:
             metadata = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()

@@ -10,11 +10,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -26,22 +24,14 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchditan import provenance
-from torchditan.checkpoint import Progress
-from torchditan.checkpoint_files import (
-    ChecksummingWriter,
-    publish,
-    read_back,
-    sync_folder,
-    write_json,
-    write_manifest,
-)
+from torchditan.checkpoint import Progress, publish_checkpoint
+from torchditan.checkpoint_files import ChecksummingWriter, read_back
 from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import from_dict, override, to_dict, trajectory
-from torchditan.models import build_model_spec
-from torchditan.run_directory import check_folders, read_config, write_file
+from torchditan.run_directory import beside, check_folders, read_config, sync_folder, write_file
+from torchditan.trained_model import stored_spec
 from torchditan.weights_file import (
     StoredWeights,
-    cause_of,
     key_of,
     open_file,
     read_weights_metadata,
@@ -64,8 +54,8 @@ def import_weights(path: Path, run: Path, *, flags: Sequence[str] = (), overwrit
     stored = read_weights_metadata(path)
     _refuse_existing(run, overwrite=overwrite)
     config = _check_config(stored, flags)
-    refuse_other_model(_meta_model(config, path), stored, [])
-    partial = run.with_name(f".{run.name}.{socket.gethostname()}-{os.getpid()}.partial")
+    refuse_other_model(_meta_model(config), stored, [])
+    partial = beside(run)
     try:
         partial.mkdir(parents=True)
         _write_run(partial, stored, config)
@@ -108,13 +98,9 @@ def _check_config(stored: StoredWeights, flags: Sequence[str]) -> Config:
     return config
 
 
-def _meta_model(config: Config, path: Path) -> nn.Module:
-    size, channels, num_classes = config.dataset.image_size, config.model.input_channels, config.dataset.num_classes
-    assert size is not None and channels is not None and num_classes is not None
-    factor = (config.autoencoder.downsampling or 1) if config.autoencoder.online else 1
-    sample_shape = (channels, size[0] // factor, size[-1] // factor)
+def _meta_model(config: Config) -> nn.Module:
     with torch.device("meta"):
-        return build_model_spec(config.model, sample_shape=sample_shape, num_classes=num_classes).build()
+        return stored_spec(config).build()
 
 
 def _write_run(run: Path, stored: StoredWeights, config: Config) -> None:
@@ -149,16 +135,9 @@ def _write_checkpoint(folder: Path, stored: StoredWeights, config: Config, ident
             weights = {name: file.get_tensor(name) for name in stored.shapes}  # in the memory map until it is written
             dcp.save({key_of(stored.weights): weights}, storage_writer=writer, no_dist=True)
     except CheckpointException as error:
-        cause = cause_of(error)
-        raise (
-            cause if isinstance(cause, OSError) else RuntimeError(f"the checkpoint cannot be written: {cause}")
-        ) from None
+        raise writer.error or RuntimeError(f"the checkpoint cannot be written: {error}") from None
     read_back(partial, writer.checksums)
     progress = Progress(step=stored.step, images_seen=stored.images_seen)
-    checksums = {
-        **writer.checksums,
-        "config.json": write_json(partial / "config.json", to_dict(config)),
-        "progress.json": write_json(partial / "progress.json", asdict(progress)),
-    }
-    write_manifest(partial, step=stored.step, trajectory=identity, checksums=checksums)
-    publish(partial, target)
+    publish_checkpoint(
+        partial, target, writer.checksums, progress=progress, config=to_dict(config), trajectory=identity
+    )

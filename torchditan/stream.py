@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchditan.config import ConfigError, option_error
 from torchditan.distributed.parent_death import die_with_parent
+from torchditan.preemption import SIGNALS
 from torchditan.randomness import Permutation, Randomness, draw, uniform
 
 Batch = dict[str, torch.Tensor]
@@ -309,7 +310,7 @@ def live_with_rank(worker: int) -> None:
 
     A rank that shall finish its step needs the next batch, and clusters signal every process of a job.
     """
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
 

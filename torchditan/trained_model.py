@@ -63,12 +63,9 @@ class TrainedModel:
             raise option_error("--weights", weights, "this run kept no average; must be raw")
         weights = weights or ("ema" if config.ema.enable else "raw")
         checkpoint = find_checkpoint(run / config.checkpoint.folder, step)
-        size, channels = config.dataset.image_size, config.model.input_channels
-        num_classes = config.dataset.num_classes
-        assert size is not None and channels is not None and num_classes is not None, "runs store resolved configs"
-        factor = (config.autoencoder.downsampling or 1) if config.autoencoder.online else 1
-        sample_shape = (channels, size[0] // factor, size[1] // factor)
-        spec = build_model_spec(config.model, sample_shape=sample_shape, num_classes=num_classes)
+        spec = stored_spec(config)
+        channels, num_classes = spec.sample_shape[0], config.dataset.num_classes
+        assert num_classes is not None
         if config.autoencoder.name is not None:
             # Only to see that it opens: a decoder that is not at hand is better missed now than after the sampling.
             open_decoder(config.autoencoder, channels=channels, device=device)
@@ -80,7 +77,7 @@ class TrainedModel:
             config=config,
             spec=spec,
             model=model.eval().requires_grad_(False),
-            sample_shape=sample_shape,
+            sample_shape=spec.sample_shape,
             num_classes=num_classes,
             step=read_progress(checkpoint).step,
             weights=weights,
@@ -125,3 +122,12 @@ class TrainedModel:
             batch_size=batch_size,
             device=self.device,
         )
+
+
+def stored_spec(config: Config) -> ModelSpec:
+    """The model of a configuration in which nothing is left open, as runs store it."""
+    size, channels, num_classes = config.dataset.image_size, config.model.input_channels, config.dataset.num_classes
+    assert size is not None and channels is not None and num_classes is not None, "runs store resolved configs"
+    factor = (config.autoencoder.downsampling or 1) if config.autoencoder.online else 1
+    sample_shape = (channels, size[0] // factor, size[-1] // factor)
+    return build_model_spec(config.model, sample_shape=sample_shape, num_classes=num_classes)

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchditan.autoencoders.latent_space import build_sample_space
-from torchditan.checkpoint import CheckpointManager, Progress
-from torchditan.config import Config, ConfigError, option_error
+from torchditan.checkpoint import CheckpointManager, Progress, check_async_mode
+from torchditan.config import Config, ConfigError
 from torchditan.config_loader import to_dict, trajectory
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.timesteps import timestep_sampling
@@ -388,8 +388,7 @@ class Trainer:
                 try:
                     self.train_step(batches)
                     if (step := self.progress.step) == first_step:
-                        set_timeout(config.comm.train_timeout_seconds, but=self.checkpoints.group)
-                        self.watch.timeout_seconds = config.comm.train_timeout_seconds
+                        self.set_timeout(config.comm.train_timeout_seconds)
                     self.do_what_is_due(step, is_first=step == first_step)
                     self.profiler.step(step)
                     self.stop_if_asked()
@@ -397,9 +396,13 @@ class Trainer:
                     batches = self.roll_back(divergence)
         self.guard.wait()
         # Rank 0 may take its time with what is left, uploading say.
-        set_timeout(config.comm.init_timeout_seconds)
-        self.watch.timeout_seconds = config.comm.init_timeout_seconds
+        self.set_timeout(config.comm.init_timeout_seconds)
         self.finish()
+
+    def set_timeout(self, seconds: int) -> None:
+        """How long ranks wait for each other from now on, but for those that save."""
+        set_timeout(seconds, but=self.checkpoints.group)
+        self.watch.timeout_seconds = seconds
 
     def train_step(self, batches: Iterator[tuple[Batch, Randomness]]) -> None:
         """One optimizer step."""
@@ -651,17 +654,6 @@ class Trainer:
         if self.last_grid is not None:
             self.logger.message(f"samples, generated beside real: {self.last_grid}")
         self.logger.message(f"done; everything of this run is in {self.run_directory.path}")
-
-
-def check_async_mode(config: Config, *, device: torch.device) -> None:
-    """Refuse pinned memory where there is no GPU to copy from.
-
-    Raises:
-        ConfigError: checkpoint.async_mode asks for it.
-    """
-    if config.checkpoint.async_mode == "async_with_pinned_mem" and device.type != "cuda":
-        right = "pinned memory is for copies from a GPU, and this machine has none; must be disabled or async"
-        raise option_error("checkpoint.async_mode", config.checkpoint.async_mode, right)
 
 
 def set_determinism(seed: int, *, deterministic: bool) -> None:

@@ -12,37 +12,31 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchditan.checkpoint import find_checkpoint, load_weights, read_progress
+from torchditan.checkpoint import find_checkpoint, load_safely, load_weights, read_progress
 from torchditan.checkpoint_files import (
     CheckpointReader,
     DamagedCheckpointError,
-    SafeLoadPlanner,
     list_checkpoints,
     step_of,
-    sync_folder,
     verify,
 )
 from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict
 from torchditan.distributed.process_group import raise_on_all_ranks
 from torchditan.models.initialization import fill, named_parameters_to_fill
-from torchditan.run_directory import differences, read_config
+from torchditan.run_directory import differences, read_config, written_beside
 
 FORMAT = "torchditan"
 VERSION = "1"
@@ -97,30 +91,13 @@ def write_weights(path: Path, tensors: Iterable[TensorToWrite], metadata: Mappin
         header[name] = {"dtype": _STORED_DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned in memory maps
-    with _written_beside(path) as file:
+    with written_beside(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape, dtype, read in ordered:
             tensor = read().to(dtype)
             assert tuple(tensor.shape) == shape, (name, tensor.shape, shape)
             bits, little_endian = _BITS[dtype]
             file.write(tensor.contiguous().flatten().view(bits).numpy().astype(little_endian, copy=False).data)
-
-
-@contextmanager
-def _written_beside(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write from begin to end, which takes the place of `path` when it is whole and on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
-    try:
-        with open(beside, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
 
 
 def export_weights(
@@ -139,11 +116,11 @@ def export_weights(
         ConfigError: there are no such weights, they are damaged, or the file cannot be written.
     """
     checkpoint = _find(source, step=step)
-    stored = _describe_checkpoint(checkpoint, weights=weights)
-    tensors = _CheckpointTensors(checkpoint)
+    reader = CheckpointReader(checkpoint)
+    stored = _describe_checkpoint(checkpoint, reader, weights=weights)
     key = key_of(stored.weights)
     entries = [
-        TensorToWrite(name, shape, dtype, lambda name=name: tensors.read(f"{key}.{name}"))  # type: ignore[misc]
+        TensorToWrite(name, shape, dtype, partial(_read_tensor, reader, f"{key}.{name}"))
         for name, shape in stored.shapes.items()
     ]
     try:
@@ -155,38 +132,17 @@ def export_weights(
     return stored
 
 
-class _CheckpointTensors:
-    """Single tensors of a checkpoint. Its index is read once: that of a large model takes seconds."""
+def _read_tensor(reader: CheckpointReader, key: str) -> Tensor:
+    """A whole tensor of a checkpoint, on the CPU.
 
-    def __init__(self, checkpoint: Path) -> None:
-        self.reader = _ReaderOfOneIndex(checkpoint)
-
-    def read(self, key: str) -> Tensor:
-        """A whole tensor, on the CPU.
-
-        Raises:
-            DamagedCheckpointError: it is not there, or no tensor.
-        """
-        entry = self.reader.read_metadata().state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata), key
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        try:
-            with warnings.catch_warnings():
-                # Of a load in one process, which is what was asked for.
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load({key: tensor}, storage_reader=self.reader, planner=SafeLoadPlanner(), no_dist=True)
-        except CheckpointException as error:
-            raise DamagedCheckpointError(f"{key}: {_first_line(cause_of(error))}") from None
-        return tensor
-
-
-class _ReaderOfOneIndex(CheckpointReader):
-    index: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self.index is None:
-            self.index = super().read_metadata(*args, **kwargs)
-        return self.index
+    Raises:
+        DamagedCheckpointError: it is no tensor, or not all of one.
+    """
+    entry = reader.read_metadata().state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata), key
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    load_safely({key: tensor}, reader, no_dist=True)
+    return tensor
 
 
 def read_weights_metadata(path: Path) -> StoredWeights:
@@ -223,10 +179,10 @@ def _describe_file(path: Path) -> StoredWeights:
     return StoredWeights(path, shapes, config, step, images_seen, kind, metadata.get("git_commit"))
 
 
-def _describe_checkpoint(checkpoint: Path, *, weights: Kind | None) -> StoredWeights:
+def _describe_checkpoint(checkpoint: Path, reader: CheckpointReader, *, weights: Kind | None) -> StoredWeights:
     """What a checkpoint, which was verified, has; of averaged and raw weights those asked for, or the averaged ones."""
     try:
-        entries, progress = CheckpointReader(checkpoint).read_metadata().state_dict_metadata, read_progress(checkpoint)
+        entries, progress = reader.read_metadata().state_dict_metadata, read_progress(checkpoint)
         config = _parse_config((checkpoint / "config.json").read_bytes())
     except (DamagedCheckpointError, OSError) as error:
         raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
@@ -340,7 +296,8 @@ def _describe(path: Path) -> StoredWeights:
         raise ConfigError(f"{path} no such file or folder; must be {right}")
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} holds no config.json; must be a run directory, or a checkpoint in one")
-    return _describe_checkpoint(_find(path), weights=None)
+    checkpoint = _find(path)
+    return _describe_checkpoint(checkpoint, CheckpointReader(checkpoint), weights=None)
 
 
 def refuse_other_model(model: nn.Module, stored: StoredWeights, differing_options: list[str]) -> None:
@@ -386,7 +343,7 @@ def open_file(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or _first_line(error)}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except SafetensorError:
         raise ConfigError(f"{path} is no safetensors file, or cut short; copy or export it again") from None
 
@@ -419,11 +376,3 @@ def _parse_config(text: str | bytes | None) -> dict[str, dict[str, Any]] | None:
 
 def _parse_count(text: str | None) -> int | None:
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 19 else None
-
-
-def cause_of(error: CheckpointException) -> BaseException:
-    return next(iter(error.failures.values()))[0]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]

@@ -362,9 +362,6 @@ def resolve_batch_size(config: Config, rank: Rank) -> int:
 
     from torch.distributed import TCPStore
 
-    from torchditan.distributed.parent_death import die_with_launcher
-
-    die_with_launcher()
     # torchrun's own store: no process group is needed, which would take memory on the devices of the trials.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=False, timeout=timedelta(days=7))
