@@ -12,7 +12,7 @@ Notable:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,11 +83,17 @@ class ModelFlops:
 
 
 class LinearCounter(TorchFunctionMode):
-    """Adds up the FLOPs of linear layers, forward and the backward to come, by the rows that enter them."""
+    """Adds up the FLOPs of linear layers, forward and the backward to come, by the rows that enter them.
 
-    def __init__(self) -> None:
+    Args:
+        apart: weights whose FLOPs are `flops_apart` instead.
+    """
+
+    def __init__(self, apart: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.flops_by_rows: Counter[int] = Counter()
+        self.flops_apart = 0
+        self._apart = {id(weight) for weight in apart}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -95,7 +101,11 @@ class LinearCounter(TorchFunctionMode):
         if func is F.linear:
             x, weight = args[:2]
             num_products = 1 + x.requires_grad + weight.requires_grad
-            self.flops_by_rows[x.numel() // x.shape[-1]] += 2 * x.numel() * weight.shape[0] * num_products
+            flops = 2 * x.numel() * weight.shape[0] * num_products
+            if id(weight) in self._apart:
+                self.flops_apart += flops
+            else:
+                self.flops_by_rows[x.numel() // x.shape[-1]] += flops
         return func(*args, **(kwargs or {}))
 
 
@@ -104,10 +114,11 @@ def count_model_flops(spec: ModelSpec) -> ModelFlops:
     # Imported here because it is slow to import and needed once.
     from torch.utils.flop_counter import FlopCounterMode
 
-    linears = LinearCounter()
     forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
     with torch.device("meta"):
-        model = spec.build()
+        model = spec.build().to("meta")  # the buffers too
+        of_condition: list[Any] = [layer.weight for layer in spec.condition_layers(model)]
+        linears = LinearCounter(apart=of_condition)
         x_t, t, cond = spec.example_inputs(batch_size=1)
         with forward, linears:
             prediction = model(x_t, t, cond)
@@ -116,7 +127,9 @@ def count_model_flops(spec: ModelSpec) -> ModelFlops:
 
     tokens, condition_tokens = spec.num_tokens, spec.num_condition_tokens
     per_image = linears.flops_by_rows[1]
-    per_condition = linears.flops_by_rows[condition_tokens] if condition_tokens > 1 else 0
+    per_condition = linears.flops_apart
+    if condition_tokens > 1 and not of_condition:
+        per_condition += linears.flops_by_rows[condition_tokens]
     if condition_tokens:  # layers that see both share their FLOPs
         shared = linears.flops_by_rows[tokens + condition_tokens]
         per_condition += shared * condition_tokens // (tokens + condition_tokens)

@@ -70,7 +70,8 @@ def _find_on_hub(place: str, *, files: Sequence[str], subfolders: Sequence[str])
                 continue
         return _fetch(hub, place, files=files, subfolder=subfolders[-1])
     except Exception as error:  # what a broken connection raises depends on the hub's version: OSError, httpx, requests
-        raise option_error("autoencoder.path", place, _why(errors, error, files=files)) from error
+        right = why_not_fetched(error, what=_listed(files), option="--autoencoder.path")
+        raise option_error("autoencoder.path", place, right) from error
 
 
 def _fetch(hub: Any, place: str, *, files: Sequence[str], subfolder: str) -> Path:
@@ -78,8 +79,10 @@ def _fetch(hub: Any, place: str, *, files: Sequence[str], subfolder: str) -> Pat
     return paths[0].parent
 
 
-def _why(errors: Any, error: Exception, *, files: Sequence[str]) -> str:
-    here = f"give a folder with {_listed(files)} as --autoencoder.path"
+def why_not_fetched(error: Exception, *, what: str, option: str) -> str:
+    """What is wrong, and what to do, when `what` could not be had from the hub; a folder may be given as `option`."""
+    errors = require("huggingface_hub.errors")
+    here = f"give a folder with {what} as {option}"
     if isinstance(error, errors.GatedRepoError):  # before RepositoryNotFoundError, which it is too
         return "is gated: accept its terms on its page, then log in with `hf auth login` or set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -90,5 +93,5 @@ def _why(errors: Any, error: Exception, *, files: Sequence[str]) -> str:
             f"(no network, or HF_HUB_OFFLINE is set); go online once, or {here}"
         )
     if isinstance(error, errors.EntryNotFoundError):
-        return f"has no {_listed(files)} on the Hugging Face hub"
+        return f"has no {what} on the Hugging Face hub"
     return f"cannot be fetched from the Hugging Face hub ({first_line(error)}); try again, or {here}"

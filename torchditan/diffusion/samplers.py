@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torchditan.models.spec import Condition, Conditioning
 
 Velocity = Callable[[torch.Tensor, float], torch.Tensor]
-"""(x (B, ...) float32, t) -> dx/dt (B, ...) float32."""
+"""(x (B, ...) float32, t) -> dx/dt (B, ...) float32; of a DDPM the noise in x."""
 
 
 def timestep_grid(num_steps: int, *, shift: float = 1.0) -> list[float]:
@@ -46,7 +46,7 @@ def solve(
     return x
 
 
-def guided_velocity(
+def guided_prediction(
     model: nn.Module,
     *,
     conditioning: Conditioning,
@@ -58,7 +58,7 @@ def guided_velocity(
     """Classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598): null + scale (conditional - null).
 
     Args:
-        model: predicts the velocity; `forward(x_t, t, cond)`.
+        model: predicts the velocity, or the noise; `forward(x_t, t, cond)`.
         conditioning: gives the null condition of `cond`.
         cond: the condition of every sample.
         guidance_scale: 1 is no guidance, and costs one evaluation instead of two.
@@ -67,7 +67,7 @@ def guided_velocity(
     """
     low, high = guidance_interval
 
-    def velocity(x: torch.Tensor, t: float) -> torch.Tensor:
+    def predict(x: torch.Tensor, t: float) -> torch.Tensor:
         t_batch = torch.full((x.shape[0],), t, dtype=torch.float32, device=x.device)  # (B,)
         if not cond or guidance_scale == 1 or not low <= t <= high:
             return model(x, t_batch, cond).float()
@@ -80,4 +80,4 @@ def guided_velocity(
             return guided
         return torch.cat([guided[:, :guidance_channels], conditional[:, guidance_channels:]], dim=1)
 
-    return velocity
+    return predict

@@ -1,0 +1,133 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""`encode_captions` through each pipeline's own `encode_prompt`, over text encoders that are made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from debugmodels import spec_of
+from torch import nn
+
+from torchditan.models.published import family
+
+diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+
+CAPTIONS = ["a red fox", "", "two words"]
+TEXTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+
+
+def pipeline_of(name: str, *encoders: str, **parts: Any) -> Any:
+    """The real pipeline, as captions are encoded with: without transformer and autoencoder."""
+    cls = family(name)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    empty = dict.fromkeys(("vae", cls.subfolder, *encoders))
+    return getattr(diffusers, cls.pipeline_class)(**empty, scheduler=scheduler, **parts)
+
+
+def tokens_of(captions: list[str], length: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token for each letter and one at the end; what a token is depends on its caption alone."""
+    mask = torch.stack([torch.arange(length) <= len(caption) for caption in captions])
+    values = torch.tensor([float(sum(caption.encode())) for caption in captions])
+    return values[:, None, None] + torch.arange(width) + mask[..., None], mask.long()
+
+
+def encoded(name: str, pipeline: Any, captions: list[str], *, length: int = 8) -> dict[str, torch.Tensor]:
+    """What is encoded fits what the model takes."""
+    tensors = spec_of(name).conditioning.tensors
+    found = family(name).encode_captions(pipeline, captions, max_length=length)
+    assert {key: (value.shape[1:], value.dtype) for key, value in found.items()} == dict(tensors)
+    assert {len(value) for value in found.values()} == {len(captions)}
+    return found
+
+
+def test_wan():
+    pipeline = pipeline_of("wan", *TEXTS[:2])
+    pipeline._get_t5_prompt_embeds = lambda prompt, max_sequence_length, **_: tokens_of(
+        prompt, max_sequence_length, 32
+    )[0]
+    found = encoded("wan", pipeline, CAPTIONS)
+    assert torch.equal(found["prompt_embeds"], tokens_of(CAPTIONS, 8, 32)[0])
+
+
+def test_mochi_empties_empty_captions_only():
+    pipeline = pipeline_of("mochi", *TEXTS[:2], force_zeros_for_empty_prompt=True)
+
+    def encode(prompt: list[str], max_sequence_length: int, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, mask = tokens_of(prompt, max_sequence_length, 32)
+        return tokens, (mask * (prompt[-1] != "")).bool()  # as its pipeline does it, to all of a batch
+
+    pipeline._get_t5_prompt_embeds = encode
+    for captions in (CAPTIONS, CAPTIONS[::-1], ["a", ""], ["", "a"]):
+        found = encoded("mochi", pipeline, captions)
+        assert found["prompt_attention_mask"].any(1).tolist() == [caption != "" for caption in captions]
+        assert torch.equal(found["prompt_embeds"], tokens_of(captions, 8, 32)[0])
+
+
+def test_hunyuan_video():
+    pipeline = pipeline_of("hunyuan_video", *TEXTS)
+    pipeline._get_llama_prompt_embeds = lambda prompt, *_, max_sequence_length, **__: tokens_of(
+        prompt, max_sequence_length, 32
+    )
+    pipeline._get_clip_prompt_embeds = lambda prompt, *_, **__: tokens_of(prompt, 1, 16)[0][:, 0]
+    found = encoded("hunyuan_video", pipeline, CAPTIONS)
+    assert found["prompt_attention_mask"].sum(1).tolist() == [8, 1, 8]
+    assert torch.equal(found["pooled_prompt_embeds"], tokens_of(CAPTIONS, 1, 16)[0][:, 0])
+
+
+@pytest.mark.parametrize(("captions", "lengths"), [(["a", "", "bcd"], [2, 1, 4]), (["ab", "cd"], [3, 3])])
+def test_qwen_image_pads_captions_to_one_length(captions, lengths):
+    pipeline = pipeline_of("qwen_image", *TEXTS[:2])
+
+    def encode(prompt: list[str], *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return tokens_of(prompt, max(map(len, prompt)) + 1, 32)  # no longer than the longest
+
+    pipeline._get_qwen_prompt_embeds = encode
+    found = encoded("qwen_image", pipeline, captions)
+    assert found["prompt_embeds_mask"].sum(1).tolist() == lengths
+    assert torch.equal(found["prompt_embeds"][:, : max(lengths)], encode(captions)[0])
+    assert not found["prompt_embeds"][:, max(lengths) :].any()
+    cut = encoded("qwen_image", pipeline, ["a very long caption"])
+    assert cut["prompt_embeds_mask"].all()
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_sdxl_has_zeros_for_the_empty_caption_where_its_pipeline_has(zeros):
+    class Tokenizer:
+        model_max_length = 77
+
+        def __call__(self, prompts: list[str], **_: Any) -> Any:
+            return SimpleNamespace(input_ids=torch.tensor([[len(prompt)] * 77 for prompt in prompts]))
+
+    class Encoder(nn.Module):
+        dtype, device = torch.float32, torch.device("cpu")
+        config = SimpleNamespace(projection_dim=16)
+
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.width = width
+
+        def forward(self, ids: torch.Tensor, **_: Any) -> Any:
+            hidden = ids[..., None].float() + torch.ones(self.width)
+            return type("Output", (list,), {"hidden_states": [hidden, hidden]})([ids[:, :16].float() + 1])
+
+    scheduler = diffusers.EulerDiscreteScheduler()
+    pipeline = diffusers.StableDiffusionXLPipeline(
+        **dict.fromkeys((*TEXTS, "vae", "unet")), scheduler=scheduler, force_zeros_for_empty_prompt=zeros
+    )
+    pipeline.maybe_convert_prompt = lambda prompt, _: prompt  # textual inversion
+    parts = {
+        "tokenizer": Tokenizer(),
+        "tokenizer_2": Tokenizer(),
+        "text_encoder": Encoder(12),
+        "text_encoder_2": Encoder(20),
+    }
+    for name, part in parts.items():
+        object.__setattr__(pipeline, name, part)
+    found = encoded("sdxl", pipeline, CAPTIONS)
+    for value in found.values():
+        assert value.flatten(1).any(1).tolist() == [True, not zeros, True]
+    assert (found["prompt_embeds"][0] == 1 + len(CAPTIONS[0])).all()

@@ -1,0 +1,279 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Reading published weights: every layout on disk gives the same predictions, and what is none gives one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from debugmodels import MODELS, built, inputs_of, pristine, spec_of
+
+from torchditan.config import ConfigError
+from torchditan.models.published import family
+
+pytest.importorskip("diffusers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+def source(name: str, flavor: str = "debugmodel", **options: Any) -> tuple[Any, torch.Tensor]:
+    """diffusers' transformer with other weights than a run starts from, and what it predicts."""
+    spec = spec_of(name, flavor, **options)
+    model = built(spec, seed=7)
+    with torch.no_grad():
+        return pristine(model, spec), model(*inputs_of(spec))
+
+
+def prediction_from(path: Path, name: str, flavor: str = "debugmodel", **options: Any) -> torch.Tensor:
+    spec = spec_of(name, flavor, path=path, **options)
+    with torch.no_grad():
+        return built(spec)(*inputs_of(spec))
+
+
+def line_of(path: Path, name: str = "sd3") -> str:
+    with pytest.raises(ConfigError) as error:
+        prediction_from(path, name)
+    line = str(error.value)
+    assert "\n" not in line
+    assert line.startswith("model.path = ") and path.name in line
+    return line
+
+
+@pytest.mark.parametrize(("name", "flavor"), MODELS)
+def test_a_pipeline_folder_gives_the_predictions_of_its_transformer(name, flavor, tmp_path):
+    transformer, expected = source(name, flavor)
+    transformer.save_pretrained(tmp_path / family(name).subfolder)
+    assert torch.equal(prediction_from(tmp_path, name, flavor), expected)
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "sdxl"])
+def test_several_files_are_as_good_as_one(name, tmp_path):
+    transformer, expected = source(name)
+    transformer.save_pretrained(tmp_path, max_shard_size="500KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert torch.equal(prediction_from(tmp_path, name), expected)
+
+
+PREFIXED = [("sd3", "debugmodel", "model.diffusion_model."), ("qwen_image", "debugmodel", "transformer.")]
+
+
+@pytest.mark.parametrize(("name", "flavor", "prefix"), [*((*model, "") for model in MODELS), *PREFIXED])
+def test_one_file_in_the_names_of_diffusers(name, flavor, prefix, tmp_path):
+    transformer, expected = source(name, flavor)
+    tensors = {prefix + key: value.contiguous() for key, value in transformer.state_dict().items()}
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(prediction_from(tmp_path / "model.safetensors", name, flavor), expected)
+
+
+def in_names_of_stability(tensors: dict[str, torch.Tensor], *, num_layers: int) -> dict[str, torch.Tensor]:
+    """SD3's weights as their publisher has them: q, k and v in one, shift before scale."""
+    found = {"pos_embed": tensors["pos_embed.pos_embed"]}
+    ends = {
+        "pos_embed.proj": "x_embedder.proj",
+        "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
+        "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
+        "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0",
+        "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
+        "context_embedder": "context_embedder",
+        "proj_out": "final_layer.linear",
+        "norm_out.linear": "final_layer.adaLN_modulation.1",
+    }
+    in_block = {
+        "attn.to_out.0": "x_block.attn.proj",
+        "attn.to_add_out": "context_block.attn.proj",
+        "norm1.linear": "x_block.adaLN_modulation.1",
+        "norm1_context.linear": "context_block.adaLN_modulation.1",
+        "ff.net.0.proj": "x_block.mlp.fc1",
+        "ff.net.2": "x_block.mlp.fc2",
+        "ff_context.net.0.proj": "context_block.mlp.fc1",
+        "ff_context.net.2": "context_block.mlp.fc2",
+    }
+    for kind in ("weight", "bias"):
+        for ours, theirs in ends.items():
+            found[f"{theirs}.{kind}"] = tensors[f"{ours}.{kind}"]
+        for i in range(num_layers):
+            block = f"transformer_blocks.{i}"
+            for ours, theirs in in_block.items():
+                if f"{block}.{ours}.{kind}" in tensors:
+                    found[f"joint_blocks.{i}.{theirs}.{kind}"] = tensors[f"{block}.{ours}.{kind}"]
+            for part, names in (
+                ("x", ("to_q", "to_k", "to_v")),
+                ("context", ("add_q_proj", "add_k_proj", "add_v_proj")),
+            ):
+                fused = torch.cat([tensors[f"{block}.attn.{name}.{kind}"] for name in names])
+                found[f"joint_blocks.{i}.{part}_block.attn.qkv.{kind}"] = fused
+        last = f"joint_blocks.{num_layers - 1}.context_block.adaLN_modulation.1"
+        for name in (f"{last}.{kind}", f"final_layer.adaLN_modulation.1.{kind}"):
+            found[name] = torch.cat(found[name].chunk(2)[::-1])
+    return {f"model.diffusion_model.{name}": value.contiguous() for name, value in found.items()}
+
+
+def in_names_of_black_forest(tensors: dict[str, torch.Tensor], *, num_blocks: int) -> dict[str, torch.Tensor]:
+    """FLUX's weights as their publisher has them."""
+    found = {}
+    ends = {
+        "x_embedder": "img_in",
+        "context_embedder": "txt_in",
+        "time_text_embed.timestep_embedder.linear_1": "time_in.in_layer",
+        "time_text_embed.timestep_embedder.linear_2": "time_in.out_layer",
+        "time_text_embed.guidance_embedder.linear_1": "guidance_in.in_layer",
+        "time_text_embed.guidance_embedder.linear_2": "guidance_in.out_layer",
+        "time_text_embed.text_embedder.linear_1": "vector_in.in_layer",
+        "time_text_embed.text_embedder.linear_2": "vector_in.out_layer",
+        "proj_out": "final_layer.linear",
+        "norm_out.linear": "final_layer.adaLN_modulation.1",
+    }
+    in_double = {
+        "norm1.linear": "img_mod.lin",
+        "norm1_context.linear": "txt_mod.lin",
+        "attn.to_out.0": "img_attn.proj",
+        "attn.to_add_out": "txt_attn.proj",
+        "ff.net.0.proj": "img_mlp.0",
+        "ff.net.2": "img_mlp.2",
+        "ff_context.net.0.proj": "txt_mlp.0",
+        "ff_context.net.2": "txt_mlp.2",
+    }
+    norms = {
+        "img_attn.norm.query_norm": "norm_q",
+        "img_attn.norm.key_norm": "norm_k",
+        "txt_attn.norm.query_norm": "norm_added_q",
+        "txt_attn.norm.key_norm": "norm_added_k",
+    }
+    for i in range(num_blocks):
+        double, single = f"transformer_blocks.{i}", f"single_transformer_blocks.{i}"
+        for theirs, ours in norms.items():
+            found[f"double_blocks.{i}.{theirs}.scale"] = tensors[f"{double}.attn.{ours}.weight"]
+            if theirs.startswith("img"):
+                name = theirs.removeprefix("img_attn.")
+                found[f"single_blocks.{i}.{name}.scale"] = tensors[f"{single}.attn.{ours}.weight"]
+    for kind in ("weight", "bias"):
+        for ours, theirs in ends.items():
+            found[f"{theirs}.{kind}"] = tensors[f"{ours}.{kind}"]
+        name = f"final_layer.adaLN_modulation.1.{kind}"
+        found[name] = torch.cat(found[name].chunk(2)[::-1])
+        for i in range(num_blocks):
+            double, single = f"transformer_blocks.{i}", f"single_transformer_blocks.{i}"
+            for ours, theirs in in_double.items():
+                found[f"double_blocks.{i}.{theirs}.{kind}"] = tensors[f"{double}.{ours}.{kind}"]
+            for part, names in (("img", ("to_q", "to_k", "to_v")), ("txt", ("add_q_proj", "add_k_proj", "add_v_proj"))):
+                fused = torch.cat([tensors[f"{double}.attn.{name}.{kind}"] for name in names])
+                found[f"double_blocks.{i}.{part}_attn.qkv.{kind}"] = fused
+            inputs = [f"{single}.attn.to_q", f"{single}.attn.to_k", f"{single}.attn.to_v", f"{single}.proj_mlp"]
+            found[f"single_blocks.{i}.linear1.{kind}"] = torch.cat([tensors[f"{name}.{kind}"] for name in inputs])
+            found[f"single_blocks.{i}.linear2.{kind}"] = tensors[f"{single}.proj_out.{kind}"]
+            found[f"single_blocks.{i}.modulation.lin.{kind}"] = tensors[f"{single}.norm.linear.{kind}"]
+    return found
+
+
+def test_one_file_in_the_names_of_its_publisher(tmp_path):
+    transformer, expected = source("sd3")
+    tensors = in_names_of_stability(transformer.state_dict(), num_layers=3)
+    tensors["first_stage_model.decoder.conv_in.weight"] = torch.zeros(1)  # the rest of a pipeline, in the same file
+    safetensors.save_file(tensors, tmp_path / "sd3.safetensors")
+    assert torch.equal(prediction_from(tmp_path / "sd3.safetensors", "sd3"), expected)
+
+
+@pytest.mark.slow
+def test_one_file_of_flux_in_the_names_of_its_publisher(tmp_path):
+    """diffusers' rename knows one width, 3072: a block of each kind of that width, half a billion parameters."""
+    sizes = ["num_layers=1", "num_single_layers=1", "attention_head_dim=128", "num_attention_heads=24"]
+    overrides = {"overrides": [*sizes, "axes_dims_rope=[16, 56, 56]"]}
+    transformer, expected = source("flux", **overrides)
+    tensors = in_names_of_black_forest(transformer.state_dict(), num_blocks=1)
+    del transformer
+    safetensors.save_file(tensors, tmp_path / "flux1-dev.safetensors")
+    del tensors
+    assert torch.equal(prediction_from(tmp_path / "flux1-dev.safetensors", "flux", **overrides), expected)
+
+
+def test_weights_stored_in_bf16_are_read_as_they_are(tmp_path):
+    transformer, _ = source("wan")
+    transformer.bfloat16().save_pretrained(tmp_path)
+    model = built(spec_of("wan", path=tmp_path))
+    for name, parameter in model.transformer.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, transformer.get_parameter(name).float()), name
+
+
+def test_a_folder_of_another_size_says_so_itself(tmp_path):
+    """Its config.json goes before the flavor's sizes, and `model.overrides` before both."""
+    transformer, expected = source("sd3", overrides=["num_layers=2"])
+    transformer.save_pretrained(tmp_path)
+    assert torch.equal(prediction_from(tmp_path, "sd3"), expected)
+    assert "is another model" in _line(tmp_path, overrides=["num_layers=3"])
+
+
+def _line(path: Path, **options: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        prediction_from(path, "sd3", **options)
+    return str(error.value)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    source("sd3")[0].save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def test_a_missing_tensor_is_named(saved):
+    file = saved / "diffusion_pytorch_model.safetensors"
+    tensors = safetensors.load_file(file)
+    del tensors["transformer_blocks.1.attn.to_q.weight"]
+    safetensors.save_file(tensors, file)
+    assert "transformer_blocks.1.attn.to_q.weight must be [64, 64] and is missing" in line_of(saved)
+
+
+def test_a_tensor_of_another_shape_is_named(saved):
+    file = saved / "diffusion_pytorch_model.safetensors"
+    tensors = safetensors.load_file(file)
+    tensors["proj_out.bias"] = torch.zeros(3)
+    safetensors.save_file(tensors, file)
+    assert "proj_out.bias must be [64] and is [3]" in line_of(saved)
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "sdxl", "mochi", "hunyuan_video"])
+def test_the_file_of_another_model_is_refused(name, saved):
+    diffusers_names = saved / "diffusion_pytorch_model.safetensors"
+    assert "is another model than model.flavor says" in line_of(diffusers_names, name)
+    original = saved / "sd3.safetensors"
+    safetensors.save_file(in_names_of_stability(safetensors.load_file(diffusers_names), num_layers=3), original)
+    line_of(original, name)
+
+
+def test_a_pickle_is_refused(saved):
+    pickle = saved / "model.ckpt"
+    pickle.write_bytes(b"\x80\x04.")
+    assert "must be a .safetensors file, or a folder" in line_of(pickle)
+
+
+@pytest.mark.parametrize("leave", [(), ("config.json",), ("config.json", "model.bin")])
+def test_a_folder_without_weights_is_refused(leave, saved):
+    (saved / "model.bin").write_bytes(b"\x80\x04.")
+    for file in saved.iterdir():
+        if file.name not in leave:
+            file.unlink()
+    assert ("no .safetensors file" if leave else "no config.json") in line_of(saved)
+
+
+def test_damaged_files_are_refused(saved):
+    weights, config = saved / "diffusion_pytorch_model.safetensors", saved / "config.json"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    assert "cannot be read" in line_of(saved)
+    weights.write_bytes(content)
+    sizes = json.loads(config.read_text())
+    config.write_text("[1, 2")
+    assert "its config.json cannot be read" in line_of(saved)
+    config.write_text(json.dumps(sizes))
+    index = saved / "diffusion_pytorch_model.safetensors.index.json"
+    for broken in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
+        index.write_text(broken)
+        assert "index.json cannot be read" in line_of(saved)
+    index.write_text(json.dumps({"weight_map": {"proj_out.bias": "model-00001-of-00002.safetensors"}}))
+    assert "has no model-00001-of-00002.safetensors" in line_of(saved)
+
+
+def test_what_does_not_exist_says_how_to_get_it(tmp_path):
+    assert "does not exist; fetch it with scripts/download_assets.py" in line_of(tmp_path / "nothing")

@@ -1,0 +1,78 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Denoising diffusion with a fixed table of noise levels and noise prediction (Ho et al. 2020, arXiv 2006.11239).
+
+Level k of 1000 is t = 1 - k / 1000: t = 1 is data here too. A sample of level k is a_k x + s_k noise with
+a_k^2 = prod(1 - beta) up to k and a_k^2 + s_k^2 = 1; the betas are the squares of evenly spaced roots, from 0.00085 to
+0.012, as Stable Diffusion was trained with (Rombach et al. 2022, arXiv 2112.10752; Podell et al. 2023, 2307.01952).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from torchditan.diffusion.samplers import Velocity
+from torchditan.randomness import Randomness
+
+if TYPE_CHECKING:
+    from torchditan.models.spec import Conditioning
+
+NUM_LEVELS = 1000
+_BETAS = (0.00085, 0.012)
+
+
+def signal_and_noise(level: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a, s) float32 of levels 0 to 999, of their shape and device."""
+    low, high = (beta**0.5 for beta in _BETAS)
+    betas = torch.linspace(low, high, NUM_LEVELS, dtype=torch.float64) ** 2
+    squared = torch.cumprod(1 - betas, dim=0).to(level.device)[level]
+    return squared.sqrt().float(), (1 - squared).sqrt().float()
+
+
+@dataclass(frozen=True)
+class DDPM:
+    """The model predicts the noise of a sample at a level drawn uniformly."""
+
+    conditioning: Conditioning
+    label_dropout: float
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness) -> torch.Tensor:
+        """Squared error of the predicted noise, averaged over each sample's values: (B,) float32.
+
+        Args:
+            model: `forward(x_t, t, cond)`, with t = 1 - level / 1000 (B,) float32.
+            batch: `sample` (B, ...) float32 and the conditioning.
+            randomness: the samples' own noise, levels (its timesteps) and caption dropout.
+        """
+        x, noise = batch["sample"], randomness.noise
+        level = (randomness.timestep * NUM_LEVELS).long()  # (B,)
+        a, s = (value.view(-1, *[1] * (x.dim() - 1)) for value in signal_and_noise(level))
+        cond = self.conditioning.from_batch(batch)
+        cond = self.conditioning.drop(cond, randomness.label_dropout < self.label_dropout)
+        prediction = model(a * x + s * noise, 1 - level / NUM_LEVELS, cond).float()
+        return (prediction - noise).square().flatten(1).mean(1)
+
+
+def solve_noise(predict: Velocity, noise: torch.Tensor, *, num_steps: int) -> torch.Tensor:
+    """From noise to samples by deterministic steps through evenly spaced levels (DDIM, Song et al. 2020, 2010.02502).
+
+    Args:
+        predict: (x (B, ...), t) -> the noise in x, guidance included.
+        noise: (B, ...) float32, the state at the highest level.
+        num_steps: evaluations.
+    """
+    levels = [NUM_LEVELS * (num_steps - i) // num_steps - 1 for i in range(num_steps)] + [-1]
+    x = noise
+    for level, next_level in itertools.pairwise(levels):
+        predicted = predict(x, 1 - level / NUM_LEVELS)
+        a, s = (value.item() for value in signal_and_noise(torch.tensor(level)))
+        clean = (x - s * predicted) / a
+        if next_level < 0:
+            return clean
+        a, s = (value.item() for value in signal_and_noise(torch.tensor(next_level)))
+        x = a * clean + s * predicted
+    return x
