@@ -39,7 +39,8 @@ def export_file(argv: list[str]) -> None:
     if arguments.out.exists() and not arguments.overwrite:
         raise ConfigError(f"{arguments.out} exists; choose another name, or replace it with --overwrite")
 
-    from torchditan.weights_file import DTYPES, export_weights
+    from torchditan.tensor_file import DTYPES
+    from torchditan.weights_file import export_weights
 
     start = time.perf_counter()
     stored = export_weights(

@@ -619,7 +619,8 @@ import resource, sys
 from pathlib import Path
 sys.path[:0] = [{repository!r}, {repository!r} + '/tests']
 from torchditan.imported_run import import_weights
-from torchditan.weights_file import DTYPES, export_weights, load_initial_weights, load_weights_file
+from torchditan.tensor_file import DTYPES
+from torchditan.weights_file import export_weights, load_initial_weights, load_weights_file
 from test_convert_checkpoint import large_config, large_model
 model = large_model()
 before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -3,7 +3,8 @@
 
 Notable:
 - the verdict on a step is made on the device, from numbers that are the same on all ranks: the global gradient norm,
-  and the mean loss where spikes are looked for. The fused optimizer skips the update by it;
+  and the mean loss where spikes are looked for. The fused optimizer skips the update by it; for another one (AdamW8bit)
+  the host reads it first, which costs a wait for the device in every step;
 - the host reads the verdict of a step only after the next one is enqueued, so the device never runs dry. Before weights
   are saved or sampled from, it waits.
 """
@@ -68,14 +69,23 @@ class LossSpikes:
 
 
 class DivergenceGuard:
-    """Keeps what diverges from reaching the weights, without waiting for the device."""
+    """Keeps what diverges from reaching the weights; without waiting for the device, where the optimizer is fused."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+        self.is_fused = bool(optimizer.defaults.get("fused"))
         self._pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
 
-    def step(self, step: int, grad_norm: torch.Tensor, is_spike: torch.Tensor | None = None) -> None:
+    def step(
+        self,
+        step: int,
+        grad_norm: torch.Tensor,
+        is_spike: torch.Tensor | None = None,
+        is_overflow: torch.Tensor | None = None,
+    ) -> None:
         """Update the weights, unless the gradient norm () of this step is not finite or `is_spike` () is true.
+
+        Where `is_overflow` () is true, the update is skipped and no more said of it.
 
         Raises:
             DivergenceError: that was so in an earlier step (on a CPU, in this one).
@@ -83,8 +93,13 @@ class DivergenceGuard:
         not_finite = (~torch.isfinite(grad_norm)).float()
         verdict = not_finite if is_spike is None else torch.stack([not_finite, is_spike.to(not_finite)])  # () or (2,)
         found_inf = verdict.max()
-        setattr(self.optimizer, "found_inf", found_inf)  # noqa: B010  read by the fused kernels, declared nowhere
-        self.optimizer.step()
+        if is_overflow is not None:
+            verdict = verdict * ~is_overflow
+        if self.is_fused:
+            setattr(self.optimizer, "found_inf", found_inf)  # noqa: B010  read by the fused kernels, declared nowhere
+            self.optimizer.step()
+        elif not found_inf.item():  # the host waits for the device, once a step
+            self.optimizer.step()
         previous, self._pending = self._pending, self._copy_to_host(step, verdict)
         if self._pending[2] is None:
             previous = self._pending

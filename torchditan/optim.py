@@ -1,37 +1,65 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""AdamW, the learning rate as a function of the step, and gradient clipping."""
+"""AdamW, fused or with 8-bit moments, the learning rate as a function of the step, and gradient clipping."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchditan.config import LRScheduler
+from torchditan.config import LRScheduler, option_error
 from torchditan.config import Optimizer as OptimizerConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Fused AdamW over the trainable parameters; norms, biases and embeddings get no weight decay."""
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters, fused or with 8-bit moments; norms, biases and embeddings are not decayed.
+
+    Raises:
+        ConfigError: 8-bit moments are torchao's, and it is not installed.
+    """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     no_decay = parameters_without_decay(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (plain if name in no_decay else decayed).append(parameter)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": plain, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
+    groups = [group for group in groups if group["params"]]
+    if config.name == "AdamW8bit":
+        return _adamw_8bit(groups, config)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """torchao's, whose moments are 8-bit in blocks of 256 with a scale each (Dettmers et al. 2022, arXiv 2110.02861).
+
+    Moments of tensors, or of a rank's shards of them, that have under 4096 elements or no whole number of blocks stay
+    float32. It compiles one update per shape of parameter, which makes the first step slow.
+
+    Checkpoints hold the 8-bit moments, to the bit; they load on other meshes where the shards end with a block there
+    too, as those of published models do.
+    """
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError:
+        raise option_error("optimizer.name", config.name, "needs torchao; pip install 'torchditan[float8]'") from None
+    optimizer: torch.optim.Optimizer = AdamW8bit(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps
     )
+
+    def as_tensors(*_: Any) -> None:
+        # A number would be compiled into the update, once for each learning rate; torchao refuses it.
+        for group in optimizer.param_groups:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
+
+    optimizer.register_step_pre_hook(as_tensors)
+    return optimizer
 
 
 def parameters_without_decay(model: nn.Module) -> set[str]:

@@ -11,13 +11,10 @@ Notable:
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -36,29 +33,16 @@ from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict
 from torchditan.distributed.process_group import raise_on_all_ranks
 from torchditan.models.initialization import fill, named_parameters_to_fill
-from torchditan.run_directory import differences, read_config, written_beside
+from torchditan.run_directory import differences, read_config
+from torchditan.tensor_file import TensorToWrite, open_file, write_weights
 
 FORMAT = "torchditan"
 VERSION = "1"
 """Of the metadata; raised when an older reader would misunderstand it."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_STORED_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
-_BITS = {torch.float32: (torch.int32, "<i4"), torch.bfloat16: (torch.int16, "<i2")}
 _READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 _NUM_SHOWN = 3
 
 Kind = Literal["ema", "raw"]
-
-
-class TensorToWrite(NamedTuple):
-    """One tensor of a file that is being written."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    """float32 or bfloat16; what `read` gives is converted to it."""
-    read: Callable[[], Tensor]
-    """Called once, when the tensor's turn comes."""
 
 
 @dataclass(frozen=True)
@@ -75,29 +59,6 @@ class StoredWeights:
     images_seen: int | None = None
     weights: Kind | None = None
     git_commit: str | None = None
-
-
-def write_weights(path: Path, tensors: Iterable[TensorToWrite], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, one tensor after the other; a reader, or a crash, meets all of it or nothing.
-
-    Raises:
-        OSError: it cannot be written; what stood there before stays.
-    """
-    ordered = sorted(tensors, key=lambda tensor: tensor.name)
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, shape, dtype, _ in ordered:
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _STORED_DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned in memory maps
-    with written_beside(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, shape, dtype, read in ordered:
-            tensor = read().to(dtype)
-            assert tuple(tensor.shape) == shape, (name, tensor.shape, shape)
-            bits, little_endian = _BITS[dtype]
-            file.write(tensor.contiguous().flatten().view(bits).numpy().astype(little_endian, copy=False).data)
 
 
 def export_weights(
@@ -330,22 +291,6 @@ def _fill_from_file(model: nn.Module, path: Path) -> None:
         # Opened anew for each: the pages of a memory map that was read count as memory of the process.
         with open_file(path) as file:
             fill(parameter, file.get_tensor(name))
-
-
-@contextmanager
-def open_file(path: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
-
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; must be a .safetensors file")
-    try:
-        path.open("rb").close()  # the library's own errors do not say why in one form
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except SafetensorError:
-        raise ConfigError(f"{path} is no safetensors file, or cut short; copy or export it again") from None
 
 
 def key_of(weights: Kind | None) -> str:

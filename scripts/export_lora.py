@@ -1,0 +1,59 @@
+#!/usr/bin/env python
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The LoRA of a run as one safetensors file, for diffusers' pipelines or, in kohya's names, for ComfyUI.
+
+python scripts/export_lora.py outputs/flux_schnell_lora mug.safetensors
+python scripts/export_lora.py outputs/flux_schnell_lora mug_comfy.safetensors --format kohya --dtype bfloat16
+
+In diffusers: pipeline.load_lora_weights("mug.safetensors").
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def main() -> None:
+    from torchditan.command_line import ScriptParser
+    from torchditan.config import Config, ConfigError, option_error
+    from torchditan.config_loader import override
+
+    parser = ScriptParser(__doc__, options=())
+    parser.epilog = None
+    parser.add_argument("run", type=Path, help="run directory of a LoRA, outputs/flux_schnell_lora say")
+    parser.add_argument("out", type=Path, metavar="OUT.safetensors", help="file to write")
+    parser.add_argument("--format", choices=("diffusers", "kohya"), default="diffusers", help="default: diffusers")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema where the run has them)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
+    parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    args, rest = parser.parse(sys.argv[1:])
+    override(Config(), rest, sections=())  # refuses an argument too many
+    if args.out.suffix != ".safetensors" or args.out.is_dir():
+        raise option_error("OUT", str(args.out), "must be a file that ends in .safetensors")
+    if args.out.exists() and not args.overwrite:
+        raise ConfigError(f"{args.out} exists; choose another name, or replace it with --overwrite")
+
+    import torch
+
+    from torchditan.lora_export import export_run
+
+    layers, step = export_run(
+        args.run,
+        args.out,
+        format=args.format,
+        step=args.step,
+        weights=args.weights,
+        dtype=getattr(torch, args.dtype),
+    )
+    size = args.out.stat().st_size / 1e6
+    print(f"{args.out}: LoRA of {len(layers)} layers, step {step}, {args.format} names, {args.dtype}, {size:,.1f} MB")
+
+
+if __name__ == "__main__":
+    from torchditan.verdict import run_job
+
+    sys.exit(run_job(main))

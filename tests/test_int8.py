@@ -1,0 +1,279 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The int8 base of a LoRA: its arithmetic, its memory, filling it by name, FSDP, recomputation and compiling."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+pytest.importorskip("diffusers")
+pytest.importorskip("peft")
+
+from tiny_published import blocks_of, flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
+
+from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
+from torchditan.distributed.parallelize import CompileOptions, compile_blocks, parallelize
+from torchditan.lora import add_lora, init_lora, lora_parameters
+from torchditan.precision.int8 import Int8Linear, base_names, fill_parameter, quantize_base
+
+TARGETS = ["to_q", "to_v", "attn.to_out.0", "ff.net.2"]
+
+
+def some_weight(rows: int = 48, columns: int = 64) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, rows)[:, None]
+
+
+def test_a_weight_is_kept_to_half_a_step_of_its_row() -> None:
+    weight = some_weight()
+    quantized, scale = Int8Linear.quantize(weight)
+    assert (quantized.dtype, scale.dtype, scale.shape) == (torch.int8, torch.float32, (48,))
+    assert ((quantized * scale[:, None] - weight).abs() <= 0.501 * scale[:, None]).all()
+    assert (quantized.abs().amax(dim=1) == 127).all()
+    assert (scale / (weight.abs().amax(dim=1) / 127) - 1).abs().max() < 2**-8
+    assert torch.equal(scale.bfloat16().float(), scale)  # so that FSDP's cast loses nothing
+
+
+def test_a_row_of_zeros_stays_one() -> None:
+    quantized, scale = Int8Linear.quantize(torch.zeros(2, 4))
+    assert not (quantized * scale[:, None]).any()
+    assert scale.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_forward_and_backward_are_those_of_the_dequantised_layer(dtype: torch.dtype, bias: bool) -> None:
+    linear = nn.Linear(64, 48, bias=bias, dtype=dtype)
+    layer = Int8Linear.from_linear(linear)
+    with torch.no_grad():
+        linear.weight.copy_((layer.weight * layer.scale[:, None]).to(dtype))
+    x = torch.randn(2, 3, 64, dtype=dtype)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [module(value) for module, value in zip((linear, layer), inputs, strict=True)]
+    assert outputs[1].dtype == dtype
+    assert torch.equal(outputs[0], outputs[1])
+    for output in outputs:
+        output.float().square().sum().backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+def test_nothing_of_the_size_of_a_float_weight_is_saved_for_backward() -> None:
+    layer = Int8Linear.from_linear(nn.Linear(64, 48))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        layer(torch.randn(2, 64, requires_grad=True))
+    assert sorted((tensor.dtype, tuple(tensor.shape)) for tensor in saved if tensor.dtype != torch.float32) == [
+        (torch.int8, (48, 64))
+    ]
+    assert all(tensor.numel() <= 48 for tensor in saved if tensor.dtype == torch.float32)
+
+
+def test_weights_of_the_blocks_take_half_of_bfloat16() -> None:
+    def size(base: Any) -> int:
+        with torch.device("meta"):
+            model = tiny_flux(width=256)
+        quantize_base(model, blocks_of(model), base=base)
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        inside = [module for block in blocks_of(model) for module in block.modules() if module in linears]
+        return sum(
+            parameter.numel() * parameter.itemsize
+            for module in inside
+            for name, parameter in module.named_parameters()
+            if name != "bias"
+        )
+
+    assert 0.5 < size("int8") / size("bfloat16") < 0.52
+
+
+@pytest.mark.parametrize("base", ["float32", "bfloat16", "int8"])
+def test_a_base_is_frozen_and_has_the_dtypes_it_says(base: Any) -> None:
+    with torch.device("meta"):
+        model = tiny_sd3()
+    published = list(model.state_dict())
+    buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    quantize_base(model, blocks_of(model), base=base)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert {name: buffer.dtype for name, buffer in model.named_buffers()} == buffers
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, Int8Linear) and not name.endswith("bias"):
+            assert parameter.dtype == (torch.float32 if name.endswith("scale") else torch.int8), name
+        else:
+            assert parameter.dtype == (torch.float32 if base == "float32" else torch.bfloat16), name
+    converted = [name for name, module in model.named_modules() if isinstance(module, Int8Linear)]
+    assert bool(converted) == (base == "int8")
+    assert all(name.startswith("transformer_blocks.") for name in converted)
+    add_lora(model, rank=2, alpha=2, target_modules=["to_q"])
+    assert base_names(model) == published
+
+
+def build_lora(build: Any, *, base: Any, state: dict[str, Tensor]) -> Any:
+    """On meta first, then filled by name, as the trainer does it."""
+    with torch.device("meta"):
+        model = build()
+    quantize_base(model, blocks_of(model), base=base)
+    add_lora(model, rank=4, alpha=8, target_modules=TARGETS)
+    model.to_empty(device="cpu")
+    for name in base_names(model):
+        fill_parameter(model, name, state[name])
+    init_lora(model, seed=0)
+    return model.train()
+
+
+@pytest.mark.parametrize(("build", "inputs"), [(tiny_flux, flux_inputs), (tiny_sd3, sd3_inputs)])
+def test_a_model_filled_by_name_predicts_what_the_published_one_does(build: Any, inputs: Any) -> None:
+    published = seeded(build)
+    state = published.state_dict()
+    expected = predict(published, inputs())
+    filled = build_lora(build, base="float32", state=state)
+    assert torch.equal(predict(filled, inputs()), expected)
+    errors = {}
+    for base in ("bfloat16", "int8"):
+        prediction = predict(build_lora(build, base=base, state=state), inputs(dtype=torch.bfloat16)).float()
+        errors[base] = ((prediction - expected).norm() / expected.norm()).item()
+    assert 0 < errors["int8"] < 0.06, errors
+
+
+def train(model: Any, inputs: Any, *, steps: int) -> list[float]:
+    target = torch.randn(predict(model, inputs).shape, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+    losses = []
+    for _ in range(steps):
+        loss = (predict(model, inputs).float() - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("build", "inputs"), [(tiny_flux, flux_inputs), (tiny_sd3, sd3_inputs)])
+def test_int8_trains_as_bfloat16_does(build: Any, inputs: Any) -> None:
+    state = seeded(build).state_dict()
+    curves = {}
+    for base in ("bfloat16", "int8"):
+        model = build_lora(build, base=base, state=state).to(torch.bfloat16)  # as FSDP computes
+        for _, parameter in lora_parameters(model):
+            parameter.data = parameter.data.float()
+        curves[base] = train(model, inputs(dtype=torch.bfloat16), steps=50)
+    assert curves["int8"][-1] < 0.9 * curves["int8"][0]
+    for int8, bfloat16 in zip(curves["int8"], curves["bfloat16"], strict=True):
+        assert int8 == pytest.approx(bfloat16, rel=0.02)
+
+
+def test_a_state_dict_round_trips() -> None:
+    state = seeded(tiny_flux).state_dict()
+    model = build_lora(tiny_flux, base="int8", state=state)
+    other = build_lora(tiny_flux, base="int8", state={name: torch.zeros_like(value) for name, value in state.items()})
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    inputs = flux_inputs(dtype=torch.bfloat16)
+    assert torch.equal(predict(other, inputs), predict(model, inputs))
+
+
+@pytest.mark.parametrize("mode", ["full", "op"])
+def test_recomputed_activations_change_no_gradient(mode: str) -> None:
+    state = seeded(tiny_flux).state_dict()
+    gradients = []
+    for checkpointed in (False, True):
+        model = build_lora(tiny_flux, base="int8", state=state)
+        for _, parameter in lora_parameters(model):
+            nn.init.constant_(parameter, 0.02)
+        if checkpointed:
+            for blocks in (model.transformer_blocks, model.single_transformer_blocks):
+                kind: Any = "full" if mode == "full" else "selective"
+                apply_activation_checkpoint(blocks, mode=kind, selective_option="op")
+        predict(model, flux_inputs(dtype=torch.bfloat16)).float().square().mean().backward()
+        gradients.append([parameter.grad for _, parameter in lora_parameters(model)])
+    assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
+
+
+@pytest.mark.slow
+def test_blocks_compile_into_one_graph_each() -> None:
+    state = seeded(tiny_flux).state_dict()
+    models = [build_lora(tiny_flux, base="int8", state=state) for _ in range(2)]
+    for blocks in (models[1].transformer_blocks, models[1].single_transformer_blocks):
+        compile_blocks(blocks, options=CompileOptions())
+    curves = [train(model, flux_inputs(dtype=torch.bfloat16), steps=3) for model in models]
+    assert curves[1] == pytest.approx(curves[0], rel=5e-3)
+    assert curves[1] != [curves[1][0]] * 3
+
+
+def train_on_ranks(rank: int, world_size: int, folder: str) -> None:
+    """Five steps in both precisions, each rank with its share of the batch; results in one file per rank."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store-{world_size}", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    try:
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
+        results = {dtype: train_sharded(mesh, param_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+        torch.save(results, f"{folder}/results-{world_size}-{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def train_sharded(mesh: Any, *, param_dtype: torch.dtype) -> dict[str, Any]:
+    """Losses over all ranks, full weights, and the dtype in which an int8 weight was gathered."""
+    state = seeded(tiny_flux).state_dict()
+    with torch.device("meta"):
+        model = tiny_flux()
+    quantize_base(model, blocks_of(model), base="int8")
+    add_lora(model, rank=4, alpha=8, target_modules=TARGETS)
+    parallelize(model, blocks=nn.ModuleList(blocks_of(model)), mesh=mesh, param_dtype=param_dtype)
+    model.to_empty(device="cpu")
+    for name in base_names(model):
+        fill_parameter(model, name, state[name])
+    init_lora(model, seed=0)
+
+    gathered: set[torch.dtype] = set()
+    layer = model.transformer_blocks[0].attn.to_k
+    layer.register_forward_pre_hook(lambda module, _: gathered.add(module.weight.dtype))
+    rank, world_size = mesh.get_local_rank(), mesh.size()
+    share = slice(rank * 2 // world_size, (rank + 1) * 2 // world_size)
+    inputs = flux_inputs(dtype=param_dtype)
+    inputs = {name: value if name.endswith("ids") else value[share] for name, value in inputs.items()}
+    target = torch.randn(2, 16, 4, generator=torch.Generator().manual_seed(1))[share]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+    losses = []
+    for _ in range(5):
+        loss = (predict(model, inputs).float() - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / world_size
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+    weights = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    return {"losses": losses, "gathered": gathered, "weights": weights}
+
+
+@pytest.mark.slow
+def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
+    train_on_ranks(0, 1, str(tmp_path))
+    mp.spawn(train_on_ranks, args=(2, str(tmp_path)), nprocs=2)
+    one, two = (torch.load(tmp_path / f"results-{size}-0.pt", weights_only=False) for size in (1, 2))
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-3)):
+        assert two[dtype]["losses"] == pytest.approx(one[dtype]["losses"], rel=tolerance)
+        assert one[dtype]["losses"][-1] < one[dtype]["losses"][0]
+        for name, weight in one[dtype]["weights"].items():
+            if ".lora_" not in name:
+                assert torch.equal(weight, two[dtype]["weights"][name]), name
+    torch_version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if torch_version >= (2, 13):  # torch 2.11 casts integers too
+        assert two[torch.bfloat16]["gathered"] == {torch.int8}
+    assert two[torch.bfloat16]["weights"]["transformer_blocks.0.attn.to_k.weight"].dtype == torch.int8
+
+
+def test_a_weight_that_was_gathered_in_the_precision_of_the_run_gives_the_same() -> None:
+    """What FSDP of torch 2.11 does with int8, and every FSDP with the scales."""
+    layer = Int8Linear.from_linear(nn.Linear(64, 48))
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    gathered = {name: parameter.to(torch.bfloat16) for name, parameter in layer.named_parameters()}
+    assert torch.equal(torch.func.functional_call(layer, gathered, (x,)), layer(x))

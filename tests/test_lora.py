@@ -1,0 +1,329 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""LoRA on tiny published transformers: which layers, what is trained, adapters on and off, assistants from files."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+pytest.importorskip("diffusers")
+pytest.importorskip("peft")
+
+from safetensors.torch import load_file, save_file
+from tiny_published import blocks_of, flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
+
+from torchditan.config import ConfigError
+from torchditan.distributed.parallelize import drop_gathered_weights, parallelize
+from torchditan.lora import (
+    ASSISTANT,
+    active_adapters,
+    active_only,
+    add_lora,
+    fill_adapter,
+    find_target_modules,
+    init_lora,
+    load_assistant,
+    lora_parameters,
+    set_active_adapters,
+    without_assistant,
+)
+from torchditan.lora_export import export_lora
+from torchditan.precision.int8 import base_names, fill_parameter, quantize_base
+
+FAMILIES = [(tiny_flux, flux_inputs), (tiny_sd3, sd3_inputs)]
+
+
+def with_lora(build: Any, *, rank: int = 4, alpha: float = 8, targets: tuple[str, ...] = ("to_q", "to_v")) -> Any:
+    model = seeded(build)
+    add_lora(model, rank=rank, alpha=alpha, target_modules=targets)
+    init_lora(model, seed=0)
+    return model
+
+
+def randomise(model: Any, adapter_name: str = "default", seed: int = 0) -> dict[str, Tensor]:
+    """Weights as if it had been trained; returns a copy of them."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in lora_parameters(model, adapter_name):
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.1)
+    return {name: parameter.detach().clone() for name, parameter in lora_parameters(model, adapter_name)}
+
+
+def train(model: Any, inputs: Any, *, steps: int = 20) -> list[float]:
+    draw = torch.Generator().manual_seed(1)
+    target = torch.randn(predict(model, inputs).shape, generator=draw)
+    drop_gathered_weights(model)  # the optimizer is to see the shards
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = (predict(model, inputs) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("build", "inputs"), FAMILIES)
+def test_training_lowers_the_loss_and_changes_the_lora_alone(build: Any, inputs: Any) -> None:
+    published = seeded(build)
+    model = with_lora(build)
+    assert torch.equal(predict(model, inputs()), predict(published, inputs()))  # B is zero
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    losses = train(model, inputs())
+    assert losses[-1] < 0.95 * losses[0]
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == {name for name, _ in lora_parameters(model)}
+    trained = predict(model, inputs())
+    with active_only(model, []):
+        assert torch.equal(predict(model, inputs()), predict(published, inputs()))
+    assert torch.equal(predict(model, inputs()), trained)
+    assert not torch.equal(trained, predict(published, inputs()))
+
+
+@pytest.mark.parametrize("base", ["float32", "bfloat16", "int8"])
+def test_on_meta_the_lora_alone_is_trainable_and_float32(base: Any) -> None:
+    with torch.device("meta"):
+        model = tiny_flux()
+    quantize_base(model, blocks_of(model), base=base)
+    layers = add_lora(model, rank=3, alpha=6, target_modules=["to_q", "proj_mlp"])
+    assert sorted(layers) == [
+        "single_transformer_blocks.0.attn.to_q",
+        "single_transformer_blocks.0.proj_mlp",
+        "transformer_blocks.0.attn.to_q",
+    ]
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert set(trainable) == {f"{layer}.lora_{part}.default.weight" for layer in layers for part in "AB"}
+    assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in trainable.values())
+    assert trainable["single_transformer_blocks.0.proj_mlp.lora_A.default.weight"].shape == (3, 32)
+    assert trainable["single_transformer_blocks.0.proj_mlp.lora_B.default.weight"].shape == (128, 3)
+
+
+def test_patterns_are_ends_of_names_or_whole_regular_expressions() -> None:
+    with torch.device("meta"):
+        model = tiny_flux(num_blocks=2)
+    found = find_target_modules(model, ["attn.to_out.0"])
+    assert found == ["transformer_blocks.0.attn.to_out.0", "transformer_blocks.1.attn.to_out.0"]
+    assert find_target_modules(model, [r"transformer_blocks\.1\.ff.*"]) == [
+        "transformer_blocks.1.ff.net.0.proj",
+        "transformer_blocks.1.ff.net.2",
+        "transformer_blocks.1.ff_context.net.0.proj",
+        "transformer_blocks.1.ff_context.net.2",
+    ]
+    assert len(find_target_modules(model, ["to_q", r".*\.to_q"])) == 4
+    assert find_target_modules(model, ["proj_out"])[-1] == "proj_out"  # a whole name, too
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["to_q", "to_qq"], 'lora.target_modules = "to_qq": matches no linear layer; their names end in add_k_proj, '),
+        (["norm_q"], "add_q_proj, .*to_add_out, to_k, to_out.0, to_q, to_v, x_embedder"),
+        (["q"], "matches no linear layer"),
+        (["to_(q"], r'lora.target_modules = "to_\(q": is no regular expression'),
+        ([], r"lora.target_modules = \[\]: must name at least one layer"),
+    ],
+)
+def test_a_pattern_without_layers_is_refused(patterns: list[str], message: str) -> None:
+    with torch.device("meta"):
+        model = tiny_flux()
+    with pytest.raises(ConfigError, match=message):
+        add_lora(model, rank=2, alpha=2, target_modules=patterns)
+
+
+def test_initial_values_are_those_of_peft_and_depend_on_seed_and_name_alone() -> None:
+    model = with_lora(tiny_flux, rank=16)
+    first = {name: parameter.detach().clone() for name, parameter in lora_parameters(model)}
+    for name, value in first.items():
+        if ".lora_B." in name:
+            assert not value.any()
+        else:
+            bound = 1 / math.sqrt(value.shape[1])
+            assert 0.97 * bound < value.abs().max() <= bound
+            assert value.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.1)
+    deeper = seeded(tiny_flux, num_blocks=2)
+    add_lora(deeper, rank=16, alpha=1, target_modules=["to_v", "to_k", "to_q"])
+    torch.manual_seed(7)
+    init_lora(deeper, seed=0)
+    there = dict(lora_parameters(deeper))
+    assert all(torch.equal(value, there[name]) for name, value in first.items())
+    init_lora(model, seed=1)
+    assert not torch.equal(first[next(iter(first))], next(lora_parameters(model))[1])
+
+
+def test_alpha_over_rank_scales_the_update() -> None:
+    model = with_lora(tiny_flux, rank=4, alpha=6)
+    weights = randomise(model)
+    layer = model.transformer_blocks[0].attn.to_q
+    x = torch.randn(3, 32)
+    name = "transformer_blocks.0.attn.to_q"
+    update = x @ weights[f"{name}.lora_A.default.weight"].T @ weights[f"{name}.lora_B.default.weight"].T
+    assert torch.allclose(layer(x), layer.base_layer(x) + 1.5 * update, atol=1e-6)
+
+
+def test_switching_adapters_leaves_what_is_trainable() -> None:
+    model = with_lora(tiny_flux)
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for names in ([], ["default"], ["default", "assistant"], []):
+        set_active_adapters(model, names)
+        assert active_adapters(model) == names
+        assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trainable
+
+
+def assistant_file(build: Any, path: Path, *, rank: int = 2, alpha: float = 3.0, **options: Any) -> Any:
+    """A LoRA file of other layers, rank and alpha than the trained one; returns the model that it came from."""
+    teacher = with_lora(build, rank=rank, alpha=alpha, targets=("to_v", "attn.to_out.0", "ff.net.2"))
+    state = randomise(teacher, seed=3)
+    names = {"model_name": "flux" if build is tiny_flux else "sd3", "rank": rank, "alpha": alpha}
+    export_lora(state, path=path, **names, **options)
+    return teacher
+
+
+@pytest.mark.parametrize(("build", "inputs"), FAMILIES)
+@pytest.mark.parametrize("kind", ["diffusers", "kohya"])
+def test_an_assistant_acts_in_training_only_and_never_changes(
+    build: Any, inputs: Any, kind: Any, tmp_path: Path
+) -> None:
+    teacher = assistant_file(build, tmp_path / "assistant.safetensors", format=kind)
+    model = with_lora(build)
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    load_assistant(model, tmp_path / "assistant.safetensors")
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trainable
+    assert active_adapters(model) == ["default", ASSISTANT]
+    # The trained one changes nothing yet, so this is the teacher.
+    assert torch.allclose(predict(model, inputs()), predict(teacher, inputs()), atol=1e-5)
+    frozen = {name: parameter.detach().clone() for name, parameter in lora_parameters(model, ASSISTANT)}
+    losses = train(model, inputs())
+    assert losses[-1] < losses[0]
+    for name, parameter in lora_parameters(model, ASSISTANT):
+        assert torch.equal(parameter, frozen[name])
+
+    with_both = predict(model, inputs())
+    alone = with_lora(build)
+    trained = dict(lora_parameters(model))
+    with torch.no_grad():
+        for name, parameter in lora_parameters(alone):
+            parameter.copy_(trained[name])
+    with without_assistant(model):
+        assert active_adapters(model) == ["default"]
+        assert torch.equal(predict(model, inputs()), predict(alone, inputs()))
+    assert torch.equal(predict(model, inputs()), with_both)
+    assert not torch.allclose(with_both, predict(alone, inputs()), atol=1e-4)
+
+
+def test_an_assistant_is_added_on_meta_and_filled_afterwards(tmp_path: Path) -> None:
+    teacher = assistant_file(tiny_flux, tmp_path / "assistant.safetensors")
+    state = seeded(tiny_flux).state_dict()
+    with torch.device("meta"):
+        model = tiny_flux()
+    quantize_base(model, blocks_of(model), base="float32")
+    add_lora(model, rank=4, alpha=4, target_modules=["to_q"])
+    weights = load_assistant(model, tmp_path / "assistant.safetensors")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device="cpu")
+    for name in base_names(model):
+        fill_parameter(model, name, state[name])
+    init_lora(model, seed=0)
+    fill_adapter(model, weights)
+    assert torch.allclose(predict(model, flux_inputs()), predict(teacher, flux_inputs()), atol=1e-5)
+
+
+def test_a_sharded_recomputing_int8_model_switches_its_assistant(tmp_path: Path) -> None:
+    assistant_file(tiny_flux, tmp_path / "assistant.safetensors")
+    state = seeded(tiny_flux).state_dict()
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        models = []
+        for is_sharded in (False, True):
+            with torch.device("meta"):
+                model = tiny_flux()
+            quantize_base(model, blocks_of(model), base="int8")
+            add_lora(model, rank=4, alpha=4, target_modules=["to_q", "to_v"])
+            weights = load_assistant(model, tmp_path / "assistant.safetensors")
+            if is_sharded:
+                mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+                blocks = torch.nn.ModuleList(blocks_of(model))
+                parallelize(model, blocks=blocks, mesh=mesh, activation_checkpoint="full", param_dtype=torch.bfloat16)
+            model.to_empty(device="cpu")
+            for name in base_names(model):
+                fill_parameter(model, name, state[name])
+            init_lora(model, seed=0)
+            fill_adapter(model, weights)
+            models.append(model)
+        plain, sharded = models
+        inputs = flux_inputs(dtype=torch.bfloat16)
+        before = {name: parameter.full_tensor() for name, parameter in lora_parameters(sharded, ASSISTANT)}
+        losses = train(sharded, inputs)
+        assert losses[-1] < losses[0]
+        assert all(torch.equal(p.full_tensor(), before[name]) for name, p in lora_parameters(sharded, ASSISTANT))
+        trained = dict(lora_parameters(sharded))
+        with torch.no_grad():
+            for name, parameter in lora_parameters(plain):
+                parameter.copy_(trained[name].full_tensor())
+            with_both = predict(sharded, inputs)
+            with without_assistant(sharded), without_assistant(plain):
+                assert torch.allclose(predict(sharded, inputs), predict(plain, inputs), atol=0.05)
+                assert not torch.equal(predict(sharded, inputs), with_both)
+            assert torch.equal(predict(sharded, inputs), with_both)
+        assert train(sharded, inputs, steps=1)[0] < losses[0]  # gradients flow as before
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_assistant_without_alpha_has_its_rank(tmp_path: Path) -> None:
+    assistant_file(tiny_flux, tmp_path / "a.safetensors", rank=2, alpha=2)
+    assistant_file(tiny_flux, tmp_path / "b.safetensors", rank=2, alpha=3)
+    predictions = []
+    for source in (load_file(tmp_path / "b.safetensors"), tmp_path / "a.safetensors", tmp_path / "b.safetensors"):
+        model = with_lora(tiny_flux)
+        load_assistant(model, source)
+        predictions.append(predict(model, flux_inputs()))
+    assert torch.equal(predictions[0], predictions[1])
+    assert not torch.equal(predictions[0], predictions[2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            "other_model",
+            "is a LoRA of another model: this one has no linear layer single_transformer_blocks.1.attn.to_v",
+        ),
+        (
+            "other_width",
+            "another model: single_transformer_blocks.0.attn.to_v maps 32 to 32 here, 48 to 48 there",
+        ),
+        ("weights", "is no LoRA of linear layers: it has proj_out.weight"),
+        ("half", "is no LoRA: it has no pairs of lora_A and lora_B"),
+        ("absent", "cannot be read: No such file"),
+        ("text", "is no safetensors file, or cut short"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_in_one_line(damage: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "assistant.safetensors"
+    if damage == "other_model":
+        assistant_file(lambda: tiny_flux(num_blocks=2), path)
+        state = {name: tensor for name, tensor in load_file(path).items() if ".single_transformer_blocks.1." in name}
+        save_file(state, path)
+    elif damage == "other_width":
+        assistant_file(lambda: tiny_flux(width=48), path)
+    elif damage == "weights":
+        save_file({"proj_out.weight": torch.ones(2, 2)}, path)
+    elif damage == "half":
+        save_file({"transformer.transformer_blocks.0.attn.to_v.lora_A.weight": torch.ones(2, 32)}, path)
+    elif damage == "text":
+        path.write_text(json.dumps({"no": "tensors"}))
+    model = with_lora(tiny_flux)
+    before = list(model.state_dict())
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_assistant(model, path)
+    assert "\n" not in str(caught.value)
+    assert list(model.state_dict()) == before

@@ -1,0 +1,288 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Exported LoRAs give the predictions of the trained model, read back by diffusers' own loaders and converters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("diffusers")
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+import diffusers
+from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tiny_published import flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
+
+from torchditan.config import ConfigError
+from torchditan.lora import add_lora, load_assistant, lora_parameters
+from torchditan.lora_export import export_lora
+
+FAMILIES = {"flux": (tiny_flux, flux_inputs), "sd3": (tiny_sd3, sd3_inputs)}
+ALL_LINEARS = [r".*"]
+ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
+
+
+def trained(build: Any, *, rank: int, alpha: float, targets: list[str], **options: Any) -> Any:
+    """A model whose LoRA has weights as if it had been trained."""
+    model = seeded(build, **options)
+    add_lora(model, rank=rank, alpha=alpha, target_modules=targets)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, parameter in lora_parameters(model):
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.1)
+    return model.eval()
+
+
+def pipeline_around(transformer: Any) -> Any:
+    parts = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    if type(transformer).__name__.startswith("SD3"):
+        parts |= dict.fromkeys(("text_encoder_3", "tokenizer_3"))
+        return diffusers.StableDiffusion3Pipeline(transformer=transformer, **parts)
+    return diffusers.FluxPipeline(transformer=transformer, **parts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("rank", "alpha"), [(4, 4), (4, 8), (3, 5), (8, 1.5)])
+@pytest.mark.parametrize("targets", [ATTENTION, ALL_LINEARS])
+def test_diffusers_loads_exactly_what_was_trained(
+    family: str, rank: int, alpha: float, targets: list[str], tmp_path: Path
+) -> None:
+    build, inputs = FAMILIES[family]
+    model = trained(build, rank=rank, alpha=alpha, targets=targets)
+    layers = export_lora(
+        dict(model.named_parameters()), model_name=family, rank=rank, alpha=alpha, path=tmp_path / "lora.safetensors"
+    )
+    assert len(layers) == sum(1 for _ in lora_parameters(model)) / 2
+    published = seeded(build).eval()
+    pipeline_around(published).load_lora_weights(str(tmp_path))
+    expected = predict(model, inputs())
+    assert torch.equal(predict(published, inputs()), expected)
+    assert not torch.allclose(predict(seeded(build).eval(), inputs()), expected, atol=1e-3)
+
+
+def test_names_of_a_model_that_holds_the_transformer_are_those_of_the_transformer(tmp_path: Path) -> None:
+    state = dict(trained(tiny_flux, rank=2, alpha=2, targets=["to_q"]).named_parameters())
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    export_lora(state, model_name="flux", rank=2, alpha=2, path=files[0])
+    held = {f"transformer.{name}": tensor for name, tensor in state.items()}
+    export_lora(held, model_name="flux", rank=2, alpha=2, path=files[1])
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert sorted(load_file(files[0])) == [
+        "transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight",
+        "transformer.single_transformer_blocks.0.attn.to_q.lora_B.weight",
+        "transformer.transformer_blocks.0.attn.to_q.lora_A.weight",
+        "transformer.transformer_blocks.0.attn.to_q.lora_B.weight",
+    ]
+
+
+def products_of(path: Path) -> dict[str, Tensor]:
+    """Kohya's file as a reader adds it: name of the original layer -> alpha / rows of A * B A."""
+    tensors = load_file(path)
+    products = {}
+    for name in tensors:
+        if name.endswith(".alpha"):
+            stem = name.removesuffix(".alpha")
+            down, up = tensors[f"{stem}.lora_down.weight"], tensors[f"{stem}.lora_up.weight"]
+            products[stem.removeprefix("lora_unet_")] = tensors[name] / down.shape[0] * (up @ down)
+    assert len(tensors) == 3 * len(products)
+    return products
+
+
+def updates_of(model: Any, *, scale: float) -> dict[str, Tensor]:
+    """Layer -> alpha / rank * B A."""
+    weights = {name: parameter.detach() for name, parameter in lora_parameters(model)}
+    layers = {name.split(".lora_")[0] for name in weights}
+    return {
+        layer: scale * weights[f"{layer}.lora_B.default.weight"] @ weights[f"{layer}.lora_A.default.weight"]
+        for layer in layers
+    }
+
+
+def original_sd3(num_layers: int) -> dict[str, Tensor]:
+    """A checkpoint of the original SD3 with the sizes of `tiny_sd3`, all zeros."""
+    sizes = {"x_embedder.proj": (32, 4, 2, 2), "context_embedder": (32, 32)}
+    sizes |= {f"{name}_embedder.mlp.{i}": (32, 256 if (name, i) == ("t", 0) else 32) for name in "ty" for i in (0, 2)}
+    sizes |= {"final_layer.linear": (16, 32), "final_layer.adaLN_modulation.1": (64, 32)}
+    for i in range(num_layers):
+        is_last = i == num_layers - 1
+        for side in ("x_block", "context_block"):
+            block = f"joint_blocks.{i}.{side}"
+            chunks = 2 if is_last and side == "context_block" else 9 if i == 0 and side == "x_block" else 6
+            sizes |= {f"{block}.attn.qkv": (96, 32), f"{block}.adaLN_modulation.1": (chunks * 32, 32)}
+            if not (is_last and side == "context_block"):
+                sizes |= {f"{block}.attn.proj": (32, 32), f"{block}.mlp.fc1": (128, 32), f"{block}.mlp.fc2": (32, 128)}
+    sizes |= {"joint_blocks.0.x_block.attn2.qkv": (96, 32), "joint_blocks.0.x_block.attn2.proj": (32, 32)}
+    state = {"pos_embed": torch.zeros(1, 64, 32)}
+    for name, size in sizes.items():
+        state |= {f"{name}.weight": torch.zeros(size), f"{name}.bias": torch.zeros(size[0])}
+    return state
+
+
+@pytest.mark.parametrize("targets", [ALL_LINEARS, ["to_q", "add_v_proj", "norm_out.linear"]])
+def test_kohya_for_sd3_changes_the_layers_of_the_original_as_the_lora_does(targets: list[str], tmp_path: Path) -> None:
+    """diffusers imports no such LoRA, but whole checkpoints of the original: its converter maps the products back."""
+    model = trained(tiny_sd3, rank=3, alpha=5, targets=targets)
+    path = tmp_path / "lora.safetensors"
+    export_lora(dict(model.named_parameters()), model_name="sd3", rank=3, alpha=5, path=path, format="kohya")
+    original = original_sd3(num_layers=2)
+    by_kohya_name = {name.removesuffix(".weight").replace(".", "_"): name for name in original if "weight" in name}
+    for name, product in products_of(path).items():
+        assert original[by_kohya_name[name]].shape == product.shape, name
+        original[by_kohya_name[name]] = product
+    converted = convert_sd3_transformer_checkpoint_to_diffusers(original)
+    updates = updates_of(model, scale=5 / 3)
+    for name, tensor in converted.items():
+        expected = updates.pop(name.removesuffix(".weight"), torch.zeros_like(tensor))
+        assert torch.allclose(tensor, expected, atol=1e-6), name
+    assert updates == {}
+
+
+def test_kohya_for_flux_has_the_names_and_fusions_of_the_original(tmp_path: Path) -> None:
+    model = trained(tiny_flux, rank=3, alpha=5, targets=ALL_LINEARS)
+    path = tmp_path / "lora.safetensors"
+    export_lora(dict(model.named_parameters()), model_name="flux", rank=3, alpha=5, path=path, format="kohya")
+    updates = updates_of(model, scale=5 / 3)
+    single, double = "single_transformer_blocks.0", "transformer_blocks.0"
+    fused = {
+        "single_blocks_0_linear1": [*(f"{single}.attn.to_{part}" for part in "qkv"), f"{single}.proj_mlp"],
+        "double_blocks_0_img_attn_qkv": [f"{double}.attn.to_{part}" for part in "qkv"],
+        "double_blocks_0_txt_attn_qkv": [f"{double}.attn.add_{part}_proj" for part in "qkv"],
+    }
+    plain = {
+        "single_blocks_0_linear2": f"{single}.proj_out",
+        "single_blocks_0_modulation_lin": f"{single}.norm.linear",
+        "double_blocks_0_img_attn_proj": f"{double}.attn.to_out.0",
+        "double_blocks_0_txt_attn_proj": f"{double}.attn.to_add_out",
+        "double_blocks_0_img_mlp_0": f"{double}.ff.net.0.proj",
+        "double_blocks_0_img_mlp_2": f"{double}.ff.net.2",
+        "double_blocks_0_txt_mlp_0": f"{double}.ff_context.net.0.proj",
+        "double_blocks_0_txt_mlp_2": f"{double}.ff_context.net.2",
+        "double_blocks_0_img_mod_lin": f"{double}.norm1.linear",
+        "double_blocks_0_txt_mod_lin": f"{double}.norm1_context.linear",
+        "img_in": "x_embedder",
+        "txt_in": "context_embedder",
+        "final_layer_linear": "proj_out",
+        "final_layer_adaLN_modulation_1": "norm_out.linear",
+        **{
+            f"{original}_{ours}": f"time_text_embed.{embedder}.{linear}"
+            for original, embedder in {
+                "time_in": "timestep_embedder",
+                "vector_in": "text_embedder",
+                "guidance_in": "guidance_embedder",
+            }.items()
+            for ours, linear in {"in_layer": "linear_1", "out_layer": "linear_2"}.items()
+        },
+    }
+    products = products_of(path)
+    assert products.keys() == fused.keys() | plain.keys()
+    updates["norm_out.linear"] = torch.cat(updates["norm_out.linear"].chunk(2)[::-1])  # (shift, scale) there
+    for name, product in products.items():
+        expected = torch.cat([updates[layer] for layer in fused[name]]) if name in fused else updates[plain[name]]
+        assert torch.allclose(product, expected, atol=1e-6), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("targets", [ALL_LINEARS, ["to_k", "to_v", "proj_out"]])
+def test_we_read_both_formats_back(family: str, targets: list[str], tmp_path: Path) -> None:
+    build, inputs = FAMILIES[family]
+    model = trained(build, rank=3, alpha=5, targets=targets)
+    for format in ("diffusers", "kohya"):
+        path = tmp_path / f"{format}.safetensors"
+        kind: Any = format
+        export_lora(dict(model.named_parameters()), model_name=family, rank=3, alpha=5, path=path, format=kind)
+        again = seeded(build).eval()
+        load_assistant(again, path)
+        assert torch.allclose(predict(again, inputs()), predict(model, inputs()), atol=2e-5), format
+
+
+def one_block_of_flux() -> Any:
+    return diffusers.FluxTransformer2DModel(
+        in_channels=64,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=128,
+        num_attention_heads=24,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(16, 56, 56),
+        guidance_embeds=True,
+    )
+
+
+@pytest.mark.slow
+def test_diffusers_imports_kohya_for_flux(tmp_path: Path) -> None:
+    """Its importer knows the width of the real FLUX alone: one block of each kind, 520M parameters."""
+    blocks = [r"(single_)?transformer_blocks\..*"]
+    inputs = flux_inputs(batch=1, in_channels=64)
+    published = one_block_of_flux().eval()
+    with torch.no_grad():
+        bare = predict(published, inputs)
+    add_lora(published, rank=4, alpha=8, target_modules=blocks)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, parameter in lora_parameters(published):
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.1)
+        expected = predict(published, inputs)
+    state = dict(published.named_parameters())
+    layers = export_lora(state, model_name="flux", rank=4, alpha=8, path=tmp_path / "lora.safetensors", format="kohya")
+    assert len(layers) == 20
+    for _, parameter in lora_parameters(published):
+        parameter.data.zero_()
+    published.delete_adapters("default")
+    pipeline_around(published).load_lora_weights(str(tmp_path))
+    with torch.no_grad():
+        difference = (predict(published, inputs) - expected).abs().max()
+    assert difference <= 1e-5 * expected.abs().max(), difference
+    assert (bare - expected).abs().max() > 0.1 * expected.abs().max()
+
+
+@pytest.mark.parametrize("format", ["diffusers", "kohya"])
+def test_metadata_say_what_it_is(format: Any, tmp_path: Path) -> None:
+    state = dict(trained(tiny_flux, rank=2, alpha=2.5, targets=["to_q"]).named_parameters())
+    path = tmp_path / "lora.safetensors"
+    options = {"step": 700, "base": "black-forest-labs/FLUX.1-dev", "dtype": torch.bfloat16}
+    export_lora(state, model_name="flux", rank=2, alpha=2.5, path=path, format=format, **options)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        kinds = {file.get_tensor(name).dtype for name in file.keys() if "alpha" not in name}  # noqa: SIM118
+    assert kinds == {torch.bfloat16}
+    expected = {"model": "flux", "rank": "2", "alpha": "2.5", "step": "700", "base": "black-forest-labs/FLUX.1-dev"}
+    assert expected.items() <= metadata.items()
+    if format == "diffusers":
+        assert json.loads(metadata["lora_adapter_metadata"])["transformer.lora_alpha"] == 2.5
+
+
+def test_other_adapters_and_weights_stay_out(tmp_path: Path) -> None:
+    model = trained(tiny_flux, rank=2, alpha=2, targets=["to_q"])
+    path = tmp_path / "lora.safetensors"
+    export_lora(dict(model.named_parameters()), model_name="flux", rank=2, alpha=2, path=path)
+    other = trained(tiny_flux, rank=2, alpha=2, targets=["to_q"])
+    load_assistant(other, path)
+    export_lora(dict(other.named_parameters()), model_name="flux", rank=2, alpha=2, path=tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
+    model = trained(tiny_flux, rank=2, alpha=2, targets=["to_q"])
+    state = dict(model.named_parameters())
+    path = tmp_path / "lora.safetensors"
+    with pytest.raises(ConfigError, match='--format = "kohya": is known for flux and sd3, not for wan; must be diff'):
+        export_lora(state, model_name="wan", rank=2, alpha=2, path=path, format="kohya")
+    with pytest.raises(ConfigError, match=r"kohya's names have none for the layer blocks\.0\.odd; export it for"):
+        odd = {f"blocks.0.odd.lora_{part}.default.weight": torch.ones(2, 2) for part in "AB"}
+        export_lora(odd, model_name="sd3", rank=2, alpha=2, path=path, format="kohya")
+    with pytest.raises(ConfigError, match="there is no LoRA default among the 1 weights"):
+        export_lora({"proj_out.weight": torch.ones(2, 2)}, model_name="flux", rank=2, alpha=2, path=path)
+    blocked = tmp_path / "file"
+    blocked.touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        export_lora(state, model_name="flux", rank=2, alpha=2, path=blocked / "lora.safetensors")
+    assert list(tmp_path.iterdir()) == [blocked]

@@ -1,0 +1,318 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A trained LoRA as one .safetensors file, in the names of diffusers or of kohya's scripts.
+
+Notable:
+- diffusers: `transformer.<layer>.lora_A.weight` and the adapter's metadata, in which alpha stands. Its loaders refuse
+  `.alpha` tensors beside the metadata, and readers that know no metadata (ComfyUI) take alpha for the rank: they want
+  kohya's names, unless the two are equal;
+- kohya: `lora_unet_<layer of the original model>.lora_down.weight`, `.lora_up.weight` and `.alpha`. Where the original
+  has one layer for several of diffusers' (queries, keys and values), matrices are stacked, block-diagonally in
+  `lora_up`, and alpha grows with the rank, so that the product stays what it was;
+- of kohya's FLUX files diffusers reads the blocks, not the embedders and the final layer; ComfyUI reads all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchditan.config import ConfigError, option_error
+from torchditan.tensor_file import TensorToWrite, write_weights
+
+_EMBEDDER_PARTS = {"linear_1": "in_layer", "linear_2": "out_layer"}
+_QKV = ("to_q", "to_k", "to_v")
+_ADDED_QKV = ("add_q_proj", "add_k_proj", "add_v_proj")
+
+_FLUX_DOUBLE = {
+    "img_attn.qkv": tuple(f"attn.{name}" for name in _QKV),
+    "txt_attn.qkv": tuple(f"attn.{name}" for name in _ADDED_QKV),
+    "img_attn.proj": ("attn.to_out.0",),
+    "txt_attn.proj": ("attn.to_add_out",),
+    "img_mlp.0": ("ff.net.0.proj",),
+    "img_mlp.2": ("ff.net.2",),
+    "txt_mlp.0": ("ff_context.net.0.proj",),
+    "txt_mlp.2": ("ff_context.net.2",),
+    "img_mod.lin": ("norm1.linear",),
+    "txt_mod.lin": ("norm1_context.linear",),
+}
+_FLUX_SINGLE = {
+    "linear1": (*(f"attn.{name}" for name in _QKV), "proj_mlp"),
+    "linear2": ("proj_out",),
+    "modulation.lin": ("norm.linear",),
+}
+_FLUX_REST = {
+    "img_in": ("x_embedder",),
+    "txt_in": ("context_embedder",),
+    **{
+        f"{original}.{_EMBEDDER_PARTS[linear]}": (f"time_text_embed.{name}.{linear}",)
+        for original, name in (
+            ("time_in", "timestep_embedder"),
+            ("guidance_in", "guidance_embedder"),
+            ("vector_in", "text_embedder"),
+        )
+        for linear in _EMBEDDER_PARTS
+    },
+    "final_layer.linear": ("proj_out",),
+    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+}
+_SD3_JOINT = {
+    "x_block.attn.qkv": tuple(f"attn.{name}" for name in _QKV),
+    "x_block.attn2.qkv": tuple(f"attn2.{name}" for name in _QKV),
+    "context_block.attn.qkv": tuple(f"attn.{name}" for name in _ADDED_QKV),
+    "x_block.attn.proj": ("attn.to_out.0",),
+    "x_block.attn2.proj": ("attn2.to_out.0",),
+    "context_block.attn.proj": ("attn.to_add_out",),
+    "x_block.mlp.fc1": ("ff.net.0.proj",),
+    "x_block.mlp.fc2": ("ff.net.2",),
+    "context_block.mlp.fc1": ("ff_context.net.0.proj",),
+    "context_block.mlp.fc2": ("ff_context.net.2",),
+    "x_block.adaLN_modulation.1": ("norm1.linear",),
+    "context_block.adaLN_modulation.1": ("norm1_context.linear",),
+}
+_SD3_REST = {
+    "context_embedder": ("context_embedder",),
+    "t_embedder.mlp.0": ("time_text_embed.timestep_embedder.linear_1",),
+    "t_embedder.mlp.2": ("time_text_embed.timestep_embedder.linear_2",),
+    "y_embedder.mlp.0": ("time_text_embed.text_embedder.linear_1",),
+    "y_embedder.mlp.2": ("time_text_embed.text_embedder.linear_2",),
+    "final_layer.linear": ("proj_out",),
+    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+}
+
+
+def _with_prefixes(original: str, ours: str, layers: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    return {f"{original}.{name}": tuple(f"{ours}.{part}" for part in parts) for name, parts in layers.items()}
+
+
+ORIGINAL_LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "flux": {
+        **_with_prefixes("double_blocks.*", "transformer_blocks.*", _FLUX_DOUBLE),
+        **_with_prefixes("single_blocks.*", "single_transformer_blocks.*", _FLUX_SINGLE),
+        **_FLUX_REST,
+    },
+    "sd3": {**_with_prefixes("joint_blocks.*", "transformer_blocks.*", _SD3_JOINT), **_SD3_REST},
+}
+"""Layer of the original model, * for the number of its block -> diffusers' layers whose rows make it up, in order."""
+
+
+class OriginalLayer(NamedTuple):
+    """Where a layer of diffusers' stands in the original model."""
+
+    name: str
+    parts: tuple[str, ...]
+    """All layers of diffusers' that make it up, in the order of its rows."""
+
+
+def original_layer(model_name: str, layer: str) -> OriginalLayer | None:
+    """The layer of the original model that has this one of diffusers', None where there is none."""
+    number = re.search(r"(?<=blocks\.)\d+", layer)
+    template = re.sub(r"(?<=blocks\.)\d+", "*", layer)
+    for name, parts in ORIGINAL_LAYERS[model_name].items():
+        if template in parts:
+            block = number.group() if number else ""
+            return OriginalLayer(name.replace("*", block), tuple(part.replace("*", block) for part in parts))
+    return None
+
+
+def rows_of_parts(parts: Sequence[str], unit: int) -> list[int]:
+    """Rows of each part of a fused layer; `unit` is the width of the model, of which an MLP has four."""
+    return [unit * (4 if part.endswith("proj_mlp") else 1) for part in parts]
+
+
+def swap_shift_and_scale(layer: str, down: Tensor, up: Tensor) -> Tensor:
+    """B with its rows in the order of the other side, where that is another one; its own inverse.
+
+    A modulation before a last projection, which has two chunks and not six, is (scale, shift) in diffusers and (shift,
+    scale) in the original models: `norm_out`, and `norm1_context` in the last block of SD3.
+    """
+    is_swapped = layer.endswith(("norm_out.linear", "norm1_context.linear")) and up.shape[0] == 2 * down.shape[1]
+    return torch.cat(up.chunk(2)[::-1]) if is_swapped else up
+
+
+def export_lora(
+    state: Mapping[str, Tensor],
+    *,
+    model_name: str,
+    rank: int,
+    alpha: float,
+    path: Path,
+    format: Literal["diffusers", "kohya"] = "diffusers",
+    step: int | None = None,
+    base: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    adapter_name: str = "default",
+) -> list[str]:
+    """Write the LoRA tensors of a checkpoint to a file; a reader, or a crash, meets all of it or nothing.
+
+    Args:
+        state: parameters by name, `<layer>.lora_A.<adapter>.weight` (rank, in) and `lora_B` (out, rank); others, and
+            other adapters, are left out.
+        model_name: `flux`, `sd3`, ...; kohya's names are known for these two.
+        rank, alpha: as it was trained.
+        path: a file that is there is replaced. diffusers finds any one .safetensors file in a folder.
+        format: whose names, see above.
+        step, base: how far the training was, and of which model; kept in the metadata.
+        dtype: float32 or bfloat16.
+        adapter_name: of the adapter to write.
+
+    Returns:
+        The layers of the model that are in the file.
+
+    Raises:
+        ConfigError: there is no LoRA in the state, the format does not know the model, or the file cannot be written.
+    """
+    pairs = _pairs_of(state, adapter_name)
+    metadata = {"format": "pt", "model": model_name, "rank": str(rank), "alpha": f"{alpha:g}"}
+    metadata |= {"step": str(step)} if step is not None else {}
+    metadata |= {"base": base} if base is not None else {}
+    if format == "diffusers":
+        tensors = _in_diffusers_names(pairs)
+        metadata["lora_adapter_metadata"] = json.dumps(_adapter_metadata(pairs, rank=rank, alpha=alpha))
+    else:
+        if model_name not in ORIGINAL_LAYERS:
+            right = f"is known for {' and '.join(ORIGINAL_LAYERS)}, not for {model_name}; must be diffusers"
+            raise option_error("--format", format, right)
+        tensors = _in_kohya_names(pairs, model_name=model_name, rank=rank, alpha=alpha)
+        metadata |= {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
+    entries = [
+        TensorToWrite(name, tuple(tensor.shape), torch.float32 if name.endswith(".alpha") else dtype, tensor.detach)
+        for name, tensor in tensors.items()
+    ]
+    try:
+        write_weights(path, entries, metadata)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    return list(pairs)
+
+
+def _pairs_of(state: Mapping[str, Tensor], adapter_name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Layer -> (A, B)."""
+    ending = f".lora_A.{adapter_name}.weight"
+    pairs = {}
+    for name in state:
+        if name.endswith(ending):
+            stem = name.removesuffix(ending)
+            layer = stem.removeprefix("transformer.")  # where a model of ours holds diffusers' one
+            pairs[layer] = (state[name].cpu(), state[f"{stem}.lora_B.{adapter_name}.weight"].cpu())
+    if not pairs:
+        raise ConfigError(f"there is no LoRA {adapter_name} among the {len(state)} weights; is it a run with [lora]?")
+    return pairs
+
+
+def _in_diffusers_names(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    tensors = {}
+    for layer, (down, up) in pairs.items():
+        tensors[f"transformer.{layer}.lora_A.weight"] = down
+        tensors[f"transformer.{layer}.lora_B.weight"] = up
+    return tensors
+
+
+def _adapter_metadata(pairs: Mapping[str, object], *, rank: int, alpha: float) -> dict[str, object]:
+    """The options of peft's LoraConfig that diffusers' loaders rebuild the adapter from."""
+    return {
+        "transformer.r": rank,
+        "transformer.lora_alpha": alpha,
+        "transformer.target_modules": list(pairs),
+        "transformer.lora_dropout": 0.0,
+        "transformer.bias": "none",
+    }
+
+
+def _in_kohya_names(
+    pairs: Mapping[str, tuple[Tensor, Tensor]], *, model_name: str, rank: int, alpha: float
+) -> dict[str, Tensor]:
+    fused: dict[OriginalLayer, list[str]] = {}
+    for layer in pairs:
+        original = original_layer(model_name, layer)
+        if original is None:
+            raise ConfigError(f"kohya's names have none for the layer {layer}; export it for diffusers")
+        fused.setdefault(original, []).append(layer)
+    tensors = {}
+    for original, present in fused.items():
+        down, up = _fuse(original, {layer: pairs[layer] for layer in present})
+        layer_alpha = alpha * down.shape[0] / rank
+        if original.name.startswith("final_layer."):  # whose alpha diffusers' importer drops
+            up, layer_alpha = up * (alpha / rank), float(down.shape[0])
+        name = f"lora_unet_{original.name.replace('.', '_')}"
+        tensors[f"{name}.lora_down.weight"] = down
+        tensors[f"{name}.lora_up.weight"] = up
+        tensors[f"{name}.alpha"] = torch.tensor(layer_alpha)
+    return tensors
+
+
+def _fuse(original: OriginalLayer, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """A stacked (ranks, in) and B block-diagonal (rows of all parts, ranks); rows of parts without a LoRA are zero."""
+    if len(original.parts) == 1:
+        layer, (down, up) = next(iter(pairs.items()))
+        return down, swap_shift_and_scale(layer, down, up)
+    present = [part for part in original.parts if part in pairs]
+    down = torch.cat([pairs[part][0] for part in present])
+    rows = rows_of_parts(original.parts, unit=down.shape[1])
+    up = torch.zeros(sum(rows), down.shape[0], dtype=down.dtype)
+    row = column = 0
+    for part, height in zip(original.parts, rows, strict=True):
+        if part in pairs:
+            block = pairs[part][1]
+            up[row : row + height, column : column + block.shape[1]] = block
+            column += block.shape[1]
+        row += height
+    return down, up
+
+
+def export_run(
+    run: Path,
+    path: Path,
+    *,
+    format: Literal["diffusers", "kohya"] = "diffusers",
+    step: int | None = None,
+    weights: Literal["ema", "raw"] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[list[str], int]:
+    """Write the LoRA of a run directory to a file.
+
+    Args:
+        run: its checkpoint is read, nothing else.
+        path: see `export_lora`.
+        step: of the checkpoint; None: the newest.
+        weights: None: the averaged ones where the run kept them.
+
+    Returns:
+        (layers in the file, step of the checkpoint)
+
+    Raises:
+        ConfigError: no run, or none that trained a LoRA; no such checkpoint or weights.
+    """
+    from torchditan.checkpoint import find_checkpoint, read_progress, read_state
+    from torchditan.config_loader import from_dict
+    from torchditan.run_directory import read_config
+
+    config = from_dict(read_config(run)["config"])
+    lora = config.lora
+    if not lora.rank:
+        right = "trained all weights; export them with scripts/convert_checkpoint.py"
+        raise option_error("RUN", str(run), right)
+    if weights == "ema" and not config.ema.enable:
+        raise option_error("--weights", weights, "this run kept no average; must be raw")
+    checkpoint = find_checkpoint(run / config.checkpoint.folder, step)
+    key = "model" if weights == "raw" or not config.ema.enable else "ema"
+    prefix = f"{key}.transformer."
+    state = {name.removeprefix(prefix): value for name, value in read_state(checkpoint, prefix).items()}
+    reached = read_progress(checkpoint).step
+    layers = export_lora(
+        state,
+        model_name=config.model.name,
+        rank=lora.rank,
+        alpha=lora.rank if lora.alpha is None else lora.alpha,
+        path=path,
+        format=format,
+        step=reached,
+        base=config.model.path or config.model.flavor,
+        dtype=dtype,
+    )
+    return layers, reached

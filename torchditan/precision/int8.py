@@ -1,0 +1,173 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The frozen base of a LoRA in float32, bfloat16 or int8.
+
+Notable:
+- int8 is symmetric, one scale per output row, absmax / 127; a product keeps the int8 weight for its backward pass and
+  never the dequantised copy, which is made once in each direction and dropped;
+- scales are float32 numbers that bfloat16 has too: FSDP, which gathers them in the precision of the run, changes none
+  (float16 does not reach below 6e-5: rows whose largest weight is under 0.008 lose precision there);
+- a model is prepared on the meta device and filled afterwards, one full tensor at a time, by its published names;
+- FSDP gathers int8 as int8 on torch 2.13; torch 2.11 casts it to the precision of the run first, with the same results
+  (integers to 127 are exact in bfloat16) and the gathered block in bfloat16's memory. Shards are int8 on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchditan.models.initialization import fill
+
+_MAX = 127
+
+
+class Int8Linear(nn.Linear):
+    """A frozen linear layer with an int8 weight (out, in), a float32 scale (out,) and the bias it had.
+
+    It computes in the dtype of its input. Gradients go to the input alone.
+
+    Args:
+        in_features, out_features: as in nn.Linear.
+        bias: whether there is one.
+        device: of the new, uninitialised parameters.
+        dtype: of the bias.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device="meta", dtype=dtype)
+        weight = torch.empty((out_features, in_features), dtype=torch.int8, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        scale = torch.empty(out_features, dtype=torch.float32, device=device)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> Int8Linear:
+        """The same layer in int8, on the same device; quantised unless that is meta."""
+        weight, bias = linear.weight, linear.bias
+        converted = cls(
+            linear.in_features, linear.out_features, bias is not None, device=weight.device, dtype=weight.dtype
+        )
+        if weight.device.type != "meta":
+            with torch.no_grad():
+                quantized, scale = cls.quantize(weight)
+                converted.weight.copy_(quantized)
+                converted.scale.copy_(scale)
+                if bias is not None:
+                    converted.bias.copy_(bias)
+        return converted
+
+    @staticmethod
+    @torch.no_grad()
+    def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """int8 (out, in) and float32 scale (out,) such that weight = int8 * scale, to half a scale.
+
+        The scale is absmax / 127 rounded to bfloat16; the largest of a row still rounds to 127.
+        """
+        largest = weight.float().abs().amax(dim=1)
+        scale = (largest / _MAX).bfloat16().float().clamp_min(torch.finfo(torch.float32).tiny)
+        quantized = torch.div(weight.float(), scale[:, None]).round_().clamp_(-_MAX, _MAX)
+        return quantized.to(torch.int8), scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out), in the dtype of x."""
+        return _Int8Product.apply(x, self.weight, self.scale, self.bias)
+
+
+class _Int8Product(torch.autograd.Function):
+    """x (..., in) times a dequantised weight (out, in), which is dequantised again for the gradient of x."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, _dequantize(weight, scale, x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, weight, scale, _ = inputs
+        ctx.save_for_backward(weight, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (gradient,), (weight, scale) = gradients, ctx.saved_tensors
+        return gradient @ _dequantize(weight, scale, gradient.dtype), None, None, None
+
+
+def _dequantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (weight * scale[:, None]).to(dtype)
+
+
+def quantize_base(
+    model: nn.Module, blocks: Iterable[nn.Module], *, base: Literal["float32", "bfloat16", "int8"] = "bfloat16"
+) -> None:
+    """Freeze a model and store its weights in the precision of a LoRA's base, in place, before LoRA is added.
+
+    Args:
+        model: usually on the meta device, where nothing is computed.
+        blocks: its repeated blocks; with int8 their linear layers become `Int8Linear`.
+        base: float32 changes no dtype. With bfloat16 and int8 every other parameter becomes bfloat16; buffers stay.
+    """
+    model.requires_grad_(False)
+    if base == "float32":
+        return
+    if base == "int8":
+        for block in blocks:
+            _quantize_linears(block)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            is_quantized = isinstance(module, Int8Linear) and name in ("weight", "scale")
+            if parameter.is_floating_point() and not is_quantized:
+                parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _quantize_linears(module: nn.Module) -> None:
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear) and not isinstance(child, Int8Linear):
+            setattr(module, name, Int8Linear.from_linear(child))
+        else:
+            _quantize_linears(child)
+
+
+def base_names(model: nn.Module) -> list[str]:
+    """The tensors that a published file has to give, under its names: no wrappers of LoRA, no scales of int8."""
+    names = []
+    for name in model.state_dict():
+        if ".lora_" in name:
+            continue
+        module, _, leaf = name.rpartition(".")
+        if leaf == "scale" and isinstance(model.get_submodule(module), Int8Linear):
+            continue
+        names.append(name.replace(".base_layer.", "."))
+    return names
+
+
+def fill_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Copy a full tensor into a parameter or buffer of a base; quantised where the layer is, sharded where it is.
+
+    No communication; every rank gives the same value, of which it needs one at a time.
+
+    Args:
+        model: on a real device, plain or sharded, with or without LoRA around its layers.
+        name: in the published file, see `base_names`.
+        value: the full tensor, of any floating-point dtype, on the CPU.
+    """
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    module = getattr(module, "base_layer", module)
+    if isinstance(module, Int8Linear) and leaf == "weight":
+        quantized, scale = Int8Linear.quantize(value)
+        fill(module.weight, quantized)
+        fill(module.scale, scale)
+    else:
+        fill(getattr(module, leaf), value)

@@ -1,0 +1,71 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Safetensors files: written one tensor at a time, whole or not at all; opened with errors that say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchditan.config import ConfigError
+from torchditan.run_directory import written_beside
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_STORED_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_BITS = {torch.float32: (torch.int32, "<i4"), torch.bfloat16: (torch.int16, "<i2")}
+
+
+class TensorToWrite(NamedTuple):
+    """One tensor of a file that is being written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """float32 or bfloat16; what `read` gives is converted to it."""
+    read: Callable[[], Tensor]
+    """Called once, when the tensor's turn comes."""
+
+
+def write_weights(path: Path, tensors: Iterable[TensorToWrite], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, one tensor after the other; a reader, or a crash, meets all of it or nothing.
+
+    Raises:
+        OSError: it cannot be written; what stood there before stays.
+    """
+    ordered = sorted(tensors, key=lambda tensor: tensor.name)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, shape, dtype, _ in ordered:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _STORED_DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned in memory maps
+    with written_beside(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape, dtype, read in ordered:
+            tensor = read().to(dtype)
+            assert tuple(tensor.shape) == shape, (name, tensor.shape, shape)
+            bits, little_endian = _BITS[dtype]
+            file.write(tensor.contiguous().flatten().view(bits).numpy().astype(little_endian, copy=False).data)
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; must be a .safetensors file")
+    try:
+        path.open("rb").close()  # the library's own errors do not say why in one form
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except SafetensorError:
+        raise ConfigError(f"{path} is no safetensors file, or cut short; copy or export it again") from None
