@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from data import cifar10, digits, dummy, earth, emoji, folder, imagenet, latents
+from data import captions, cifar10, digits, dummy, earth, emoji, folder, imagenet, latents
 from data.options import height_and_width
 from torchditan import config as options
 from torchditan.config import did_you_mean, option_error
 from torchditan.stream import ImageDataset
 
 DATASETS: dict[str, Callable[..., Any]] = {
+    "captions": captions.build,
     "cifar10": cifar10.build,
     "digits": digits.build,
     "dummy": dummy.build,
@@ -30,6 +31,17 @@ DATASETS: dict[str, Callable[..., Any]] = {
     "latents": latents.build,
 }
 STREAMED = ("cifar10", "imagenet_hub")
+CAPTION_OPTIONS = (
+    "caption_key",
+    "trigger_word",
+    "shuffle_tags",
+    "aspect_buckets",
+    "bucket_step",
+    "upscale",
+    "held_out",
+    "num_frames",
+)
+"""Read by `captions` alone; `dummy`, which takes the place of any dataset, passes over them."""
 
 
 def build_dataset(
@@ -56,6 +68,8 @@ def build_dataset(
     if config.streaming and name not in STREAMED:
         right = f"{name} is not read from the hub; only {', '.join(STREAMED)} can stream"
         raise option_error("dataset.streaming", True, right)
+    if name not in ("captions", "dummy"):
+        _refuse_caption_options(config)
     dataset = DATASETS[name](config, split=split, input_channels=input_channels)
     _check_shape(config, dataset, input_channels=input_channels)
     if hasattr(dataset, "__len__") and len(dataset) == 0:
@@ -64,9 +78,16 @@ def build_dataset(
     return _set_classes(config, dataset)
 
 
+def _refuse_caption_options(config: options.Dataset) -> None:
+    for option in CAPTION_OPTIONS:
+        if getattr(config, option) != getattr(options.Dataset(), option):
+            right = f"{config.dataset_name} does not read it, only captions does; leave it out"
+            raise option_error(f"dataset.{option}", getattr(config, option), right)
+
+
 def _check_shape(config: options.Dataset, dataset: Any, *, input_channels: int | None) -> None:
-    channels, height, width = dataset.sample_shape
-    if height_and_width(config, default=(height, width)) != (height, width):
+    channels, *_, height, width = dataset.sample_shape
+    if not config.aspect_buckets and height_and_width(config, default=(height, width)) != (height, width):
         right = f"{dataset.name} is {height} x {width}; leave it out"
         raise option_error("dataset.image_size", config.image_size, right)
     if input_channels not in (None, channels):

@@ -9,6 +9,7 @@ place of any dataset of a config, latents among them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 
 from data.options import height_and_width
 from torchditan import config as options
+from torchditan.models.spec import TensorSpec
 from torchditan.randomness import generator
 
 
@@ -23,6 +25,8 @@ class Dummy:
     name = "dummy"
     horizontal_flip = False
     stands_in_for_any = True
+    condition: Mapping[str, TensorSpec] | None = None
+    """What the model's condition is made of, beside labels; filled in by the trainer."""
 
     def __init__(
         self,
@@ -49,14 +53,21 @@ class Dummy:
             sample = torch.zeros(self.sample_shape)
         else:
             sample = torch.from_numpy(draws.standard_normal(self.sample_shape, dtype=np.float32))
-        return {"sample": sample} if label is None else {"sample": sample, "class_label": label}
+        item: dict[str, Any] = {"sample": sample} if label is None else {"sample": sample, "class_label": label}
+        for name, (shape, dtype) in (self.condition or {}).items():
+            if dtype.is_floating_point:
+                item[name] = torch.from_numpy(draws.standard_normal(shape, dtype=np.float32)).to(dtype)
+            else:
+                item[name] = torch.ones(shape, dtype=dtype)  # a mask that hides nothing
+        return item
 
 
 def build(
     config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
 ) -> Dummy:
+    frames = () if config.num_frames is None else (config.num_frames,)
     return Dummy(
-        sample_shape=(input_channels or 4, *height_and_width(config, default=(32, 32))),
+        sample_shape=(input_channels or 4, *frames, *height_and_width(config, default=(32, 32))),
         num_samples=config.dummy_size,
         num_classes=1000 if config.num_classes is None else config.num_classes,
         fill=config.dummy_fill,

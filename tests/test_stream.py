@@ -177,6 +177,123 @@ def test_a_label_out_of_range_names_the_image_and_the_range() -> None:
         read(1, plan=BatchPlan(batch_size=1, global_batch_size=1), dataset=Numbers(label=7))
 
 
+class Shapes(Numbers):
+    """Sample i is filled with i and has the i-th of these widths; beside it stand tokens of its text, and the text."""
+
+    horizontal_flip = False
+
+    def __init__(self, widths: tuple[int, ...] = (2, 4, 2, 6, 4, 2, 2), *, broken: tuple[int, ...] = ()) -> None:
+        super().__init__(len(widths), broken=broken)
+        self.widths = np.array(widths)
+
+    def groups(self) -> list[np.ndarray]:
+        return [np.flatnonzero(self.widths == width) for width in np.unique(self.widths)]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = super().__getitem__(index)
+        sample = torch.full((1, 2, int(self.widths[index])), float(index))
+        return {**item, "sample": sample, "text": torch.full((3,), index), "caption": "a dog"}
+
+
+def grouped(dataset: Any, *, global_batch_size: int = 4, seed: int = 0) -> StreamDataset:
+    return StreamDataset(
+        dataset,
+        seed=seed,
+        num_classes=2,
+        horizontal_flip=False,
+        corrupt_images="error",
+        global_batch_size=global_batch_size,
+    )
+
+
+def test_every_step_has_one_shape_and_a_cycle_shows_every_sample_as_often_as_a_batch_is_large() -> None:
+    dataset = Shapes()
+    indices = grouped(dataset).locate(np.arange(3 * 7 * 4)).reshape(3, 7, 4)  # cycle, step, sample
+    for cycle in indices:
+        assert np.bincount(cycle.ravel(), minlength=7).tolist() == [4] * 7
+        widths = dataset.widths[cycle]
+        assert (widths == widths[:, :1]).all()
+    orders = dataset.widths[indices[:, :, 0]].tolist()
+    assert all(sorted(order) == sorted(dataset.widths.tolist()) for order in orders)
+    assert orders[0] != orders[1] or orders[1] != orders[2]
+
+
+def test_the_order_of_shapes_is_the_one_that_is_documented() -> None:
+    from torchditan.randomness import Permutation
+
+    dataset, seed, global_batch_size = Shapes(), 5, 3
+    groups, total = dataset.groups(), len(dataset)
+
+    def expected(position: int) -> int:
+        step, row = divmod(position, global_batch_size)
+        slot = int(Permutation(seed, "buckets", step // total, length=total)(np.array([step % total]))[0])
+        owner, offset = 0, 0
+        while slot >= offset + len(groups[owner]):
+            offset += len(groups[owner])
+            owner += 1
+        length = len(groups[owner])
+        place = (step // total * length + slot - offset) * global_batch_size + row
+        shuffle = Permutation(seed, f"shuffle {owner}", place // length, length=length)
+        return int(groups[owner][shuffle(np.array([place % length]))[0]])
+
+    stream = grouped(dataset, global_batch_size=global_batch_size, seed=seed)
+    assert stream.locate(np.arange(100)).tolist() == [expected(position) for position in range(100)]
+
+
+def test_one_shape_alone_keeps_the_order_of_a_plain_dataset() -> None:
+    one_shape, plain = grouped(Shapes((2,) * 10)), grouped(Numbers(10))
+    assert one_shape.locate(np.arange(50)).tolist() == plain.locate(np.arange(50)).tolist()
+
+
+@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 2), (2, 0), (4, 0), (4, 2)])
+def test_shapes_come_in_the_same_order_on_any_number_of_ranks_and_workers(world_size: int, num_workers: int) -> None:
+    whole = by_position(read(14, plan=BatchPlan(batch_size=4, global_batch_size=4), dataset=Shapes()))
+    parts: dict[int, dict[str, torch.Tensor]] = {}
+    for rank in range(world_size):
+        plan = BatchPlan(batch_size=1, global_batch_size=4, rank=rank, world_size=world_size)
+        batches = read(14 * plan.num_micro_batches, plan=plan, dataset=Shapes(), num_workers=num_workers)
+        parts.update(by_position(batches))
+    assert_same(whole, parts)
+    tail = by_position(read(4, plan=BatchPlan(batch_size=4, global_batch_size=4), dataset=Shapes(), start=40))
+    assert_same({position: whole[position] for position in tail}, tail)
+
+
+def test_noise_has_the_shape_of_its_batch_and_every_tensor_of_a_sample_is_stacked() -> None:
+    plan = BatchPlan(batch_size=4, global_batch_size=4)
+    batches = read(7, plan=plan, dataset=Shapes())
+    assert {batch["sample"].shape[3] for batch in batches} == {2, 4, 6}
+    for batch in batches:
+        assert batch["noise"].shape == batch["sample"].shape
+        assert batch["text"].tolist() == [[index] * 3 for index in batch["sample"][:, 0, 0, 0].tolist()]
+        assert "caption" not in batch
+
+
+def test_a_corrupt_image_is_replaced_by_one_of_its_shape() -> None:
+    plan = BatchPlan(batch_size=4, global_batch_size=4)
+    batches = read(7, plan=plan, dataset=Shapes(broken=(0, 4)), corrupt_images="skip")
+    shown = torch.cat([batch["sample"][:, 0, 0, 0] for batch in batches]).tolist()
+    assert {index: shown.count(index) for index in set(shown)} == {1: 8, 2: 8, 3: 4, 5: 4, 6: 4}
+    with pytest.raises(ConfigError, match="has no readable image"):
+        read(7, plan=plan, dataset=Shapes(broken=(3,)), corrupt_images="skip")
+
+
+def test_what_takes_the_place_of_a_corrupt_image_keeps_its_own_caption() -> None:
+    class Varied(Shapes):
+        def vary(self, item: dict[str, Any], index: int, *, seed: int, position: int) -> dict[str, Any]:
+            return {**item, "text": torch.tensor([index, seed, position])}
+
+    plan = BatchPlan(batch_size=4, global_batch_size=4)
+    for batch in read(7, plan=plan, dataset=Varied(broken=(0, 4)), corrupt_images="skip", seed=3):
+        texts = torch.stack([batch["sample"][:, 0, 0, 0].long(), torch.full((4,), 3), batch["index"]], dim=1)
+        assert torch.equal(batch["text"], texts)
+
+
+def test_samples_of_several_shapes_cannot_be_encoded_at_each_step() -> None:
+    plan = BatchPlan(batch_size=4, global_batch_size=4)
+    with pytest.raises(ConfigError, match=r"dataset.aspect_buckets = true: images of several sizes cannot be encoded"):
+        read(1, plan=plan, dataset=Shapes(), sample_shape=(4, 1, 1))
+
+
 class InOrder(torch.utils.data.IterableDataset):
     """A source that can only be read in order, with a state."""
 

@@ -9,6 +9,7 @@ Notable:
 - a source that can only be read in order (hub streaming) goes through torchdata's StatefulDataLoader instead;
 - a dataset that can gives whole batches (`BatchedDataset`): latents are copied out of memory-mapped shards at once, by
   threads where images need worker processes;
+- samples of several shapes (`GroupedDataset`) are dealt out so that all of an optimizer step have the same;
 - an unreadable image stops the run by name, or is replaced by the next readable one and counted.
 """
 
@@ -69,6 +70,23 @@ class BatchedDataset(Protocol):
         """
 
 
+@runtime_checkable
+class GroupedDataset(Protocol):
+    """An ImageDataset whose samples have several shapes; its `sample_shape` is the most common one."""
+
+    def groups(self) -> list[np.ndarray]:
+        """Indices (n,) of the samples of each shape, ascending, none of them empty; every sample is in one."""
+
+
+@runtime_checkable
+class VariedDataset(Protocol):
+    """An ImageDataset whose samples have several captions."""
+
+    def vary(self, item: dict[str, Any], index: int, *, seed: int, position: int) -> dict[str, Any]:
+        """The item at this position: with the caption that (seed, position) chooses."""
+        ...
+
+
 class StreamedDataset(Protocol):
     """A dataset that can only be read in order."""
 
@@ -82,16 +100,27 @@ class StreamedDataset(Protocol):
 
 
 def read_image(
-    dataset: ImageDataset, index: int, *, num_classes: int, corrupt_images: Literal["error", "skip"]
+    dataset: ImageDataset,
+    index: int,
+    *,
+    num_classes: int,
+    corrupt_images: Literal["error", "skip"],
+    group: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """The item at `index`, or with `skip` the next readable one; `skipped` counts those passed over.
+    """The item at `index`, or with `skip` the next readable one: `place` is its index, `skipped` counts those before.
+
+    Args:
+        group: indices in ascending order, `index` among them, that may take its place; None: all.
 
     Raises:
         CorruptImageError: it cannot be read, and `corrupt_images` is `error`.
         ConfigError: none can be read, or the label is not below `num_classes` (0: there are no labels).
     """
-    for skipped in range(len(dataset)):
-        place = (index + skipped) % len(dataset)
+    length = len(dataset) if group is None else len(group)
+    first = index if group is None else int(np.searchsorted(group, index))
+    for skipped in range(length):
+        place = (first + skipped) % length
+        place = place if group is None else int(group[place])
         try:
             item = dataset[place]
         except CorruptImageError:
@@ -101,7 +130,7 @@ def read_image(
         if num_classes and not 0 <= item["class_label"] < num_classes:
             right = f"image {place} of {dataset.name} has label {item['class_label']}; must be 0 to {num_classes - 1}"
             raise option_error("dataset.num_classes", num_classes, right)
-        return {**item, "skipped": skipped}
+        return {**item, "skipped": skipped, "place": place}
     raise option_error("dataset.dataset_name", dataset.name, "has no readable image")
 
 
@@ -139,21 +168,55 @@ class StreamDataset:
         num_classes: int,
         horizontal_flip: bool,
         corrupt_images: Literal["error", "skip"],
+        global_batch_size: int | None = None,
     ) -> None:
         self.dataset = dataset
         self.seed = seed
         self.num_classes = num_classes
         self.horizontal_flip = horizontal_flip
         self.corrupt_images = corrupt_images
+        self.global_batch_size = global_batch_size
+        groups = dataset.groups() if isinstance(dataset, GroupedDataset) else []
+        self.groups = groups if len(groups) > 1 else None
+        """Indices of the samples of each shape; None where all have one."""
+        self._group_of = np.zeros(len(dataset), dtype=np.int64)
+        for number, group in enumerate(self.groups or []):
+            self._group_of[group] = number
 
     def locate(self, positions: Sequence[int] | np.ndarray) -> np.ndarray:
         """(n,) indices in the dataset of the samples at these positions."""
-        epochs, offsets = np.divmod(np.asarray(positions), len(self.dataset))
-        indices = np.empty(len(epochs), dtype=np.int64)
-        for epoch in range(epochs.min(), epochs.max() + 1):  # mostly one
-            here = epochs == epoch
-            indices[here] = _shuffle(self.seed, epoch, len(self.dataset))(offsets[here])
+        if self.groups is not None:
+            return self._locate_in_groups(np.asarray(positions), self.groups)
+        return self._shuffled("shuffle", np.asarray(positions), len(self.dataset))
+
+    def _locate_in_groups(self, positions: np.ndarray, groups: list[np.ndarray]) -> np.ndarray:
+        """An order in which the samples of an optimizer step are of one group; each group has steps by its size.
+
+        With N samples, a cycle is N steps, shuffled: n_b of them are of group b, which has n_b samples. Each group has
+        a shuffled stream of its own, of which its steps take a global batch after the other; so a cycle shows
+        every sample as often as a global batch has samples.
+        """
+        assert self.global_batch_size is not None
+        offsets = np.cumsum([0, *(len(group) for group in groups)])  # (number of groups + 1,), the last is N
+        steps, rows = np.divmod(positions, self.global_batch_size)
+        slots = self._shuffled("buckets", steps, int(offsets[-1]))
+        owners = np.searchsorted(offsets, slots, side="right") - 1
+        indices = np.empty(len(positions), dtype=np.int64)
+        for owner in np.unique(owners).tolist():
+            here, group = owners == owner, groups[owner]
+            turns = steps[here] // offsets[-1] * len(group) + slots[here] - offsets[owner]
+            own_positions = turns * self.global_batch_size + rows[here]
+            indices[here] = group[self._shuffled(f"shuffle {owner}", own_positions, len(group))]
         return indices
+
+    def _shuffled(self, purpose: str, positions: np.ndarray, length: int) -> np.ndarray:
+        """(n,) what stands at these positions of range(length), shuffled anew in every epoch."""
+        epochs, offsets = np.divmod(positions, length)
+        shuffled = np.empty(len(positions), dtype=np.int64)
+        for epoch in np.unique(epochs).tolist():  # mostly one
+            here = epochs == epoch
+            shuffled[here] = _shuffle(self.seed, purpose, epoch, length)(offsets[here])
+        return shuffled
 
     def are_flipped(self, positions: Sequence[int]) -> np.ndarray:
         """(n,) bool: which of the samples at these positions are mirrored."""
@@ -175,21 +238,35 @@ class StreamDataset:
         return batch
 
     def _read(self, position: int, index: int, is_flipped: bool) -> dict[str, Any]:
-        item = read_image(self.dataset, index, num_classes=self.num_classes, corrupt_images=self.corrupt_images)
+        item = read_image(
+            self.dataset,
+            index,
+            num_classes=self.num_classes,
+            corrupt_images=self.corrupt_images,
+            group=None if self.groups is None else self.groups[self._group_of[index]],
+        )
         if is_flipped:
             item["sample"] = item["sample"].flip(-1)
+        if isinstance(self.dataset, VariedDataset):
+            item = self.dataset.vary(item, item["place"], seed=self.seed, position=position)
         item["index"] = position
         return item
 
 
-@functools.lru_cache(maxsize=4)
-def _shuffle(seed: int, epoch: int, length: int) -> Permutation:
-    return Permutation(seed, "shuffle", epoch, length=length)
+@functools.lru_cache(maxsize=64)
+def _shuffle(seed: int, purpose: str, epoch: int, length: int) -> Permutation:
+    return Permutation(seed, purpose, epoch, length=length)
+
+
+_NUMBERS = ("index", "skipped", "class_label")
 
 
 @dataclass(frozen=True)
 class Collate:
-    """Samples -> batch, in the worker; an error among them travels as a value."""
+    """Samples -> batch, in the worker; an error among them travels as a value.
+
+    Every tensor of a sample is stacked (embeddings of its text beside `sample`); what else it carries stays behind.
+    """
 
     labelled: bool
 
@@ -202,8 +279,9 @@ class Collate:
             if isinstance(item, ConfigError):
                 return item
         samples = cast(list[dict[str, Any]], items)
-        batch = {"sample": torch.stack([item["sample"] for item in samples])}  # (B, C, H, W)
-        for key in ("index", "skipped", "class_label") if self.labelled else ("index", "skipped"):
+        tensors = [key for key, value in samples[0].items() if isinstance(value, torch.Tensor) and key not in _NUMBERS]
+        batch = {key: torch.stack([item[key] for item in samples]) for key in tensors}  # sample: (B, C, H, W)
+        for key in _NUMBERS if self.labelled else _NUMBERS[:2]:
             batch[key] = torch.tensor([item.get(key, 0) for item in samples], dtype=torch.int64)  # (B,)
         return batch
 
@@ -213,8 +291,8 @@ class CollateAndDraw:
     """Samples -> (batch, randomness), in the worker."""
 
     seed: int
-    sample_shape: tuple[int, ...]
-    """(C, H, W) of what the model sees: of latents, where pixels are encoded on the device."""
+    sample_shape: tuple[int, ...] | None
+    """(C, H, W) of what the model sees: of latents, where pixels are encoded on the device. None: the batch's own."""
     posterior: bool
     collate: Collate
 
@@ -224,7 +302,8 @@ class CollateAndDraw:
         batch = self.collate(items)
         if isinstance(batch, ConfigError):
             return batch
-        return batch, draw(self.seed, batch["index"].tolist(), self.sample_shape, posterior=self.posterior)
+        shape = self.sample_shape or batch["sample"].shape[1:]
+        return batch, draw(self.seed, batch["index"].tolist(), shape, posterior=self.posterior)
 
 
 class TrainingStream:
@@ -248,12 +327,21 @@ class TrainingStream:
         flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
         self.plan = plan
         self.stream = StreamDataset(
-            dataset, seed=seed, num_classes=num_classes, horizontal_flip=flip, corrupt_images=corrupt_images
+            dataset,
+            seed=seed,
+            num_classes=num_classes,
+            horizontal_flip=flip,
+            corrupt_images=corrupt_images,
+            global_batch_size=plan.global_batch_size,
         )
+        noise_shape: tuple[int, ...] | None = sample_shape or dataset.sample_shape
+        if self.stream.groups is not None:
+            if noise_shape != dataset.sample_shape:
+                right = "images of several sizes cannot be encoded at each step; encode them before"
+                raise option_error("dataset.aspect_buckets", True, right)
+            noise_shape = None
         self.loader_options: dict[str, Any] = {
-            "collate_fn": CollateAndDraw(
-                seed, sample_shape or dataset.sample_shape, posterior, Collate(labelled=num_classes > 0)
-            ),
+            "collate_fn": CollateAndDraw(seed, noise_shape, posterior, Collate(labelled=num_classes > 0)),
             "num_workers": num_workers,
             "prefetch_factor": prefetch_factor if num_workers else None,
             "pin_memory": pin_memory,

@@ -1,0 +1,406 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Where captioned images and videos come from: folders, metadata.jsonl, tar shards, parquet files, the hub.
+
+Notable:
+- each source is read once into a list of `Entry`, sorted by name, the same on every machine; pictures stay where they
+  are and are opened when asked for, tar members in place;
+- what does not fit together (a caption without its image, two images of one name, a path that leaves the folder) is
+  refused here, in one line.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import re
+import tarfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Protocol
+
+from data.hub import _load as load_hub
+from data.hub import require
+from data.images import IMAGE_SUFFIXES, corrupt_image
+from data.videos import VIDEO_SUFFIXES
+from torchditan import config as options
+from torchditan.config import ConfigError, option_error
+
+METADATA_FILE = "metadata.jsonl"
+Refusal = Callable[[str], ConfigError]
+"""What would be right -> the error that names the option and its value."""
+
+
+class Encoded(Protocol):
+    """A picture or a video that is not decoded yet."""
+
+    def open(self) -> BinaryIO: ...
+
+
+@dataclass(frozen=True)
+class File:
+    path: Path
+
+    def open(self) -> BinaryIO:
+        return self.path.open("rb")
+
+
+@dataclass(frozen=True)
+class TarMember:
+    """A file inside an uncompressed tar, read in place."""
+
+    path: Path
+    offset: int
+    size: int
+
+    def open(self) -> BinaryIO:
+        return io.BufferedReader(_Part(self.path.open("rb", buffering=0), self.offset, self.size))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A row of an Arrow column of images: their bytes and path as the hub stores them, or bytes alone."""
+
+    column: Any
+    row: int
+
+    def open(self) -> BinaryIO:
+        value = self.column[self.row].as_py()
+        if isinstance(value, dict):
+            if value["bytes"] is None and value.get("path"):  # an image folder of the hub, which was downloaded
+                return Path(value["path"]).open("rb")
+            value = value["bytes"]
+        if value is None:
+            raise OSError("there is none")
+        return io.BytesIO(value)
+
+
+@dataclass(frozen=True)
+class Frames:
+    """A folder of numbered frames, in the order of their numbers."""
+
+    files: tuple[File, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A picture or a video, and what is written about it."""
+
+    name: str
+    """Path in the dataset, with slashes."""
+    caption: str | None
+    """None: there is none."""
+    content: Encoded | Frames
+    repeats: int = 1
+    """How often an epoch shows it."""
+
+
+class _Part(io.RawIOBase):
+    """`size` bytes of an open file, from `offset` on."""
+
+    def __init__(self, file: Any, offset: int, size: int) -> None:
+        self.file, self.offset, self.size = file, offset, size
+        self.place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.place = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence])
+        return self.place
+
+    def tell(self) -> int:
+        return self.place
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), max(0, self.size - self.place))
+        self.file.seek(self.offset + self.place)
+        data = self.file.read(count)
+        buffer[: len(data)] = data
+        self.place += len(data)
+        return len(data)
+
+    def readall(self) -> bytes:
+        self.file.seek(self.offset + self.place)
+        data = self.file.read(max(0, self.size - self.place))
+        self.place += len(data)
+        return data
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+def read_entries(root: Path, *, config: options.Dataset) -> list[Entry]:
+    """Everything under `root`, a folder or a file; sorted by name.
+
+    Raises:
+        ConfigError: it holds nothing, or what does not fit together.
+    """
+    refusal = _refusal_of(root)
+    suffix = root.suffix if root.is_file() else ""
+    tars = [root] if suffix == ".tar" else sorted(root.glob("*.tar"))
+    tables = [root] if suffix == ".parquet" else sorted(root.rglob("*.parquet"))
+    if tars:
+        entries = _read_tars(tars, is_video=config.num_frames is not None, refusal=refusal)
+    elif tables:
+        entries = _read_parquet(root, tables, config, refusal=refusal)
+    elif (root / METADATA_FILE).is_file():
+        entries = _read_metadata(root, config, refusal=refusal)
+    elif root.is_dir():
+        entries = _read_folder(root, is_video=config.num_frames is not None, refusal=refusal)
+    else:
+        raise refusal("must be a folder, a .tar or a .parquet file")
+    if not entries:
+        raise refusal(f"holds no {_kind(config.num_frames is not None)}s with captions")
+    return sorted(entries, key=lambda entry: entry.name)
+
+
+def _refusal_of(root: Path) -> Refusal:
+    return functools.partial(option_error, "dataset.root_dir", str(root))
+
+
+def _kind(is_video: bool) -> str:
+    return "video" if is_video else "image"
+
+
+def some(names: Iterable[str]) -> str:
+    """The first three of them."""
+    names = sorted(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _clean(text: str, *, where: str, refusal: Refusal) -> str:
+    """A caption in one line, without white space around it."""
+    text = " ".join(text.split())
+    if not text:
+        raise refusal(f"the caption of {where} is empty; write one, or remove it")
+    return text
+
+
+def _decode(data: bytes, *, where: str, refusal: Refusal) -> str:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise refusal(f"{where} is not UTF-8 text") from None
+    return _clean(text, where=where, refusal=refusal)
+
+
+def _pair(
+    pictures: list[tuple[str, str, Encoded | Frames]], captions: dict[str, str], *, is_video: bool, refusal: Refusal
+) -> list[Entry]:
+    """Pictures (their name without its ending, their name, their content) with captions by the same name."""
+    by_stem: dict[str, str] = {}
+    for stem, name, _ in pictures:
+        if stem in by_stem:
+            right = f"{by_stem[stem]} and {name} share one caption; rename or remove one"
+            raise refusal(right)
+        by_stem[stem] = name
+    alone = captions.keys() - by_stem.keys()
+    if alone:
+        right = f"no {_kind(is_video)} belongs to the caption {some(f'{stem}.txt' for stem in alone)}; add or remove"
+        raise refusal(right)
+    return [Entry(name, captions.get(stem), content) for stem, name, content in pictures]
+
+
+def _walk(root: Path) -> Iterable[tuple[str, Path, list[str]]]:
+    """(path with slashes and a slash at its end, folder, its files) of each folder, hidden ones and files left out."""
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        relative = Path(folder).relative_to(root).as_posix()
+        yield "" if relative == "." else f"{relative}/", Path(folder), sorted(n for n in names if not n.startswith("."))
+
+
+def _read_folder(root: Path, *, is_video: bool, refusal: Refusal) -> list[Entry]:
+    pictures: list[tuple[str, str, Encoded | Frames]] = []
+    captions: dict[str, str] = {}
+    suffixes = VIDEO_SUFFIXES if is_video else IMAGE_SUFFIXES
+    for prefix, folder, names in _walk(root):
+        found = [name for name in names if os.path.splitext(name)[1].lower() in suffixes]
+        for name in found:
+            pictures.append((prefix + os.path.splitext(name)[0], prefix + name, File(folder / name)))
+        if is_video and prefix and not found:
+            frames = _numbered_frames(folder, names)
+            if frames.files:
+                pictures.append((prefix[:-1], prefix[:-1], frames))
+        for name in names:
+            stem, suffix = os.path.splitext(name)
+            if suffix.lower() == ".txt":
+                text = (folder / name).read_bytes()
+                captions[prefix + stem] = _decode(text, where=prefix + name, refusal=refusal)
+    entries = _pair(pictures, captions, is_video=is_video, refusal=refusal)
+    return [Entry(entry.name, entry.caption, entry.content, _repeats(entry.name, refusal=refusal)) for entry in entries]
+
+
+def _numbered_frames(folder: Path, names: list[str]) -> Frames:
+    images = [name for name in names if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES]
+    images.sort(key=lambda name: ([int(digits) for digits in re.findall(r"\d+", name)], name))
+    return Frames(tuple(File(folder / name) for name in images))
+
+
+def _repeats(name: str, *, refusal: Refusal) -> int:
+    """10 for `10_dog/a.png`, as kohya's scripts name folders; a year (`2024_dogs`) is no such number."""
+    match = re.match(r"(\d{1,3})_[^/]*/", name)
+    if match is None:
+        return 1
+    if int(match[1]) == 0:
+        raise refusal(f"the folder {match[0]} repeats its images 0 times; must be at least 1")
+    return int(match[1])
+
+
+def _read_metadata(root: Path, config: options.Dataset, *, refusal: Refusal) -> list[Entry]:
+    """`{"file_name": "a.png", "text": "a dog", "repeats": 2}` in each line; files it does not list are not used."""
+    entries: dict[str, Entry] = {}
+    try:
+        lines = (root / METADATA_FILE).read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError:
+        raise refusal(f"{METADATA_FILE} is not UTF-8 text") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{METADATA_FILE}, line {number}"
+        row = _read_line(line, where=where, refusal=refusal)
+        if config.caption_key not in row:
+            right = f"{where} has no such column; it has {', '.join(row)}"
+            raise option_error("dataset.caption_key", config.caption_key, right)
+        caption, repeats = row[config.caption_key], row.get("repeats", 1)
+        if not isinstance(caption, str):
+            raise refusal(f"{where}: {config.caption_key} must be text")
+        if type(repeats) is not int or repeats < 1:
+            raise refusal(f"{where}: repeats must be an integer of at least 1")
+        name = PurePosixPath(row["file_name"]).as_posix()
+        if name in entries:
+            raise refusal(f"{where}: {name} is listed twice; repeats shows it more often")
+        content = _find_listed(root, name, where=where, is_video=config.num_frames is not None, refusal=refusal)
+        entries[name] = Entry(name, _clean(caption, where=where, refusal=refusal), content, repeats)
+    return list(entries.values())
+
+
+def _read_line(line: str, *, where: str, refusal: Refusal) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise refusal(f"{where} is no JSON ({error})") from None
+    if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
+        raise refusal(f'{where}: must be {{"file_name": "...", "text": "..."}}')
+    return row
+
+
+def _find_listed(root: Path, name: str, *, where: str, is_video: bool, refusal: Refusal) -> Encoded | Frames:
+    relative = PurePosixPath(name)
+    if relative.is_absolute() or ".." in relative.parts or os.path.isabs(name):
+        raise refusal(f"{where}: {name} leaves the folder; must be a path inside it")
+    path = root / relative
+    if is_video and path.is_dir():
+        frames = _numbered_frames(path, [entry.name for entry in path.iterdir() if not entry.name.startswith(".")])
+        if not frames.files:
+            raise refusal(f"{where}: the folder {name} holds no frames")
+        return frames
+    if not path.is_file():
+        raise refusal(f"{where}: {name} does not exist")
+    if path.suffix.lower() not in (VIDEO_SUFFIXES if is_video else IMAGE_SUFFIXES):
+        hint = "" if is_video else "; videos need dataset.num_frames"
+        raise refusal(f"{where}: {name} is no {_kind(is_video)}{hint}")
+    return File(path)
+
+
+def _read_tars(paths: list[Path], *, is_video: bool, refusal: Refusal) -> list[Entry]:
+    """Shards of `key.jpg` with `key.txt`, as WebDataset writes them; a key ends at the first dot of the file's name."""
+    pictures: list[tuple[str, str, Encoded | Frames]] = []
+    captions: dict[str, str] = {}
+    for path in paths:
+        for name, member in _members(path, refusal=refusal):
+            folder, _, base = f"{path.name}/{name}".rpartition("/")
+            if base.startswith("."):
+                continue
+            key, suffix = f"{folder}/{base.split('.')[0]}", os.path.splitext(base)[1].lower()
+            if suffix in (VIDEO_SUFFIXES if is_video else IMAGE_SUFFIXES):
+                pictures.append((key, f"{path.name}/{name}", member))
+            elif suffix == ".txt":
+                with member.open() as file:
+                    captions[key] = _decode(file.read(), where=f"{path.name}/{name}", refusal=refusal)
+    return _pair(pictures, captions, is_video=is_video, refusal=refusal)
+
+
+def _members(path: Path, *, refusal: Refusal) -> list[tuple[str, TarMember]]:
+    """(name, place) of every file in an uncompressed tar."""
+    try:
+        with tarfile.open(path, "r:") as tar:
+            members = [member for member in tar if member.isreg() and not member.issparse()]
+    except (tarfile.TarError, OSError) as error:
+        raise refusal(f"{path.name} is no readable, uncompressed tar ({error})") from error
+    size = path.stat().st_size
+    for member in members:
+        if member.offset_data + member.size > size:
+            raise refusal(f"{path.name} is cut short: {member.name} ends behind its end")
+    return [(member.name, TarMember(path, member.offset_data, member.size)) for member in members]
+
+
+def _read_parquet(root: Path, paths: list[Path], config: options.Dataset, *, refusal: Refusal) -> list[Entry]:
+    parquet = require("pyarrow.parquet", package="pyarrow", extra="hub")
+    pyarrow = require("pyarrow", package="pyarrow", extra="hub")
+    entries = []
+    for path in paths:
+        try:
+            table = parquet.read_table(path, memory_map=True)
+        except pyarrow.ArrowInvalid as error:
+            raise refusal(f"{path.name} is no readable parquet file ({str(error).splitlines()[0]})") from error
+        where = path.name if path == root else path.relative_to(root).as_posix()
+        entries += _read_table(table, config, where=where, refusal=refusal)
+    return entries
+
+
+def read_hub(config: options.Dataset) -> list[Entry]:
+    """The training split of `dataset.hub_name`."""
+    assert config.hub_name is not None
+    rows = load_hub(config.hub_name, split="train", streaming=False)
+    datasets = require("datasets", package="datasets", extra="hub")
+    feature = rows.features.get(config.image_key)
+    if isinstance(feature, datasets.Image):
+        rows = rows.cast_column(config.image_key, datasets.Image(decode=False))
+    refusal = functools.partial(option_error, "dataset.hub_name", config.hub_name)
+    return _read_table(rows.data, config, where=config.hub_name, refusal=refusal)
+
+
+def _read_table(table: Any, config: options.Dataset, *, where: str, refusal: Refusal) -> list[Entry]:
+    """Rows of an Arrow table; `where` names it."""
+    types = require("pyarrow", package="pyarrow", extra="hub").types
+    if config.num_frames is not None:
+        right = "parquet files and hub datasets give images; leave it out, or give files with --dataset.root_dir"
+        raise option_error("dataset.num_frames", config.num_frames, right)
+    for option, key in (("image_key", config.image_key), ("caption_key", config.caption_key)):
+        if key not in table.column_names:
+            right = f"must be one of the columns of {where}: {', '.join(table.column_names)}"
+            raise option_error(f"dataset.{option}", key, right)
+    image_type, caption_type = table.schema.field(config.image_key).type, table.schema.field(config.caption_key).type
+    has_bytes = types.is_struct(image_type) and image_type.get_field_index("bytes") >= 0
+    if not has_bytes and not types.is_binary(image_type) and not types.is_large_binary(image_type):
+        raise option_error("dataset.image_key", config.image_key, f"holds {image_type} in {where}; must be images")
+    if not types.is_string(caption_type) and not types.is_large_string(caption_type):
+        raise option_error("dataset.caption_key", config.caption_key, f"holds {caption_type} in {where}; must be text")
+    images, captions = table.column(config.image_key), table.column(config.caption_key).to_pylist()
+    width = len(str(len(captions)))
+    entries = []
+    for row, caption in enumerate(captions):
+        name = f"{where}, row {row:0{width}}"
+        text = None if caption is None else _clean(caption, where=name, refusal=refusal)
+        entries.append(Entry(name, text, Cell(images, row)))
+    return entries
+
+
+def read_bytes(content: Encoded, *, where: str) -> bytes:
+    """The whole file.
+
+    Raises:
+        CorruptImageError: it cannot be read.
+    """
+    try:
+        with content.open() as file:
+            return file.read()
+    except OSError as error:
+        raise corrupt_image(where, error.strerror or str(error)) from error

@@ -1,0 +1,265 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Captioned images and videos for fine-tuning: any size to its aspect-ratio bucket, a text beside each.
+
+Notable:
+- caption_sources.py finds the files, buckets.py the sizes, images.py and videos.py decode. Opening reads every
+  picture's size, so that one that would be enlarged is refused before the training, not at its turn;
+- `content_key` is what an encoded latent may be kept by: it changes with the file's bytes, with the size it is brought
+  to and with the way there, and with nothing else;
+- captions are texts here. `caption_variants` gives those that a text encoder will see.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import itertools
+import re
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from data.buckets import Size, bucket_sizes, nearest_bucket
+from data.caption_sources import Encoded, Entry, Frames, read_bytes, read_entries, read_hub, some
+from data.folder import HELD_OUT_SHARE, Split, find_validation
+from data.images import _FORMATS, DECODE_ERRORS, Crop, corrupt_image, fit, load_sample
+from data.options import existing_path, height_and_width, photo_channels, refuse
+from data.videos import corrupt_video, open_video
+from torchditan import config as options
+from torchditan.config import option_error
+from torchditan.randomness import generator, name_to_index
+from torchditan.stream import CorruptImageError
+
+TRIGGER = "[trigger]"
+ENOUGH_TO_HOLD_OUT = 20
+"""Images from which on some are held out without being asked for."""
+
+
+class CaptionedImages:
+    """Images or videos with their captions.
+
+    An item is `sample` float32 in [-1, 1], (C, H, W) or (C, F, H, W) of its bucket, and `caption`.
+    """
+
+    class_names: list[str] = []  # noqa: RUF012, the stream's protocol has it so
+    horizontal_flip = False
+
+    def __init__(self, entries: list[Entry], config: options.Dataset, *, channels: int, buckets: list[Size]) -> None:
+        self.name = config.dataset_name
+        self.config = config
+        self.channels = channels
+        self.buckets = buckets
+        self.entries = entries
+        self.bucket_numbers = np.array(self._choose_buckets(), dtype=np.int64)
+        """(number of entries,) which of `buckets` each is in."""
+        self.places = np.repeat(np.arange(len(entries)), [entry.repeats for entry in entries])
+        """(number of items,) which of `entries` each is."""
+        texts = [self._with_trigger(entry) for entry in entries]
+        self.captions = [texts[place] for place in self.places]
+        """The text of each item, its tags in the order they were written."""
+        self._keys: dict[int, str] = {}
+
+    def _choose_buckets(self) -> list[int]:
+        found: list[int | None] = []
+        for entry in self.entries:
+            try:
+                size = read_size(entry, is_video=self.config.num_frames is not None)
+            except CorruptImageError:
+                if self.config.corrupt_images == "error":
+                    raise
+                found.append(None)
+                continue
+            number = nearest_bucket(size, self.buckets)
+            if not self.config.upscale:
+                self._refuse_small(entry, size, self.buckets[number])
+            found.append(number)
+        counts = collections.Counter(number for number in found if number is not None)
+        if not counts:
+            raise option_error("dataset.dataset_name", self.name, "has no readable image")
+        self.most_common = min(counts, key=lambda number: (-counts[number], number))
+        # One that cannot be read has no size; reading it replaces it by another of the bucket.
+        return [self.most_common if number is None else number for number in found]
+
+    def _refuse_small(self, entry: Entry, size: Size, bucket: Size) -> None:
+        if size[0] < bucket[0] or size[1] < bucket[1]:
+            right = (
+                f"{entry.name} has {size[0]} x {size[1]} pixels, fewer than the {bucket[0]} x {bucket[1]} of its "
+                "sample; use a smaller size, remove it, or enlarge such with --dataset.upscale"
+            )
+            raise option_error("dataset.image_size", self.config.image_size, right)
+
+    def _with_trigger(self, entry: Entry) -> str:
+        trigger = self.config.trigger_word
+        if entry.caption is None:
+            assert trigger is not None
+            return trigger
+        if trigger is None:
+            if TRIGGER in entry.caption:
+                right = f"the caption of {entry.name} has {TRIGGER}; must be the word to take its place"
+                raise option_error("dataset.trigger_word", None, right)
+            return entry.caption
+        caption = entry.caption.replace(TRIGGER, trigger)
+        is_there = re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption)  # as a word: "sks" is not in "masks"
+        return caption if is_there else f"{trigger}, {caption}"
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """(C, [F,] H, W) of all samples, or of the most common bucket."""
+        return self._shape(self.most_common)
+
+    def _shape(self, bucket: int) -> tuple[int, ...]:
+        frames = () if self.config.num_frames is None else (self.config.num_frames,)
+        return (self.channels, *frames, *self.buckets[bucket])
+
+    def caption_variants(self, index: int) -> list[str]:
+        """The texts an item is shown with: its caption, or with `dataset.shuffle_tags` that many shuffles of its tags.
+
+        They depend on the caption alone. Equal ones are given once, so a caption of few tags has fewer.
+        """
+        caption = self.captions[index]
+        first, *tags = (tag.strip() for tag in caption.split(","))
+        if self.config.shuffle_tags == 0 or len(tags) < 2:
+            return [caption]
+        draws = generator(0, "shuffle tags", name_to_index(caption))
+        orders = [draws.permutation(len(tags)) for _ in range(self.config.shuffle_tags)]
+        return list(dict.fromkeys(", ".join([first, *(tags[place] for place in order)]) for order in orders))
+
+    def shape_of(self, index: int) -> tuple[int, ...]:
+        """(C, [F,] H, W) of one sample."""
+        return self._shape(self.bucket_numbers[self.places[index]])
+
+    def groups(self) -> list[np.ndarray]:
+        """Indices of the items of each shape; one optimizer step shows one group."""
+        numbers = self.bucket_numbers[self.places]
+        return [np.flatnonzero(numbers == number) for number in np.unique(numbers)]
+
+    def name_of(self, index: int) -> str:
+        """What messages call an item."""
+        return self.entries[self.places[index]].name
+
+    def content_key(self, index: int) -> str:
+        """sha256 of what decides the sample: the file's bytes, the shape and the resampling; repeats share it.
+
+        Raises:
+            CorruptImageError: the file cannot be read.
+        """
+        place = int(self.places[index])
+        if place not in self._keys:
+            entry = self.entries[place]
+            digest = hashlib.sha256(f"{self.shape_of(index)} {self.config.crop} ".encode())
+            for content in _files(entry):
+                data = read_bytes(content, where=entry.name)
+                digest.update(f"{len(data)} ".encode())
+                digest.update(data)
+            self._keys[place] = digest.hexdigest()
+        return self._keys[place]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        entry, shape, crop = self.entries[self.places[index]], self.shape_of(index), self.config.crop
+        if self.config.num_frames is None:
+            (content,) = _files(entry)
+            data = read_bytes(content, where=entry.name)
+            sample = load_sample(data, sample_shape=shape, where=entry.name, crop=crop)
+        else:
+            sample = _read_video(entry, sample_shape=shape, crop=crop)
+        return {"sample": torch.from_numpy(sample), "caption": self.captions[index]}
+
+
+def _files(entry: Entry) -> tuple[Encoded, ...]:
+    return entry.content.files if isinstance(entry.content, Frames) else (entry.content,)
+
+
+def read_size(entry: Entry, *, is_video: bool) -> Size:
+    """Height and width as it is shown, read from the head of an image or the first frame of a video.
+
+    Raises:
+        CorruptImageError: it cannot be read.
+    """
+    if is_video and not isinstance(entry.content, Frames):
+        for frame in open_video(entry.content, where=entry.name):
+            return frame.height, frame.width
+        raise corrupt_video(entry.name, "it has no frames")
+    try:
+        with _files(entry)[0].open() as stream, Image.open(stream, formats=_FORMATS) as image:
+            is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+            return (image.width, image.height) if is_turned else (image.height, image.width)
+    except UnidentifiedImageError as error:
+        raise corrupt_image(entry.name, "of no known format") from error
+    except DECODE_ERRORS as error:
+        raise corrupt_image(entry.name, (str(error) or type(error).__name__).splitlines()[0]) from error
+
+
+def _read_video(entry: Entry, *, sample_shape: tuple[int, ...], crop: Crop) -> np.ndarray:
+    """The first frames as float32 (C, F, H, W)."""
+    channels, num_frames, height, width = sample_shape
+    fitting: dict[str, Any] = {"sample_shape": (channels, height, width), "crop": crop}
+    if isinstance(entry.content, Frames):
+        files = [(file, f"{entry.name}/{file.path.name}") for file in entry.content.files[:num_frames]]
+        frames = [load_sample(read_bytes(file, where=where), where=where, **fitting) for file, where in files]
+    else:
+        shown = itertools.islice(open_video(entry.content, where=entry.name), num_frames)
+        frames = [fit(frame, number=0, **fitting) for frame in shown]
+    if len(frames) < num_frames:
+        raise corrupt_video(entry.name, f"it has {len(frames)} of the {num_frames} frames of dataset.num_frames")
+    return np.stack(frames, axis=1)
+
+
+def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> CaptionedImages:
+    channels = photo_channels(config, input_channels)
+    if config.image_size is None:
+        raise option_error("dataset.image_size", None, "captions needs the height and width of a sample, say 512")
+    if config.crop == "random":
+        right = "captions keeps what was encoded, so every epoch sees the same part; must be center or adm"
+        raise option_error("dataset.crop", config.crop, right)
+    size = height_and_width(config, default=(0, 0))
+    buckets = bucket_sizes(size, step=config.bucket_step) if config.aspect_buckets else [size]
+    entries = _read_split(config, split)
+    _refuse_bare(config, entries)
+    return CaptionedImages(entries, config, channels=channels, buckets=buckets)
+
+
+def _read_split(config: options.Dataset, split: Split) -> list[Entry]:
+    """Training or held-out images: folders of their own where there are both, else a share of all."""
+    if config.hub_name is not None:
+        refuse(config, "root_dir")
+        return _hold_out(read_hub(config), config, split)
+    root = existing_path(config, what="a folder of images with captions, tar shards, parquet files or metadata.jsonl")
+    validation = find_validation(root) if root.is_dir() else None
+    if validation is None or not (root / "train").is_dir():
+        return _hold_out(read_entries(root, config=config), config, split)
+    if config.held_out is not None:
+        right = f"{root} has a folder {validation.name}/ of its own; leave it out"
+        raise option_error("dataset.held_out", config.held_out, right)
+    return read_entries(root / "train" if split == "train" else validation, config=config)
+
+
+def _hold_out(entries: list[Entry], config: options.Dataset, split: Split) -> list[Entry]:
+    """One split of the entries: those whose name has the lowest checksums are held out, and shown once each."""
+    count = config.held_out
+    if count is None:
+        count = max(1, round(HELD_OUT_SHARE * len(entries))) if len(entries) >= ENOUGH_TO_HOLD_OUT else 0
+    if count >= len(entries):
+        raise option_error("dataset.held_out", config.held_out, f"must be below {len(entries)}, the images there are")
+    if split == "validation" and count == 0:
+        right = f"none of {len(entries)} image(s) is held out; give a number, or set --validation.freq 0"
+        raise option_error("dataset.held_out", config.held_out, right)
+    checksums = np.array([zlib.crc32(entry.name.encode()) for entry in entries])
+    chosen = set(np.argsort(checksums, kind="stable")[:count].tolist())
+    if split == "validation":
+        return [dataclasses.replace(entry, repeats=1) for place, entry in enumerate(entries) if place in chosen]
+    return [entry for place, entry in enumerate(entries) if place not in chosen]
+
+
+def _refuse_bare(config: options.Dataset, entries: list[Entry]) -> None:
+    bare = [entry.name for entry in entries if entry.caption is None]
+    if bare and config.trigger_word is None:
+        option = "root_dir" if config.hub_name is None else "hub_name"
+        right = f"no caption belongs to {some(bare)}; write one (a.txt beside a.png), or give dataset.trigger_word"
+        raise option_error(f"dataset.{option}", getattr(config, option), right)

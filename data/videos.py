@@ -1,0 +1,46 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Frames of a video file, through PyAV, an optional package. Nothing is written to disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+
+from data.hub import require
+from torchditan.stream import CorruptImageError
+
+if TYPE_CHECKING:
+    from data.caption_sources import Encoded
+
+VIDEO_SUFFIXES = frozenset([".gif", ".mov", ".mp4", ".webm"])
+
+
+def corrupt_video(where: str, reason: str) -> CorruptImageError:
+    """The refusal of one video; `where` names it."""
+    skip = "--dataset.corrupt_images skip"
+    return CorruptImageError(f"{where}: not a usable video ({reason}); repair or remove it, or skip such with {skip}")
+
+
+def open_video(content: Encoded, *, where: str) -> Iterator[Image.Image]:
+    """Frames at the video's own rate, in the order they are shown, upright.
+
+    Args:
+        content: the file; closed when the iterator is.
+        where: names the video in an error.
+
+    Raises:
+        CorruptImageError: it cannot be decoded as far as the frame that was asked for.
+    """
+    av = require("av", package="av", extra="finetune")
+    try:
+        with content.open() as file, av.open(file) as container:
+            if not container.streams.video:
+                raise corrupt_video(where, "it has no pictures")
+            for frame in container.decode(container.streams.video[0]):
+                pixels = frame.to_ndarray(format="rgb24")  # (H, W, 3), as the camera held it
+                yield Image.fromarray(np.rot90(pixels, round(frame.rotation / 90)))
+    except (av.FFmpegError, OSError) as error:
+        raise corrupt_video(where, str(error).splitlines()[0]) from error

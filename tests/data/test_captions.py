@@ -1,0 +1,513 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Captioned images and videos: each source, each mistake, buckets, captions and what identifies an encoded latent."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data import DATASETS, build_dataset
+from data.buckets import bucket_sizes, nearest_bucket
+from data.caption_sources import TarMember
+from torchditan.config import Config, ConfigError, Dataset, validate
+from torchditan.stream import BatchPlan, CorruptImageError, TrainingStream
+
+
+def encode(grey: int = 0, *, size: tuple[int, int] = (8, 8), suffix: str = ".png", **options: Any) -> bytes:
+    """An image of (height, width) in one grey."""
+    buffer = io.BytesIO()
+    image = Image.new("RGB", size[::-1], (grey,) * 3)
+    image.save(buffer, format=Image.registered_extensions()[suffix], **options)
+    return buffer.getvalue()
+
+
+def write(root: Path, files: dict[str, bytes | str]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return root
+
+
+def open_captions(root: Path | str, split: Any = "train", **options: Any) -> Any:
+    config = Dataset(dataset_name="captions", **{"root_dir": str(root), "image_size": [8], **options})
+    return build_dataset(config, split=split)
+
+
+def greys(dataset: Any) -> list[int]:
+    return [round((dataset[i]["sample"].flatten()[0].item() + 1) * 127.5) for i in range(len(dataset))]
+
+
+def names(dataset: Any) -> list[str]:
+    return [dataset.name_of(index) for index in range(len(dataset))]
+
+
+PAIRS: dict[str, bytes | str] = {
+    "a.png": encode(10),
+    "a.txt": "a dog",
+    "deep/b.webp": encode(20, suffix=".webp", lossless=True),
+    "deep/b.txt": "\ufeff a\n cat ",
+}
+
+
+def test_a_folder_of_pairs(tmp_path: Path) -> None:
+    dataset = open_captions(write(tmp_path, {**PAIRS, ".hidden.txt": "no", ".git/x.png": b"no"}))
+    assert (names(dataset), greys(dataset)) == (["a.png", "deep/b.webp"], [10, 20])
+    assert dataset.captions == ["a dog", "a cat"] == [dataset[i]["caption"] for i in range(2)]
+    assert dataset.sample_shape == dataset.shape_of(0) == tuple(dataset[0]["sample"].shape) == (3, 8, 8)
+    assert dataset[0]["sample"].dtype == torch.float32
+    assert (dataset.class_names, dataset.horizontal_flip) == ([], False)
+
+
+def test_the_number_before_a_folder_repeats_its_images(tmp_path: Path) -> None:
+    files = {"3_dog/a.png": encode(1), "3_dog/a.txt": "a", "2024_trip/b.png": encode(2), "2024_trip/b.txt": "b"}
+    dataset = open_captions(write(tmp_path, files))
+    assert greys(dataset) == [2, 1, 1, 1]
+    assert len(dataset) == 4 and dataset.captions == ["b", "a", "a", "a"]
+    assert len({dataset.content_key(index) for index in range(4)}) == 2
+    assert np.concatenate(dataset.groups()).tolist() == [0, 1, 2, 3]
+
+
+def test_a_list_in_metadata(tmp_path: Path) -> None:
+    lines = [
+        {"file_name": "deep/b.webp", "text": "two", "prompt": "zwei", "repeats": 2},
+        {"file_name": "a.png", "text": "one", "prompt": "eins"},
+    ]
+    write(tmp_path, {**PAIRS, "metadata.jsonl": "\n\n".join(map(json.dumps, lines)) + "\n"})
+    dataset = open_captions(tmp_path)
+    assert (greys(dataset), dataset.captions) == ([10, 20, 20], ["one", "two", "two"])
+    assert open_captions(tmp_path, caption_key="prompt").captions == ["eins", "zwei", "zwei"]
+
+
+def write_tar(path: Path, files: dict[str, bytes | str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in files.items():
+            data = content.encode() if isinstance(content, str) else content
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def test_tar_shards(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0001.tar", {"x.jpg": encode(30, suffix=".jpg"), "x.txt": "three", "x.json": "{}"})
+    write_tar(
+        tmp_path / "0000.tar", {"1/k.tag.png": encode(10), "1/k.txt": "one", "2/k.txt": "two", "2/k.png": encode(20)}
+    )
+    dataset = open_captions(tmp_path)
+    assert names(dataset) == ["0000.tar/1/k.tag.png", "0000.tar/2/k.png", "0001.tar/x.jpg"]
+    assert (greys(dataset), dataset.captions) == ([10, 20, 30], ["one", "two", "three"])
+    assert open_captions(tmp_path / "0001.tar").captions == ["three"]
+    # The same bytes are the same latent, wherever they are.
+    write(tmp_path / "folder", {"a.png": encode(10), "a.txt": "one"})
+    assert open_captions(tmp_path / "folder").content_key(0) == dataset.content_key(0)
+
+
+def test_a_tar_member_reads_like_a_file_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(100)))
+    with TarMember(path, 10, 50).open() as member:
+        member.seek(-5, io.SEEK_END)
+        assert member.read(100) == bytes(range(55, 60))
+        member.seek(3)
+        member.seek(2, io.SEEK_CUR)
+        assert (member.tell(), member.read(2), member.seek(0), member.read()) == (
+            5,
+            b"\x0f\x10",
+            0,
+            bytes(range(10, 60)),
+        )
+
+
+def write_parquet(path: Path, captions: list[Any], *, size: tuple[int, int] = (8, 8), bare: bool = False) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pictures = [encode(10 * (row + 1), size=size) for row in range(len(captions))]
+    images = pictures if bare else [{"bytes": data, "path": None} for data in pictures]
+    parquet.write_table(pyarrow.table({"image": images, "text": captions, "number": [1] * len(captions)}), path)
+    return path
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_parquet_files(tmp_path: Path, bare: bool) -> None:
+    write_parquet(tmp_path / "data" / "0.parquet", ["one", "two"], bare=bare)
+    write_parquet(tmp_path / "data" / "1.parquet", ["three"], bare=bare)
+    dataset = open_captions(tmp_path)
+    assert names(dataset) == ["data/0.parquet, row 0", "data/0.parquet, row 1", "data/1.parquet, row 0"]
+    assert (greys(dataset), dataset.captions) == ([10, 20, 10], ["one", "two", "three"])
+    assert dataset.content_key(0) == dataset.content_key(2) != dataset.content_key(1)
+
+
+def test_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    write_parquet(tmp_path / "hub" / "train.parquet", ["one", "two"])
+    files = {"train/a.png": encode(50), "train/metadata.jsonl": '{"file_name": "a.png", "text": "a dog"}\n'}
+    write(tmp_path / "images", files)
+    tables, images = (open_captions("", root_dir=None, hub_name=str(tmp_path / name)) for name in ("hub", "images"))
+    assert (greys(tables), tables.captions) == ([10, 20], ["one", "two"])
+    assert (greys(images), images.captions) == ([50], ["a dog"])
+    assert images.name_of(0) == f"{tmp_path}/images, row 0"
+
+
+def write_video(path: Path, shown: list[int], *, size: tuple[int, int] = (16, 32), codec: str = "mpeg4") -> Path:
+    """Frames of (height, width), the upper half grey, the lower black."""
+    av = pytest.importorskip("av")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=8)
+        stream.height, stream.width = size
+        stream.pix_fmt = "yuv420p"
+        for grey in shown:
+            pixels = np.zeros((*size, 3), dtype=np.uint8)
+            pixels[: size[0] // 2] = grey
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"), [("a.mp4", "mpeg4"), ("a.mov", "mpeg4"), ("a.webm", "libvpx"), ("a.gif", "gif")]
+)
+def test_the_first_frames_of_a_video(tmp_path: Path, name: str, codec: str) -> None:
+    shown = [0, 60, 120, 180, 240]
+    if codec == "gif":
+        first, *others = (Image.new("L", (32, 16), grey) for grey in shown)
+        first.save(tmp_path / name, save_all=True, append_images=others, duration=125)
+        pytest.importorskip("av")
+    else:
+        write_video(tmp_path / name, shown, codec=codec)
+    write(tmp_path, {"a.txt": "it brightens", "a.jpg": b"a preview"})
+    dataset = open_captions(tmp_path, num_frames=3, image_size=[16, 32])
+    sample = dataset[0]["sample"]
+    assert dataset.sample_shape == tuple(sample.shape) == (3, 3, 16, 32)
+    levels = (sample[:, :, 2, 16] + 1) * 127.5  # (C, F)
+    assert (levels - torch.tensor([0.0, 60.0, 120.0])).abs().max() < 12  # lossy
+    assert dataset.captions == ["it brightens"]
+
+
+def test_a_video_is_turned_as_the_camera_was(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.mp4", [200, 200])
+    write(tmp_path, {"a.txt": "x"})
+    data, one, none = path.read_bytes(), (1 << 16).to_bytes(4, "big"), bytes(4)
+    track = data.index(b"tkhd")
+    matrix = data.index(one + none * 3 + one, track)
+    clockwise = none + one + none + (-(1 << 16)).to_bytes(4, "big", signed=True) + none
+    path.write_bytes(data[:matrix] + clockwise + data[matrix + len(clockwise) :])
+    sample = open_captions(tmp_path, num_frames=1, image_size=[32, 16])[0]["sample"][0, 0]
+    assert sample[:, 12].mean() > 0.4  # what was above is on the right
+    assert sample[:, 3].mean() < -0.8
+
+
+def test_folders_of_numbered_frames_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    files: dict[str, bytes | str] = {f"2_x/clip/frame{number}.png": encode(number) for number in range(12)}
+    dataset = open_captions(write(tmp_path, {**files, "2_x/clip.txt": "a clip"}), num_frames=11)
+    assert names(dataset) == ["2_x/clip"] * 2
+    assert [round((level.item() + 1) * 127.5) for level in dataset[0]["sample"][0, :, 0, 0]] == list(range(11))
+    before = dataset.content_key(0)
+    write(tmp_path, {"2_x/clip/frame3.png": encode(200)})
+    assert open_captions(tmp_path, num_frames=11).content_key(0) != before
+
+
+def test_the_trigger_word(tmp_path: Path) -> None:
+    captions = ["a photo of [trigger], [trigger]!", "a dog", "my sks dog", "masks"]
+    files = {f"{row}.png": encode(row) for row in range(5)} | {f"{row}.txt": text for row, text in enumerate(captions)}
+    dataset = open_captions(write(tmp_path, files), trigger_word="sks")
+    assert dataset.captions == ["a photo of sks, sks!", "sks, a dog", "my sks dog", "sks, masks", "sks"]
+
+
+def test_shuffled_tags_keep_the_first_and_depend_on_the_caption_alone(tmp_path: Path) -> None:
+    files = {"a.png": encode(1), "a.txt": "sks,  b, c,d , e", "b.png": encode(2), "b.txt": "one, two"}
+    write(tmp_path, files)
+    dataset = open_captions(tmp_path, shuffle_tags=5)
+    variants = dataset.caption_variants(0)
+    assert len(set(variants)) == 5 and dataset.captions[0] == "sks, b, c,d , e"
+    assert all(
+        text.startswith("sks, ") and sorted(text.split(", ")) == ["b", "c", "d", "e", "sks"] for text in variants
+    )
+    assert variants == open_captions(tmp_path, shuffle_tags=5).caption_variants(0)
+    assert variants[:2] == open_captions(tmp_path, shuffle_tags=2).caption_variants(0)
+    assert dataset.caption_variants(1) == ["one, two"]
+    assert open_captions(tmp_path).caption_variants(0) == [dataset.captions[0]]
+    write(tmp_path, {"a2.png": encode(9), "a2.txt": files["a.txt"], "a.png": encode(7)})
+    again = open_captions(tmp_path, shuffle_tags=5)
+    assert again.caption_variants(0) == again.caption_variants(1) == variants
+
+
+def test_buckets_have_about_the_area_and_the_nearest_shape_wins() -> None:
+    buckets = bucket_sizes((512, 512), step=64)
+    assert buckets == [(704, 384), (640, 384), (576, 448), (512, 512), (448, 576), (384, 640), (384, 704)]
+    for area, step in itertools.product([(1024, 1024), (768, 512), (480, 832)], [16, 32, 64]):
+        found = bucket_sizes(area, step=step)
+        assert all(height % step == width % step == 0 for height, width in found)
+        assert all(0.5 <= width / height <= 2 for height, width in found)
+        assert all(abs(height * width / (area[0] * area[1]) - 1) < 0.07 for height, width in found)
+        assert sorted(found) == sorted((width, height) for height, width in found)
+    sizes = [(100, 100), (600, 400), (400, 600), (1000, 100), (100, 1000), (480, 620)]
+    assert [buckets[nearest_bucket(size, buckets)] for size in sizes] == [
+        (512, 512),
+        (640, 384),
+        (384, 640),
+        (704, 384),
+        (384, 704),
+        (448, 576),
+    ]
+
+
+SIZES = [(40, 40), (30, 60), (60, 30), (48, 48), (60, 30), (50, 51), (72, 38)]
+
+
+def write_sizes(root: Path) -> Path:
+    for number, size in enumerate(SIZES):
+        write(root, {f"{number}.png": encode(number, size=size), f"{number}.txt": str(number)})
+    return root
+
+
+def test_with_buckets_every_image_is_brought_to_the_size_that_is_nearest_its_shape(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # stored lying, shown upright
+    turned = encode(7, size=(30, 60), suffix=".jpg", exif=exif)
+    write(write_sizes(tmp_path), {"7.jpg": turned, "7.txt": "turned"})
+    dataset = open_captions(tmp_path, image_size=[32], aspect_buckets=True, bucket_step=8)
+    assert dataset.buckets == [(48, 24), (40, 24), (32, 32), (24, 40), (24, 48)]
+    assert [dataset.shape_of(index)[1:] for index in range(8)] == [
+        (32, 32),
+        (24, 48),
+        (48, 24),
+        (32, 32),
+        (48, 24),
+        (32, 32),
+        (48, 24),
+        (48, 24),
+    ]
+    assert all(tuple(dataset[index]["sample"].shape) == dataset.shape_of(index) for index in range(8))
+    assert [group.tolist() for group in dataset.groups()] == [[2, 4, 6, 7], [0, 3, 5], [1]]
+    assert dataset.sample_shape == (3, 48, 24)  # the most common
+    without = open_captions(tmp_path, image_size=[30])
+    assert [group.tolist() for group in without.groups()] == [list(range(8))]
+
+
+@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 2), (4, 0)])
+def test_a_stream_of_buckets(tmp_path: Path, world_size: int, num_workers: int) -> None:
+    dataset = open_captions(write_sizes(tmp_path), image_size=[32], aspect_buckets=True, bucket_step=8)
+    steps: list[list[int]] = [[] for _ in SIZES]
+    for rank in range(world_size):
+        plan = BatchPlan(batch_size=4 // world_size, global_batch_size=4, rank=rank, world_size=world_size)
+        stream = TrainingStream(
+            dataset,
+            plan=plan,
+            seed=1,
+            num_classes=0,
+            horizontal_flip=None,
+            corrupt_images="error",
+            num_workers=num_workers,
+            prefetch_factor=2,
+            pin_memory=False,
+        )
+        for step, (batch, randomness) in enumerate(itertools.islice(stream.batches(0), len(SIZES))):
+            assert randomness.noise.shape == batch["sample"].shape
+            steps[step] += ((batch["sample"][:, 0, 0, 0] + 1) * 127.5).round().int().tolist()
+    assert all(len({dataset.shape_of(index) for index in step}) == 1 for step in steps)
+    assert np.bincount(np.concatenate(steps)).tolist() == [4] * len(SIZES)
+    assert np.concatenate(steps).tolist() == stream.stream.locate(np.arange(4 * len(SIZES))).tolist()
+
+
+def test_content_keys_change_with_bytes_and_size_and_with_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path, {"a.png": encode(10, size=(16, 16)), "a.txt": "a dog"})
+    key = open_captions(tmp_path).content_key(0)
+    assert len(key) == 64
+    assert open_captions(tmp_path, image_size=[16]).content_key(0) != key
+    assert open_captions(tmp_path, crop="adm").content_key(0) != key
+    write(tmp_path, {"a.txt": "a cat", "b.png": encode(11), "b.txt": "b"})
+    (tmp_path / "a.png").rename(tmp_path / "c.png")
+    (tmp_path / "a.txt").rename(tmp_path / "c.txt")
+    options = {"trigger_word": "sks", "shuffle_tags": 2, "upscale": True}
+    assert open_captions(tmp_path, **options).content_key(1) == key
+    write(tmp_path, {"c.png": encode(12, size=(16, 16))})
+    assert open_captions(tmp_path).content_key(1) != key
+
+
+def write_many(root: Path, count: int) -> Path:
+    for number in range(count):
+        write(root, {f"2_x/{number:03}.png": encode(number), f"2_x/{number:03}.txt": "x"})
+    return root
+
+
+@pytest.mark.parametrize(("count", "held_out", "expected"), [(19, None, 0), (20, None, 1), (150, None, 3), (5, 2, 2)])
+def test_a_share_is_held_out_and_shown_once_each(
+    tmp_path: Path, count: int, held_out: int | None, expected: int
+) -> None:
+    write_many(tmp_path, count)
+    train = open_captions(tmp_path, held_out=held_out)
+    if expected == 0:
+        assert len(train) == 2 * count
+        with pytest.raises(ConfigError, match=r"dataset.held_out = none: none of 19 image\(s\) is held out"):
+            open_captions(tmp_path, "validation", held_out=held_out)
+        return
+    validation = open_captions(tmp_path, "validation", held_out=held_out)
+    assert len(validation) == expected
+    assert sorted(greys(train) + 2 * greys(validation)) == sorted(2 * list(range(count)))
+
+
+def test_train_and_validation_folders_are_respected(tmp_path: Path) -> None:
+    write(tmp_path, {"train/a.png": encode(1), "train/a.txt": "a", "val/b.png": encode(2), "val/b.txt": "b"})
+    assert open_captions(tmp_path).captions == ["a"]
+    assert open_captions(tmp_path, "validation").captions == ["b"]
+    with pytest.raises(ConfigError, match=r"dataset.held_out = 1: .* has a folder val/ of its own"):
+        open_captions(tmp_path, held_out=1)
+
+
+def metadata(*lines: str) -> Callable[[Path], Path]:
+    return lambda root: write(root, {**PAIRS, "metadata.jsonl": "\n".join(lines)})
+
+
+def files(more: dict[str, bytes | str] | None = None) -> Callable[[Path], Path]:
+    return lambda root: write(root, {**PAIRS, **(more or {})})
+
+
+def row(**values: Any) -> str:
+    return json.dumps({"file_name": "a.png", "text": "one", **values})
+
+
+MISTAKES: list[tuple[str, Callable[[Path], Path], dict[str, Any]]] = [
+    ("must be a folder, a .tar or a .parquet file", lambda root: files()(root) / "a.png", {}),
+    ("holds no images with captions", lambda root: root, {}),
+    ("holds no videos with captions", lambda root: write(root, {"a.png": encode()}), {"num_frames": 2}),
+    (r"no image belongs to the caption x0.txt, x1.txt, x2.txt and 1 more",
+     files({f"x{i}.txt": "x" for i in range(4)}), {}),
+    (r"no caption belongs to c.png, d.gif;", files({"c.png": encode(), "d.gif": encode(suffix=".gif")}), {}),
+    (r"a.jpg and a.png share one caption", files({"a.jpg": encode(suffix=".jpg")}), {}),
+    (r"the caption of a.txt is empty", files({"a.txt": " \n"}), {}),
+    (r"a.txt is not UTF-8 text", files({"a.txt": b"\xff\xfe\x00"}), {}),
+    (r"the folder 0_x/ repeats its images 0 times", files({"0_x/a.png": encode(), "0_x/a.txt": "a"}), {}),
+    (r"dataset.image_size = \[9\]: a.png has 8 x 8 pixels, fewer than the 9 x 9", files(), {"image_size": [9]}),
+    (r"c.png has 8 x 20 .* 9 x 9", files({"c.png": encode(size=(8, 20)), "c.txt": "c", "a.png": encode(size=(9, 9))}),
+     {"image_size": [9]}),
+    (r"a.png has 8 x 8 .* 16 x 16", files(), {"image_size": [16], "aspect_buckets": True, "bucket_step": 16}),
+    (r"bucket_step = 64: there is no such size of about 8 x 8; .* most 8", files(), {"aspect_buckets": True}),
+    (r"c.png: not a readable image \(of no known format\)", files({"c.png": b"no", "c.txt": "c"}), {}),
+    (r"c.png: not a readable image", files({"c.png": encode()[:20], "c.txt": "c"}), {}),
+    (r"trigger_word = none: the caption of a.png has \[trigger\]", files({"a.txt": "a [trigger]"}), {}),
+    (r"dataset.held_out = 2: must be below 2", files(), {"held_out": 2}),
+    (r"dataset.image_size = none: captions needs", files(), {"image_size": None}),
+    (r'dataset.crop = "random": captions keeps', files(), {"crop": "random"}),
+    (r"num_classes = 3: captions has no labels", files(), {"num_classes": 3}),
+    (r"dataset.root_dir = .*: captions does not read it", files(), {"hub_name": "a/b"}),
+    (r"metadata.jsonl, line 2 is no JSON", metadata(row(), "{"), {}),
+    (r"metadata.jsonl, line 1: must be \{", metadata("[]"), {}),
+    (r"caption_key = .text.: metadata.jsonl, line 1 has no such column; it has file_name, caption",
+     metadata('{"file_name": "a.png", "caption": "x"}'), {}),
+    (r"metadata.jsonl, line 1: text must be text", metadata(row(text=None)), {}),
+    (r"the caption of metadata.jsonl, line 1 is empty", metadata(row(text="")), {}),
+    (r"line 1: repeats must be an integer of at least 1", metadata(row(repeats=0)), {}),
+    (r"line 2: a.png is listed twice", metadata(row(), row()), {}),
+    (r"line 1: gone.png does not exist", metadata(row(file_name="gone.png")), {}),
+    (r"line 1: ../x.png leaves the folder", metadata(row(file_name="../x.png")), {}),
+    (r"line 1: /x.png leaves the folder", metadata(row(file_name="/x.png")), {}),
+    (r"line 1: a.txt is no image; videos need dataset.num_frames", metadata(row(file_name="a.txt")), {}),
+    (r"line 1: the folder deep holds no frames",
+     lambda root: write(root, {"deep/x.txt": "", "metadata.jsonl": row(file_name="deep")}), {"num_frames": 2}),
+    (r"a.tar is no readable, uncompressed tar", lambda root: write(root, {"a.tar": b"no tar" * 200}), {}),
+    (r"a.tar (is cut short|is no readable)", lambda root: cut(write_tar(root / "a.tar", PAIRS), 800), {}),
+    (r"no image belongs to the caption a.tar/x.txt", lambda root: write_tar(root / "a.tar", {"x.txt": "x"}), {}),
+    (r"a.parquet is no readable parquet", lambda root: write(root, {"a.parquet": b"no"}), {}),
+    (r"image_key = .picture.: must be one of the columns of a.parquet: image, text, number",
+     lambda root: write_parquet(root / "a.parquet", ["x"]), {"image_key": "picture"}),
+    (r"caption_key = .number.: holds int64 in a.parquet; must be text",
+     lambda root: write_parquet(root / "a.parquet", ["x"]), {"caption_key": "number"}),
+    (r"image_key = .text.: holds string in a.parquet; must be images",
+     lambda root: write_parquet(root / "a.parquet", ["x"]), {"image_key": "text"}),
+    (r"no caption belongs to a.parquet, row 1;", lambda root: write_parquet(root / "a.parquet", ["x", None]), {}),
+    (r"the caption of a.parquet, row 1 is empty", lambda root: write_parquet(root / "a.parquet", ["x", " "]), {}),
+    (r"dataset.num_frames = 2: parquet files and hub datasets give images",
+     lambda root: write_parquet(root / "a.parquet", ["x"]), {"num_frames": 2}),
+]  # fmt: skip
+
+
+def cut(path: Path, length: int) -> Path:
+    path.write_bytes(path.read_bytes()[:length])
+    return path
+
+
+@pytest.mark.parametrize(("message", "prepare", "options"), MISTAKES, ids=[mistake[0][:40] for mistake in MISTAKES])
+def test_mistakes_are_one_line(
+    tmp_path: Path, message: str, prepare: Callable[[Path], Path], options: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        open_captions(prepare(tmp_path), **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_video_that_is_broken_or_too_short_is_named(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.mp4", [0, 1, 2])
+    write(tmp_path, {"a.txt": "a", "frames/1.png": encode(), "frames.txt": "b"})
+    with pytest.raises(CorruptImageError, match=r"a.mp4: not a usable video \(it has 3 of the 5 frames"):
+        open_captions(tmp_path, num_frames=5)[0]
+    with pytest.raises(CorruptImageError, match=r"frames: not a usable video \(it has 1 of the 2 frames"):
+        open_captions(tmp_path, num_frames=2)[1]
+    for data in (b"nonsense", path.read_bytes()[:60], b""):
+        path.write_bytes(data)
+        with pytest.raises(CorruptImageError, match=r"a.mp4: not a usable video") as error:
+            open_captions(tmp_path, num_frames=2)
+        assert "\n" not in str(error.value)
+
+
+def test_an_image_that_breaks_after_opening_is_named_and_can_be_skipped(tmp_path: Path) -> None:
+    write(tmp_path, PAIRS)
+    dataset = open_captions(tmp_path)
+    write(tmp_path, {"a.png": encode(size=(50, 50))[:50]})
+    with pytest.raises(CorruptImageError, match=r"a.png: not a readable image"):
+        dataset[0]
+    (tmp_path / "a.png").write_bytes(b"no")
+    skipping = open_captions(tmp_path, corrupt_images="skip")
+    assert len(skipping) == 2 and skipping.shape_of(0) == (3, 8, 8)
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(CorruptImageError, match=r"a.png: not a readable image \(No such file"):
+        dataset.content_key(0)
+
+
+def test_small_images_are_enlarged_where_that_is_asked_for(tmp_path: Path) -> None:
+    dataset = open_captions(write(tmp_path, PAIRS), image_size=[16], upscale=True)
+    assert tuple(dataset[0]["sample"].shape) == (3, 16, 16)
+
+
+def test_other_datasets_refuse_options_of_captions_and_dummy_passes_over_them() -> None:
+    with pytest.raises(
+        ConfigError, match=r"dataset.aspect_buckets = true: digits does not read it, only captions does"
+    ):
+        build_dataset(Dataset(aspect_buckets=True), split="train")
+    assert "captions" in DATASETS
+    build_dataset(Dataset(dataset_name="dummy", trigger_word="sks", num_frames=3), split="train")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "right"),
+    [
+        ("bucket_step", 0, "at least 1"),
+        ("num_frames", 0, "at least 1"),
+        ("shuffle_tags", -1, "0 or more"),
+        ("held_out", -1, "0 or more"),
+        ("trigger_word", " ", "not be empty"),
+    ],
+)
+def test_values_out_of_range_are_refused(option: str, value: Any, right: str) -> None:
+    with pytest.raises(ConfigError, match=f"dataset.{option} = .*: must .*{right}"):
+        validate(Config(dataset=Dataset(**{option: value})))
+
+
+def test_pyav_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "av", None)
+    with pytest.raises(ConfigError, match=r"pip install -e '.\[finetune\]'"):
+        open_captions(write(tmp_path, {"a.mp4": b"x", "a.txt": "x"}), num_frames=2)
