@@ -4,6 +4,7 @@
 
 python scripts/generate.py outputs/quickstart
 python scripts/generate.py outputs/quickstart --classes 3,5 --sampling.guidance_scale 4 --sampling.sampler heun
+python scripts/generate.py outputs/flux_schnell_lora --prompts "TOK on the moon" "TOK, watercolour" --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -12,6 +13,13 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchditan.evaluation.rows import SampleRows
+    from torchditan.trained_model import TrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -22,9 +30,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
     parser = RunParser(__doc__)
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema where the run has them)")
+    parser.add_argument("--prompts", nargs="+", help="texts to draw (default: those of sampling.prompts)")
     parser.add_argument("--classes", help="class labels, 3,5,7 (default: the first sampling.max_classes)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the noise (default: 0)")
     parser.add_argument("--batch_size", type=count, default=64, help="samples at once (default: 64)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="precision of the model (default: float32)"
+    )
+    parser.add_argument("--without_lora", action="store_true", help="draw what the base alone makes of it")
     parser.add_argument("--out", type=Path, help="PNG to write (default: samples/ of the run)")
     arguments, flags = parser.parse(argv)
     if arguments.out is not None:
@@ -43,58 +56,85 @@ def parse_labels(text: str, *, num_classes: int) -> list[int]:
     return [int(word) for word in words]
 
 
+def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[SampleRows, torch.Tensor | None]:
+    """What to draw: the prompts, or the classes with real images of each beside them.
+
+    Raises:
+        ConfigError: classes are asked of a model of captions, or the other way round.
+    """
+    from torchditan.config import dataset_channels, option_error
+    from torchditan.evaluation.generate import real_samples
+    from torchditan.evaluation.rows import SampleRows
+
+    config = trained.config
+    if trained.takes_prompts:
+        if args.classes is not None:
+            raise option_error("--classes", args.classes, "this run was trained on captions; give --prompts")
+        prompts = args.prompts or config.sampling.prompts
+        if not prompts:
+            raise option_error("--prompts", None, "must be given: this run's configuration has no sampling.prompts")
+        return trained.encode_prompts(prompts), None
+    if args.prompts:
+        raise option_error("--prompts", args.prompts, "this run was trained on classes; give --classes")
+
+    from data import build_dataset
+
+    labels = list(range(min(config.sampling.max_classes, max(1, trained.num_classes))))
+    if args.classes is not None:
+        labels = parse_labels(args.classes, num_classes=trained.num_classes)
+    dataset = build_dataset(config.dataset, split="train", input_channels=dataset_channels(config))
+    per_label = config.sampling.images_per_class
+    real = real_samples(dataset, labels=labels, samples_per_label=per_label, conditional=trained.num_classes > 0)
+    rows = SampleRows.of_classes(labels, class_names=dataset.class_names if trained.num_classes else [])
+    return rows, None if real is None else trained.real_to_pixels(real)
+
+
 def main() -> None:
     args, flags = parse(sys.argv[1:])
 
     import torch
 
-    from data import build_dataset
-    from torchditan.config import dataset_channels
     from torchditan.distributed.process_group import Rank
-    from torchditan.evaluation.generate import real_samples
-    from torchditan.evaluation.image_grid import save_grid
+    from torchditan.evaluation.image_grid import save_grid, stills
     from torchditan.trained_model import TrainedModel
 
     trained = TrainedModel.load(
         args.run, step=args.step, weights=args.weights, device=Rank(0, 0, 1).device, flags=flags
     )
     config, sampling = trained.config, trained.config.sampling
-    labels = list(range(min(sampling.max_classes, max(1, trained.num_classes))))
-    if args.classes is not None:
-        labels = parse_labels(args.classes, num_classes=trained.num_classes)
-    dataset = build_dataset(config.dataset, split="train", input_channels=dataset_channels(config))
+    if args.without_lora:
+        trained.drop_lora()
+    trained.model.to(getattr(torch, args.dtype))
+    rows, real = choose_rows(trained, args)
 
-    per_label = sampling.images_per_class
+    per_row = sampling.images_per_class
     start = time.perf_counter()
-    samples = trained.generate(labels, samples_per_label=per_label, seed=args.seed, batch_size=args.batch_size)
+    samples = trained.generate_rows(rows, samples_per_row=per_row, seed=args.seed, batch_size=args.batch_size)
     seconds = time.perf_counter() - start
     start = time.perf_counter()
-    pictures = trained.to_pixels(samples)
+    pictures = stills(trained.to_pixels(samples))
     decoding_seconds = time.perf_counter() - start
 
-    real = real_samples(dataset, labels=labels, samples_per_label=per_label, conditional=trained.num_classes > 0)
-    real = None if real is None else trained.real_to_pixels(real)
-    names = [dataset.class_names[label] for label in labels] if trained.num_classes else [""]
     out = args.out or args.run / "samples" / f"generated_{trained.step:08d}_seed{args.seed}.png"
     out.parent.mkdir(parents=True, exist_ok=True)
     save_grid(
         out,
         pictures,
         real,
-        names,
+        rows.names,
         real_heading=trained.real_heading,
-        title=f"{args.run.name}, step {trained.step}, {trained.weights} weights, {sampling.sampler} "
+        title=f"{config.metrics.experiment_name}, step {trained.step}, {trained.weights} weights, {sampling.sampler} "
         f"{sampling.num_steps} steps, guidance {sampling.guidance_scale:g}",
     )
-    count = len(labels) * per_label
+    count = len(rows.names) * per_row
     evaluations = sampling.num_steps * (2 if sampling.sampler == "heun" else 1)
     print(
         f"{count} images in {seconds:.2f} s on {trained.device.type} ({torch.get_num_threads()} threads): "
         f"{seconds / count:.4f} s/image, {evaluations * -(-count // args.batch_size) / seconds:.1f} model steps/s at "
-        f"batch {min(count, args.batch_size)}, float32"
+        f"batch {min(count, args.batch_size)}, {args.dtype}"
         + (f"; decoded in {decoding_seconds:.2f} s more" if trained.is_latent else "")
     )
-    print(f"samples, generated beside real: {out}")
+    print(f"samples{', generated beside real' if real is not None else ''}: {out}")
 
 
 if __name__ == "__main__":

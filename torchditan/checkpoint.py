@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -85,6 +86,10 @@ class Progress:
     """Running mean of the loss, by which a spike is told."""
     mean_loss_steps: int = 0
     """Steps in that mean."""
+    loss_scale: float = 0.0
+    """Scale of the loss in float16, 0 in other precisions."""
+    loss_scale_steps: int = 0
+    """Steps since it changed."""
 
 
 def check_async_mode(config: Config, *, device: torch.device) -> None:
@@ -124,6 +129,8 @@ class CheckpointManager:
         self.ema = ema
         self.optimizer = optimizer
         self.keep_latest_k = config.checkpoint.keep_latest_k
+        self.only_trained = config.lora.rank > 0
+        """The frozen weights under a LoRA are where they were published."""
         self.config = to_dict(config)
         self.trajectory = trajectory(config)
         self.warn = warn
@@ -293,7 +300,9 @@ class CheckpointManager:
             damage = str(error)
         damage = self._any_of(damage)
         if damage is None:
-            set_model_state_dict(self.model, state["model"])
+            set_model_state_dict(
+                self.model, state["model"], options=StateDictOptions(strict=not self.only_trained)
+            )
             set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         return damage
 
@@ -305,7 +314,7 @@ class CheckpointManager:
     def _state(self) -> dict[str, Any]:
         make_optimizer_state(self.optimizer)
         state: dict[str, Any] = {
-            "model": get_model_state_dict(self.model),
+            "model": weights_to_save(self.model, only_trained=self.only_trained),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
         }
         if self.ema is not None:
@@ -335,6 +344,15 @@ def publish_checkpoint(
     own[_PROGRESS] = write_json(partial / _PROGRESS, dataclasses.asdict(progress))
     write_manifest(partial, step=progress.step, trajectory=trajectory, checksums={**checksums, **own})
     publish(partial, target)
+
+
+def weights_to_save(model: nn.Module, *, only_trained: bool) -> dict[str, Any]:
+    """Parameters and buffers by name, or the trained parameters alone."""
+    state = get_model_state_dict(model)
+    if not only_trained:
+        return state
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: value for name, value in state.items() if name in trained}
 
 
 def make_optimizer_state(optimizer: Optimizer) -> None:
@@ -408,13 +426,16 @@ def read_progress(checkpoint: Path) -> Progress:
     return progress
 
 
-def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool) -> None:
+def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool, only_trained: bool = False) -> None:
     """Load only the weights of a checkpoint, averaged or raw, into a model, in place; in one process.
+
+    Args:
+        only_trained: the checkpoint holds those of a LoRA alone.
 
     Raises:
         ConfigError: it has no such weights, or they are not those of the model.
     """
-    weights, key = get_model_state_dict(model), "ema" if ema else "model"
+    weights, key = weights_to_save(model, only_trained=only_trained), "ema" if ema else "model"
     try:
         reader = CheckpointReader(checkpoint)
         if not any(name.startswith(f"{key}.") for name in reader.read_metadata().state_dict_metadata):
@@ -422,7 +443,7 @@ def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool) -> None:
         load_safely({key: weights}, reader, no_dist=True)
     except DamagedCheckpointError as error:
         raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
-    set_model_state_dict(model, weights)
+    set_model_state_dict(model, weights, options=StateDictOptions(strict=not only_trained))
 
 
 def read_state(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:

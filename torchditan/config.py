@@ -20,6 +20,17 @@ from typing import Any, Literal
 FLAVOR_NAMES = ("debugmodel", "DiT-Ti", "DiT-S", "DiT-B", "DiT-L", "DiT-XL", "DiT-1B", "DiT-7B")
 """Sizes of models/dit.py, repeated here because that module imports torch; a test compares them."""
 
+PUBLISHED_FLAVORS = {
+    "flux": ("debugmodel", "FLUX.1-dev", "FLUX.1-schnell"),
+    "sd3": ("debugmodel", "SD3-medium", "SD3.5-medium", "SD3.5-large"),
+    "sdxl": ("debugmodel", "SDXL"),
+    "mochi": ("debugmodel", "Mochi-1"),
+    "hunyuan_video": ("debugmodel", "HunyuanVideo"),
+    "wan": ("debugmodel", "debugmodel-i2v", "Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B", "Wan2.1-I2V-14B"),
+    "qwen_image": ("debugmodel", "Qwen-Image"),
+}
+"""Sizes of the families in models/published/, repeated here for the same reason."""
+
 
 class ConfigError(ValueError):
     """The user's mistake, in one line that says what would be right. `train.py` exits with code 2."""
@@ -62,18 +73,24 @@ class Job:
 
 @dataclass
 class Model:
-    """The diffusion transformer: a flavor names its sizes, a preset its options."""
+    """The diffusion transformer: a flavor names its sizes; a preset the options of our own."""
 
-    name: Literal["dit"] = "dit"
-    """Architecture: our own diffusion transformer."""
+    name: Literal["dit", "flux", "sd3", "sdxl", "mochi", "hunyuan_video", "wan", "qwen_image"] = "dit"
+    """Architecture: our own diffusion transformer, or a published one through diffusers (docs/finetune.md)."""
     flavor: str = "DiT-S"
-    """Size of the model: debugmodel, DiT-Ti, DiT-S, DiT-B, DiT-L, DiT-XL, DiT-1B or DiT-7B."""
+    """Size of the model: DiT-Ti to DiT-7B, FLUX.1-dev, SD3-medium, ...; debugmodel is a tiny one of any."""
+    path: str | None = None
+    """Published weights: a folder that diffusers saved, a hub name or one .safetensors file. Default: random ones."""
+    overrides: list[str] = field(default_factory=list)
+    """Other sizes than the flavor's, by the names in its config.json: num_layers=2 num_single_layers=4."""
     preset: Literal["torchditan", "official"] = "torchditan"
     """Options the flavor is built with: torchditan (RoPE, SwiGLU) or official (Peebles and Xie 2023)."""
     patch_size: int = 2
     """Side of a square patch, in pixels or latent cells; image height and width must be multiples of it."""
     input_channels: int | None = None
     """Channels of a sample (3 for RGB pixels, 16 for Cosmos latents); left open, the dataset says."""
+    sample_size: list[int] | None = None
+    """[Frames,] height and width of what the model sees, pixels or latent cells; filled in from the data."""
     conditioning: Literal["adaln", "in_context"] | None = None
     """How timestep and label enter: adaLN-zero modulation, or extra tokens. Default: the preset's."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] | None = None
@@ -88,6 +105,14 @@ class Model:
     """Base of the rotary frequencies."""
     learn_sigma: bool | None = None
     """Predict a variance beside the mean (twice the output channels). Default: the preset's."""
+    text: Literal["in_context", "cross_attention"] | None = None
+    """Read captions: as tokens before the patches, or by cross-attention in every block (docs/text_to_image.md)."""
+    text_tokens: int | None = None
+    """Tokens of a caption's embeddings; left open, the captions say."""
+    text_width: int | None = None
+    """Width of a caption's embeddings; left open, the captions say."""
+    pooled_width: int | None = None
+    """Width of the vector of a whole caption, which joins the timestep; left open, the captions say."""
 
 
 @dataclass
@@ -95,7 +120,7 @@ class Dataset:
     """The images to train on; the registry is in data/."""
 
     dataset_name: str = "digits"
-    """Name in the registry: digits, earth, emoji, cifar10, imagenet, imagenet_hub, folder, latents or dummy."""
+    """Name in the registry: digits, earth, emoji, cifar10, imagenet, imagenet_hub, folder, captions, latents, dummy."""
     root_dir: str | None = None
     """Folder (or file) of the images, where the dataset is not embedded."""
     hub_name: str | None = None
@@ -126,6 +151,22 @@ class Dataset:
     """Content of the dummy dataset: standard normal, or zeros (which run faster than real data on GPUs)."""
     dummy_size: int = 10000
     """Number of samples in the dummy dataset."""
+    caption_key: str = "text"
+    """Column of the captions in metadata.jsonl, parquet files and hub datasets (captions)."""
+    trigger_word: str | None = None
+    """Takes the place of `[trigger]` in captions, and stands before captions that have none (captions)."""
+    shuffle_tags: int = 0
+    """Variants of each comma-separated caption, its tags shuffled behind the first; 0 keeps captions (captions)."""
+    aspect_buckets: bool = False
+    """Keep about each image's aspect ratio, at about the area of image_size, one size to a step (captions)."""
+    bucket_step: int = 64
+    """Sides of a bucket are multiples of it, in pixels (captions)."""
+    upscale: bool = False
+    """Enlarge images that are smaller than their sample, instead of refusing them (captions)."""
+    held_out: int | None = None
+    """Images kept for validation. Default: 2 percent of 20 or more (captions)."""
+    num_frames: int | None = None
+    """Read videos instead of images, the first so many frames of each (captions)."""
 
 
 @dataclass
@@ -135,7 +176,7 @@ class Autoencoder:
     name: str | None = None
     """haar, patch, cosmos, diffusers, or a published one by name (see docs/data.md); left open, the latents say."""
     path: str | None = None
-    """Folder of its weights, or its name on the Hugging Face hub. Default: where the latents or its name say."""
+    """Folder of its weights, or its name on the hub. Default: where the latents, its name or model.path say."""
     downsampling: int | None = None
     """Pixels to a latent cell, a side: 2, 4 or 8 for haar (4); the others have their own."""
     online: bool = False
@@ -156,18 +197,20 @@ class Autoencoder:
 class Diffusion:
     """The training objective and its timesteps."""
 
-    objective: Literal["flow_matching"] = "flow_matching"
-    """Training objective: flow matching, x_t = (1 - t) noise + t x with velocity target."""
+    objective: Literal["flow_matching", "ddpm"] = "flow_matching"
+    """Flow matching, x_t = (1 - t) noise + t x with velocity target; or ddpm, 1000 levels with noise target (sdxl)."""
     timestep_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
     """Distribution of training timesteps (t = 0 noise, t = 1 data)."""
     logit_normal_mean: float = 0.0
     """Mean of logit(t); below 0 trains more on noisy samples."""
     logit_normal_std: float = 1.0
     """Standard deviation of logit(t)."""
-    timestep_shift: float = 1.0
-    """Shift towards noise for larger samples, t / (t + shift (1 - t)); 1 is none. Also used in sampling."""
+    timestep_shift: float | None = None
+    """Shift towards noise, t / (t + shift (1 - t)); 1 is none. Also in sampling. Default: the model's own, or 1."""
     label_dropout: float = 0.1
-    """Share of training samples whose label is replaced by the null class, for classifier-free guidance."""
+    """Share of training samples whose label or caption is taken away, for classifier-free guidance."""
+    embedded_guidance: float = 1.0
+    """Guidance scale told to models that embed one (FLUX.1-dev, HunyuanVideo) while they train."""
 
 
 @dataclass
@@ -188,8 +231,8 @@ class Training:
     """Compile every transformer block with torch.compile."""
     max_norm: float = 1.0
     """Clip gradients to this global norm; 0 measures the norm and clips nothing."""
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of the parameters in forward and backward; master weights are always float32."""
+    mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision of the parameters in forward and backward, float16 with loss scaling; trained weights stay float32."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Precision in which gradients are reduced over ranks."""
     data_parallel_replicate_degree: int = 1
@@ -212,8 +255,8 @@ class Training:
 class Optimizer:
     """The update of the weights."""
 
-    name: Literal["AdamW"] = "AdamW"
-    """Optimizer; norms, biases and embeddings get no weight decay."""
+    name: Literal["AdamW", "AdamW8bit"] = "AdamW"
+    """AdamW, or torchao's with 8-bit moments; norms, biases and embeddings get no weight decay."""
     lr: float = 1e-4
     """Peak learning rate."""
     beta1: float = 0.9
@@ -244,10 +287,12 @@ class LRScheduler:
 class ActivationCheckpoint:
     """Trade compute for memory: recompute activations in the backward pass."""
 
-    mode: Literal["none", "full", "selective"] = "none"
-    """Blocks whose activations are recomputed: none, all (full), or what selective_ac_option says."""
+    mode: Literal["none", "full", "selective", "fraction"] = "none"
+    """Blocks whose activations are recomputed: none, all (full), what selective_ac_option says, or a fraction."""
     selective_ac_option: str = "2"
     """For mode selective: n checkpoints every n-th block, `op` keeps outputs of matmuls and attention."""
+    fraction: float = 1.0
+    """For mode fraction: the share of the blocks, spread evenly; 0 is none and 1 all of them."""
 
 
 @dataclass
@@ -336,6 +381,58 @@ class Sampling:
     """Rows of the grid: the first so many classes."""
     use_ema: bool = True
     """Sample from the EMA weights where there are any."""
+    prompts: list[str] = field(default_factory=list)
+    """Texts to draw, a row of the grid each. Default: the first captions that were held out, or else trained on."""
+    at_start: bool = False
+    """Draw a grid before the first step too."""
+    embedded_guidance: float = 3.5
+    """Guidance scale told to models that embed one (FLUX.1-dev, HunyuanVideo) while they are sampled."""
+
+
+@dataclass
+class TextEncoder:
+    """Captions become embeddings once, before the training, and are kept with the latents."""
+
+    path: str | None = None
+    """Folder or hub name of the whole pipeline, for its text encoders. Default: model.path."""
+    max_length: int | None = None
+    """Tokens of a caption. Default: the model's own."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision the text encoders compute in."""
+
+
+@dataclass
+class Cache:
+    """Latents and text embeddings of captioned images, encoded once."""
+
+    folder: str | None = None
+    """Where they are kept; runs share it. Default: <dump_folder>/cache."""
+    only: bool = False
+    """Encode what is missing and end: `--cache_only`."""
+
+
+@dataclass
+class LoRA:
+    """Low-rank adapters instead of training all weights of a published model."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: float | None = None
+    """The adapters' update is scaled by alpha / rank. Default: the rank."""
+    target_modules: list[str] = field(default_factory=list)
+    """Layers that get an adapter, as endings of their names or regular expressions. Default: the attention's."""
+    dropout: float = 0.0
+    """Dropout before the adapters."""
+    assistant_path: str | None = None
+    """A LoRA that is active in training and off in sampling: FLUX.1-schnell's training adapter."""
+
+
+@dataclass
+class Quantize:
+    """How the frozen weights under a LoRA are stored."""
+
+    base: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Of the blocks' frozen linear layers; int8 halves bfloat16 again, with one scale per row."""
 
 
 @dataclass
@@ -418,6 +515,10 @@ class Config:
     training: Training = field(default_factory=Training)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    lora: LoRA = field(default_factory=LoRA)
+    quantize: Quantize = field(default_factory=Quantize)
+    text_encoder: TextEncoder = field(default_factory=TextEncoder)
+    cache: Cache = field(default_factory=Cache)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     float8: Float8 = field(default_factory=Float8)
@@ -444,12 +545,14 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be at least 1",
         lambda value: value >= 1,
-        "model.patch_size model.input_channels autoencoder.downsampling dataset.prefetch_factor dataset.dummy_size "
+        "model.patch_size model.input_channels model.text_tokens model.text_width model.pooled_width "
+        "autoencoder.downsampling dataset.prefetch_factor dataset.dummy_size "
+        "dataset.bucket_step dataset.num_frames "
         "training.batch_size training.global_batch_size training.steps training.gc_freq "
         "training.data_parallel_replicate_degree "
         "checkpoint.interval metrics.log_freq metrics.sample_batch_size sampling.num_steps "
         "sampling.guidance_channels sampling.images_per_class sampling.max_classes validation.num_images "
-        "profiling.profile_freq comm.init_timeout_seconds comm.train_timeout_seconds "
+        "profiling.profile_freq comm.init_timeout_seconds comm.train_timeout_seconds text_encoder.max_length "
         "training.max_rollbacks autotune.batch_size_multiple autotune.max_batch_size",
     ),
     (
@@ -460,14 +563,22 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be 0 or more",
         lambda value: value >= 0,
-        "dataset.num_classes dataset.num_workers training.max_norm optimizer.lr optimizer.weight_decay "
-        "lr_scheduler.warmup_steps checkpoint.keep_latest_k metrics.sample_freq sampling.guidance_scale "
+        "dataset.num_classes dataset.num_workers dataset.shuffle_tags dataset.held_out training.max_norm optimizer.lr "
+        "optimizer.weight_decay "
+        "lr_scheduler.warmup_steps checkpoint.keep_latest_k metrics.sample_freq sampling.guidance_scale lora.rank "
+        "diffusion.embedded_guidance sampling.embedded_guidance "
         "validation.freq comm.trace_buf_size",
     ),
     (
         "must be greater than 0",
         lambda value: value > 0,
-        "model.rope_theta diffusion.logit_normal_std diffusion.timestep_shift optimizer.eps autotune.memory_limit_gib",
+        "model.rope_theta diffusion.logit_normal_std diffusion.timestep_shift optimizer.eps autotune.memory_limit_gib "
+        "lora.alpha",
+    ),
+    (
+        "must not be empty",
+        lambda value: bool(value.strip()),
+        "dataset.trigger_word",
     ),
     (
         "must be greater than 0",
@@ -482,12 +593,12 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be between 0 and 1",
         lambda value: 0 <= value <= 1,
-        "diffusion.label_dropout lr_scheduler.decay_ratio lr_scheduler.min_lr_factor",
+        "diffusion.label_dropout lr_scheduler.decay_ratio lr_scheduler.min_lr_factor activation_checkpoint.fraction",
     ),
     (
         "must be 0 or more and below 1",
         lambda value: 0 <= value < 1,
-        "optimizer.beta1 optimizer.beta2 ema.decay autotune.memory_margin",
+        "optimizer.beta1 optimizer.beta2 ema.decay autotune.memory_margin lora.dropout",
     ),
     (
         "must be 0 or more and below 2^63",
@@ -527,13 +638,23 @@ def validate(config: Config) -> None:
     _validate_guidance_interval(config)
     _validate_activation_checkpoint(config)
     _validate_rollback(config)
+    _validate_optimizer(config)
 
 
 def _validate_model(config: Config) -> None:
     model = config.model
-    if model.flavor not in FLAVOR_NAMES:
-        hint = did_you_mean(model.flavor, FLAVOR_NAMES)
-        raise option_error("model.flavor", model.flavor, f"must be one of {', '.join(FLAVOR_NAMES)}{hint}")
+    flavors = PUBLISHED_FLAVORS.get(model.name, FLAVOR_NAMES)
+    if model.flavor not in flavors:
+        hint = did_you_mean(model.flavor, flavors)
+        whose = f" for {model.name}" if model.name in PUBLISHED_FLAVORS else ""
+        raise option_error("model.flavor", model.flavor, f"must be one of {', '.join(flavors)}{whose}{hint}")
+    if model.name in PUBLISHED_FLAVORS:
+        _validate_published(config)
+        return
+    _validate_own_model(config)
+    if config.diffusion.objective != "flow_matching":
+        right = "is for models that were trained so (sdxl); must be flow_matching"
+        raise option_error("diffusion.objective", config.diffusion.objective, right)
     learns_sigma = model.preset == "official" if model.learn_sigma is None else model.learn_sigma
     if learns_sigma and config.diffusion.objective == "flow_matching":
         right = "flow matching predicts no variance; set --model.learn_sigma=false"
@@ -542,10 +663,63 @@ def _validate_model(config: Config) -> None:
         raise option_error("model.learn_sigma", True, right)
 
 
+_TEXT_SIZES = ("text_tokens", "text_width", "pooled_width")
+_OWN_OPTIONS = ("conditioning", "norm_type", "qk_norm", "mlp", "position", "learn_sigma", "text", *_TEXT_SIZES)
+"""Options of [model] that only our own DiT reads."""
+
+
+def _validate_own_model(config: Config) -> None:
+    for option in _TEXT_SIZES:
+        if config.model.text is None and (size := getattr(config.model, option)) is not None:
+            right = "has no effect without model.text; set --model.text in_context or cross_attention, or leave it out"
+            raise option_error(f"model.{option}", size, right)
+    position = config.model.position or ("sincos" if config.model.preset == "official" else "rope")
+    if config.dataset.aspect_buckets and position == "sincos":
+        right = "sincos positions are a table for one size; set --model.position rope, or leave it out"
+        raise option_error("dataset.aspect_buckets", True, right)
+    for option in ("path", "overrides"):
+        if value := getattr(config.model, option):
+            raise option_error(f"model.{option}", value, "is for published models; leave it out for dit")
+    for option, value in (("lora.rank", config.lora.rank), ("lora.assistant_path", config.lora.assistant_path)):
+        if value:
+            raise option_error(option, value, "is for published models; leave it out for dit")
+    if config.quantize.base != "float32":
+        raise option_error("quantize.base", config.quantize.base, "is for the frozen weights under a LoRA")
+
+
+def _validate_published(config: Config) -> None:
+    model, lora = config.model, config.lora
+    for option in _OWN_OPTIONS:
+        if getattr(model, option) is not None:
+            right = f"{model.name} has its own; leave it out"
+            raise option_error(f"model.{option}", getattr(model, option), right)
+    objective = "ddpm" if model.name == "sdxl" else "flow_matching"
+    if config.diffusion.objective != objective:
+        right = f"{model.name} was trained with {objective}; set --diffusion.objective {objective}"
+        raise option_error("diffusion.objective", config.diffusion.objective, right)
+    if not lora.rank:
+        given = {"target_modules": lora.target_modules, "alpha": lora.alpha, "assistant_path": lora.assistant_path}
+        for option, value in given.items():
+            if value:
+                raise option_error(f"lora.{option}", value, "has no effect with lora.rank 0, which trains all weights")
+        if config.quantize.base != "float32":
+            right = "is for the frozen weights under a LoRA; set lora.rank, or leave it out"
+            raise option_error("quantize.base", config.quantize.base, right)
+    if lora.dropout and config.activation_checkpoint.mode != "none":
+        right = "draws anew when activations are recomputed; must be 0 with activation_checkpoint.mode"
+        raise option_error("lora.dropout", lora.dropout, right)
+    for text in model.overrides:
+        name, _, value = text.partition("=")
+        if not (name.isidentifier() and value):
+            raise option_error("model.overrides", text, "must be NAME=VALUE, num_layers=2 say")
+
+
 def _validate_image_size(config: Config) -> None:
     size, patch_size = config.dataset.image_size, config.model.patch_size
     if size is None:
         return
+    if config.model.name in PUBLISHED_FLAVORS:
+        patch_size = 1  # the adapter knows its own
     if len(size) not in (1, 2) or min(size) < 1:
         raise option_error("dataset.image_size", size, "must be one or two positive integers, 32 or [32, 48]")
     if not config.autoencoder.online and any(side % patch_size for side in size):
@@ -590,6 +764,12 @@ def _validate_rollback(config: Config) -> None:
     if config.dataset.streaming:
         right = "skips data, which dataset.streaming cannot; must be stop"
         raise option_error("training.on_nonfinite", "rollback", right)
+
+
+def _validate_optimizer(config: Config) -> None:
+    if config.optimizer.name == "AdamW8bit" and config.checkpoint.async_mode != "disabled":
+        right = "AdamW8bit keeps tensors that torch cannot copy aside; must be disabled"
+        raise option_error("checkpoint.async_mode", config.checkpoint.async_mode, right)
 
 
 def dataset_channels(config: Config) -> int | None:

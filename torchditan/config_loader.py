@@ -75,7 +75,11 @@ class Option:
             one_of = "one of " if len(self.choices) > 1 else ""
             return f"must be {one_of}{', '.join(self.choices)}"
         if self.is_list:
-            return {int: "must be integers: 32, or [32, 48]", float: "must be numbers: [0.3, 1.0]"}[self.kind]
+            return {
+                int: "must be integers: 32, or [32, 48]",
+                float: "must be numbers: [0.3, 1.0]",
+                str: 'must be texts: ["one", "another"]',
+            }[self.kind]
         return {
             bool: "must be true or false",
             int: "must be an integer",
@@ -157,11 +161,23 @@ _NOT_TRAJECTORY = (
     "dataset.corrupt_images",  # a run that stopped at a corrupt image may go on and skip it
 )
 
+_TRAJECTORY_SECTIONS = (
+    "model",
+    "dataset",
+    "autoencoder",
+    "diffusion",
+    "optimizer",
+    "lr_scheduler",
+    "lora",
+    "quantize",
+    "ema",
+)
+
 TRAJECTORY_KEYS = (
     *(
         option
         for option in flatten(Config())
-        if option.split(".")[0] in ("model", "dataset", "autoencoder", "diffusion", "optimizer", "lr_scheduler", "ema")
+        if option.split(".")[0] in _TRAJECTORY_SECTIONS
         and option not in _NOT_TRAJECTORY
     ),
     "training.global_batch_size",
@@ -172,6 +188,7 @@ TRAJECTORY_KEYS = (
     "float8.enable_float8_linear",
     "float8.recipe_name",
     "checkpoint.initial_load_path",
+    "text_encoder.max_length",
 )
 """Options that decide what is learned; a run directory belongs to one choice of them."""
 
@@ -442,11 +459,26 @@ def _unknown_flag(flag: str) -> ConfigError:
 
 def _from_text(option: Option, text: str | list[str]) -> Any:
     if not option.is_list:
-        return _one_from_text(option, text if isinstance(text, str) else " ".join(text))
+        joined = text if isinstance(text, str) else " ".join(text)
+        return _one_from_text(option, joined or ("true" if option.kind is bool else ""))
+    if option.kind is str:
+        return texts_from_words([text] if isinstance(text, str) else text)
     words = re.split(r"[,\s]+", " ".join(text).strip("[] "))
     if option.optional and [word.lower() for word in words] == ["none"]:
         return None
     return [_one_from_text(option, word) for word in words if word]
+
+
+def texts_from_words(words: list[str]) -> list[str]:
+    """A list of texts, which may hold commas and spaces: each word one, or a single word that is a JSON list."""
+    if len(words) == 1 and words[0].startswith("["):
+        try:
+            found = json.loads(words[0])
+        except ValueError:
+            return words
+        if isinstance(found, list):
+            return found
+    return words
 
 
 def _one_from_text(option: Option, text: str) -> Any:

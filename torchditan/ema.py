@@ -13,18 +13,23 @@ from torch.distributed.tensor import DTensor
 from torchditan.distributed.parallelize import drop_gathered_weights
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class EMA:
     """average <- decay average + (1 - decay) weights, with decay min(decay, (1 + n) / (10 + n)) while warming up."""
 
-    def __init__(self, model: nn.Module, *, decay: float, warmup: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, decay: float, warmup: bool = True, only_trained: bool = False) -> None:
         self.model = model
         self.decay = decay
         self.warmup = warmup
-        self.parameters = dict(model.named_parameters())
+        self.parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad or not only_trained
+        }
         self.average = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def decay_at(self, step: int) -> float:
@@ -34,15 +39,15 @@ class EMA:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Take in the weights after this optimizer step."""
-        averages = [_local(average) for average in self.average.values()]
-        weights = [_local(parameter.detach()) for parameter in self.parameters.values()]
+        averages = [local_tensor(average) for average in self.average.values()]
+        weights = [local_tensor(parameter.detach()) for parameter in self.parameters.values()]
         torch._foreach_lerp_(averages, weights, 1 - self.decay_at(step))
 
     @torch.no_grad()
     def restart(self) -> None:
         """Begin again with the weights as they are now."""
         for name, parameter in self.parameters.items():
-            _local(self.average[name]).copy_(_local(parameter.detach()))
+            local_tensor(self.average[name]).copy_(local_tensor(parameter.detach()))
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -56,7 +61,7 @@ class EMA:
     @torch.no_grad()
     def _swap(self) -> None:
         for name, parameter in self.parameters.items():
-            weight, average = _local(parameter.detach()), _local(self.average[name])
+            weight, average = local_tensor(parameter.detach()), local_tensor(self.average[name])
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)

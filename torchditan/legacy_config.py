@@ -48,7 +48,8 @@ LEGACY_KEYS: dict[str, tuple[tuple[Any, ...] | type, str]] = {
     "memory_estimation.disable_fake_mode": (ANY_BOOL, "it is a switch"),
 }
 
-RENAMED_KEYS = {"training.warmup_steps": "lr_scheduler.warmup_steps"}
+RENAMED_KEYS = {"training.warmup_steps": "lr_scheduler.warmup_steps", "cache_only": "cache.only"}
+"""Other names of options: of the course project, and short."""
 
 _SYNONYMS = {("model.name", "llama3_diffusion"): "dit"}
 

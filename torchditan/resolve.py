@@ -15,10 +15,15 @@ def fill_in_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape:
     """What the config leaves open, the dataset decides; `sample_shape` (C, H, W) is what the model sees of it."""
     if config.model.input_channels is None:
         config.model.input_channels = sample_shape[0]
+    if config.model.sample_size not in (None, list(sample_shape[1:])):
+        right = f"samples of this data are {list(sample_shape[1:])}; leave it out"
+        raise option_error("model.sample_size", config.model.sample_size, right)
+    config.model.sample_size = list(sample_shape[1:])
     if config.dataset.image_size is None:
-        config.dataset.image_size = list(dataset.sample_shape[1:])
+        config.dataset.image_size = list(dataset.sample_shape[-2:])
     if config.dataset.num_classes is None:
         config.dataset.num_classes = len(dataset.class_names)
+    fill_in_text_sizes(config, dataset)
     if config.dataset.horizontal_flip is None:
         config.dataset.horizontal_flip = dataset.horizontal_flip
     fingerprint = getattr(dataset, "fingerprint", None)
@@ -28,6 +33,29 @@ def fill_in_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape:
         )
         raise option_error("dataset.fingerprint", config.dataset.fingerprint, right)
     config.dataset.fingerprint = fingerprint
+
+
+def fill_in_text_sizes(config: Config, dataset: ImageDataset) -> None:
+    """Sizes of the captions' embeddings, which our own model is built for; published ones have theirs.
+
+    Raises:
+        ConfigError: there are no captions, or their embeddings are of other sizes than the options say.
+    """
+    model = config.model
+    if model.text is None or getattr(dataset, "stands_in_for_any", False):
+        return
+    null = getattr(dataset, "null_tensors", None)
+    if null is None:
+        right = f"{dataset.name} has no captions; leave it out, or set --dataset.dataset_name captions"
+        raise option_error("model.text", model.text, right)
+    tokens, width = null["prompt_embeds"].shape
+    pooled = null.get("pooled_prompt_embeds")
+    found = {"text_tokens": tokens, "text_width": width, "pooled_width": None if pooled is None else pooled.shape[-1]}
+    for option, size in found.items():
+        if getattr(model, option) not in (None, size):
+            right = f"the captions' embeddings have {'none' if size is None else size}; leave it out"
+            raise option_error(f"model.{option}", getattr(model, option), right)
+        setattr(model, option, size)
 
 
 def keep_global_batch_size(config: Config, run: Path, *, world_size: int) -> None:

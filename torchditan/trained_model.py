@@ -3,20 +3,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
 from torchditan.autoencoders.latent_space import SampleSpace, StoredLatents, decode_latents, open_decoder
+from torchditan.captions.dataset import encode_prompts
 from torchditan.checkpoint import find_checkpoint, load_weights, read_progress
 from torchditan.config import Config, option_error
 from torchditan.config_loader import from_dict, override
+from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.generate import generate
-from torchditan.models import ModelSpec, build_model_spec
+from torchditan.evaluation.rows import SampleRows
+from torchditan.lora import set_active_adapters
+from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
 from torchditan.run_directory import read_config
 
 
@@ -55,7 +60,8 @@ class TrainedModel:
         Raises:
             ConfigError: no run, no such checkpoint or no such weights are there, or a flag is wrong.
         """
-        config = override(from_dict(read_config(run)["config"]), list(flags), sections=("sampling", "autoencoder"))
+        sections = ("sampling", "autoencoder", "text_encoder")
+        config = override(from_dict(read_config(run)["config"]), list(flags), sections=sections)
         if config.autoencoder.name is None and config.autoencoder.path is not None:
             right = "this run was trained on pixels, and has nothing to decode; leave it out"
             raise option_error("autoencoder.path", config.autoencoder.path, right)
@@ -72,7 +78,9 @@ class TrainedModel:
         with torch.device("meta"):
             model = spec.build()
         model.to_empty(device=device)
-        load_weights(model, checkpoint, ema=weights == "ema")
+        if config.lora.rank:
+            cast(Any, model).init_weights(config.training.seed)
+        load_weights(model, checkpoint, ema=weights == "ema", only_trained=config.lora.rank > 0)
         return cls(
             config=config,
             spec=spec,
@@ -101,27 +109,63 @@ class TrainedModel:
         Raises:
             ConfigError: the decoder of its latents is not at hand, or is another one.
         """
-        return decode_latents(self.config.autoencoder, samples, device=self.device) if self.is_latent else samples
+        if not self.is_latent:
+            return samples
+        return decode_latents(
+            self.config.autoencoder, samples, device=self.device, sample_dims=len(self.sample_shape)
+        )
 
     def real_to_pixels(self, samples: torch.Tensor) -> torch.Tensor:
         """Samples of the dataset (..., C, H, W) -> pictures."""
         return samples if self.config.autoencoder.online else self.to_pixels(samples)
 
     def generate(self, labels: list[int], *, samples_per_label: int, seed: int, batch_size: int) -> torch.Tensor:
-        """Sample by the run's `[sampling]` options: (len(labels), samples_per_label, C, H, W), pixels or latents."""
-        return generate(
-            self.model,
-            labels=labels,
-            samples_per_label=samples_per_label,
-            sample_shape=self.sample_shape,
-            conditioning=self.spec.conditioning,
-            conditional=self.num_classes > 0,
-            sampling=self.config.sampling,
-            timestep_shift=self.config.diffusion.timestep_shift,
-            seed=seed,
-            batch_size=batch_size,
-            device=self.device,
-        )
+        """Samples of these classes: (len(labels), samples_per_label, C, H, W), pixels or latents."""
+        rows = SampleRows.of_classes(labels, class_names=[str(label) for label in range(self.num_classes)])
+        return self.generate_rows(rows, samples_per_row=samples_per_label, seed=seed, batch_size=batch_size)
+
+    def generate_rows(self, rows: SampleRows, *, samples_per_row: int, seed: int, batch_size: int) -> torch.Tensor:
+        """Sample by the run's `[sampling]` options: (rows, samples_per_row, *sample_shape), pixels or latents."""
+        with self.spec.sampling(self.model):
+            return generate(
+                self.model,
+                rows=rows,
+                samples_per_row=samples_per_row,
+                sample_shape=self.sample_shape,
+                conditioning=self.spec.conditioning,
+                prediction=self.spec.prediction,
+                sampling=self.config.sampling,
+                timestep_shift=self.config.diffusion.timestep_shift or 1.0,
+                seed=seed,
+                batch_size=batch_size,
+                device=self.device,
+            )
+
+    def drop_lora(self) -> None:
+        """Leave the published model alone.
+
+        Raises:
+            ConfigError: this run trained no LoRA.
+        """
+        if not self.config.lora.rank:
+            raise option_error("--without_lora", True, "this run trained all weights; leave it out")
+        set_active_adapters(self.model, [])
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether it is conditioned on captions."""
+        return isinstance(self.spec.conditioning, TextEmbeddings)
+
+    def encode_prompts(self, prompts: Sequence[str]) -> SampleRows:
+        """A row for each text, encoded by the run's text encoders; the empty caption becomes the null condition.
+
+        Raises:
+            ConfigError: the text encoders are not at hand.
+        """
+        assert isinstance(self.spec.conditioning, TextEmbeddings)
+        rows, null = encode_prompts(self.config, prompts, rank=Rank(0, 0, 1))
+        self.spec = dataclasses.replace(self.spec, conditioning=self.spec.conditioning.with_null(null))
+        return rows
 
 
 def stored_spec(config: Config) -> ModelSpec:
@@ -129,5 +173,6 @@ def stored_spec(config: Config) -> ModelSpec:
     size, channels, num_classes = config.dataset.image_size, config.model.input_channels, config.dataset.num_classes
     assert size is not None and channels is not None and num_classes is not None, "runs store resolved configs"
     factor = (config.autoencoder.downsampling or 1) if config.autoencoder.online else 1
-    sample_shape = (channels, size[0] // factor, size[-1] // factor)
-    return build_model_spec(config.model, sample_shape=sample_shape, num_classes=num_classes)
+    inner = config.model.sample_size or [size[0] // factor, size[-1] // factor]  # runs of before do not say it
+    sample_shape = (channels, *inner)
+    return model_spec_of(config, sample_shape=sample_shape, num_classes=num_classes)

@@ -9,6 +9,7 @@ Notable:
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import os
@@ -24,11 +25,12 @@ import torch.distributed as dist
 from torch import nn
 
 from torchditan.autoencoders.latent_space import build_sample_space
+from torchditan.captions.dataset import CachedCaptions, open_captions
+from torchditan.captions.encode import CaptionedDataset
 from torchditan.checkpoint import CheckpointManager, Progress, check_async_mode
-from torchditan.config import Config, ConfigError
+from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict, trajectory
-from torchditan.diffusion.flow_matching import FlowMatching
-from torchditan.diffusion.timesteps import timestep_sampling
+from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.parallelize import CompileOptions, check_backend, parallelize
 from torchditan.distributed.process_group import (
@@ -43,14 +45,17 @@ from torchditan.distributed.watchdog import RankWatch, record_collectives
 from torchditan.divergence import DivergenceError, DivergenceGuard, LossSpikes
 from torchditan.ema import EMA
 from torchditan.evaluation.generate import generate, real_samples
-from torchditan.evaluation.image_grid import save_grid
+from torchditan.evaluation.image_grid import add_to_steps, save_grid, stills
+from torchditan.evaluation.reconstruction import similarity
+from torchditan.evaluation.rows import SampleRows
 from torchditan.evaluation.validation import validation_loss
 from torchditan.flops import count_model_flops, peak_flops
 from torchditan.host_memory import keep_freed_memory
 from torchditan.metrics import MetricsLogger, check_trackers
-from torchditan.models import build_model_spec
+from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
 from torchditan.optim import build_optimizer, clip_grad_norm, learning_rate
 from torchditan.precision.float8 import check_float8, convert_to_float8
+from torchditan.precision.loss_scaling import LossScaler
 from torchditan.preemption import StopAgreement, StopRequest
 from torchditan.profiling import check_profiling, profiling
 from torchditan.randomness import Randomness
@@ -67,7 +72,7 @@ from torchditan.stream import (
 from torchditan.verdict import Interrupted, verdict_of
 from torchditan.weights_file import load_initial_weights
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Trainer:
@@ -103,17 +108,26 @@ class Trainer:
         check_async_mode(config, device=self.device)
         check_trackers(config.metrics)
         check_profiling(config.profiling, self.device)
-        self.space = build_sample_space(
-            config.autoencoder, dataset, device=self.device, needs_decoder=config.metrics.enable_sampling
-        )
+        if isinstance(dataset, CaptionedDataset):
+            dataset, validation_dataset, self.space = open_captions(
+                config, dataset, cast(Any, validation_dataset), rank=self.rank
+            )
+            self.dataset, self.validation_dataset = dataset, validation_dataset
+        else:
+            self.space = build_sample_space(
+                config.autoencoder, dataset, device=self.device, needs_decoder=config.metrics.enable_sampling
+            )
         fill_in_from_dataset(config, dataset, sample_shape=self.space.sample_shape)
         assert config.metrics.experiment_name is not None
         path = run_path(config.job.dump_folder, config.metrics.experiment_name)
         keep_global_batch_size(config, path, world_size=self.rank.world_size)
         self.plan = resolve_batches(config, self.rank)
-        self.spec = build_model_spec(
-            config.model, sample_shape=self.space.sample_shape, num_classes=len(dataset.class_names)
-        )
+        self.spec = model_spec_of(config, sample_shape=self.space.sample_shape, num_classes=len(dataset.class_names))
+        if config.diffusion.timestep_shift is None:
+            config.diffusion.timestep_shift = self.spec.timestep_shift
+        self.spec = with_condition_of(self.spec, dataset)
+        if config.cache.only and not isinstance(dataset, CachedCaptions):
+            raise option_error("cache.only", True, f"{dataset.name} has no captions to encode; leave it out")
         self.run_directory = RunDirectory(path, is_writer=self.rank.rank == 0)
         self.progress = Progress()
         self.extra_metrics: dict[str, float] = {}
@@ -128,6 +142,10 @@ class Trainer:
 
     def run(self) -> None:
         """Take the run directory, build, train; status.json says how it ended, whatever happens."""
+        if self.config.cache.only:
+            if self.rank.rank == 0:
+                print(f"the cache has all of {self.dataset.name}: {len(self.dataset)} samples and their captions")
+            return
         self.run_directory.open(
             to_dict(self.config),
             trajectory=trajectory(self.config),
@@ -230,6 +248,7 @@ class Trainer:
             mesh=mesh,
             activation_checkpoint=config.activation_checkpoint.mode,
             selective_ac_option=config.activation_checkpoint.selective_ac_option,
+            checkpoint_fraction=config.activation_checkpoint.fraction,
             compile=compile_options if config.training.compile else None,
             param_dtype=DTYPES[config.training.mixed_precision_param],
             reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
@@ -243,22 +262,16 @@ class Trainer:
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.guard = DivergenceGuard(self.optimizer)
+        self.scaler = LossScaler(self.device) if config.training.mixed_precision_param == "float16" else None
         self.spikes: LossSpikes | None = None
         if config.training.on_nonfinite == "rollback" and config.training.loss_spike_factor:
             self.spikes = LossSpikes(config.training.loss_spike_factor, self.device)
         self.ema = None
         if config.ema.enable:
-            self.ema = EMA(self.model, decay=config.ema.decay, warmup=config.ema.warmup)
-        self.objective = FlowMatching(
-            conditioning=self.spec.conditioning,
-            timesteps=timestep_sampling(
-                kind=config.diffusion.timestep_sampling,
-                mean=config.diffusion.logit_normal_mean,
-                std=config.diffusion.logit_normal_std,
-                shift=config.diffusion.timestep_shift,
-            ),
-            label_dropout=config.diffusion.label_dropout,
-        )
+            self.ema = EMA(
+                self.model, decay=config.ema.decay, warmup=config.ema.warmup, only_trained=config.lora.rank > 0
+            )
+        self.objective = build_objective(config.diffusion, self.spec)
         self.stream = self.build_stream()
         self.checkpoints = CheckpointManager(
             self.run_directory.folder(config.checkpoint.folder),
@@ -337,6 +350,8 @@ class Trainer:
         self.stream.load_state(loader_state)
         if self.spikes is not None:
             self.spikes.load_state(self.progress.mean_loss, self.progress.mean_loss_steps)
+        if self.scaler is not None:
+            self.scaler.load_state(self.progress.loss_scale, self.progress.loss_scale_steps)
         self.saved_step = self.progress.step
         return True
 
@@ -353,12 +368,25 @@ class Trainer:
             shape += f", encoded to {'x'.join(map(str, self.space.sample_shape))}"
         start = f", resumed at step {self.progress.step}" if self.progress.step else ""
         return (
-            f"{config.metrics.experiment_name}: {config.model.flavor}/{config.model.patch_size} "
-            f"({config.model.preset}), {count / 1e6:.2f}M parameters, on {self.dataset.name} "
+            f"{config.metrics.experiment_name}: {self.describe_model()}, {count / 1e6:.2f}M parameters, "
+            f"on {self.dataset.name} "
             f"({images} of {shape}); "
             f"{self.parallel_dims.mode} on {self.device.type}, {config.training.mixed_precision_param}; "
             f"global batch {self.plan.global_batch_size}, {config.training.steps} steps{start}"
         )
+
+    def describe_model(self) -> str:
+        model, lora = self.config.model, self.config.lora
+        if self.spec.name == "dit":
+            return f"{model.flavor}/{model.patch_size} ({model.preset})"
+        weights = "random weights" if model.path is None else model.path
+        trained = sum(parameter.numel() for parameter in self.parameters)
+        how = (
+            f", LoRA of rank {lora.rank} with {trained / 1e6:.2f}M over {self.config.quantize.base}"
+            if lora.rank
+            else ""
+        )
+        return f"{model.flavor} ({weights}{how})"
 
     def train(self) -> None:
         """The loop: from the step that was reached to the last one.
@@ -376,6 +404,8 @@ class Trainer:
         self.stop_if_asked()
         if config.training.on_nonfinite == "rollback" and self.saved_step < 0:
             self.save()  # to return to
+        if config.metrics.enable_sampling and config.sampling.at_start and progress.step == 0:
+            self.sample()
         self.logger.timer.restart()
         with profiling(
             config.profiling,
@@ -411,9 +441,12 @@ class Trainer:
         self.loss = self.accumulate_gradients(batches)
         self.watch.note(step, "gradient norm and optimizer")
         self.stop.begin()
+        if self.scaler is not None:
+            self.scaler.unscale(self.parameters)
         self.grad_norm = clip_grad_norm(self.parameters, max_norm=self.config.training.max_norm)
         is_spike = None if self.spikes is None else self.spikes.judge(self.mean_loss())
-        self.guard.step(step, self.grad_norm, is_spike)
+        is_overflow = None if self.scaler is None else self.scaler.judge(self.grad_norm)
+        self.guard.step(step, self.grad_norm, is_spike, is_overflow)
         self.optimizer.zero_grad()
         if self.ema is not None:
             self.ema.update(step)
@@ -430,10 +463,10 @@ class Trainer:
             gc.collect(1)
         if config.validation.freq and self.is_due(step, config.validation.freq):
             self.validate()
-        if is_first or self.extra_metrics or self.is_due(step, config.metrics.log_freq):
-            self.log(step)
         if config.metrics.enable_sampling and self.is_due(step, config.metrics.sample_freq):
             self.sample()
+        if is_first or self.extra_metrics or self.is_due(step, config.metrics.log_freq):
+            self.log(step)
         if config.checkpoint.enable_checkpoint and self.is_due(step, config.checkpoint.interval):
             self.save()
 
@@ -536,7 +569,7 @@ class Trainer:
             losses = self.objective.loss(self.model, batch, randomness)
             # FSDP averages gradients over ranks, so each rank contributes the mean of its own share.
             loss = losses.sum() / share
-            loss.backward()
+            (loss if self.scaler is None else loss * self.scaler.scale).backward()
             total += loss.detach()
         return total
 
@@ -551,6 +584,8 @@ class Trainer:
         extra: dict[str, float] = dict(self.extra_metrics)
         if self.num_skipped:
             extra["corrupt_images_rank0"] = self.num_skipped
+        if self.scaler is not None:
+            extra["loss_scale"], extra["overflows"] = self.scaler.scale.item(), self.scaler.num_skipped.item()
         if self.progress.rollbacks:
             extra["rollbacks"] = self.progress.rollbacks
         loss, grad_norm = self.mean_loss().item(), self.grad_norm.item()
@@ -584,51 +619,77 @@ class Trainer:
     def sample(self) -> None:
         """Draw the grid of generated and real images of this step."""
         self.watch.note(self.progress.step, "sampling")
-        config, num_classes = self.config, len(self.dataset.class_names)
+        config, rows = self.config, self.sample_rows()
         self.guard.wait()
-        labels = list(range(min(config.sampling.max_classes, max(1, num_classes))))
         averaged = self.ema.swapped_in() if self.ema is not None and config.sampling.use_ema else nullcontext()
-        with self.logger.timer.excluded("sampling"), averaged:
+        with self.logger.timer.excluded("sampling"), averaged, self.spec.sampling(self.model):
+            start = time.perf_counter()
             generated = generate(
                 self.model,
-                labels=labels,
-                samples_per_label=config.sampling.images_per_class,
+                rows=rows,
+                samples_per_row=config.sampling.images_per_class,
                 sample_shape=self.space.sample_shape,
                 conditioning=self.spec.conditioning,
-                conditional=num_classes > 0,
+                prediction=self.spec.prediction,
                 sampling=config.sampling,
-                timestep_shift=config.diffusion.timestep_shift,
+                timestep_shift=config.diffusion.timestep_shift or 1.0,
                 seed=config.training.seed,
                 batch_size=config.metrics.sample_batch_size,
                 device=self.device,
-            )
+            )  # on the CPU: what was queued is done
+            seconds = time.perf_counter() - start
             if self.rank.rank == 0:
-                self.write_grid(self.space.to_pixels(generated), labels)
+                self.write_grid(self.space.to_pixels(generated), rows)
+        if self.progress.step:  # a grid before the first step has no line to stand in
+            self.extra_metrics["seconds_per_image"] = seconds / (generated.shape[0] * generated.shape[1])
 
-    def write_grid(self, generated: torch.Tensor, labels: list[int]) -> None:
+    def sample_rows(self) -> SampleRows:
+        """What a grid shows: the prompts, or the first classes."""
+        prompts: SampleRows | None = getattr(self.dataset, "prompts", None)
+        if prompts is not None:
+            return prompts
+        num_classes = len(self.dataset.class_names)
+        labels = range(min(self.config.sampling.max_classes, max(1, num_classes)))
+        return SampleRows.of_classes(labels, class_names=self.dataset.class_names)
+
+    def write_grid(self, generated: torch.Tensor, rows: SampleRows) -> None:
+        """Write the grid of this step, and measure it against the real images of the same captions."""
         per_row = self.config.sampling.images_per_class
         if self.real is None:
-            real = real_samples(
-                self.dataset,
-                labels=labels,
-                samples_per_label=per_row,
-                conditional=bool(self.dataset.class_names),
-            )
-            self.real = None if real is None else self.space.real_to_pixels(real)
+            self.real = self.real_images(rows)
+        generated = stills(generated)
         path = self.run_directory.sample_path(self.progress.step)
         title = (
             f"{self.config.metrics.experiment_name}, step {self.progress.step}, "
             f"{self.config.sampling.sampler} {self.config.sampling.num_steps} steps, "
             f"guidance {self.config.sampling.guidance_scale:g}"
         )
-        names = [self.dataset.class_names[label] for label in labels] if self.dataset.class_names else [""]
         try:
-            save_grid(path, generated, self.real, names, title=title, real_heading=self.space.real_heading)
+            save_grid(path, generated, self.real, rows.names, title=title, real_heading=self.space.real_heading)
+            if self.spec.name != "dit" or self.config.sampling.prompts:
+                name = str(self.config.metrics.experiment_name)
+                add_to_steps(path.parent, generated[:, 0], rows.names, step=self.progress.step, title=name)
         except OSError as error:  # a full disk, which costs a picture
             self.warn(f"warning: no grid of step {self.progress.step}: {error.strerror}. The run goes on")
             return
+        if self.progress.step and self.real is not None:
+            self.extra_metrics.update(similarity(generated[:, : self.real.shape[1]], self.real[:, :per_row]))
         self.logger.log_image("samples", path, self.progress.step)
         self.last_grid = path
+
+    def real_images(self, rows: SampleRows) -> torch.Tensor | None:
+        """Pixels (rows, k, C, H, W) to lay beside the samples, held-out ones where the run has them, or None."""
+        if rows.references is not None:
+            return rows.references[:, None]
+        if set(rows.tensors) - {"class_label"}:
+            return None
+        real = real_samples(
+            self.validation_dataset or self.dataset,
+            labels=rows.numbers,
+            samples_per_label=self.config.sampling.images_per_class,
+            conditional=bool(self.dataset.class_names),
+        )
+        return None if real is None else self.space.real_to_pixels(real)
 
     def save(self) -> None:
         self.watch.note(self.progress.step, "saving")
@@ -637,6 +698,8 @@ class Trainer:
             self.progress.elapsed_s = self.logger.elapsed_s
             if self.spikes is not None:
                 self.progress.mean_loss, self.progress.mean_loss_steps = self.spikes.state()
+            if self.scaler is not None:
+                self.progress.loss_scale, self.progress.loss_scale_steps = self.scaler.state()
             self.logger.flush()
             self.checkpoints.save(self.progress, loader_state=self.stream.state())
             self.saved_step = self.progress.step
@@ -654,6 +717,32 @@ class Trainer:
         if self.last_grid is not None:
             self.logger.message(f"samples, generated beside real: {self.last_grid}")
         self.logger.message(f"done; everything of this run is in {self.run_directory.path}")
+
+
+def with_condition_of(spec: ModelSpec, dataset: ImageDataset) -> ModelSpec:
+    """The model conditioned on what the dataset has: its own empty caption; a stand-in makes up what the model wants.
+
+    Raises:
+        ConfigError: the model wants captions, and the dataset has none.
+    """
+    conditioning = spec.conditioning
+    if not isinstance(conditioning, TextEmbeddings):
+        return spec
+    if getattr(dataset, "stands_in_for_any", False):
+        stand_in = cast(Any, dataset)
+        stand_in.condition = conditioning.tensors
+        items = [dataset[index] for index in range(min(2, len(dataset)))]
+        stand_in.prompts = SampleRows(
+            names=[f"random {number}" for number in range(len(items))],
+            numbers=list(range(len(items))),
+            tensors={name: torch.stack([item[name] for item in items]) for name in conditioning.tensors},
+        )
+        return spec
+    null = getattr(dataset, "null_tensors", None)
+    if null is None:
+        right = f"{dataset.name} has no captions, which {spec.name} is conditioned on; must be captions, or dummy"
+        raise option_error("dataset.dataset_name", dataset.name, right)
+    return dataclasses.replace(spec, conditioning=conditioning.with_null(null))
 
 
 def set_determinism(seed: int, *, deterministic: bool) -> None:

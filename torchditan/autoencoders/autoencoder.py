@@ -94,4 +94,4 @@ class Autoencoder(abc.ABC):
 
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
-    return values.to(like.device, like.dtype)[:, None, None]  # (C, 1, 1)
+    return values.to(like.device, like.dtype).view(-1, *[1] * (like.dim() - 2))  # (C, 1, 1), or (C, 1, 1, 1)

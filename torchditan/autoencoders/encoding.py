@@ -27,7 +27,7 @@ from torchditan.autoencoders.latent_shards import PUBLIC_SCALE, LatentShards
 from torchditan.autoencoders.latent_writer import LatentWriter, Shard
 from torchditan.config import ConfigError, option_error
 from torchditan.distributed.process_group import Rank
-from torchditan.stream import CorruptImageError, ImageDataset
+from torchditan.stream import CorruptImageError, GroupedDataset, ImageDataset
 
 _INT8_MAX = 127
 
@@ -48,6 +48,9 @@ def describe_encoding(
     Raises:
         ConfigError: the images do not fit the autoencoder, or it has no variance to store.
     """
+    if isinstance(dataset, GroupedDataset) and len(dataset.groups()) > 1:
+        right = "latent shards hold samples of one shape; leave it out (training on captions caches its own latents)"
+        raise option_error("dataset.aspect_buckets", True, right)
     channels, height, width = dataset.sample_shape
     if channels != autoencoder.image_channels:
         right = f"{autoencoder.name} reads {autoencoder.image_channels} channel(s), and {dataset.name} has {channels}"

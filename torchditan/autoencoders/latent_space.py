@@ -45,6 +45,11 @@ class SampleSpace:
         """A batch on the device with `sample` as the model sees it."""
         return batch
 
+    def shape_in(self, batch: Batch) -> tuple[int, ...]:
+        """Shape of the model's samples in this batch; only aspect-ratio buckets have several."""
+        is_there = "sample" in batch and not self.is_encoding
+        return tuple(batch["sample"].shape[1:]) if is_there else self.sample_shape
+
     def to_pixels(self, samples: Tensor) -> Tensor:
         """Samples of the model (..., C, H, W) -> pictures (..., 1 or 3, H', W'), on the CPU."""
         return samples
@@ -185,20 +190,22 @@ def build_sample_space(
     return SampleSpace(dataset.sample_shape)
 
 
-def decode_latents(config: AutoencoderConfig, latents: Tensor, *, device: torch.device) -> Tensor:
+def decode_latents(config: AutoencoderConfig, latents: Tensor, *, device: torch.device, sample_dims: int = 3) -> Tensor:
     """Pictures of normalised latents, with an autoencoder that is opened for them and dropped.
 
     Args:
         config: a completed section `[autoencoder]`, as a run stores it.
-        latents: (..., C, h, w).
+        latents: (..., C, h, w), or (..., C, f, h, w).
         device: where to decode.
+        sample_dims: dimensions of one sample, 3 for images and 4 for videos.
 
     Returns:
-        (..., 1 or 3, H, W) float32 on the CPU, about [-1, 1].
+        (..., 1 or 3, [F,] H, W) float32 on the CPU, about [-1, 1].
     """
-    autoencoder = open_decoder(config, channels=latents.shape[-3], device=device)
-    leading = latents.shape[:-3]
-    chunks = latents.flatten(0, -4).split(_DECODE_BATCH_SIZE)  # (n, C, h, w) each
+    autoencoder = open_decoder(config, channels=latents.shape[-sample_dims], device=device)
+    leading = latents.shape[:-sample_dims]
+    at_once = _DECODE_BATCH_SIZE if sample_dims == 3 else 1
+    chunks = latents.flatten(0, -sample_dims - 1).split(at_once)  # (n, C, h, w) each
     return torch.cat([autoencoder.decode(chunk).cpu() for chunk in chunks]).unflatten(0, leading)
 
 

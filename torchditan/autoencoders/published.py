@@ -27,7 +27,9 @@ from torchditan.autoencoders.hub import first_line, require
 from torchditan.config import ConfigError, option_error
 
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")
-CLASSES = ("AutoencoderKL", "AutoencoderDC")
+IMAGE_CLASSES = ("AutoencoderKL", "AutoencoderDC")
+VIDEO_CLASSES = ("AutoencoderKLWan", "AutoencoderKLHunyuanVideo", "AutoencoderKLMochi", "AutoencoderKLQwenImage")
+CLASSES = (*IMAGE_CLASSES, *VIDEO_CLASSES)
 
 
 @dataclass(frozen=True)
@@ -59,20 +61,27 @@ PUBLISHED = {
 
 
 class DiffusersAutoencoder(Autoencoder):
-    """An AutoencoderKL, which has a posterior, or an AutoencoderDC, which has none; on `device`, in `dtype` already."""
+    """An autoencoder of diffusers, on `device`, in `dtype` already; all but the AutoencoderDC have a posterior.
+
+    Those of videos take (B, 3, F, H, W) and give (B, C, f, h, w); an image is a video of one frame to them.
+    """
 
     def __init__(self, model: Any, *, fingerprint: str, dtype: torch.dtype, device: torch.device) -> None:
         config = model.config
-        widths = config.get("block_out_channels") or config["encoder_block_out_channels"]
         self.name = "diffusers"
         self.path = None
         self.fingerprint = fingerprint
-        self.image_channels = config["in_channels"]
-        self.latent_channels = config["latent_channels"]
-        self.downsampling = 2 ** (len(widths) - 1)
+        self.is_video = type(model).__name__ in VIDEO_CLASSES
+        self.image_channels = 3 if self.is_video else config["in_channels"]  # Mochi says another thing
+        self.latent_channels = config.get("latent_channels") or config["z_dim"]
+        if self.is_video:
+            self.downsampling = model.spatial_compression_ratio
+        else:
+            widths = config.get("block_out_channels") or config["encoder_block_out_channels"]
+            self.downsampling = 2 ** (len(widths) - 1)
         self.dtype = dtype
         self.device = device
-        self.has_posterior = type(model).__name__ == "AutoencoderKL"
+        self.has_posterior = type(model).__name__ != "AutoencoderDC"
         self._model = model.eval()
 
     @classmethod
@@ -125,12 +134,16 @@ class DiffusersAutoencoder(Autoencoder):
         del self._model.decoder
 
     def _moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        encoded = self._model.encode(images)
-        if self.has_posterior:
-            return encoded.latent_dist.mean, encoded.latent_dist.logvar
-        return encoded.latent, None
+        is_still = self.is_video and images.dim() == 4
+        encoded = self._model.encode(images[:, :, None] if is_still else images)
+        if not self.has_posterior:
+            return encoded.latent, None
+        mean, logvar = encoded.latent_dist.mean, encoded.latent_dist.logvar
+        return (mean[:, :, 0], logvar[:, :, 0]) if is_still else (mean, logvar)
 
     def _decode(self, latents: Tensor) -> Tensor:
+        if self.is_video and latents.dim() == 4:
+            return self._model.decode(latents[:, :, None]).sample[:, :, 0]
         return self._model.decode(latents).sample
 
 

@@ -32,24 +32,32 @@ def _save_expensive_ops(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> 
 
 
 def apply_activation_checkpoint(
-    blocks: nn.ModuleList, *, mode: Literal["none", "full", "selective"], selective_option: str = "2"
+    blocks: nn.ModuleList,
+    *,
+    mode: Literal["none", "full", "selective", "fraction"],
+    selective_option: str = "2",
+    fraction: float = 1.0,
 ) -> None:
     """Checkpoint the repeated blocks of a model, in place.
 
     Args:
         blocks: the model's repeated blocks.
-        mode: none, full (every block), or selective.
+        mode: none, full (every block), selective or fraction.
         selective_option: with mode selective, "n" checkpoints every n-th block and "op" checkpoints all
             blocks but keeps the outputs of matrix products and attention.
+        fraction: with mode fraction, the share of the blocks, 0 to 1, rounded to whole blocks and spread evenly.
     """
     if mode == "none":
         return
-    every_nth, options = 1, {}
+    chosen, options = list(blocks), {}
     if mode == "selective" and selective_option == "op":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _save_expensive_ops)
     elif mode == "selective":
-        every_nth = int(selective_option)
-    for block in list(blocks)[every_nth - 1 :: every_nth]:
+        chosen = chosen[int(selective_option) - 1 :: int(selective_option)]
+    elif mode == "fraction":
+        count, total = round(fraction * len(chosen)), len(chosen)
+        chosen = [block for i, block in enumerate(chosen) if (i + 1) * count // total > i * count // total]
+    for block in chosen:
         block.forward = _checkpointed(block.forward, **options)
 
 

@@ -34,8 +34,9 @@ def parallelize(
     *,
     blocks: nn.ModuleList,
     mesh: DeviceMesh,
-    activation_checkpoint: Literal["none", "full", "selective"] = "none",
+    activation_checkpoint: Literal["none", "full", "selective", "fraction"] = "none",
     selective_ac_option: str = "2",
+    checkpoint_fraction: float = 1.0,
     compile: CompileOptions | None = None,
     param_dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype = torch.float32,
@@ -48,13 +49,15 @@ def parallelize(
         blocks: the repeated blocks of the model.
         mesh: 1D (shard) or 2D (replicate, shard), see `ParallelDims.build_mesh`.
         activation_checkpoint: see `apply_activation_checkpoint`.
-        selective_ac_option: see `apply_activation_checkpoint`.
+        selective_ac_option, checkpoint_fraction: see `apply_activation_checkpoint`.
         compile: options of torch.compile for each block, or None for eager.
         param_dtype: dtype of the parameters in forward and backward.
         reduce_dtype: dtype in which gradients are reduced over ranks.
         cpu_offload: keep the sharded parameters, gradients and optimizer state in host memory.
     """
-    apply_activation_checkpoint(blocks, mode=activation_checkpoint, selective_option=selective_ac_option)
+    apply_activation_checkpoint(
+        blocks, mode=activation_checkpoint, selective_option=selective_ac_option, fraction=checkpoint_fraction
+    )
     if compile is not None:
         compile_blocks(blocks, options=compile)
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -76,6 +79,10 @@ def check_backend(backend: str) -> None:
 
 def compile_blocks(blocks: nn.ModuleList, *, options: CompileOptions) -> None:
     """Compile the forward of every block; blocks of one shape share one compiled graph."""
+    import torch._dynamo
+
+    # A UNet's blocks have more shapes than the 8 that dynamo gives one function before it calls that a failure.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(blocks))
     for block in blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, backend=options.backend, mode=options.mode)
 

@@ -10,6 +10,7 @@ Notable:
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 from torchditan.config import Sampling
-from torchditan.diffusion.samplers import guided_velocity, solve, timestep_grid
-from torchditan.models.spec import Condition, Conditioning
+from torchditan.diffusion.ddpm import solve_noise
+from torchditan.diffusion.samplers import guided_prediction, solve, timestep_grid
+from torchditan.evaluation.rows import SampleRows
+from torchditan.models.spec import Conditioning
 from torchditan.randomness import normal
 from torchditan.stream import CorruptImageError, ImageDataset
 
@@ -30,11 +33,11 @@ _SEARCH_LIMIT = 20_000
 def generate(
     model: nn.Module,
     *,
-    labels: list[int],
-    samples_per_label: int,
+    rows: SampleRows,
+    samples_per_row: int,
     sample_shape: tuple[int, ...],
     conditioning: Conditioning,
-    conditional: bool,
+    prediction: Literal["velocity", "noise"] = "velocity",
     sampling: Sampling,
     timestep_shift: float,
     seed: int,
@@ -44,12 +47,12 @@ def generate(
     """Sample the model by the `[sampling]` options; all ranks call it and all get the result.
 
     Args:
-        model: predicts the velocity.
-        labels: class labels, one row of samples each.
-        samples_per_label: samples of each label.
-        sample_shape: (C, H, W).
-        conditioning: gives the null condition.
-        conditional: False samples without labels; `labels` then only names the noise.
+        model: what is sampled.
+        rows: the condition of each row of samples.
+        samples_per_row: samples of each.
+        sample_shape: (C, H, W) or (C, F, H, W).
+        conditioning: gives the condition and the null condition.
+        prediction: what the model predicts; the noise of a DDPM has a solver of its own.
         sampling: solver, steps and guidance.
         timestep_shift: as in training.
         seed: seed of the starting noise.
@@ -57,38 +60,39 @@ def generate(
         device: where the model is.
 
     Returns:
-        (len(labels), samples_per_label, C, H, W) float32 on the CPU.
+        (len(rows.names), samples_per_row, *sample_shape) float32 on the CPU.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    wanted = [(label, number) for label in labels for number in range(samples_per_label)]
+    wanted = [(row, number) for row in range(len(rows.numbers)) for number in range(samples_per_row)]
     per_rank = -(-len(wanted) // world_size)
     padded = wanted + [wanted[-1]] * (per_rank * world_size - len(wanted))
     mine = padded[rank * per_rank : (rank + 1) * per_rank]
 
     samples = []
     timesteps = timestep_grid(sampling.num_steps, shift=timestep_shift)
+    conditioning = conditioning.with_guidance(sampling.embedded_guidance)
     low, high = sampling.guidance_interval
     for start in range(0, per_rank, batch_size):
         chunk = mine[start : start + batch_size]
-        noise_index = [label * _SAMPLES_PER_CLASS + number for label, number in chunk]
+        noise_index = [rows.numbers[row] * _SAMPLES_PER_CLASS + number for row, number in chunk]
         noise = normal(seed, "sample", noise_index, sample_shape).to(device)  # (b, C, H, W)
-        cond: Condition = {}
-        if conditional:
-            cond = {"class_label": torch.tensor([label for label, _ in chunk], device=device)}
-        velocity = guided_velocity(
+        predict = guided_prediction(
             model,
             conditioning=conditioning,
-            cond=cond,
+            cond=rows.condition([row for row, _ in chunk], conditioning=conditioning, device=device),
             guidance_scale=sampling.guidance_scale,
             guidance_interval=(low, high),
             guidance_channels=sampling.guidance_channels,
         )
         # Training compiled the blocks for its own batch; other shapes run eagerly instead of recompiling.
         with torch.compiler.set_stance("force_eager"):
-            samples.append(solve(velocity, noise, timesteps=timesteps, method=sampling.sampler))
+            if prediction == "noise":
+                samples.append(solve_noise(predict, noise, num_steps=sampling.num_steps))
+            else:
+                samples.append(solve(predict, noise, timesteps=timesteps, method=sampling.sampler))
     local = torch.cat(samples)  # (per_rank, C, H, W)
     everything = _gather(local, world_size)[: len(wanted)].cpu()
-    return everything.unflatten(0, (len(labels), samples_per_label))
+    return everything.unflatten(0, (len(rows.names), samples_per_row))
 
 
 def _gather(local: torch.Tensor, world_size: int) -> torch.Tensor:

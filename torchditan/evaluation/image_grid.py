@@ -14,6 +14,7 @@ import io
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
@@ -58,6 +59,42 @@ def save_grid(
     write_file(path, encoded.getvalue())
 
 
+def add_to_steps(folder: Path, samples: Tensor, labels: list[str], *, step: int, title: str) -> None:
+    """Add a column to `over_steps.png` in a folder: what each row looked like at this step of the training.
+
+    The columns of before are read from `over_steps/`, so a run that goes on keeps them.
+
+    Args:
+        folder: of the run's grids.
+        samples: (rows, C, H, W), the first sample of each row.
+        labels: of the rows.
+        step: the column; one that is there is replaced.
+        title: of the picture.
+    """
+    column = _to_uint8(samples[:, None], samples[:, None])[:, 0]  # (rows, H, W, 3)
+    encoded = io.BytesIO()
+    Image.fromarray(column.flatten(0, 1).numpy()).save(encoded, format="PNG")
+    write_file(folder / "over_steps" / f"step_{step:08d}.png", encoded.getvalue())
+    blocks = []
+    for path in sorted((folder / "over_steps").glob("step_*.png")):
+        with Image.open(path) as strip:
+            pixels = torch.from_numpy(np.array(strip.convert("RGB")))
+        if pixels.shape == (column.shape[0] * column.shape[1], *column.shape[2:]):  # not of other prompts
+            blocks.append((f"step {int(path.stem.split('_')[1])}", pixels.view(column.shape)[:, None]))
+    picture = _draw(blocks, labels, title, _enlargement(column.shape[1:3]), gap=_CELL_GAP)
+    encoded = io.BytesIO()
+    picture.save(encoded, format="PNG")
+    write_file(folder / "over_steps.png", encoded.getvalue())
+
+
+def stills(samples: Tensor, *, most: int = 4) -> Tensor:
+    """Evenly spaced frames of videos (rows, k, C, F, H, W) side by side, (rows, k f, C, H, W); images stay."""
+    if samples.dim() == 5:
+        return samples
+    frames = torch.linspace(0, samples.shape[3] - 1, min(most, samples.shape[3])).long()
+    return samples[:, :, :, frames].permute(0, 1, 3, 2, 4, 5).flatten(1, 2)
+
+
 def _enlargement(size: torch.Size) -> int:
     side = max(size)
     return 1 if side >= 48 else max(math.ceil(48 / side), round(64 / side))
@@ -78,7 +115,9 @@ def _to_uint8(images: Tensor, reference: Tensor) -> Tensor:
     return ((images + 1) * 127.5).round().to(torch.uint8).permute(0, 1, 3, 4, 2)
 
 
-def _draw(blocks: list[tuple[str, Tensor]], labels: list[str], title: str, scale: int) -> Image.Image:
+def _draw(
+    blocks: list[tuple[str, Tensor]], labels: list[str], title: str, scale: int, *, gap: int = _BLOCK_GAP
+) -> Image.Image:
     small, large = ImageFont.load_default(size=14), ImageFont.load_default(size=18)
     height, width = (side * scale for side in blocks[0][1].shape[2:4])
     label_width = max(_width(label, small) for label in labels)
@@ -86,7 +125,7 @@ def _draw(blocks: list[tuple[str, Tensor]], labels: list[str], title: str, scale
     block_widths = [max(images.shape[1] * pitch, _width(heading, small)) for heading, images in blocks]
     starts = [_MARGIN + label_width + _MARGIN]
     for block_width in block_widths[:-1]:
-        starts.append(starts[-1] + block_width + _BLOCK_GAP)
+        starts.append(starts[-1] + block_width + gap)
     heading_top = _MARGIN + _height(large) + _MARGIN // 2
     top = heading_top + _height(small) + _MARGIN // 2
     row_height = max(height, _height(small)) + _CELL_GAP
@@ -106,8 +145,8 @@ def _draw(blocks: list[tuple[str, Tensor]], labels: list[str], title: str, scale
                 cell = Image.fromarray(images[row, column].numpy())
                 cell = cell.resize((width, height), Image.Resampling.NEAREST)
                 canvas.paste(cell, (start + column * pitch, top + row * row_height))
-    for start in starts[1:]:
-        x = start - _BLOCK_GAP // 2
+    for start in starts[1:] if gap == _BLOCK_GAP else []:
+        x = start - gap // 2
         draw.line((x, heading_top, x, bottom), fill=_PALE, width=1)
     return canvas
 

@@ -9,6 +9,7 @@ Notable:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -65,6 +66,23 @@ def ssim(images: Tensor, references: Tensor) -> Tensor:
     luminance = (2 * mean_x * mean_y + c1) / (mean_x**2 + mean_y**2 + c1)
     contrast_and_structure = (2 * covariance + c2) / (variance_x + variance_y + c2)
     return (luminance * contrast_and_structure).mean((1, 2, 3))
+
+
+def similarity(generated: Tensor, references: Tensor) -> dict[str, float]:
+    """Mean `psnr` (dB) and `ssim` of sample i against reference i of its row; what cannot be measured is left out.
+
+    Args:
+        generated, references: (rows, k, C, H, W) in [-1, 1]; only the first k that both have are compared.
+    """
+    count = min(generated.shape[1], references.shape[1])
+    images, real = (part[:, :count].flatten(0, 1).float() for part in (generated, references))
+    if images.shape != real.shape or images.dim() != 4 or images.shape[1] not in (1, 3):
+        return {}
+    found = {"psnr": psnr(images, real)}
+    if min(images.shape[2:]) >= SSIM_WINDOW:
+        found["ssim"] = ssim(images, real)
+    means = {name: values.mean().item() for name, values in found.items()}
+    return {name: mean for name, mean in means.items() if math.isfinite(mean)}
 
 
 def _windowed(values: Tensor) -> Tensor:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +14,7 @@ from torch import nn
 from torchditan.autoencoders.latent_space import SampleSpace
 from torchditan.diffusion.flow_matching import Objective
 from torchditan.randomness import Randomness, normal
-from torchditan.stream import ImageDataset, read_image
+from torchditan.stream import GroupedDataset, ImageDataset, read_image
 
 _GOLDEN_RATIO = 0.6180339887498949
 
@@ -47,20 +49,20 @@ def validation_loss(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     count = min(num_images, len(dataset))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for start in range(0, count, batch_size * world_size):
-        numbers = range(start + rank * batch_size, start + (rank + 1) * batch_size)
-        real = torch.tensor([number < count for number in numbers])
-        rows = [min(number, count - 1) for number in numbers]
+    for rows, real in _batches(dataset, count, batch_size=batch_size, rank=rank, world_size=world_size):
         chosen = [row * len(dataset) // count for row in rows]
         items = [
             read_image(dataset, index, num_classes=len(dataset.class_names), corrupt_images=corrupt_images)
             for index in chosen
         ]
-        batch = {"sample": torch.stack([item["sample"] for item in items]).to(device)}
-        if "class_label" in items[0]:
-            batch["class_label"] = torch.tensor([item["class_label"] for item in items], device=device)
+        batch = {
+            name: torch.stack([torch.as_tensor(item[name]) for item in items]).to(device)
+            for name, value in items[0].items()
+            if isinstance(value, torch.Tensor) or name == "class_label"
+        }
+        batch["index"] = torch.tensor(rows, device=device)
         randomness = Randomness(
-            noise=normal(0, "validation", rows, space.sample_shape),
+            noise=normal(0, "validation", rows, space.shape_in(batch)),
             timestep=(torch.tensor(rows, dtype=torch.float32) * _GOLDEN_RATIO + 0.5) % 1,
             label_dropout=torch.ones(len(rows)),
         ).to(device)
@@ -69,3 +71,17 @@ def validation_loss(
         total += losses[real.to(device)].double().sum()
     dist.all_reduce(total)
     return total.item() / count
+
+
+def _batches(
+    dataset: ImageDataset, count: int, *, batch_size: int, rank: int, world_size: int
+) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """(numbers of a batch's images, all of one shape; which of them are no padding), as many on each rank."""
+    groups = [np.arange(count)]
+    if isinstance(dataset, GroupedDataset):
+        chosen = np.arange(count) * len(dataset) // count
+        groups = [np.flatnonzero(np.isin(chosen, group)) for group in dataset.groups()]
+    for group in groups:
+        for start in range(0, len(group), batch_size * world_size):
+            places = np.arange(start + rank * batch_size, start + (rank + 1) * batch_size)
+            yield group[places.clip(max=len(group) - 1)].tolist(), torch.from_numpy(places < len(group))

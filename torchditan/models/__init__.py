@@ -1,7 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Registry of models: from the options of [model] and the shape of a sample to a `ModelSpec`.
 
-To add an architecture, write a function like `build_dit_spec` and name it in `MODELS`.
+To add an architecture of your own, write a function like `build_dit_spec` and name it in `MODELS`; one that diffusers
+has is a file in published/.
 """
 
 from __future__ import annotations
@@ -10,10 +11,20 @@ import dataclasses
 import operator
 from collections.abc import Callable
 
+from torch import nn
+
 import torchditan.config
 from torchditan.config import did_you_mean, option_error
 from torchditan.models.dit import FLAVORS, PRESETS, DiT, DiTConfig
-from torchditan.models.spec import ClassLabels, Condition, Conditioning, ModelSpec, Unconditional
+from torchditan.models.spec import (
+    ClassLabels,
+    Condition,
+    Conditioning,
+    ModelSpec,
+    TensorSpec,
+    TextEmbeddings,
+    Unconditional,
+)
 
 __all__ = [
     "MODELS",
@@ -21,8 +32,10 @@ __all__ = [
     "Condition",
     "Conditioning",
     "ModelSpec",
+    "TextEmbeddings",
     "Unconditional",
     "build_model_spec",
+    "model_spec_of",
 ]
 
 
@@ -39,6 +52,9 @@ def build_dit_spec(config: torchditan.config.Model, *, sample_shape: tuple[int, 
         right = "has no effect with sincos positions; leave it out, or set --model.position rope"
         raise option_error("model.rope_theta", config.rope_theta, right)
 
+    _check_text(config, conditioning=str(options["conditioning"]))
+    if config.text is not None:
+        num_classes = 0  # a stand-in for captioned images may have labels too
     channels, height, width = sample_shape
     dit_config = DiTConfig(
         **dataclasses.asdict(FLAVORS[config.flavor]),
@@ -47,6 +63,10 @@ def build_dit_spec(config: torchditan.config.Model, *, sample_shape: tuple[int, 
         image_size=(height, width),
         num_classes=num_classes,
         rope_theta=config.rope_theta,
+        text=config.text,
+        text_tokens=config.text_tokens or 0,
+        text_width=config.text_width or 0,
+        pooled_width=config.pooled_width or 0,
         **options,  # type: ignore[arg-type]
     )
     return ModelSpec(
@@ -56,33 +76,100 @@ def build_dit_spec(config: torchditan.config.Model, *, sample_shape: tuple[int, 
         config=dit_config,
         build=lambda: DiT(dit_config),
         blocks=operator.attrgetter("blocks"),
-        conditioning=ClassLabels(num_classes) if num_classes else Unconditional(),
+        conditioning=_conditioning(dit_config),
         sample_shape=sample_shape,
         learn_sigma=dit_config.learn_sigma,
         num_tokens=dit_config.num_patches,
-        num_condition_tokens=dit_config.num_context_tokens,
+        num_condition_tokens=(
+            dit_config.text_tokens if dit_config.text == "cross_attention" else dit_config.num_context_tokens
+        ),
+        condition_layers=_text_layers,
     )
+
+
+def _check_text(config: torchditan.config.Model, *, conditioning: str) -> None:
+    """A model of text has embeddings of known sizes; cross-attention leaves the timestep to adaLN."""
+    if config.text == "cross_attention" and conditioning != "adaln":
+        right = "leaves the timestep to adaLN; must be in_context with --model.conditioning in_context"
+        raise option_error("model.text", config.text, right)
+    for option in ("text_tokens", "text_width"):
+        if config.text is not None and getattr(config, option) is None:
+            right = "must be given where no captions say it, for the dataset dummy: that of the embeddings"
+            raise option_error(f"model.{option}", None, right)
+
+
+def _conditioning(config: DiTConfig) -> Conditioning:
+    if config.text is None:
+        return ClassLabels(config.num_classes) if config.num_classes else Unconditional()
+    tensors = {"prompt_embeds": TensorSpec((config.text_tokens, config.text_width))}
+    if config.pooled_width:
+        tensors["pooled_prompt_embeds"] = TensorSpec((config.pooled_width,))
+    return TextEmbeddings(tensors)
+
+
+def _text_layers(model: nn.Module) -> list[nn.Module]:
+    ends = ("text_embedder.proj", "cross_attn.kv")
+    return [module for name, module in model.named_modules() if name.endswith(ends)]
 
 
 MODELS: dict[str, Callable[..., ModelSpec]] = {"dit": build_dit_spec}
 
 
-def build_model_spec(config: torchditan.config.Model, *, sample_shape: tuple[int, ...], num_classes: int) -> ModelSpec:
+def build_model_spec(
+    config: torchditan.config.Model,
+    *,
+    sample_shape: tuple[int, ...],
+    num_classes: int,
+    lora: torchditan.config.LoRA | None = None,
+    quantize: torchditan.config.Quantize | None = None,
+    text_length: int | None = None,
+    embedded_guidance: float = 1.0,
+) -> ModelSpec:
     """Resolve [model] for samples of one shape; builds no model.
 
     Args:
-        config: the [model] section; what it leaves open the preset decides.
-        sample_shape: (C, H, W) of the dataset's samples.
-        num_classes: number of labels, 0 for an unconditional model.
+        config: the [model] section; what it leaves open the preset or the published flavor decides.
+        sample_shape: (C, H, W) of the dataset's samples, (C, F, H, W) of videos.
+        num_classes: number of labels, 0 for an unconditional model; published models have none.
+        lora, quantize: sections of those names, for published models.
+        text_length: tokens of a caption; None: the published flavor's.
+        embedded_guidance: guidance scale for models that embed one.
 
     Raises:
         ConfigError: unknown flavor, sizes that do not fit together, an option without effect.
     """
-    channels, height, width = sample_shape
-    if config.input_channels not in (None, channels):
-        right = f"samples have {channels} channel(s); leave it out"
+    if config.input_channels not in (None, sample_shape[0]):
+        right = f"samples have {sample_shape[0]} channel(s); leave it out"
         raise option_error("model.input_channels", config.input_channels, right)
+    if config.name not in MODELS:
+        # Imported here: it brings LoRA and int8 along, which need this package.
+        from torchditan.models.published import build_published_spec
+
+        return build_published_spec(
+            config,
+            sample_shape=sample_shape,
+            lora=lora or torchditan.config.LoRA(),
+            quantize=quantize or torchditan.config.Quantize(),
+            text_length=text_length,
+            embedded_guidance=embedded_guidance,
+        )
+    if len(sample_shape) != 3:
+        raise option_error("model.name", config.name, "takes images (C, H, W), and these samples are videos")
+    _, height, width = sample_shape
     if height % config.patch_size or width % config.patch_size:
         right = f"must divide the samples' height and width, {height} x {width}"
         raise option_error("model.patch_size", config.patch_size, right)
     return MODELS[config.name](config, sample_shape=sample_shape, num_classes=num_classes)
+
+
+def model_spec_of(config: torchditan.config.Config, *, sample_shape: tuple[int, ...], num_classes: int) -> ModelSpec:
+    """`build_model_spec` with all that a job's configuration says of its model."""
+    return build_model_spec(
+        config.model,
+        sample_shape=sample_shape,
+        num_classes=num_classes,
+        lora=config.lora,
+        quantize=config.quantize,
+        text_length=config.text_encoder.max_length,
+        embedded_guidance=config.diffusion.embedded_guidance,
+    )

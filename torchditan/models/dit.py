@@ -5,13 +5,15 @@ Notable:
 - full attention over patches of any H and W the patch size divides, square or not;
 - positions: axial 2D rotary embedding, or the paper's fixed sin-cos table;
 - conditioning: adaLN-zero with a modulated final layer, or timestep and label as extra tokens;
+- text, from embeddings made beforehand: as tokens before the patches, or by cross-attention in every block; a pooled
+  vector joins the timestep; padding is masked;
 - RMSNorm, LayerNorm or LayerNorm without parameters; SwiGLU or GELU; queries and keys normalised or not;
 - the `official` preset has the paper's parameters, one for one, under the names of its released checkpoints;
 - `init_weights` is a pure function of (seed, parameter name): the same model on every device and mesh;
 - nothing here knows of devices, precision or ranks. Only the two places where float32 inputs enter (patches,
-  timestep) follow the dtype of the weights they meet.
+  timestep) follow the dtype of the weights they meet, and embeddings of text do.
 
-Shapes: B samples, N tokens, D width, H heads of size K, C channels, P patch size.
+Shapes: B samples, N tokens, L tokens of text, D width, H heads of size K, C channels, P patch size.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from torchditan.models.initialization import draw_normal, draw_xavier_uniform, f
 NORM_EPS = 1e-6
 TIMESTEP_FREQUENCIES = 256
 TIMESTEP_SCALE = 1000.0  # the paper counts t in [0, 1000), this project in [0, 1]
+ZERO_WEIGHTS = ("final_layer.linear.weight", "cross_attn.proj.weight")
+TEXT_MASKS = ("prompt_attention_mask", "prompt_embeds_mask")
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,13 @@ class DiTConfig:
     rope_theta: float = 10000.0
     learn_sigma: bool = False
     """Predict twice the channels: mean and variance."""
+    text: str | None = None
+    """in_context (tokens before the patches) or cross_attention; None: the model reads no text."""
+    text_tokens: int = 0
+    text_width: int = 0
+    """Number and width of a caption's embeddings."""
+    pooled_width: int = 0
+    """Of the vector that stands for the whole caption; 0: there is none."""
 
     @property
     def output_channels(self) -> int:
@@ -89,9 +100,11 @@ class DiTConfig:
 
     @property
     def num_context_tokens(self) -> int:
+        """Tokens that stand before the patches."""
+        text = self.text_tokens if self.text == "in_context" else 0
         if self.conditioning == "adaln":
-            return 0
-        return 2 if self.num_classes else 1
+            return text
+        return text + (2 if self.num_classes else 1)
 
 
 PRESETS: dict[str, dict[str, str | bool]] = {
@@ -181,6 +194,15 @@ def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch
     return x * (1 + scale) + shift
 
 
+def text_mask(cond: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Which tokens of the text are no padding, (B, L) bool, under the name its encoder gives it; None: all of them.
+
+    The first one always is: attention to none at all (some encoders' empty caption) would be 0 / 0.
+    """
+    mask = next((cond[name].bool() for name in TEXT_MASKS if name in cond), None)
+    return None if mask is None else torch.cat([torch.ones_like(mask[:, :1]), mask[:, 1:]], dim=1)
+
+
 def build_norm(norm_type: str, dim: int) -> nn.Module:
     if norm_type == "rmsnorm":
         return nn.RMSNorm(dim, eps=NORM_EPS)
@@ -221,6 +243,18 @@ class LabelEmbedder(nn.Module):
         return self.embedding_table(class_label)  # (B, D)
 
 
+class TextEmbedder(nn.Module):
+    """Embeddings of text -> width. They are normalised first: encoders differ in scale by orders of magnitude."""
+
+    def __init__(self, config: DiTConfig, input_width: int):
+        super().__init__()
+        self.norm = build_norm(config.norm_type, input_width)
+        self.proj = nn.Linear(input_width, config.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(self.norm(x.type_as(self.proj.weight)))  # (B, D), or (B, L, D)
+
+
 class Attention(nn.Module):
     def __init__(self, config: DiTConfig):
         super().__init__()
@@ -230,13 +264,33 @@ class Attention(nn.Module):
         self.k_norm = build_norm(config.norm_type, self.head_dim) if config.qk_norm else nn.Identity()
         self.proj = nn.Linear(config.width, config.width)
 
-    def forward(self, x: torch.Tensor, rope: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).unbind(2)  # 3 of (B, N, H, K)
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, N, K)
-        x = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)  # (B, N, H, K)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)  # (B, N, H, K)
+        return self.proj(x.flatten(2))
+
+
+class CrossAttention(nn.Module):
+    """Patches look at the tokens of the text; neither is turned, since a word has no place in the image."""
+
+    def __init__(self, config: DiTConfig):
+        super().__init__()
+        self.head_dim = config.width // config.num_heads
+        self.q = nn.Linear(config.width, config.width)
+        self.kv = nn.Linear(config.width, 2 * config.width)
+        self.q_norm = build_norm(config.norm_type, self.head_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = build_norm(config.norm_type, self.head_dim) if config.qk_norm else nn.Identity()
+        self.proj = nn.Linear(config.width, config.width)
+
+    def forward(self, x: torch.Tensor, text: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        q = self.q_norm(self.q(x).unflatten(-1, (-1, self.head_dim)))  # (B, N, H, K)
+        k, v = self.kv(text).unflatten(-1, (2, -1, self.head_dim)).unbind(2)  # 2 of (B, L, H, K)
+        q, k, v = q.transpose(1, 2), self.k_norm(k).transpose(1, 2), v.transpose(1, 2)  # (B, H, N or L, K)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)  # (B, N, H, K)
         return self.proj(x.flatten(2))
 
 
@@ -273,25 +327,50 @@ def adaln_modulation(width: int, num_chunks: int) -> nn.Sequential:
 
 
 class Block(nn.Module):
-    """Attention and MLP, each a residual: modulated and gated by the condition (adaLN-zero), or plain."""
+    """Attention and MLP, each a residual: modulated and gated by the condition (adaLN-zero), or plain.
+
+    Between the two, cross-attention to the text, where there is any, is a plain residual, as in PixArt-alpha
+    (Chen et al. 2023, arXiv 2310.00426).
+    """
 
     def __init__(self, config: DiTConfig):
         super().__init__()
         self.norm1 = build_norm(config.norm_type, config.width)
         self.attn = Attention(config)
+        if config.text == "cross_attention":
+            self.norm_cross = build_norm(config.norm_type, config.width)
+            self.cross_attn = CrossAttention(config)
         self.norm2 = build_norm(config.norm_type, config.width)
         self.mlp = SwiGLU(config.width) if config.mlp == "swiglu" else GELUMLP(config.width)
         if config.conditioning == "adaln":
             self.adaLN_modulation = adaln_modulation(config.width, 6)
 
-    def forward(self, x: torch.Tensor, c: torch.Tensor | None, rope: torch.Tensor | None) -> torch.Tensor:
-        """x: (B, N, D); c: (B, D), or None where the condition is in the tokens."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        c: torch.Tensor | None,
+        rope: torch.Tensor | None,
+        text: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One block.
+
+        Args:
+            x: (B, N, D).
+            c: (B, D), or None where the condition is in the tokens.
+            rope: see `rotate`.
+            text: (B, L, D) to cross-attend, or None.
+            mask: bool (B, 1, 1, N), or (B, 1, 1, L) with `text`: the tokens that are no padding. None: all of them.
+        """
+        own_mask = mask if text is None else None
         if c is None:
-            x = x + self.attn(self.norm1(x), rope)
+            x = x + self.attn(self.norm1(x), rope, own_mask)
             return x + self.mlp(self.norm2(x))
         chunks = self.adaLN_modulation(c).unsqueeze(1).chunk(6, dim=-1)  # 6 of (B, 1, D)
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = chunks
-        x = x + gate_attn * self.attn(modulate(self.norm1(x), shift_attn, scale_attn), rope)
+        x = x + gate_attn * self.attn(modulate(self.norm1(x), shift_attn, scale_attn), rope, own_mask)
+        if text is not None:
+            x = x + self.cross_attn(self.norm_cross(x), text, mask)
         return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
 
 
@@ -315,12 +394,17 @@ class DiT(nn.Module):
     def __init__(self, config: DiTConfig):
         super().__init__()
         assert config.width % config.num_heads == 0
+        assert config.text != "cross_attention" or config.conditioning == "adaln"
         assert config.position == "sincos" or config.width // config.num_heads % 4 == 0, "row and column pairs"
         self.config = config
         self.x_embedder = PatchEmbed(config)
         self.t_embedder = TimestepEmbedder(config.width)
         if config.num_classes:
             self.y_embedder = LabelEmbedder(config.num_classes, config.width)
+        if config.text is not None:
+            self.text_embedder = TextEmbedder(config, config.text_width)
+        if config.pooled_width:
+            self.pooled_embedder = TextEmbedder(config, config.pooled_width)
         if config.position == "sincos":
             # A frozen parameter, as in the released checkpoints; unlike a buffer FSDP shards and casts it.
             table = torch.empty(1, config.num_patches, config.width)
@@ -334,7 +418,9 @@ class DiT(nn.Module):
         Args:
             x_t: (B, C, H, W), H and W multiples of the patch size.
             t: (B,) float32 in [0, 1]; 0 is noise, 1 is data.
-            cond: {"class_label": (B,) int64}, the null class being `num_classes`; {} without classes.
+            cond: {"class_label": (B,) int64}, the null class being `num_classes`; {} without classes. Of text,
+                `prompt_embeds` (B, L, text_width), `pooled_prompt_embeds` (B, pooled_width) where the model has that
+                width, and one of `TEXT_MASKS` (B, L), if it is there: false where padding is.
 
         Returns:
             (B, C, H, W), or (B, 2 C, H, W) with learned sigma.
@@ -343,16 +429,29 @@ class DiT(nn.Module):
         x = self.x_embedder(x_t)  # (B, N, D)
         if config.position == "sincos":
             x = x + self.pos_embed
-        c = self.t_embedder(t)
+        c: torch.Tensor | None = self.t_embedder(t)  # (B, D)
+        if config.pooled_width:
+            c = c + self.pooled_embedder(cond["pooled_prompt_embeds"])
+        text = self.text_embedder(cond["prompt_embeds"]) if config.text is not None else None  # (B, L, D)
+        mask = text_mask(cond) if config.text is not None else None  # (B, L)
+        context = []
         if config.conditioning == "in_context":
-            context = [c, self.y_embedder(cond["class_label"])] if config.num_classes else [c]
-            x, c = torch.cat([torch.stack(context, dim=1), x], dim=1), None  # (B, context + N, D)
+            labels = [self.y_embedder(cond["class_label"])] if config.num_classes else []
+            context, c = [torch.stack([c, *labels], dim=1)], None  # (B, 1 or 2, D)
         elif config.num_classes:
             c = c + self.y_embedder(cond["class_label"])  # (B, D)
+        if config.text == "in_context":
+            if mask is not None:  # all but padding is seen
+                mask = F.pad(mask, (sum(tokens.shape[1] for tokens in context), x.shape[1]), value=True)
+            context, text = [*context, text], None
+        if context:
+            x = torch.cat([*context, x], dim=1)  # (B, context + N, D)
+        if mask is not None:
+            mask = mask[:, None, None]  # the same for every head and query
         # Made anew in each forward: a few small kernels, and no buffer to fill, cast or move.
         rope = rope_table(config, height, width, x_t.device) if config.position == "rope" else None
         for block in self.blocks:
-            x = block(x, c, rope)
+            x = block(x, c, rope, text, mask)
         if config.num_context_tokens:
             x = x[:, config.num_context_tokens :]
         return unpatchify(self.final_layer(x, c), config.patch_size, height, width)
@@ -364,18 +463,20 @@ class DiT(nn.Module):
         As the paper: Xavier uniform on linear layers (the patch convolution as one, qkv and w12 as they are
         fused), N(0, 0.02) on label table and timestep MLP, zero biases, and zero adaLN and final layer, so
         that a block starts as the identity and the prediction as 0. In-context blocks have no gate: there the
-        two projections into the residual stream start at N(0, 0.02 / sqrt(2 depth)) (GPT-2).
+        two projections into the residual stream start at N(0, 0.02 / sqrt(2 depth)) (GPT-2). Of text: the projection of
+        tokens is a linear layer like others, that of the pooled vector starts as the label table does, and
+        cross-attention's last layer at 0, so that the block is still the identity.
         """
         for name, parameter in named_parameters_to_fill(self):
             shape = parameter.shape
             if name == "pos_embed":
                 rows, columns = (size // self.config.patch_size for size in self.config.image_size)
                 fill(parameter, sincos_position_table(self.config.width, rows, columns).unsqueeze(0))
-            elif name.endswith("bias") or "adaLN_modulation" in name or name == "final_layer.linear.weight":
+            elif name.endswith("bias") or "adaLN_modulation" in name or name.endswith(ZERO_WEIGHTS):
                 parameter.zero_()
             elif len(shape) == 1:  # the weight of a norm
                 parameter.fill_(1.0)
-            elif name.startswith(("y_embedder.", "t_embedder.")):
+            elif name.startswith(("y_embedder.", "t_embedder.", "pooled_embedder.")):
                 fill(parameter, draw_normal(seed, name, shape, std=0.02))
             elif self.config.conditioning == "in_context" and name.endswith(
                 ("attn.proj.weight", "mlp.fc2.weight", "mlp.w3.weight")

@@ -1,0 +1,88 @@
+#!/usr/bin/env python
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Fetch ahead what a job needs from the Hugging Face hub: weights, text encoders, autoencoder, LoRAs, data.
+
+python scripts/download_assets.py flux_schnell_lora
+python scripts/download_assets.py sd3_medium_lora_int8 --dataset.hub_name some/captioned-images
+
+A machine without network can use them afterwards: copy the hub's cache (HF_HOME), or what is in it, and set
+HF_HUB_OFFLINE=1. Gated models: accept their terms on the hub's page, then `hf auth login`, or set HF_TOKEN.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if TYPE_CHECKING:
+    from torchditan.config import Config
+
+
+def parse(argv: list[str]) -> Config:
+    """The job's configuration: a file or a name in train_configs/, and flags as train.py takes them."""
+    from torchditan.command_line import ScriptParser
+    from torchditan.config_loader import load_config
+
+    parser = ScriptParser(__doc__, options=("model", "text_encoder", "autoencoder", "lora", "dataset"))
+    parser.add_argument("config", help="configuration file, or its name in train_configs/")
+    arguments, flags = parser.parse(argv)
+    return load_config(["--job.config_file", arguments.config, *flags])
+
+
+def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
+    """(option, hub name, patterns of files) of all that is on the hub and not in a folder here."""
+    from torchditan.autoencoders.published import PUBLISHED
+    from torchditan.captions.encode import TEXT_PARTS
+    from torchditan.models.published import FAMILIES, family
+    from torchditan.models.published.weights import is_hub_name
+
+    found: list[tuple[str, str, list[str]]] = []
+
+    def add(option: str, name: str | None, patterns: list[str]) -> None:
+        if name is not None and is_hub_name(name):
+            found.append((option, name, patterns))
+
+    takes_captions = config.dataset.dataset_name == "captions"
+    text = [f"{part}*/*" for part in TEXT_PARTS] if takes_captions else []
+    whole = ["model_index.json", "scheduler/*", *text, *(["vae/*"] if config.autoencoder.path is None else [])]
+    if config.model.name in FAMILIES:
+        subfolder = family(config.model.name).subfolder
+        patterns = [f"{subfolder}/*.json", f"{subfolder}/*.safetensors"]
+        add("model.path", config.model.path, [*patterns, *([] if config.text_encoder.path else whole)])
+    add("text_encoder.path", config.text_encoder.path, whole)
+    autoencoder = config.autoencoder.path
+    entry = PUBLISHED.get(config.autoencoder.name or "")
+    if autoencoder is None and entry is not None:
+        autoencoder = entry.hub_name
+    add("autoencoder.path", autoencoder, ["*.json", "*.safetensors", "*.jit", "vae/*"])
+    add("lora.assistant_path", config.lora.assistant_path, ["*.safetensors"])
+    return found
+
+
+def main() -> None:
+    config = parse(sys.argv[1:])
+
+    from torchditan.models.published.weights import fetch
+
+    assets = wanted(config)
+    for option, name, patterns in assets:
+        print(f"{option}: {name} ...", flush=True)
+        folder = fetch(name, patterns=patterns, what="its files", option=option)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        print(f"  {folder} ({size / 1e9:.1f} GB)")
+    if config.dataset.hub_name is not None and not config.dataset.streaming:
+        from data import build_dataset
+
+        dataset = build_dataset(config.dataset, split="train")
+        print(f"dataset.hub_name: {config.dataset.hub_name}, {len(dataset)} samples")
+    elif not assets:
+        print("nothing of this job is on the hub: all of it is embedded, or in a folder here")
+
+
+if __name__ == "__main__":
+    from torchditan.verdict import run_job
+
+    sys.exit(run_job(main))

@@ -1,0 +1,222 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""From five captioned images to a LoRA in diffusers' own pipeline, with tiny random FLUX and SD3 pipelines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image, ImageDraw
+
+pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import tiny_pipelines
+
+from torchditan.randomness import normal
+from torchditan.trained_model import TrainedModel
+
+CPU = torch.device("cpu")
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 180, 60),
+    "blue": (50, 70, 220),
+    "gold": (230, 210, 40),
+    "black": (9, 9, 9),
+}
+
+
+def write_balls(folder: Path, *, size: int = 64) -> Path:
+    """Five pictures, each with its caption in a text file beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, (name, colour) in enumerate(COLOURS.items()):
+        picture = Image.new("RGB", (size, size), (240, 240, 240))
+        ImageDraw.Draw(picture).ellipse((8 + 2 * number, 8, 40 + 2 * number, 40), fill=colour)
+        picture.save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text(f"a {name} ball")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pipelines")
+    makers = {"flux": tiny_pipelines.flux, "sd3": tiny_pipelines.sd3}
+    return {name: tiny_pipelines.save(make(), folder / name) for name, make in makers.items()}
+
+
+def flags(name: str, pipeline: Path, images: Path, out: Path, **options: Any) -> list[str]:
+    values: dict[str, Any] = {
+        "job.dump_folder": out,
+        "metrics.experiment_name": "run",
+        "model.name": name,
+        "model.flavor": "debugmodel",
+        "model.path": pipeline,
+        "dataset.dataset_name": "captions",
+        "dataset.root_dir": images,
+        "dataset.image_size": 64,
+        "dataset.num_workers": 0,
+        "text_encoder.max_length": 8,
+        "text_encoder.dtype": "float32",
+        "training.mixed_precision_param": "float32",
+        "training.batch_size": 5,
+        "training.steps": 3,
+        "diffusion.label_dropout": 0,
+        "ema.enable": "false",
+        "checkpoint.enable_checkpoint": "true",
+        "metrics.log_freq": 1,
+        "metrics.enable_sampling": "false",
+        "sampling.guidance_scale": 1,
+        "sampling.num_steps": 4,
+        **options,
+    }
+    return [f"--{option}={value}" for option, value in values.items()]
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_five_images_to_a_lora_that_draws_the_same_in_the_stock_pipeline(name, pipelines, run_script, tmp_path) -> None:
+    images = write_balls(tmp_path / "balls")
+    steps = {"flux": 120, "sd3": 560}[name]
+    options = {
+        "lora.rank": 64,
+        "lora.alpha": 32,
+        "training.steps": steps,
+        "optimizer.lr": 6e-3,
+        "diffusion.timestep_shift": 1,
+    }
+    found = flags(name, pipelines[name], images, tmp_path / "out", **options)
+    outcome = run_script("train.py", *found, "--lora.target_modules=.*", "--lr_scheduler.schedule=cosine")
+    assert outcome.code == 0, outcome.err
+    curve = losses(tmp_path / "out/run")
+    end = sum(curve[-10:]) / 10
+    print(f"{name}: loss {curve[0]:.3f} -> {end:.3f} ({end / curve[0]:.1%})")
+    assert end < 0.2 * curve[0]
+
+    file = tmp_path / "lora/balls.safetensors"
+    outcome = run_script("scripts/export_lora.py", tmp_path / "out/run", file)
+    assert outcome.code == 0, outcome.err
+
+    import diffusers
+
+    trained = TrainedModel.load(tmp_path / "out/run", device=CPU)
+    rows = trained.encode_prompts(["a red ball"])
+    ours = trained.generate_rows(rows, samples_per_row=1, seed=0, batch_size=1)[0]
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(pipelines[name])
+    pipeline.set_progress_bar_config(disable=True)
+    base = draw(pipeline, "a red ball", trained)
+    pipeline.load_lora_weights(file.parent, weight_name=file.name)
+    theirs = draw(pipeline, "a red ball", trained)
+    assert (ours - base).abs().max() > 0.1, "the LoRA changes nothing"
+    assert torch.allclose(ours, theirs, atol=1e-4), (ours - theirs).abs().max()
+
+    x, t, cond = trained.spec.example_inputs(2)
+    x, cond = torch.randn(x.shape), {key: torch.randn(value.shape) for key, value in cond.items()}
+    with torch.no_grad():
+        expected = trained.model(x, t + 0.25, cond)
+        trained.model.transformer = pipeline.transformer
+        assert torch.equal(trained.model(x, t + 0.25, cond), expected)
+
+
+def draw(pipeline: Any, prompt: str, trained: TrainedModel) -> torch.Tensor:
+    """The latents (1, C, H, W) that diffusers' pipeline makes of our noise, on our timesteps."""
+    noise = normal(0, "sample", [0], trained.sample_shape)
+    common = {"num_inference_steps": 4, "height": 64, "width": 64, "max_sequence_length": 8, "output_type": "latent"}
+    # Ours were drawn without a shift of the timesteps.
+    pipeline.scheduler = type(pipeline.scheduler).from_config(
+        pipeline.scheduler.config, use_dynamic_shifting=False, shift=1.0
+    )
+    if trained.spec.name == "flux":
+        from torchditan.models.published.flux import pack, unpack
+
+        latents = pipeline(prompt, latents=pack(noise), guidance_scale=3.5, **common).images
+        return unpack(latents, *noise.shape[-2:])
+    grid = [1 - i / 4 for i in range(4)]
+    return pipeline(prompt, latents=noise, guidance_scale=0, sigmas=grid, **common).images
+
+
+def test_the_cache_is_filled_once_and_never_stale(pipelines, run_script, tmp_path) -> None:
+    images, out = write_balls(tmp_path / "balls"), tmp_path / "out"
+    found = flags("flux", pipelines["flux"], images, out)
+    outcome = run_script("train.py", *found, "--cache_only")
+    assert outcome.code == 0 and "encoding captions: 6/6" in outcome.out and "encoding images: 5/5" in outcome.out
+    assert not (out / "run").exists()
+    assert "encoding" not in run_script("train.py", *found, "--cache_only").out
+
+    (images / "red.txt").write_text("a crimson ball")
+    outcome = run_script("train.py", *found, "--cache_only")
+    assert "encoding captions: 1/1" in outcome.out and "encoding images" not in outcome.out
+    Image.new("RGB", (64, 64)).save(images / "red.png")
+    assert "encoding images: 1/1" in run_script("train.py", *found, "--cache_only").out
+    assert "encoding captions: 6/6" in run_script("train.py", *found, "--cache_only", "--text_encoder.max_length=6").out
+    larger = [flag.replace("image_size=64", "image_size=32") for flag in found]
+    assert "encoding images: 5/5" in run_script("train.py", *larger, "--cache_only").out
+
+
+def test_a_damaged_file_of_the_cache_is_named(pipelines, run_script, tmp_path) -> None:
+    found = flags("flux", pipelines["flux"], write_balls(tmp_path / "balls"), tmp_path / "out")
+    assert run_script("train.py", *found, "--cache_only").code == 0
+    file = next((tmp_path / "out/cache/latents").rglob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:100])
+    outcome = run_script("train.py", *found)
+    assert outcome.code == 2 and str(file) in outcome.err and "Traceback" not in outcome.err
+
+
+def test_other_captions_are_refused_on_resume(pipelines, run_script, tmp_path) -> None:
+    images = write_balls(tmp_path / "balls")
+    found = flags("flux", pipelines["flux"], images, tmp_path / "out", **{"lora.rank": 2})
+    assert run_script("train.py", *found).code == 0
+    (images / "red.txt").write_text("a crimson ball")
+    outcome = run_script("train.py", *found, "--training.steps=4")
+    assert outcome.code == 2 and "dataset.fingerprint" in outcome.err
+
+
+def test_samples_of_a_run_and_prompts_of_a_script(pipelines, run_script, tmp_path) -> None:
+    options = {"lora.rank": 2, "metrics.enable_sampling": "true", "metrics.sample_freq": 2, "sampling.at_start": "true"}
+    found = flags("flux", pipelines["flux"], write_balls(tmp_path / "balls"), tmp_path / "out", **options)
+    outcome = run_script("train.py", *found, "--sampling.images_per_class=1")
+    assert outcome.code == 0, outcome.err
+    run = tmp_path / "out/run"
+    names = [f"step_{step:08d}.png" for step in (0, 2, 3)]
+    assert all((run / "samples" / name).is_file() for name in [*names, "over_steps.png"])
+    record = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
+    assert record["step"] == 2 and record["seconds_per_image"] > 0 and "psnr" in record and "ssim" in record
+    outcome = run_script("scripts/generate.py", run, "--prompts", "a red ball", "a cat", "--without_lora")
+    assert outcome.code == 0 and "s/image" in outcome.out
+    assert run_script("scripts/generate.py", run, "--classes", "1").code == 2
+
+
+BAD = [
+    ({"model.path": "nowhere/at/all"}, "does not exist"),
+    ({"model.path": "{sd3}"}, "model.path"),
+    ({"model.path": "none"}, "text_encoder.path = none: must be given"),
+    ({"text_encoder.path": "{sd3}"}, "encoders do not match flux"),
+    ({"lora.rank": 4, "lora.target_modules": "to_qq"}, "their names end in"),
+    ({"lora.rank": 4, "lora.assistant_path": "nothing.safetensors"}, "lora.assistant_path"),
+    ({"lora.target_modules": "to_q"}, "has no effect with lora.rank 0"),
+    ({"quantize.base": "int8"}, "set lora.rank"),
+    ({"dataset.dataset_name": "digits", "dataset.root_dir": "none", "dataset.image_size": "none"}, "input_channels"),
+    ({"model.overrides": "num_layers"}, "must be NAME=VALUE"),
+    ({"model.overrides": "num_layers=4"}, "is another model"),
+    ({"model.flavor": "FLUX.1-pro"}, "did you mean"),
+    ({"autoencoder.sample_posterior": "true"}, "autoencoder.sample_posterior"),
+    ({"dataset.image_size": 40}, "dataset.image_size"),
+    ({"diffusion.objective": "ddpm"}, "flux was trained with flow_matching"),
+    ({"sampling.prompts": "", "training.mixed_precision_param": "float64"}, "mixed_precision_param"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=[message for _, message in BAD])
+def test_bad_input_is_one_line(options, message, pipelines, run_script, tmp_path) -> None:
+    values = {key: str(value).format(**pipelines) for key, value in options.items()}
+    found = flags("flux", pipelines["flux"], write_balls(tmp_path / "balls"), tmp_path / "out", **values)
+    outcome = run_script("train.py", *found)
+    assert outcome.code == 2, (outcome.out, outcome.err)
+    lines = [line for line in outcome.err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and message in lines[0] and "Traceback" not in outcome.err, outcome.err

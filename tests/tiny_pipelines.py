@@ -1,0 +1,119 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Whole pipelines of random weights, a megabyte each, saved as diffusers saves the published ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchditan.models.published import family
+
+_LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+
+
+def clip_tokenizer() -> Any:
+    """A CLIP tokenizer that knows letters alone."""
+    from transformers import CLIPTokenizer
+
+    words = ["<|startoftext|>", "<|endoftext|>", *_LETTERS, *(f"{letter}</w>" for letter in _LETTERS)]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77)
+
+
+def t5_tokenizer() -> Any:
+    """A T5 tokenizer of letters and the space."""
+    from transformers import T5Tokenizer
+
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -1.0), *((letter, -2.0) for letter in _LETTERS)]
+    return T5Tokenizer(vocab=vocabulary, extra_ids=0)
+
+
+def clip(width: int, *, projects: bool) -> Any:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=54,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=77,
+        projection_dim=width,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    return (CLIPTextModelWithProjection if projects else CLIPTextModel)(config).eval()
+
+
+def t5(width: int) -> Any:
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(vocab_size=30, d_model=width, d_kv=8, d_ff=2 * width, num_layers=2, num_heads=2, dropout_rate=0.0)
+    return T5EncoderModel(config).eval()
+
+
+def vae(channels: int = 16) -> Any:
+    """An AutoencoderKL that makes latents of one eighth."""
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=[8, 8, 8, 8],
+        norm_num_groups=2,
+        latent_channels=channels,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    ).eval()
+
+
+def transformer(name: str, flavor: str = "debugmodel", **overrides: Any) -> Any:
+    """The transformer of a flavor with the weights that diffusers draws."""
+    import diffusers
+
+    cls = family(name)
+    return getattr(diffusers, cls.model_class)(**{**cls.flavors[flavor].config, **overrides}).eval()
+
+
+def flux(seed: int = 0, **overrides: Any) -> Any:
+    """A FluxPipeline."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+
+    torch.manual_seed(seed)
+    return FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        text_encoder=clip(16, projects=False),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=t5(32),
+        tokenizer_2=t5_tokenizer(),
+        vae=vae(),
+        transformer=transformer("flux", **overrides),
+    )
+
+
+def sd3(seed: int = 0) -> Any:
+    """A StableDiffusion3Pipeline."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+
+    torch.manual_seed(seed)
+    return StableDiffusion3Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        text_encoder=clip(8, projects=True),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=clip(8, projects=True),
+        tokenizer_2=clip_tokenizer(),
+        text_encoder_3=t5(32),
+        tokenizer_3=t5_tokenizer(),
+        vae=vae(),
+        transformer=transformer("sd3"),
+    )
+
+
+def save(pipeline: Any, folder: Path) -> Path:
+    """Write a pipeline as the hub has it."""
+    pipeline.save_pretrained(folder)
+    return folder

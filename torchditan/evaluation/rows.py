@@ -1,0 +1,45 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What a grid of samples shows, row by row: classes, or prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from torchditan.models.spec import Condition, Conditioning
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """Rows of a grid, and the condition of each.
+
+    Args:
+        names: what stands beside each row.
+        numbers: of each row; it names the noise, so a class looks alike in every grid.
+        tensors: the condition of the rows, (n, ...) each, by the names that the model's spec has for it.
+        references: (n, C, H, W) pixels in [-1, 1] of the same captions, or None.
+    """
+
+    names: list[str]
+    numbers: list[int]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    references: torch.Tensor | None = None
+
+    @classmethod
+    def of_classes(cls, labels: Sequence[int], *, class_names: Sequence[str]) -> SampleRows:
+        """A row for each label; without class names one row for each, of no condition."""
+        if not class_names:
+            return cls(names=["" for _ in labels], numbers=list(labels))
+        return cls(
+            names=[class_names[label] for label in labels],
+            numbers=list(labels),
+            tensors={"class_label": torch.tensor(labels, dtype=torch.int64)},
+        )
+
+    def condition(self, rows: Sequence[int], *, conditioning: Conditioning, device: torch.device) -> Condition:
+        """The model's `cond` for samples of these rows."""
+        chosen = torch.tensor(rows, dtype=torch.int64)
+        batch = {name: tensor[chosen].to(device) for name, tensor in self.tensors.items()}
+        return conditioning.from_batch({**batch, "index": chosen.to(device)})
