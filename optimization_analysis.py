@@ -1,9 +1,11 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """What ablation grids say: matched pairs, effects, plots and findings, in one report.html that opens offline.
+With --compare, what runs of one job on different hardware say: speed, loss, PSNR and SSIM, samples, in compare.html.
 
 python optimization_analysis.py outputs/GRID
 python optimization_analysis.py outputs/A40_GRID outputs/A100_GRID --out outputs/a40_a100
+python optimization_analysis.py --compare outputs/cpu outputs/a40 outputs/a100 --labels CPU A40 A100
 """
 
 from __future__ import annotations
@@ -15,20 +17,43 @@ from pathlib import Path
 
 def parse(argv: list[str]) -> argparse.Namespace:
     from torchditan.command_line import ScriptParser
+    from torchditan.config import option_error
 
     parser = ScriptParser(__doc__, options=())
     parser.epilog = None
-    parser.add_argument("folders", type=Path, nargs="+", metavar="grid", help="grid folders, outputs/GRID say")
-    parser.add_argument("--out", type=Path, help="folder to write to (default: analysis/ in the first grid folder)")
-    return parser.parse(argv)[0]
+    parser.add_argument("folders", type=Path, nargs="*", metavar="grid", help="grid folders, outputs/GRID say")
+    parser.add_argument("--compare", type=Path, nargs="+", metavar="run", help="run directories, instead of grids")
+    parser.add_argument("--labels", nargs="+", metavar="name", help="names of the runs (default: their folders')")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder to write to (default: analysis/ in the first grid, compare/ beside the first run)",
+    )
+    args, rest = parser.parse(argv)
+    args.folders += map(Path, rest)
+    if args.compare and args.folders:
+        right = (
+            f"{args.folders[0]} stands outside of it; give grid folders alone, or all run directories behind --compare"
+        )
+        raise option_error("--compare", " ".join(map(str, args.compare)), right)
+    if args.labels and not args.compare:
+        raise option_error("--labels", " ".join(args.labels), "names runs; it needs --compare")
+    if not args.compare and not args.folders:
+        parser.error("the following arguments are required: grid")
+    return args
 
 
 def main() -> None:
     args = parse(sys.argv[1:])
+    if args.compare:
+        from torchditan.ablation.compare_report import write_comparison
 
-    from torchditan.ablation.report import write_report
+        out = args.out or args.compare[0].absolute().parent / "compare"
+        report = write_comparison(args.compare, out, args.labels)
+    else:
+        from torchditan.ablation.report import write_report
 
-    report = write_report(args.folders, args.out or args.folders[0] / "analysis")
+        report = write_report(args.folders, args.out or args.folders[0] / "analysis")
     print(f"report: {report}")
 
 

@@ -266,7 +266,7 @@ def trainer_step(model: nn.Module, spec: ModelSpec, case: Case) -> Step:
             kind=diffusion.timestep_sampling,
             mean=diffusion.logit_normal_mean,
             std=diffusion.logit_normal_std,
-            shift=diffusion.timestep_shift,
+            shift=spec.timestep_shift,
         ),
         label_dropout=diffusion.label_dropout,
     )

@@ -220,3 +220,37 @@ def test_bad_input_is_one_line(options, message, pipelines, run_script, tmp_path
     assert outcome.code == 2, (outcome.out, outcome.err)
     lines = [line for line in outcome.err.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and message in lines[0] and "Traceback" not in outcome.err, outcome.err
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel-i2v"])
+def test_videos_train_wan_from_text_and_from_their_first_frame(flavor, run_script, tmp_path) -> None:
+    pipeline = tiny_pipelines.save(tiny_pipelines.wan(from_image=flavor.endswith("i2v")), tmp_path / "wan")
+    for number in range(3):
+        folder = tmp_path / f"videos/clip{number}"
+        folder.mkdir(parents=True)
+        for frame in range(5):
+            Image.new("RGB", (32, 32), (80 * number, 50 * frame, 128)).save(folder / f"{frame:03d}.png")
+        (tmp_path / f"videos/clip{number}.txt").write_text(f"clip {'abc'[number]}")
+    options = {
+        "model.flavor": flavor,
+        "dataset.image_size": 32,
+        "dataset.num_frames": 5,
+        "text_encoder.max_length": "none",
+        "training.batch_size": 3,
+        "lora.rank": 2,
+        "quantize.base": "int8",
+        "metrics.enable_sampling": "true",
+        "sampling.images_per_class": 1,
+    }
+    found = flags("wan", pipeline, tmp_path / "videos", tmp_path / "out", **options)
+    outcome = run_script("train.py", *found)
+    assert outcome.code == 0, outcome.err
+    assert ("encoding first frames: 3/3" in outcome.out) == flavor.endswith("i2v")
+    assert (tmp_path / "out/run/samples/step_00000003.png").is_file()
+    shape = json.loads((tmp_path / "out/run/config.json").read_text())["config"]["model"]["sample_size"]
+    assert shape == [2, 4, 4]  # a latent frame, and one for each four more
+    assert run_script("scripts/export_lora.py", tmp_path / "out/run", tmp_path / "wan.safetensors").code == 0
+    drawn = run_script("scripts/generate.py", tmp_path / "out/run", "--prompts", "clip a")
+    assert drawn.code == (2 if flavor.endswith("i2v") else 0), drawn.err
+    outcome = run_script("train.py", *found, "--dataset.num_frames=4")
+    assert outcome.code == 2 and "1 more than a multiple of 4" in outcome.err

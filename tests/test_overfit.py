@@ -12,6 +12,7 @@ from torchditan.config import Model, Optimizer, Sampling
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.timesteps import timestep_sampling
 from torchditan.evaluation.generate import generate
+from torchditan.evaluation.rows import SampleRows
 from torchditan.models import build_model_spec
 from torchditan.optim import build_optimizer
 from torchditan.randomness import draw
@@ -53,11 +54,10 @@ def test_eight_images_are_memorised_and_sampled_back() -> None:
     assert fixed_loss() < 0.05 * start
     samples = generate(
         model,
-        labels=list(range(IMAGES)),
-        samples_per_label=1,
+        rows=SampleRows.of_classes(range(IMAGES), class_names=[str(label) for label in range(IMAGES)]),
+        samples_per_row=1,
         sample_shape=(1, 8, 8),
         conditioning=spec.conditioning,
-        conditional=True,
         sampling=Sampling(guidance_scale=1.0, num_steps=50),
         timestep_shift=1.0,
         seed=0,

@@ -25,15 +25,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchditan.ablation import planner
+from torchditan.ablation.grid import as_flags
 from torchditan.ablation.planner import largest_batch, plan_run
 from torchditan.ablation.planner_devices import DEVICES, device_named
-from torchditan.ablation.planner_memory import model_parameters, model_state
+from torchditan.ablation.planner_memory import Parameters, Weight, model_parameters, model_state
 from torchditan.ablation.planner_time import LINK_EFFICIENCY, collective_seconds
-from torchditan.ablation.planner_trace import StepTrace, trace_step
+from torchditan.ablation.planner_trace import StepTrace, keep_three_of_each_row, trace_step
+from torchditan.ablation.resolutions import LATENT_GRIDS, published_options
 from torchditan.config import Config, ConfigError, Model
 from torchditan.config_loader import load_config
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
-from torchditan.models import ModelSpec, build_model_spec
+from torchditan.models import ModelSpec, build_model_spec, model_spec_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -44,6 +46,17 @@ OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selecti
 EVERY_SECOND = "--activation_checkpoint.mode=selective"
 OFFICIAL = ["--model.preset=official", "--model.learn_sigma=false"]
 REPLICATE = "--training.data_parallel_replicate_degree"
+FRACTION = ["--activation_checkpoint.mode=fraction", "--activation_checkpoint.fraction=0.5"]
+FLOAT16 = "--training.mixed_precision_param=float16"
+LORA = ["--lora.rank=4", "--ema.enable=false"]
+INT8 = [*LORA, "--quantize.base=int8"]
+
+
+def published(model: str, *flags: str, **options: Any) -> list[str]:
+    """Flags of a tiny published model on samples so large that their activations count."""
+    resolution = "128x128" if LATENT_GRIDS[model.partition("/")[0]].temporal_downsampling is None else "128x128x13"
+    return [*as_flags({**published_options(model, resolution), **options}), *flags]
+
 
 CELLS: dict[int, dict[str, list[str]]] = {
     1: {
@@ -55,6 +68,25 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "official": OFFICIAL,
         "micro-batches": ["--training.global_batch_size=12", FULL],
         "no average": ["--ema.enable=false"],
+        "flux": published("flux/debugmodel"),
+        "flux full": published("flux/debugmodel", FULL),
+        "flux fraction, float16": published("flux/debugmodel", FLOAT16, *FRACTION),
+        "flux op": published("flux/debugmodel", *OP),
+        "flux LoRA": published("flux/debugmodel", *LORA),
+        "flux LoRA bfloat16": published("flux/debugmodel", *LORA, "--quantize.base=bfloat16"),
+        "flux LoRA int8": published("flux/debugmodel", *INT8),
+        "flux LoRA int8 full": published("flux/debugmodel", *INT8, FULL),
+        "flux, many blocks": published(
+            "flux/debugmodel", *FRACTION, **{"model.overrides": ["num_layers=5", "num_single_layers=6"]}
+        ),
+        "sd3": published("sd3/debugmodel"),
+        "sd3 LoRA int8": published("sd3/debugmodel", *INT8),
+        "sdxl": published("sdxl/debugmodel"),
+        "sdxl fraction": published("sdxl/debugmodel", *FRACTION),
+        "mochi": published("mochi/debugmodel"),
+        "hunyuan_video": published("hunyuan_video/debugmodel", FULL),
+        "wan": published("wan/debugmodel"),
+        "wan full": published("wan/debugmodel", FULL),
     },
     2: {
         "FSDP": [],
@@ -64,9 +96,13 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "DDP": [f"{REPLICATE}=2"],
         "DDP full": [f"{REPLICATE}=2", FULL],
         "DDP bfloat16 reduced": [f"{REPLICATE}=2", "--training.mixed_precision_reduce=bfloat16"],
+        "flux": published("flux/debugmodel"),
+        "flux LoRA int8 full": published("flux/debugmodel", *INT8, FULL),
+        "sd3 DDP full": published("sd3/debugmodel", f"{REPLICATE}=2", FULL),
     },
     4: {
         "FSDP": [],
+        "flux, fraction": published("flux/debugmodel", *FRACTION),
         "HSDP": [f"{REPLICATE}=2"],
         "HSDP full, many parameters": [f"{REPLICATE}=2", FULL, "--model.flavor=DiT-Ti", "--training.batch_size=2"],
         "DDP": [f"{REPLICATE}=4", *OP],
@@ -79,9 +115,9 @@ def config_of(*flags: str) -> Config:
 
 
 def spec_of(config: Config) -> ModelSpec:
-    height, width = config.dataset.image_size or (0, 0)
-    sample_shape = (config.model.input_channels or 0, height, width)
-    return build_model_spec(config.model, sample_shape=sample_shape, num_classes=config.dataset.num_classes or 0)
+    frames = () if config.dataset.num_frames is None else (config.dataset.num_frames,)
+    sample_shape = (config.model.input_channels or 0, *frames, *(config.dataset.image_size or ()))
+    return model_spec_of(config, sample_shape=sample_shape, num_classes=config.dataset.num_classes or 0)
 
 
 class Census(TorchDispatchMode):
@@ -118,8 +154,7 @@ def num_bytes(tensors: Any) -> int:
 
 def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     """What the trainer builds and does in a step; state of this rank, and its peak in the second step."""
-    from torchditan.diffusion.flow_matching import FlowMatching
-    from torchditan.diffusion.timesteps import timestep_sampling
+    from torchditan.diffusion.objectives import build_objective
     from torchditan.distributed.parallel_dims import ParallelDims
     from torchditan.distributed.parallelize import parallelize
     from torchditan.divergence import DivergenceGuard
@@ -127,7 +162,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     from torchditan.optim import build_optimizer, clip_grad_norm
     from torchditan.randomness import draw
 
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     training, spec = config.training, spec_of(config)
     with torch.device("meta"):
         model: Any = spec.build()
@@ -139,6 +174,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
         ).build_mesh("cpu"),
         activation_checkpoint=config.activation_checkpoint.mode,
         selective_ac_option=config.activation_checkpoint.selective_ac_option,
+        checkpoint_fraction=config.activation_checkpoint.fraction,
         param_dtype=dtypes[training.mixed_precision_param],
         reduce_dtype=dtypes[training.mixed_precision_reduce],
     )
@@ -147,16 +183,16 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build_optimizer(model, config.optimizer)
     guard = DivergenceGuard(optimizer)
-    ema = EMA(model, decay=0.9) if config.ema.enable else None
+    ema = EMA(model, decay=0.9, only_trained=config.lora.rank > 0) if config.ema.enable else None
     average = ema.average if ema is not None else {}
-    objective = FlowMatching(
-        conditioning=spec.conditioning, timesteps=timestep_sampling(kind="logit_normal"), label_dropout=0.1
-    )
+    objective = build_objective(config.diffusion, spec)
     batch_size = training.batch_size
     assert isinstance(batch_size, int)
     num_micro_batches = (training.global_batch_size or batch_size * world_size) // (batch_size * world_size)
     sample = torch.randn(batch_size, *spec.sample_shape)
-    batch = {"sample": sample, "class_label": torch.zeros(batch_size, dtype=torch.int64)}
+    batch = {"sample": sample, "index": torch.zeros(batch_size, dtype=torch.int64)}
+    for name, (shape, dtype) in spec.conditioning.tensors.items():
+        batch[name] = torch.ones(batch_size, *shape, dtype=dtype)
     randomness = draw(0, range(batch_size), spec.sample_shape)
     gradients = 0
 
@@ -174,7 +210,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
             ema.update(number)
 
     on_device = [sample, *batch.values(), *(tensor for tensor in randomness if tensor is not None)]
-    census = Census(*model.parameters(), *average.values(), *on_device)
+    census = Census(*model.parameters(), *model.buffers(), *average.values(), *on_device)
     with census:
         step(1)
         census.peak = 0
@@ -203,7 +239,7 @@ def main(cells: list[list[str]], folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", CELLS)
-def test_state_is_exact_and_the_peak_within_a_fifth_of_a_percent_of_real_runs(
+def test_state_is_exact_and_the_peak_within_three_tenths_of_a_percent_of_real_runs(
     world_size: int, tmp_path: Path, run_distributed: Any
 ) -> None:
     cells = CELLS[world_size]
@@ -217,13 +253,16 @@ def test_state_is_exact_and_the_peak_within_a_fifth_of_a_percent_of_real_runs(
         plan = plan_run(config, device="cpu", num_devices=world_size)
         shard_rank = row["rank"] % plan.shard
         state = model_state(
-            model_parameters(spec_of(config)), num_shards=plan.shard, shard_rank=shard_rank, ema=config.ema.enable
+            model_parameters(spec_of(config)),
+            num_shards=plan.shard,
+            shard_rank=shard_rank,
+            ema=("trained" if config.lora.rank else "all") if config.ema.enable else "none",
         )
         assert row["state"] == state, (name, row["rank"])
         if row["rank"] == 0:  # the fullest
             assert state == plan.state
             print(f"{world_size} {name}: measured {row['peak']:,}, planned {plan.peak.total:,.0f}")  # pytest -s
-            assert plan.peak.total == pytest.approx(row["peak"], rel=0.002), (name, plan.peak)
+            assert plan.peak.total == pytest.approx(row["peak"], rel=0.003), (name, plan.peak)
 
 
 BLOCK = build_model_spec(Model(flavor="DiT-L"), sample_shape=(16, 32, 32), num_classes=1000)
@@ -428,6 +467,90 @@ def test_compiling_and_float8_and_faster_devices_make_steps_shorter() -> None:
     assert step("--float8.enable_float8_linear", device="a100-80gb") == step(device="a100-80gb")
     assert step(device="h200") < step() < step(device="a100-80gb")
     assert step("--training.mixed_precision_param=float32") > 2 * step()
+
+
+def published_plan(model: str, *flags: str, device: str = "h100", num_devices: int = 1) -> planner.Plan:
+    config = config_of(*as_flags(published_options(model, None)), "--training.batch_size=1", *flags)
+    return plan_run(config, device=device, num_devices=num_devices)
+
+
+def test_a_lora_of_sd3_on_int8_fits_an_l4_and_full_fine_tuning_does_not() -> None:
+    flags = ["--ema.enable=false", FULL]
+    lora = published_plan("sd3/SD3-medium", *flags, "--lora.rank=16", "--quantize.base=int8", device="l4")
+    assert lora.num_trained_parameters == 24 * 4 * 16 * (1536 + 1536)
+    assert lora.state["gradients"] == 4 * lora.num_trained_parameters
+    assert 8 * lora.num_trained_parameters < lora.state["optimizer"] < 8.001 * lora.num_trained_parameters
+    linears = [weight for block in lora.model.parameters.blocks for weight in block if weight.itemsize == 1]
+    assert sum(weight.local(1, 0) for weight in linears) > 0.9 * lora.num_parameters
+    assert lora.fits
+    assert lora.peak_memory_gib < 8
+
+    whole = published_plan("sd3/SD3-medium", *flags, device="l4")
+    assert whole.num_parameters == whole.num_trained_parameters == 2_028_328_000
+    assert sum(whole.state.values()) == 16 * whole.num_parameters + 4 * len(whole.model.parameters.all)
+    assert whole.parts["buffers"] == 4 * 1536 * 192**2  # SD3's table of positions
+    assert not whole.fits
+
+
+def test_blocks_of_several_kinds_are_each_traced_and_three_of_a_row_are_enough() -> None:
+    def activations(double: int, single: int, *flags: str) -> float:
+        sizes = as_flags({"model.overrides": [f"num_layers={double}", f"num_single_layers={single}"]})
+        return published_plan("flux/debugmodel", *sizes, *flags).activations
+
+    assert activations(3, 3) != activations(4, 3) != activations(3, 4)
+    growth = activations(4, 3) - activations(3, 3)  # the first count that is not traced at its full depth
+    assert activations(8, 3) == activations(3, 3) + 5 * growth
+    growth = activations(3, 4) - activations(3, 3)
+    assert activations(3, 9) == activations(3, 3) + 6 * growth
+    full, half, none = (
+        activations(4, 8, "--activation_checkpoint.mode=fraction", f"--activation_checkpoint.fraction={share}")
+        for share in (1, 0.5, 0)
+    )
+    assert none == activations(4, 8)
+    assert full == activations(4, 8, FULL)
+    assert full < half < none
+
+
+def test_shortened_models_keep_what_differs() -> None:
+    with torch.device("meta"):
+        spec = spec_of(config_of(*published("sd3/debugmodel", **{"model.overrides": ["num_layers=7"]})))
+        model = spec.build()
+    assert keep_three_of_each_row(spec, model) == [0, 1, 1, 1, 1, 2, 3]  # the last one has no text behind it
+    assert len(spec.blocks(model)) == 4
+
+
+def test_float16_is_planned_like_bfloat16() -> None:
+    half, brain = (
+        published_plan("flux/debugmodel", f"--training.mixed_precision_param={precision}")
+        for precision in ("float16", "bfloat16")
+    )
+    assert half.parts == brain.parts
+
+
+def test_8_bit_moments_are_torchaos(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao")
+    from torchditan.optim import build_optimizer
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 20))
+    config = config_of("--optimizer.name=AdamW8bit")
+    optimizer = build_optimizer(model, config.optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    monkeypatch.setattr(torch, "compile", lambda update, **_options: update)
+    optimizer.step()
+    parts = [value for state in optimizer.state.values() for value in state.values()]
+    inner = [part for value in parts for part in _parts(value)]
+    weights = [Weight(name, tuple(value.shape), is_trained=True) for name, value in model.named_parameters()]
+    state = model_state(Parameters(blocks=[], root=weights), num_shards=1, optimizer="AdamW8bit")
+    assert num_bytes(inner) == state["optimizer"]
+
+
+def _parts(value: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors inside a tensor subclass."""
+    if not hasattr(value, "__tensor_flatten__"):
+        return [value]
+    names, _ = value.__tensor_flatten__()
+    return [getattr(value, name) for name in names]
 
 
 def test_planning_changes_no_configuration() -> None:

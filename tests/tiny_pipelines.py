@@ -113,6 +113,32 @@ def sd3(seed: int = 0) -> Any:
     )
 
 
+def wan(*, from_image: bool = False, seed: int = 0) -> Any:
+    """A WanPipeline, or a WanImageToVideoPipeline."""
+    import diffusers
+    from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
+
+    torch.manual_seed(seed)
+    text = UMT5Config(vocab_size=30, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0)
+    parts = {
+        "tokenizer": t5_tokenizer(),
+        "text_encoder": UMT5EncoderModel(text).eval(),
+        "vae": diffusers.AutoencoderKLWan(
+            base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+        ).eval(),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        "transformer": transformer("wan", "debugmodel-i2v" if from_image else "debugmodel"),
+    }
+    if not from_image:
+        return diffusers.WanPipeline(**parts)
+    seen = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=224, patch_size=14
+    )
+    return diffusers.WanImageToVideoPipeline(
+        **parts, image_encoder=CLIPVisionModel(seen).eval(), image_processor=CLIPImageProcessorPil()
+    )
+
+
 def save(pipeline: Any, folder: Path) -> Path:
     """Write a pipeline as the hub has it."""
     pipeline.save_pretrained(folder)

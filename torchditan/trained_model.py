@@ -163,6 +163,9 @@ class TrainedModel:
             ConfigError: the text encoders are not at hand.
         """
         assert isinstance(self.spec.conditioning, TextEmbeddings)
+        if self.spec.conditioning.kept & self.spec.conditioning.tensors.keys():
+            right = "this model continues a first frame; export the LoRA, and draw with its own pipeline"
+            raise option_error("--prompts", list(prompts), right)
         rows, null = encode_prompts(self.config, prompts, rank=Rank(0, 0, 1))
         self.spec = dataclasses.replace(self.spec, conditioning=self.spec.conditioning.with_null(null))
         return rows

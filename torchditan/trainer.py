@@ -680,7 +680,7 @@ class Trainer:
     def real_images(self, rows: SampleRows) -> torch.Tensor | None:
         """Pixels (rows, k, C, H, W) to lay beside the samples, held-out ones where the run has them, or None."""
         if rows.references is not None:
-            return rows.references[:, None]
+            return stills(rows.references[:, None])
         if set(rows.tensors) - {"class_label"}:
             return None
         real = real_samples(

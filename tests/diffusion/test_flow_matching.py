@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchditan.diffusion.flow_matching import FlowMatching
-from torchditan.diffusion.samplers import guided_velocity, solve, timestep_grid
+from torchditan.diffusion.samplers import guided_prediction, solve, timestep_grid
 from torchditan.diffusion.timesteps import shift_timesteps, timestep_sampling
 from torchditan.models import ClassLabels, Unconditional
 from torchditan.randomness import draw
@@ -104,7 +104,7 @@ def test_guidance_extrapolates_from_null_inside_its_interval_and_on_its_channels
     x = torch.zeros(2, 4, 2, 2)
 
     def velocity(t: float, scale: float, channels: int | None = None) -> torch.Tensor:
-        return guided_velocity(
+        return guided_prediction(
             model,
             conditioning=ClassLabels(10),
             cond={"class_label": torch.tensor([1, 2])},

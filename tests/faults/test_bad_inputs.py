@@ -128,7 +128,7 @@ ROWS = [
     ),
     (
         "train --diffusion.objective=ddpm",
-        'diffusion.objective = "ddpm": must be flow_matching',
+        'diffusion.objective = "ddpm": is for models that were trained so (sdxl); must be flow_matching',
     ),
     (
         "train --diffusion.timestep_shift=0",
@@ -140,7 +140,8 @@ ROWS = [
     ),
     (
         "train --activation_checkpoint.mode=selectiv",
-        'activation_checkpoint.mode = "selectiv": must be one of none, full, selective; did you mean selective?',
+        'activation_checkpoint.mode = "selectiv": must be one of none, full, selective, fraction; did you mean '
+        "selective?",
     ),
     (
         "train --model.qk_norm=maybe",
@@ -495,7 +496,8 @@ ROWS = [
     ),
     (
         "ablation run gone",
-        "gone is no grid file; train_configs/ablations/ has 0.5B, 7B, 7B_autotune, debug",
+        "gone is no grid file; train_configs/ablations/ has 0.5B, 7B, 7B_autotune, convergence, debug, flux_benchmark, "
+        "published_debug, published_models",
     ),
     (
         "ablation run grid.toml",

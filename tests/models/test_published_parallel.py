@@ -88,11 +88,11 @@ def test_flux_compiles_with_inductor(mesh):
 
 @pytest.mark.parametrize("name", ["flux", "qwen_image"])
 def test_timesteps_are_not_rounded_to_bf16(name, mesh):
-    """0.7 and 0.7 + 2^-10 are one number in bf16, and the transformers of these two round what they are given."""
+    """Noise levels 0.7 and 0.7 + 2^-10 are one number in bf16, to which these transformers round what they are given."""
     _, model = trained(name, "debugmodel", mesh, param_dtype=torch.bfloat16)
     x_t, _, cond = inputs_of(spec_of(name), batch_size=1)
-    near, next_to_it = torch.tensor([0.7]), torch.tensor([0.7 + 2**-10])
-    assert near.bfloat16() == next_to_it.bfloat16()
+    near, next_to_it = torch.tensor([0.3]), torch.tensor([0.3 - 2**-10])
+    assert (1 - near).bfloat16() == (1 - next_to_it).bfloat16()
     seen = []
     model.transformer.time_text_embed.time_proj.register_forward_hook(lambda _, inputs, output: seen.append(output))
     with torch.no_grad():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchditan.ablation.grid import BATCH_SIZE, COMPILE, FLAVOR, PARALLEL, PATCH_SIZE, parallel_degrees
+from torchditan.ablation.grid import BATCH_SIZE, COMPILE, PARALLEL, parallel_degrees
 from torchditan.ablation.grid_results import GridResults, parallel_mode, read_grids
 from torchditan.ablation.pairs import (
     METRICS,
@@ -217,10 +217,10 @@ def frontier(cells: pd.DataFrame) -> pd.DataFrame:
 
     Patch sizes and models do different work, so each has its own. Sorted by memory within each.
     """
-    work = ["source", FLAVOR, PATCH_SIZE]
+    work = ["source", *work_axes(cells.columns)]
     known = cells[cells["peak_memory_gib"].notna() & cells["images_per_second_per_device_mean"].notna()]
     ordered = known.sort_values(
-        [*work, "peak_memory_gib", "images_per_second_per_device_mean"], ascending=[True] * 4 + [False], kind="stable"
+        [*work, "peak_memory_gib", "images_per_second_per_device_mean"], ascending=[True] * (len(work) + 1) + [False], kind="stable"
     )
     speed = ordered["images_per_second_per_device_mean"]
     keys = [ordered[name] for name in work]
@@ -230,9 +230,9 @@ def frontier(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def fastest(results: GridResults) -> pd.DataFrame:
-    """The fastest cell of each source, model, patch size and number of devices."""
+    """The fastest cell of each source, model, resolution, patch size and number of devices."""
     cells = results.cells
-    groups = cells.groupby(["source", FLAVOR, PATCH_SIZE, "num_devices"], sort=False, dropna=False)
+    groups = cells.groupby(["source", *work_axes(results.axes), "num_devices"], sort=False, dropna=False)
     return cells.loc[groups[THROUGHPUT.column].idxmax()] if len(cells) else cells
 
 

@@ -8,17 +8,32 @@ half of the pairs agree and the median is more than the noise of the measurement
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torchditan.ablation.analysis import Analysis, Effect, fastest, repayment
-from torchditan.ablation.grid import BATCH_SIZE, CHECKPOINTING, COMPILE, FLAVOR, PARALLEL, PATCH_SIZE, PRECISION
+from torchditan.ablation.grid import (
+    BATCH_SIZE,
+    CHECKPOINT_FRACTION,
+    CHECKPOINTING,
+    COMPILE,
+    FLAVOR,
+    PARALLEL,
+    PATCH_SIZE,
+    PRECISION,
+)
 from torchditan.ablation.grid_results import parallel_mode
 from torchditan.ablation.ledger import STATUSES
 from torchditan.ablation.pairs import MEMORY, MFU, THROUGHPUT, Change
+from torchditan.ablation.resolutions import MODEL, RESOLUTION
 from torchditan.ablation.sanity import MINUS, count
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 AXIS_NAMES = {
     COMPILE: "torch.compile",
     CHECKPOINTING: "activation checkpointing",
+    CHECKPOINT_FRACTION: "share of blocks checkpointed",
     PRECISION: "precision",
     PARALLEL: "parallel mode",
     PATCH_SIZE: "patch size",
@@ -28,6 +43,7 @@ AXIS_NAMES = {
 }
 _QUESTIONS = {
     CHECKPOINTING: "Should I checkpoint activations?",
+    CHECKPOINT_FRACTION: "How many blocks should I checkpoint?",
     PRECISION: "Which precision?",
     PARALLEL: "Shard or replicate?",
     PATCH_SIZE: "What does the patch size cost?",
@@ -205,16 +221,23 @@ def _fastest_finding(analysis: Analysis) -> Finding:
     if cells.empty:
         return Finding(question, "Nothing was measured.", ["No run completed with a measurement."])
     best = cells.loc[cells[THROUGHPUT.column].idxmax()]
-    answer = f"{best[THROUGHPUT.column]:,.4g} images/s at patch size {best[PATCH_SIZE]}."
+    answer = f"{best[THROUGHPUT.column]:,.4g} images/s, {_work_name(best)}."
     sentences = []
     for _, cell in cells.sort_values(THROUGHPUT.column, ascending=False, kind="stable").head(_MOST_LINES).iterrows():
         text = f"{cell['source']}: " if len(analysis.results.sources) > 1 else ""
-        text += f"{cell[FLAVOR]}, patch size {cell[PATCH_SIZE]}, {count(int(cell['num_devices']), 'device')}: "
+        text += f"{_work_name(cell)}, {count(int(cell['num_devices']), 'device')}: "
         text += f"{cell[THROUGHPUT.column]:,.4g} images/s"
         text += f", MFU {cell[MFU.column]:.1f}%" if cell[MFU.column] == cell[MFU.column] else ""
         text += f", {cell[MEMORY.column]:.3g} GiB" if cell[MEMORY.column] == cell[MEMORY.column] else ""
         sentences.append(f"{text} with {cell['run_name']}.")
     return Finding(question, answer, sentences)
+
+
+def _work_name(cell: pd.Series) -> str:
+    """`DiT-L, patch size 2`, or `flux/FLUX.1-dev at 512x512`."""
+    if cell.get(MODEL):
+        return f"{cell[MODEL]} at {cell[RESOLUTION]}"
+    return f"{cell[FLAVOR]}, patch size {cell[PATCH_SIZE]}"
 
 
 def _status_finding(analysis: Analysis) -> Finding:

@@ -4,6 +4,8 @@
 Notable:
 - an axis is any option of the configuration. `parallel` ("replicate,shard") and `precision` stand for several options
   at once, and are the only way to set those: nobody compares DDP in one precision with FSDP in another by accident;
+- `model`, `resolution` and `checkpoint_fraction` do so where a grid names them: a published model takes five options
+  (resolutions.py);
 - every run is a validated `Config` before anything starts, so a mistake costs a line and not a night;
 - batches vary innermost and grow, so that one out-of-memory verdict saves the runs above it; repeats go round the whole
   grid, so that a machine that slows down slows all cells alike;
@@ -18,11 +20,12 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchditan.ablation.resolutions import MODEL, RESOLUTION, published_options, resolution_numbers, resolution_of
 from torchditan.config import Config, ConfigError, did_you_mean, flatten, option_error, validate
 from torchditan.config_loader import TRAIN_CONFIGS, build_config, find_config, options, read_toml
 from torchditan.legacy_config import adopt_legacy
@@ -35,16 +38,33 @@ else:
 FLAVOR, PATCH_SIZE, BATCH_SIZE = "model.flavor", "model.patch_size", "training.batch_size"
 CHECKPOINTING, COMPILE = "activation_checkpoint.mode", "training.compile"
 PARALLEL, PRECISION = "parallel", "precision"
+CHECKPOINT_FRACTION = "checkpoint_fraction"
 STANDARD_AXES = (FLAVOR, PATCH_SIZE, BATCH_SIZE, PARALLEL, CHECKPOINTING, COMPILE, PRECISION)
 """Columns of every ledger, whether a grid varies them or not."""
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"training.mixed_precision_param": "float32", "float8.enable_float8_linear": False},
+    "float16": {"training.mixed_precision_param": "float16", "float8.enable_float8_linear": False},
     "bfloat16": {"training.mixed_precision_param": "bfloat16", "float8.enable_float8_linear": False},
     "bfloat16_f8": {"training.mixed_precision_param": "bfloat16", "float8.enable_float8_linear": True},
 }
 _REPLICATE, _SHARD = "training.data_parallel_replicate_degree", "training.data_parallel_shard_degree"
 _MEMBERS = {_REPLICATE: PARALLEL, _SHARD: PARALLEL, **dict.fromkeys(PRECISIONS["float32"], PRECISION)}
+_FRACTION = "activation_checkpoint.fraction"
+_MEMBERS_WHERE_USED = {
+    MODEL: (
+        "model.name",
+        FLAVOR,
+        "model.input_channels",
+        "dataset.image_size",
+        "dataset.num_frames",
+        "dataset.num_classes",
+        "diffusion.objective",
+    ),
+    CHECKPOINT_FRACTION: (CHECKPOINTING, _FRACTION),
+}
+"""Options that an alias sets, in the grids that use it."""
+ALIASES = (PARALLEL, PRECISION, MODEL, RESOLUTION, CHECKPOINT_FRACTION)
 
 _FORCED: dict[str, Any] = {
     "metrics.log_freq": 1,
@@ -72,6 +92,8 @@ _NEEDS = (
     ("compile.", COMPILE, (True,)),
     ("float8.", PRECISION, ("bfloat16_f8",)),
     ("activation_checkpoint.selective_ac_option", CHECKPOINTING, ("selective",)),
+    (_FRACTION, CHECKPOINTING, ("fraction",)),
+    (PATCH_SIZE, "model.name", ("dit",)),
     ("ema.decay", "ema.enable", (True,)),
     ("ema.warmup", "ema.enable", (True,)),
     ("dataset.dummy_", "dataset.dataset_name", ("dummy",)),
@@ -123,8 +145,9 @@ class Grid:
 
     @property
     def columns(self) -> list[str]:
-        """Axes of the ledger: the standard ones, then the grid's own."""
-        return [*STANDARD_AXES, *(axis for axis in self.axes if axis not in STANDARD_AXES)]
+        """Axes of the ledger: the standard ones, then the grid's own, and the resolution of a model."""
+        own = [axis for axis in self.axes if axis not in STANDARD_AXES]
+        return [*STANDARD_AXES, *own, *([RESOLUTION] if MODEL in own and RESOLUTION not in own else [])]
 
     def runs(self) -> list[Run]:
         """Every run, in the order they are made.
@@ -138,6 +161,8 @@ class Grid:
         cells = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
         if batches is not None:
             cells = [{**cell, BATCH_SIZE: batch} for cell in cells for batch in batches]
+        # What is left out by its axes alone may be no valid configuration.
+        cells = [cell for cell in cells if not self._matches({**self.settings, **cell}.get)]
         first = [run for run in (self._run(cell, base) for cell in cells) if not self._is_excluded(run)]
         if not first:
             raise ConfigError(f"{self.name} is an empty grid: every run is excluded")
@@ -161,19 +186,31 @@ class Grid:
         return Run(name=run_name(axes), repeat=1, axes=axes, flags=flags, config=config)
 
     def _is_excluded(self, run: Run) -> bool:
+        return self._matches(functools.partial(_axis_value, run.config))
+
+    def _matches(self, value_of: Callable[[str], Any]) -> bool:
+        """Whether any exclusion has these values."""
+
         def matches(key: str, wanted: Any) -> bool:
-            return _axis_value(run.config, key) in (wanted if isinstance(wanted, list) else [wanted])
+            return value_of(key) in (wanted if isinstance(wanted, list) else [wanted])
 
         return any(all(matches(key, wanted) for key, wanted in rule.items()) for rule in self.exclude)
 
 
 def run_name(axes: Mapping[str, Any]) -> str:
-    """`dit-l_bs16_ps2_actselective_ctrue_dbfloat16_p1,8`, then other axes as `_key-value`."""
+    """`dit-l_bs16_ps2_actselective_ctrue_dbfloat16_p1,8`, then other axes as `_key-value`; of a published model
+    `flux-flux.1-dev_512x512_bs1_act0.5_ctrue_dbfloat16_p1,8`.
+    """
+    flavor, patch_size = axes[FLAVOR].lower(), f"_ps{axes[PATCH_SIZE]}"
+    if MODEL in axes:
+        flavor, patch_size = f"{_file_name(axes[MODEL]).lower()}_{axes[RESOLUTION]}", ""
+    checkpointing = axes[CHECKPOINTING] if axes.get(CHECKPOINT_FRACTION) is None else f"{axes[CHECKPOINT_FRACTION]:g}"
     name = (
-        f"{axes[FLAVOR].lower()}_bs{axes[BATCH_SIZE]}_ps{axes[PATCH_SIZE]}_act{axes[CHECKPOINTING]}"
+        f"{flavor}_bs{axes[BATCH_SIZE]}{patch_size}_act{checkpointing}"
         f"_c{str(axes[COMPILE]).lower()}_d{axes[PRECISION]}_p{axes[PARALLEL]}"
     )
-    further = [axis for axis in axes if axis not in STANDARD_AXES]
+    named = (*STANDARD_AXES, CHECKPOINT_FRACTION, *((MODEL, RESOLUTION) if MODEL in axes else ()))
+    further = [axis for axis in axes if axis not in named]
     keys = [axis.split(".")[-1] for axis in further]
     for axis, key in zip(further, keys, strict=True):
         name += f"_{key if keys.count(key) == 1 else axis}-{_file_name(axes[axis])}"
@@ -292,16 +329,22 @@ def _check_numbers(grid: Grid) -> None:
 
 
 def _check_keys(grid: Grid) -> None:
+    used = {*grid.axes, *grid.settings}
+    members = dict(_MEMBERS)
+    for alias, its_members in _MEMBERS_WHERE_USED.items():
+        members |= dict.fromkeys(its_members, alias) if alias in used else {}
+    if RESOLUTION in used and MODEL not in used:
+        raise ConfigError(f"{RESOLUTION} is that of a published model: name it as {MODEL}, flux/FLUX.1-dev say")
     for place, keys in (
         ("axes", grid.axes),
         ("settings", grid.settings),
         *(("exclude", rule) for rule in grid.exclude),
     ):
         for key in keys:
-            if key in _MEMBERS:
-                raise ConfigError(f"{place}: {key} is set by {_MEMBERS[key]}; use that")
-            if key not in options() and key not in (PARALLEL, PRECISION):
-                names = [PARALLEL, PRECISION, *options()]
+            if key in members and (place != "exclude" or key in _MEMBERS):
+                raise ConfigError(f"{place}: {key} is set by {members[key]}; use that")
+            if key not in options() and key not in ALIASES:
+                names = [*ALIASES, *options()]
                 by_key = {name.split(".")[-1]: name for name in reversed(names)}
                 found = did_you_mean(key, names) or did_you_mean(by_key.get(key.split(".")[-1], ""), names)
                 raise ConfigError(f"{place}: {key} is no option{found}")
@@ -323,11 +366,17 @@ def _check_axis(axis: str, values: Any) -> list[Any]:
         raise ConfigError(f"axes.{axis} = []: an empty grid; must have at least one value")
     if axis == BATCH_SIZE and "auto" in listed:
         raise option_error(f"axes.{axis}", listed, 'must be integers; for a search write autotune = "largest" instead')
-    coerced = [_axis_value(build_config(_expand_aliases({axis: value})), axis) for value in listed]
+    coerced = [_checked_value(axis, value) for value in listed]
     for position, value in enumerate(coerced):
         if value in coerced[:position]:
             raise option_error(f"axes.{axis}", listed, f"lists {json.dumps(value)} twice")
     return coerced
+
+
+def _checked_value(axis: str, value: Any) -> Any:
+    if axis == RESOLUTION:  # whether it suits a model is seen with that
+        return "x".join(map(str, resolution_numbers(value)))
+    return _axis_value(build_config(_expand_aliases({axis: value})), axis)
 
 
 def _expand_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -340,6 +389,14 @@ def _expand_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
             right = f"must be one of {', '.join(PRECISIONS)}{did_you_mean(str(precision), PRECISIONS)}"
             raise option_error(PRECISION, precision, right)
         flags |= PRECISIONS[precision]
+    if MODEL in flags:
+        flags |= published_options(flags.pop(MODEL), flags.pop(RESOLUTION, None))
+    if CHECKPOINT_FRACTION in flags:
+        fraction = flags.pop(CHECKPOINT_FRACTION)
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+            right = "must be the share of the blocks that is recomputed, between 0 and 1"
+            raise option_error(CHECKPOINT_FRACTION, fraction, right)
+        flags |= {CHECKPOINTING: "fraction", _FRACTION: fraction}
     return flags
 
 
@@ -350,6 +407,12 @@ def _axis_value(config: Config, axis: str) -> Any:
     if axis == PRECISION:
         is_float8 = values["float8.enable_float8_linear"]
         return "bfloat16_f8" if is_float8 else values["training.mixed_precision_param"]
+    if axis == MODEL:
+        return f"{values['model.name']}/{values[FLAVOR]}"
+    if axis == RESOLUTION:
+        return resolution_of(config)
+    if axis == CHECKPOINT_FRACTION:
+        return values[_FRACTION] if values[CHECKPOINTING] == "fraction" else None
     if axis == BATCH_SIZE and values[axis] is None:
         return 16
     return values[axis]
@@ -390,7 +453,7 @@ def parse_axis(axis: str, words: Iterable[str]) -> list[Any]:
 
 def _parse_value(axis: str, text: str) -> Any:
     """Text of the command line as a TOML file would have it; what is no such value stays text, and is refused."""
-    option = options().get(axis)
+    option = options().get(_FRACTION if axis == CHECKPOINT_FRACTION else axis)
     if option is None or text == "none":
         return text
     if option.kind is bool:
@@ -412,7 +475,9 @@ def parse_setting(option: str, text: str) -> Any:
 def as_flags(values: Mapping[str, Any]) -> Iterator[str]:
     """Options as `train.py` takes them: `--training.compile=true`."""
     for option, value in values.items():
-        if isinstance(value, list):
+        if isinstance(value, list) and all(isinstance(element, str) for element in value):
+            text = json.dumps(value, ensure_ascii=False)  # texts may hold commas
+        elif isinstance(value, list):
             text = ",".join(map(str, value))
         else:
             text = str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -15,6 +15,7 @@ import csv
 import io
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchditan.ablation.grid import (
     BATCH_SIZE,
+    CHECKPOINT_FRACTION,
     CHECKPOINTING,
     COMPILE,
     FLAVOR,
@@ -31,6 +33,7 @@ from torchditan.ablation.grid import (
     parallel_degrees,
 )
 from torchditan.ablation.ledger import CSV_NAME, PARQUET_NAME, SCHEMA_VERSION, STATUSES, column_type, columns
+from torchditan.ablation.resolutions import MODEL, RESOLUTION
 from torchditan.config import ConfigError, option_error
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ _POSITIVE = (
 _ORDER = {
     COMPILE: ("false", "true"),
     CHECKPOINTING: ("none", "selective", "full"),
-    PRECISION: ("float32", "bfloat16", "bfloat16_f8"),
+    PRECISION: ("float32", "float16", "bfloat16", "bfloat16_f8"),
 }
 
 
@@ -63,13 +66,15 @@ class GridResults:
 
     `runs`: one row per run, with `source` (its label). `cells`: one row per setting and source, repeats averaged,
     with `batch` (a number), `made_by` (commit, versions, steps and window, where a comparison should not mix them)
-    and `num_repeats`. `axes`: their columns, in the order of the ledgers. `contents`: grid.json by grid.
+    and `num_repeats`. `axes`: their columns, in the order of the ledgers. `contents`: grid.json by grid. `folders`:
+    theirs, by grid.
     """
 
     contents: dict[str, dict[str, Any]]
     runs: pd.DataFrame
     cells: pd.DataFrame
     axes: tuple[str, ...]
+    folders: dict[str, Path]
 
     @cached_property
     def sources(self) -> list[str]:
@@ -83,9 +88,15 @@ class GridResults:
 
     @cached_property
     def effects(self) -> list[str]:
-        """Varied axes that two runs of one batch can differ in: the usual questions first."""
-        usual = (COMPILE, CHECKPOINTING, PRECISION, PARALLEL, PATCH_SIZE, FLAVOR)
-        varied = [axis for axis in self.varied if axis != BATCH_SIZE]
+        """Varied axes that two runs of one batch can differ in: the usual questions first.
+
+        Published models are not compared with each other, nor the resolutions that belong to them.
+        """
+        usual = (COMPILE, CHECKPOINTING, CHECKPOINT_FRACTION, PRECISION, PARALLEL, PATCH_SIZE, FLAVOR)
+        apart = [BATCH_SIZE, *([MODEL, FLAVOR] if MODEL in self.axes else [])]
+        if MODEL in self.axes and self.runs.groupby(MODEL)[RESOLUTION].nunique().max() == 1:
+            apart.append(RESOLUTION)
+        varied = [axis for axis in self.varied if axis not in apart]
         return sorted(varied, key=lambda axis: usual.index(axis) if axis in usual else len(usual))
 
     @cached_property
@@ -107,7 +118,7 @@ def read_grids(folders: list[Path]) -> GridResults:
     import pandas as pd
 
     unique = list({folder.resolve(): folder for folder in folders}.values())
-    names = _distinct_names(unique)
+    names = distinct_names(unique)
     contents = {name: _read_content(folder) for name, folder in zip(names, unique, strict=True)}
     tables = [_read_ledger(folder) for folder in unique]
     axes = tuple(dict.fromkeys(axis for table in tables for axis in _axes_of(list(table.columns))))
@@ -118,7 +129,18 @@ def read_grids(folders: list[Path]) -> GridResults:
         runs[axis] = runs[axis].fillna("")
     runs["source"] = _source_labels(runs)
     runs["batch"] = pd.to_numeric(runs[BATCH_SIZE], errors="coerce")
-    return GridResults(contents=contents, runs=runs, cells=_average_repeats(runs, axes), axes=axes)
+    return GridResults(
+        contents=contents,
+        runs=runs,
+        cells=_average_repeats(runs, axes),
+        axes=axes,
+        folders=dict(zip(names, unique, strict=True)),
+    )
+
+
+def work_axes(axes: Iterable[str]) -> list[str]:
+    """Those that say how much work a sample is: across them no speed is compared with another."""
+    return [FLAVOR, PATCH_SIZE, *(axis for axis in (MODEL, RESOLUTION) if axis in axes)]
 
 
 def ordered_values(axis: str, values: Any) -> list[str]:
@@ -267,7 +289,7 @@ def _other_version(file: Path, version: Any) -> ConfigError:
     return ConfigError(f"{file} is of version {version}; this analysis reads version {SCHEMA_VERSION}")
 
 
-def _distinct_names(folders: list[Path]) -> list[str]:
+def distinct_names(folders: list[Path]) -> list[str]:
     """The folders' names, with as many parents as tell them apart."""
     resolved = [folder.resolve() for folder in folders]
     for depth in range(1, max(len(path.parts) for path in resolved) + 1):

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchditan.ablation.grid import PARALLEL, PRECISION, STANDARD_AXES
+from torchditan.ablation.grid import ALIASES, CHECKPOINT_FRACTION, STANDARD_AXES
 from torchditan.config import ConfigError
 from torchditan.config_loader import options
 from torchditan.run_directory import write_file
@@ -78,8 +78,8 @@ def columns(axes: Iterable[str]) -> list[str]:
 
 def column_type(column: str) -> type:
     """int, float, bool or str; lists are kept as text."""
-    if column in (PARALLEL, PRECISION):
-        return str
+    if column in ALIASES:
+        return float if column == CHECKPOINT_FRACTION else str
     known = {**_BEFORE_AXES, **_AFTER_AXES}.get(column)
     if known is not None:
         return known

@@ -3,6 +3,7 @@
 
 Notable:
 - a plan is made of a configuration as train.py takes it; no data is read and nothing large is built;
+- published models are planned as our own, LoRA and quantised weights included; only their weights' config.json is read;
 - memory is exact where arithmetic is (the model's state) and traced where it is not (planner_trace.py); eager blocks.
   A compiled run needs less than its plan;
 - time is a roofline (planner_time.py): good for comparing settings, not for a promise;
@@ -14,18 +15,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterable
+import json
+import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
+from torch import nn
 
 from torchditan.ablation.planner_devices import Device, device_named
 from torchditan.ablation.planner_memory import Instant, Layout, Parameters, model_parameters, model_state, timeline
 from torchditan.ablation.planner_time import Speed, StepTime, step_time
-from torchditan.ablation.planner_trace import Checkpointing, Kernels, StepTrace, trace_step
+from torchditan.ablation.planner_trace import Checkpointing, Kernels, StepTrace, trace_blocks, trace_step
+from torchditan.ablation.resolutions import LATENT_GRIDS
 from torchditan.config import Config, option_error, validate
+from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallel_dims import ParallelDims
-from torchditan.models import ModelSpec, build_model_spec
+from torchditan.models import ModelSpec, model_spec_of
 
 GIB = 1024**3
 USABLE_MEMORY = 0.92
@@ -40,7 +46,10 @@ SAMPLE_SHAPES: dict[str, tuple[int, int, int, int]] = {
 }
 """Channels, height, width and classes of the datasets that fill in what a configuration leaves open."""
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "float16": torch.bfloat16, "bfloat16": torch.bfloat16}
+"""Of the traces; float16 has the kernels and sizes of bfloat16."""
+_MODEL_SECTIONS = ("model", "lora", "quantize", "text_encoder", "diffusion")
+"""What a model's traces depend on, besides shape and precision."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ class Plan:
     replicate: int
     shard: int
     checkpointing: str
-    """none, full, op, or every n-th block."""
+    """none, full, `selective op`, `selective 2` (every second block), or `fraction 0.5`."""
     compiled: bool
     batch_size: int
     """Images of a device in one forward pass."""
@@ -72,6 +81,10 @@ class Plan:
     @property
     def num_parameters(self) -> int:
         return sum(weight.local(1, 0) for weight in self.model.parameters.all)
+
+    @property
+    def num_trained_parameters(self) -> int:
+        return sum(weight.local(1, 0) for weight in self.model.parameters.all if weight.is_trained)
 
     @property
     def flops_per_image(self) -> int:
@@ -232,6 +245,8 @@ def _resolve(config: Config, num_devices: int) -> Config:
         )
         raise option_error("autoencoder.online", True, right)
     name = config.dataset.dataset_name
+    if config.model.name in LATENT_GRIDS:
+        _resolve_latents(config)
     channels, height, width, num_classes = SAMPLE_SHAPES.get(name, (None, None, None, None))
     if config.model.input_channels is None:
         config.model.input_channels = channels
@@ -250,9 +265,22 @@ def _resolve(config: Config, num_devices: int) -> Config:
     return config
 
 
+def _resolve_latents(config: Config) -> None:
+    """Channels and classes of a published model's samples; the size of its captions' dataset is in pixels."""
+    grid, dataset = LATENT_GRIDS[config.model.name], config.dataset
+    if config.model.input_channels is None:
+        config.model.input_channels = grid.channels
+    if dataset.num_classes is None:
+        dataset.num_classes = 0
+    if dataset.dataset_name == "captions" and dataset.image_size is not None:
+        dataset.image_size = [side // grid.downsampling for side in dataset.image_size]
+        if dataset.num_frames is not None and grid.temporal_downsampling is not None:
+            dataset.num_frames = 1 + (dataset.num_frames - 1) // grid.temporal_downsampling
+
+
 def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: int) -> Plan:
     """The plan of a resolved configuration."""
-    training, option = config.training, config.activation_checkpoint.selective_ac_option
+    training = config.training
     dims = ParallelDims.resolve(
         replicate=training.data_parallel_replicate_degree,
         shard=training.data_parallel_shard_degree,
@@ -266,11 +294,12 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         param_bytes=_DTYPES[training.mixed_precision_param].itemsize,
         reduce_bytes=_DTYPES[training.mixed_precision_reduce].itemsize,
         num_micro_batches=global_batch_size // (training.batch_size * num_devices),
-        ema=config.ema.enable,
+        ema=_ema(config),
         cpu_offload=training.enable_cpu_offload,
+        optimizer=config.optimizer.name,
     )
     model = TracedModel.of(config, kernels)
-    traces = model.traces(config.activation_checkpoint.mode, option)
+    traces = model.traces(config)
     instants = timeline(
         model.parameters,
         traces,
@@ -299,7 +328,7 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         batch_size=training.batch_size,
         num_micro_batches=layout.num_micro_batches,
         model=model,
-        state=model_state(model.parameters, num_shards=dims.shard, ema=layout.ema),
+        state=model_state(model.parameters, num_shards=dims.shard, ema=layout.ema, optimizer=layout.optimizer),
         peak=max(instants, key=lambda instant: instant.total),
         activations=sum(trace.forward.left(training.batch_size) for trace in traces),
         time=time,
@@ -314,9 +343,16 @@ def _mode(dims: ParallelDims) -> str:
     return "FSDP" if dims.replicate == 1 else "HSDP"
 
 
+def _ema(config: Config) -> Literal["none", "all", "trained"]:
+    if not config.ema.enable:
+        return "none"
+    return "trained" if config.lora.rank else "all"
+
+
 def _checkpointing(config: Config) -> str:
-    mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
-    return mode if mode != "selective" else f"selective {option}"
+    checkpointing = config.activation_checkpoint
+    option = {"selective": f" {checkpointing.selective_ac_option}", "fraction": f" {checkpointing.fraction:g}"}
+    return f"{checkpointing.mode}{option.get(checkpointing.mode, '')}"
 
 
 class TracedModel:
@@ -328,63 +364,64 @@ class TracedModel:
         self.kernels: Kernels = kernels
         self.label_dropout = label_dropout
         self.parameters: Parameters = model_parameters(spec)
-        self._traces: dict[Checkpointing, StepTrace] = {}
+        self._traces: dict[Checkpointing, list[StepTrace]] = {}
 
     @classmethod
     def of(cls, config: Config, kernels: Kernels) -> TracedModel:
-        height, width = config.dataset.image_size or (0, 0)
-        sample_shape = (config.model.input_channels or 0, height, width)
-        # The options are a dataclass of plain values; the planner's own key makes them hashable.
-        model = tuple(dataclasses.asdict(config.model).items())
+        size = config.dataset.image_size or [0]
+        frames = [] if config.dataset.num_frames is None else [config.dataset.num_frames]
+        sample_shape = (config.model.input_channels or 0, *frames, size[0], size[-1])
+        sections = {name: dataclasses.asdict(getattr(config, name)) for name in _MODEL_SECTIONS}
         dtype = _DTYPES[config.training.mixed_precision_param]
-        return _traced_model(
-            model, sample_shape, config.dataset.num_classes or 0, dtype, kernels, config.diffusion.label_dropout
-        )
+        # Its text is what the options have for a key.
+        return _traced_model(json.dumps(sections), sample_shape, config.dataset.num_classes or 0, dtype, kernels)
 
     @functools.cached_property
     def flops_per_image(self) -> int:
         return self.spec.flops().total
 
     def batch_bytes(self, batch_size: int) -> float:
-        """Samples and noise in float32; index, label, timestep and label dropout are a few bytes."""
-        numbers = 1
-        for size in self.spec.sample_shape:
-            numbers *= size
-        return batch_size * (2 * 4 * numbers + 24)
+        """Samples and noise in float32, and the condition; index, timestep and label dropout are a few bytes."""
+        condition = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.spec.conditioning.tensors.values())
+        return batch_size * (2 * 4 * math.prod(self.spec.sample_shape) + condition + 16)
 
-    def traces(self, mode: str, option: str) -> list[StepTrace]:
+    def traces(self, config: Config) -> list[StepTrace]:
         """The step of the kind of each block, as apply_activation_checkpoint chooses it."""
-        num_blocks = len(self.parameters.blocks)
-        if mode in ("none", "full"):
-            return [self._trace(mode)] * num_blocks  # type: ignore[arg-type]
-        if option == "op":
-            return [self._trace("op")] * num_blocks
-        n = int(option)
-        return [self._trace("full" if (i + 1) % n == 0 else "none") for i in range(num_blocks)]
+        checkpointing, num_blocks = config.activation_checkpoint, len(self.parameters.blocks)
+        if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
+            return self._trace("op")
+        blocks = nn.ModuleList(nn.Identity() for _ in range(num_blocks))
+        apply_activation_checkpoint(
+            blocks,
+            mode=checkpointing.mode,
+            selective_option=checkpointing.selective_ac_option,
+            fraction=checkpointing.fraction,
+        )
+        kinds: list[Checkpointing] = ["full" if "forward" in vars(block) else "none" for block in blocks]
+        return [self._trace(kind)[i] for i, kind in enumerate(kinds)]
 
-    def _trace(self, kind: Checkpointing) -> StepTrace:
+    def _trace(self, kind: Checkpointing) -> list[StepTrace]:
+        """Of every block, all checkpointed alike."""
         if kind not in self._traces:
-            self._traces[kind] = trace_step(
+            trace = functools.partial(
+                trace_step if self.spec.name == "dit" else trace_blocks,
                 self.spec,
                 dtype=self.dtype,
                 checkpointing=kind,
                 kernels=self.kernels,
                 label_dropout=self.label_dropout,
             )
+            found = trace()
+            self._traces[kind] = found if isinstance(found, list) else [found] * len(self.parameters.blocks)
         return self._traces[kind]
 
 
 @functools.lru_cache(maxsize=64)
 def _traced_model(
-    model: Iterable[tuple[str, object]],
-    sample_shape: tuple[int, ...],
-    num_classes: int,
-    dtype: torch.dtype,
-    kernels: Kernels,
-    label_dropout: float,
+    sections: str, sample_shape: tuple[int, ...], num_classes: int, dtype: torch.dtype, kernels: Kernels
 ) -> TracedModel:
-    from torchditan.config import Model
+    from torchditan.config_loader import from_dict
 
-    options = Model(**dict(model))  # type: ignore[arg-type]
-    spec = build_model_spec(options, sample_shape=sample_shape, num_classes=num_classes)
-    return TracedModel(spec, dtype, kernels, label_dropout)
+    config = from_dict(json.loads(sections))
+    spec = model_spec_of(config, sample_shape=sample_shape, num_classes=num_classes)
+    return TracedModel(spec, dtype, kernels, config.diffusion.label_dropout)

@@ -7,7 +7,8 @@ Notable:
 - what is gathered and reduced, and when it is let go of, follows FSDP2 of torch 2.11 to 2.13 under parallelize.py:
   one block and the next one's all-gather at a time where there are shards, everything from forward to backward where
   there is one; gradients are reduced in float32 through a copy that the next block's reduction lets go of;
-- AdamW, clipping and EMA work in place: the optimizer step is never the peak.
+- AdamW, clipping and EMA work in place: the optimizer step is never the peak;
+- frozen weights have no gradient and no moments, and are stored in their own dtype; int8 ones are gathered as int8.
 
 All sizes are in bytes.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -33,6 +35,13 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     is_trained: bool
+    itemsize: int = FLOAT32
+    """Bytes of an element at rest."""
+    is_floating_point: bool = True
+    """Gathered in the precision of the run; others (int8) as they are."""
+
+    def gathered_itemsize(self, param_bytes: int) -> int:
+        return param_bytes if self.is_floating_point else self.itemsize
 
     def padded(self, num_shards: int) -> int:
         """Elements when gathered: `num_shards` equal chunks of dimension 0."""
@@ -51,6 +60,8 @@ class Parameters:
 
     blocks: list[list[Weight]]
     root: list[Weight]
+    buffer_bytes: int = 0
+    """Tables of positions and the like, whole on every rank."""
 
     @property
     def all(self) -> list[Weight]:
@@ -64,30 +75,58 @@ def model_parameters(spec: ModelSpec) -> Parameters:
     blocks: list[list[Weight]] = [[] for _ in in_blocks]
     root: list[Weight] = []
     for name, parameter in model.named_parameters():
-        tensor = Weight(name, tuple(parameter.shape), parameter.requires_grad)
+        tensor = Weight(
+            name,
+            tuple(parameter.shape),
+            parameter.requires_grad,
+            itemsize=parameter.element_size(),
+            is_floating_point=parameter.is_floating_point(),
+        )
         owners = [i for i, ids in enumerate(in_blocks) if id(parameter) in ids]
         (blocks[owners[0]] if owners else root).append(tensor)
-    return Parameters(blocks=blocks, root=root)
+    buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    return Parameters(blocks=blocks, root=root, buffer_bytes=buffer_bytes)
 
 
-def model_state(parameters: Parameters, *, num_shards: int, shard_rank: int = 0, ema: bool = True) -> dict[str, int]:
-    """Bytes of one rank's local tensors: parameters, gradients, AdamW's moments and step counts, EMA; all float32.
+def model_state(
+    parameters: Parameters,
+    *,
+    num_shards: int,
+    shard_rank: int = 0,
+    ema: Literal["none", "all", "trained"] = "all",
+    optimizer: str = "AdamW",
+) -> dict[str, int]:
+    """Bytes of one rank's local tensors: parameters, gradients, AdamW's moments and step counts, EMA.
 
     Args:
         parameters: of the model.
         num_shards: ranks the parameters are sharded over, 1 in DDP.
         shard_rank: which of them; the first has the most.
-        ema: whether there is an average of the weights.
+        ema: weights that there is an average of.
+        optimizer: AdamW, or AdamW8bit.
     """
     sizes = {tensor: tensor.local(num_shards, shard_rank) for tensor in parameters.all}
     trained = [tensor for tensor in sizes if tensor.is_trained]
-    gradients = FLOAT32 * sum(sizes[tensor] for tensor in trained)
+    moments = _moments_of_8_bits if optimizer == "AdamW8bit" else _moments
     return {
-        "parameters": FLOAT32 * sum(sizes.values()),
-        "gradients": gradients,
-        "optimizer": 2 * gradients + FLOAT32 * len(trained),
-        "ema": FLOAT32 * sum(sizes.values()) if ema else 0,
+        "parameters": sum(tensor.itemsize * size for tensor, size in sizes.items()),
+        "gradients": FLOAT32 * sum(sizes[tensor] for tensor in trained),
+        "optimizer": sum(moments(sizes[tensor]) + FLOAT32 for tensor in trained),
+        "ema": sum(tensor.itemsize * size for tensor, size in sizes.items() if ema == "all" or tensor.is_trained)
+        if ema != "none"
+        else 0,
     }
+
+
+def _moments(size: int) -> int:
+    return 2 * FLOAT32 * size
+
+
+def _moments_of_8_bits(size: int) -> int:
+    """torchao's: bytes, a scale for every 256 of them and a table of 256 values; small or odd tensors stay float32."""
+    if size < 4096 or size % 256:
+        return _moments(size)
+    return 2 * (size + FLOAT32 * (size // 256) + FLOAT32 * 256)
 
 
 @dataclass(frozen=True)
@@ -101,8 +140,10 @@ class Layout:
     reduce_bytes: int
     """Bytes of a gradient while it is reduced."""
     num_micro_batches: int
-    ema: bool
+    ema: Literal["none", "all", "trained"]
+    """Weights that there is an average of."""
     cpu_offload: bool
+    optimizer: str = "AdamW"
 
 
 @dataclass(frozen=True)
@@ -133,7 +174,9 @@ class _Unit:
 def _unit(tensors: Sequence[Weight], layout: Layout) -> _Unit:
     trained = sum(tensor.padded(layout.num_shards) for tensor in tensors if tensor.is_trained)
     return _Unit(
-        gathered=layout.param_bytes * sum(tensor.padded(layout.num_shards) for tensor in tensors),
+        gathered=sum(
+            tensor.gathered_itemsize(layout.param_bytes) * tensor.padded(layout.num_shards) for tensor in tensors
+        ),
         gradient=layout.param_bytes * sum(math.prod(tensor.shape) for tensor in tensors if tensor.is_trained),
         reduced=layout.reduce_bytes * trained,
         shard=FLOAT32 * trained // layout.num_shards,
@@ -161,7 +204,7 @@ def timeline(
     """
     state = dict.fromkeys(("parameters", "gradients", "optimizer", "ema"), 0)
     if not layout.cpu_offload:
-        state = model_state(parameters, num_shards=layout.num_shards, ema=layout.ema)
+        state = model_state(parameters, num_shards=layout.num_shards, ema=layout.ema, optimizer=layout.optimizer)
     blocks = [_unit(block, layout) for block in parameters.blocks]
     root = _unit(parameters.root, layout)
     num_blocks, is_sharded = len(blocks), layout.num_shards > 1
@@ -189,6 +232,7 @@ def timeline(
                     "gradient reduction": reduction + held_back,
                     "optimizer": state["optimizer"],
                     "ema": state["ema"],
+                    "buffers": parameters.buffer_bytes,
                     "activations": kept,
                     "working memory": working,
                     "batch": batch_bytes,

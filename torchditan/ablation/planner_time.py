@@ -118,19 +118,23 @@ def step_time(
             exposed += max(0.0, following - forward) + max(0.0, inside - backward, across - backward)
         communication += 2 * sum(gather) + is_last * (sum(scatter) + sum(replicas) + root_reduce) + root_gather
         exposed += root_gather + gather[0] + is_last * (scatter[0] + replicas[0] + root_reduce)
-    local = sum(weight.local(layout.num_shards, 0) for weight in parameters.all)
-    update_bytes = local * (_UPDATE_BYTES + (_EMA_BYTES if layout.ema else 0))
+    local = sum(weight.local(layout.num_shards, 0) for weight in parameters.all if weight.is_trained)
+    update_bytes = local * (_UPDATE_BYTES + (_EMA_BYTES if layout.ema != "none" else 0))
     return StepTime(
         compute=compute, update=update_bytes / speed.bytes_per_s, communication=communication, exposed=exposed
     )
 
 
-def _elements(weights: Sequence[Weight], layout: Layout) -> int:
-    return sum(weight.padded(layout.num_shards) for weight in weights)
+def _gathered_bytes(weights: Sequence[Weight], layout: Layout) -> int:
+    return sum(weight.gathered_itemsize(layout.param_bytes) * weight.padded(layout.num_shards) for weight in weights)
+
+
+def _trained_elements(weights: Sequence[Weight], layout: Layout) -> int:
+    return sum(weight.padded(layout.num_shards) for weight in weights if weight.is_trained)
 
 
 def _gather_seconds(weights: Sequence[Weight], layout: Layout, device: Device) -> float:
-    num_bytes = layout.param_bytes * _elements(weights, layout)
+    num_bytes = _gathered_bytes(weights, layout)
     return collective_seconds(num_bytes, ranks=layout.num_shards, stride=1, device=device)
 
 
@@ -141,7 +145,7 @@ def _replicas_are_apart(layout: Layout, device: Device) -> bool:
 
 def _reduce_seconds(weights: Sequence[Weight], layout: Layout, device: Device) -> tuple[float, float]:
     """Reduce-scatter over the shards, and all-reduce of each shard over the replicas, which goes around twice."""
-    num_bytes = layout.reduce_bytes * _elements(weights, layout)
+    num_bytes = layout.reduce_bytes * _trained_elements(weights, layout)
     scatter = collective_seconds(num_bytes, ranks=layout.num_shards, stride=1, device=device)
     all_reduce = collective_seconds(
         num_bytes / layout.num_shards, ranks=layout.num_replicas, stride=layout.num_shards, device=device
@@ -168,10 +172,11 @@ def collective_seconds(num_bytes: float, *, ranks: int, stride: int, device: Dev
 
 def _copy_seconds(weights: Sequence[Weight], layout: Layout, speed: Speed) -> tuple[float, float]:
     """What FSDP copies around a gather (float32 shards to the gathered dtype, then into place) and a reduction."""
-    full = _elements(weights, layout)
-    shard = full / layout.num_shards
-    gather = shard * (FLOAT32 + layout.param_bytes) + 2 * full * layout.param_bytes
-    reduce = full * (layout.param_bytes + layout.reduce_bytes)
+    gathered = _gathered_bytes(weights, layout)
+    stored = sum(weight.itemsize * weight.padded(layout.num_shards) for weight in weights)
+    trained = _trained_elements(weights, layout)
+    gather = (stored + gathered) / layout.num_shards + 2 * gathered
+    reduce = trained * (layout.param_bytes + layout.reduce_bytes)
     if layout.num_shards == 1:
-        reduce += full * (layout.reduce_bytes + FLOAT32)
+        reduce += trained * (layout.reduce_bytes + FLOAT32)
     return gather / speed.bytes_per_s, reduce / speed.bytes_per_s

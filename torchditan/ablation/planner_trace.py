@@ -6,14 +6,16 @@ Notable:
   backward run; nothing is computed, so a step of any size takes milliseconds;
 - what lives is read off the storages: each counts once, however many views it has, from the operator that makes it
   to the moment autograd or Python lets go of it. Parameters and the batch are not part of it;
-- three blocks of a kind stand for all: the middle one is repeated by planner_memory.py and planner_time.py;
+- our own model's blocks are of one kind: three stand for all, and planner_memory.py and planner_time.py repeat the
+  middle one. A published model has several kinds: three of each row of equal blocks are traced, each for itself;
 - every number is affine in the batch, so two traces give it for all batches;
 - meta has no attention and norm kernels of its own, so those of the device are put in: flash (bfloat16) or
-  memory-efficient attention (float32) and the fused RMSNorm on a GPU, the CPU's attention there.
+  memory-efficient attention (float32, or with a mask) and the fused RMSNorm on a GPU, the CPU's attention there.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,8 +30,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchditan.diffusion.flow_matching import FlowMatching
-from torchditan.diffusion.timesteps import timestep_sampling
+from torchditan.config import Diffusion
+from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.models.spec import ModelSpec
 from torchditan.randomness import Randomness
@@ -74,7 +76,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """A step of a model with blocks of one kind, in the order in which it runs."""
+    """A step of a model as one of its blocks sees it, in the order in which it runs."""
 
     embed: Segment
     """From the batch to the input of the first block: x_t, velocity, embedders."""
@@ -91,7 +93,7 @@ class StepTrace:
 def trace_step(
     spec: ModelSpec, *, dtype: torch.dtype, checkpointing: Checkpointing, kernels: Kernels, label_dropout: float = 0.1
 ) -> StepTrace:
-    """Trace a step of `spec` with every block checkpointed alike.
+    """Trace a step of `spec`, whose blocks are of one kind, with every block checkpointed alike.
 
     Args:
         spec: the model.
@@ -100,10 +102,23 @@ def trace_step(
         kernels: of which device attention and norms are.
         label_dropout: of the objective; above 0 the labels are masked.
     """
-    recorders = [
-        _record(spec, batch, dtype=dtype, checkpointing=checkpointing, kernels=kernels, label_dropout=label_dropout)
-        for batch in _BATCHES
-    ]
+    recorders = []
+    for batch in _BATCHES:
+        model, blocks = _with_three_blocks(spec, dtype)
+        recorder = _record(
+            spec,
+            model,
+            blocks,
+            batch,
+            dtype=dtype,
+            checkpointing=checkpointing,
+            kernels=kernels,
+            label_dropout=label_dropout,
+        )
+        # Between two blocks only the one's output is left; behind the last, at its hook, its input still is.
+        before, last = (recorder.marks[f"forward {i}"][1] for i in range(NUM_KEPT_BLOCKS - 2, NUM_KEPT_BLOCKS))
+        recorder.marks["head"] = (recorder.marks["head"][0], last + last - before)
+        recorders.append(recorder)
     middle = NUM_KEPT_BLOCKS // 2
     pieces = {
         "embed": ("start", "forward 0"),
@@ -115,8 +130,103 @@ def trace_step(
     return StepTrace(**{name: _segment(recorders, *ends) for name, ends in pieces.items()})
 
 
+def trace_blocks(
+    spec: ModelSpec, *, dtype: torch.dtype, checkpointing: Checkpointing, kernels: Kernels, label_dropout: float = 0.1
+) -> list[StepTrace]:
+    """Trace a step of `spec`, whose blocks may differ, with every block checkpointed alike: the trace of each block.
+
+    What runs between two blocks belongs to the one that came before it. Arguments as of `trace_step`.
+    """
+    recorders = []
+    for batch in _BATCHES:
+        with torch.device("meta"):
+            model = spec.build()
+        stands_for = keep_three_of_each_row(spec, model)
+        blocks = spec.blocks(_computing_in(model, dtype))
+        recorder = _record(
+            spec,
+            model,
+            blocks,
+            batch,
+            dtype=dtype,
+            checkpointing=checkpointing,
+            kernels=kernels,
+            label_dropout=label_dropout,
+        )
+        recorders.append(recorder)
+        _complete_marks(recorder, len(blocks))
+    embed, head, tail = (
+        _segment(recorders, *ends)
+        for ends in (("start", "forward 0"), ("head", f"backward {len(blocks) - 1}"), ("tail", "end"))
+    )
+    traces = []
+    for i in range(len(blocks)):
+        following = f"forward {i + 1}" if i + 1 < len(blocks) else "head"
+        before = f"backward {i - 1}" if i > 0 else "tail"
+        forward, backward = (
+            _segment(recorders, *ends) for ends in ((f"forward {i}", following), (f"backward {i}", before))
+        )
+        traces.append(StepTrace(embed=embed, forward=forward, head=head, backward=backward, tail=tail))
+    return [traces[i] for i in stands_for]
+
+
+def keep_three_of_each_row(spec: ModelSpec, model: nn.Module) -> list[int]:
+    """Shorten a model in place: of more than three equal blocks in a row the first, second and last stay.
+
+    Returns:
+        For each block of the whole model the number of the one that stands for it.
+    """
+    blocks = list(spec.blocks(model))
+    own = {id(block) for block in blocks}
+    stand_in = {id(block): id(block) for block in blocks}
+    for row in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+        if not all(id(block) in own for block in row):
+            continue
+        kept: list[nn.Module] = []
+        for _, group in itertools.groupby(row, key=_kind):
+            equal = list(group)
+            kept += equal if len(equal) <= NUM_KEPT_BLOCKS else [equal[0], equal[1], equal[-1]]
+            stand_in.update({id(block): id(equal[1]) for block in equal[1:-1]})
+        del row[:]
+        row.extend(kept)
+    numbers = {id(block): i for i, block in enumerate(spec.blocks(model))}
+    return [numbers[stand_in[id(block)]] for block in blocks]
+
+
+def _kind(block: nn.Module) -> tuple[Any, ...]:
+    parameters = ((name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters())
+    return type(block), tuple(parameters)
+
+
+def _computing_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """On meta, its floating-point parameters as FSDP gathers them; buffers keep their dtype."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return model.to("meta")
+
+
+def _complete_marks(recorder: StepRecorder, num_blocks: int) -> None:
+    """Marks where gradients do not reach: under a LoRA the first blocks' inputs, or all of a block, may need none."""
+    recorder.marks.setdefault("tail", recorder.marks["end"])
+    for i in range(num_blocks):
+        recorder.marks.setdefault(f"backward {i}", recorder.marks[f"backward {i - 1}" if i > 0 else "tail"])
+
+
+def _with_three_blocks(spec: ModelSpec, dtype: torch.dtype) -> tuple[nn.Module, nn.ModuleList]:
+    with torch.device("meta"):
+        model = spec.build().to(dtype)
+        blocks = spec.blocks(model)
+        del blocks[NUM_KEPT_BLOCKS:]
+        while len(blocks) < NUM_KEPT_BLOCKS:
+            blocks.append(spec.blocks(spec.build().to(dtype))[0])
+    return model, blocks
+
+
 def _record(
     spec: ModelSpec,
+    model: nn.Module,
+    blocks: nn.ModuleList,
     batch_size: int,
     *,
     dtype: torch.dtype,
@@ -124,23 +234,14 @@ def _record(
     kernels: Kernels,
     label_dropout: float,
 ) -> StepRecorder:
-    with torch.device("meta"):
-        model = spec.build().to(dtype)
-        blocks = spec.blocks(model)
-        del blocks[NUM_KEPT_BLOCKS:]
-        while len(blocks) < NUM_KEPT_BLOCKS:
-            blocks.append(spec.blocks(spec.build().to(dtype))[0])
-        batch, randomness = _example_batch(spec, batch_size)
+    batch, randomness = _example_batch(spec, batch_size)
     for block in blocks:  # backward switches the mode below off, and recomputes blocks
         block.forward = _with_kernels(kernels, block.forward)
     mode = "selective" if checkpointing == "op" else checkpointing
     apply_activation_checkpoint(blocks, mode=mode, selective_option="op")
-    objective = FlowMatching(
-        conditioning=spec.conditioning,
-        timesteps=timestep_sampling(kind="logit_normal"),
-        label_dropout=label_dropout,
-    )
-    inputs = [*model.parameters(), *batch.values(), *(tensor for tensor in randomness if tensor is not None)]
+    objective = build_objective(Diffusion(label_dropout=label_dropout), spec)
+    inputs = [*model.parameters(), *model.buffers(), *batch.values()]
+    inputs += [tensor for tensor in randomness if tensor is not None]
     recorder = StepRecorder(ignored=inputs)
     with recorder, DeviceKernels(kernels), _marked(blocks, recorder):
         recorder.mark("start")
@@ -148,17 +249,17 @@ def _record(
         loss = losses.sum() / batch_size
         loss.backward()
         recorder.mark("end")
-    # Between two blocks only the one's output is left; behind the last, at its hook, its input still is.
-    before, last = (recorder.marks[f"forward {i}"][1] for i in range(NUM_KEPT_BLOCKS - 2, NUM_KEPT_BLOCKS))
-    recorder.marks["head"] = (recorder.marks["head"][0], last + last - before)
     return recorder
 
 
 def _example_batch(spec: ModelSpec, batch_size: int) -> tuple[dict[str, torch.Tensor], Randomness]:
     """What the trainer has on the device when the step starts."""
-    sample = torch.empty(batch_size, *spec.sample_shape)
-    batch = {"sample": sample, "class_label": torch.empty(batch_size, dtype=torch.int64)}
-    return batch, Randomness(torch.empty_like(sample), torch.empty(batch_size), torch.empty(batch_size))
+    with torch.device("meta"):
+        sample = torch.empty(batch_size, *spec.sample_shape)
+        batch = {"sample": sample, "index": torch.empty(batch_size, dtype=torch.int64)}
+        for name, (shape, dtype) in spec.conditioning.tensors.items():
+            batch[name] = torch.empty(batch_size, *shape, dtype=dtype)
+        return batch, Randomness(torch.empty_like(sample), torch.empty(batch_size), torch.empty(batch_size))
 
 
 @contextmanager
@@ -166,28 +267,38 @@ def _marked(blocks: nn.ModuleList, recorder: StepRecorder) -> Iterator[None]:
     """Mark in the record where blocks begin and end, and take away the weight gradients FSDP reduces there."""
     last = len(blocks) - 1
 
-    def before(i: int, block: nn.Module, x: torch.Tensor) -> None:
+    def before(i: int, inputs: Any) -> None:
         recorder.mark(f"forward {i}")
         if i == 0:
-            x.register_hook(lambda _gradient: finish(0, block, "tail"))
+            at_gradient(inputs, lambda: finish(0, "tail"))
 
-    def after(i: int, block: nn.Module, output: torch.Tensor) -> None:
+    def after(i: int, output: Any) -> None:
         if i == last:
             recorder.mark("head")
-            output.register_hook(lambda _gradient: recorder.mark(f"backward {last}"))
+            at_gradient(output, lambda: recorder.mark(f"backward {last}"))
         else:
-            above = blocks[i + 1]
-            output.register_hook(lambda _gradient: finish(i + 1, above, f"backward {i}"))
+            at_gradient(output, lambda: finish(i + 1, f"backward {i}"))
 
-    def finish(i: int, block: nn.Module, label: str) -> None:
-        for parameter in block.parameters():
+    def at_gradient(tensors: Any, act: Callable[[], None]) -> None:
+        """When the first of these has its gradient, everything behind it in the model has run backward."""
+        todo = [act]
+        for tensor in _tensors(tensors):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _gradient: todo.pop()() if todo else None)
+
+    def finish(i: int, label: str) -> None:
+        for parameter in blocks[i].parameters():
             parameter.grad = None
         recorder.mark(label)
 
     handles = []
     for i, block in enumerate(blocks):
-        handles.append(block.register_forward_pre_hook(lambda module, args, i=i: before(i, module, args[0])))
-        handles.append(block.register_forward_hook(lambda module, _args, output, i=i: after(i, module, output)))
+        handles.append(
+            block.register_forward_pre_hook(
+                lambda _module, args, kwargs, i=i: before(i, (args, kwargs)), with_kwargs=True
+            )
+        )
+        handles.append(block.register_forward_hook(lambda _module, _args, output, i=i: after(i, output)))
     try:
         yield
     finally:
@@ -295,24 +406,42 @@ class DeviceKernels(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return self._attention(*args)
+            return self._attention(*args, **kwargs)
         if func is F.rms_norm and self.kernels == "cuda":
-            return FusedRMSNorm.apply(args[0], kwargs["weight"])
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            return FusedRMSNorm.apply(args[0], args[0].new_ones(()) if weight is None else weight)
         return func(*args, **kwargs)
 
-    def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        **_options: Any,
+    ) -> torch.Tensor:
         aten = torch.ops.aten
         if self.kernels == "cpu":
-            return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
-        if q.dtype == torch.float32:
-            return aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[0]
-        return aten._scaled_dot_product_flash_attention(q, k, v)[0]
+            bias = _attention_bias(query, key, attn_mask)
+            return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=bias)[0]
+        if query.dtype == torch.float32 or attn_mask is not None:
+            bias = _attention_bias(query, key, attn_mask)
+            return aten._scaled_dot_product_efficient_attention(query, key, value, bias, True)[0]
+        return aten._scaled_dot_product_flash_attention(query, key, value)[0]
+
+
+def _attention_bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """(B, heads, N, M), of a mask that broadcasts to it: additive, in the dtype of the query."""
+    if mask is None:
+        return None
+    bias = mask if mask.dtype != torch.bool else torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, 0.0)
+    return bias.expand(*query.shape[:-1], key.shape[-2])
 
 
 def _with_kernels(kernels: Kernels, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def with_kernels(*args: Any) -> torch.Tensor:
+    def with_kernels(*args: Any, **kwargs: Any) -> torch.Tensor:
         with DeviceKernels(kernels):
-            return forward(*args)
+            return forward(*args, **kwargs)
 
     return with_kernels
 

@@ -16,9 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from torchditan.ablation.analysis import Analysis, Effect, frontier, interactions, scaling
 from torchditan.ablation.findings import AXIS_NAMES, effect_name, percent, value_name
-from torchditan.ablation.grid import BATCH_SIZE, CHECKPOINTING, COMPILE, FLAVOR, PARALLEL, PATCH_SIZE, PRECISION
-from torchditan.ablation.grid_results import ordered_values
+from torchditan.ablation.grid import (
+    BATCH_SIZE,
+    CHECKPOINT_FRACTION,
+    CHECKPOINTING,
+    COMPILE,
+    FLAVOR,
+    PARALLEL,
+    PATCH_SIZE,
+    PRECISION,
+)
+from torchditan.ablation.grid_results import ordered_values, work_axes
+from torchditan.ablation.losses import LEARNING_RATE, LossCurve
 from torchditan.ablation.pairs import MEMORY, METRICS, THROUGHPUT, Metric
+from torchditan.ablation.resolutions import MODEL, RESOLUTION
 from torchditan.ablation.sanity import MINUS
 
 if TYPE_CHECKING:
@@ -45,7 +56,7 @@ def effects_figure(analysis: Analysis, effects: list[Effect]) -> Any | None:
     sources = list(dict.fromkeys(effect.source for effect in effects))
     keys = list(dict.fromkeys(effect.key for effect in effects))
     titles = [f"{metric.name}, {metric.better} is better" for metric in metrics]
-    figure = _subplots(cols=len(metrics), shared_yaxes=True, horizontal_spacing=0.05, subplot_titles=titles)
+    figure = subplots(cols=len(metrics), shared_yaxes=True, horizontal_spacing=0.05, subplot_titles=titles)
     spread = 1 - 1 / len(sources) - 0.1 if len(keys) < len(effects) else 0.0
     for column, metric in enumerate(metrics, start=1):
         known = [effect for effect in effects if effect.change(metric).num_pairs]
@@ -68,7 +79,7 @@ def effects_figure(analysis: Analysis, effects: list[Effect]) -> Any | None:
         tickvals=list(range(len(keys))), ticktext=names, range=[len(keys) - 0.4, -0.6], showgrid=True, zeroline=False
     )
     rows = max(1.0, 0.7 * len(sources)) if spread else 1.0
-    return _style(figure, height=int(130 + 34 * rows * len(keys)), top=66, legend_gap=34 if len(sources) > 1 else None)
+    return style(figure, height=int(130 + 34 * rows * len(keys)), top=66, legend_gap=34 if len(sources) > 1 else None)
 
 
 def _whiskers(effects: list[Effect], heights: list[float], metric: Metric, *, color: str, name: str) -> list[Any]:
@@ -185,7 +196,7 @@ def interactions_figure(analysis: Analysis) -> Any | None:
         heights.append(len(effects))
     figure.update_yaxes(autorange="reversed", showgrid=False)
     figure.update_xaxes(tickangle=-40, showgrid=False)
-    _style(figure, height=int(230 + 30 * max(heights)), top=80)
+    style(figure, height=int(230 + 30 * max(heights)), top=80)
     figure.update_layout(updatemenus=[_menu(buttons)], margin={"b": 130})
     return figure
 
@@ -260,7 +271,7 @@ def batch_figure(analysis: Analysis) -> Any | None:
     figure.update_xaxes(
         type="log", title="batch per device", tickvals=shown, ticktext=[f"{batch:g}" for batch in shown]
     )
-    _log_axis(figure, cells[_PER_DEVICE], col=1)
+    log_axis(figure, cells[_PER_DEVICE], col=1)
     figure.update_yaxes(rangemode="tozero", col=2)
     return figure
 
@@ -276,7 +287,7 @@ def frontier_figure(analysis: Analysis) -> Any | None:
     figure = _colored_panels(analysis, cells.assign(setting=0), panels, [], mode="markers")
     best = frontier(cells)
     x, y, names = [], [], []
-    for _, line in best.groupby(["source", FLAVOR, PATCH_SIZE], sort=False):
+    for _, line in best.groupby(["source", *work_axes(best.columns)], sort=False):
         x += [*line[MEMORY.column], None]
         y += [*line[_PER_DEVICE], None]
         names += [*line["run_name"], None]
@@ -291,7 +302,7 @@ def frontier_figure(analysis: Analysis) -> Any | None:
     for button in figure.layout.updatemenus[0].buttons if figure.layout.updatemenus else ():
         button.args[0]["visible"].append(True)
     figure.update_xaxes(title="peak memory per device, GiB", rangemode="tozero")
-    _log_axis(figure, cells[_PER_DEVICE], title="images/s per device")
+    log_axis(figure, cells[_PER_DEVICE], title="images/s per device")
     return figure
 
 
@@ -299,7 +310,7 @@ def _colored_panels(
     analysis: Analysis, cells: pd.DataFrame, panels: tuple[tuple[str, str], ...], titles: list[str], *, mode: str
 ) -> Any:
     """Cells in one or two panels of (x, y) columns, coloured by an axis that a menu chooses."""
-    figure = _subplots(cols=len(panels), subplot_titles=titles or None, horizontal_spacing=0.09)
+    figure = subplots(cols=len(panels), subplot_titles=titles or None, horizontal_spacing=0.09)
     axes = _color_axes(analysis)
     buttons, owners = [], []
     for number, axis in enumerate(axes):
@@ -315,7 +326,7 @@ def _colored_panels(
         visible = [owner == number for owner in owners]
         label = f"colour: {AXIS_NAMES.get(axis, axis)}"
         buttons.append({"label": label, "method": "update", "args": [{"visible": visible}]})
-    _style(figure, height=560, top=110, legend_gap=56)
+    style(figure, height=560, top=110, legend_gap=56)
     if len(buttons) > 1:
         figure.update_layout(updatemenus=[_menu(buttons)])
     return figure
@@ -325,7 +336,7 @@ def _color_axes(analysis: Analysis) -> list[str]:
     """The source first where there are several, then compile, and the other varied axes with few values."""
     results = analysis.results
     several = ["source"] if len(results.sources) > 1 else []
-    known = (COMPILE, CHECKPOINTING, PRECISION, PARALLEL, PATCH_SIZE)
+    known = (MODEL, COMPILE, CHECKPOINTING, CHECKPOINT_FRACTION, PRECISION, PARALLEL, PATCH_SIZE)
     varied = [axis for axis in known if axis in results.varied and results.cells[axis].nunique() > 1]
     others = [
         axis
@@ -390,7 +401,47 @@ def scaling_figure(analysis: Analysis) -> Any | None:
     figure.update_xaxes(type="log", title="devices (batch per device constant)", tickvals=devices, ticktext=devices)
     figure.update_yaxes(title="% of images/s per device", rangemode="tozero")
     figure.add_hline(y=100, line={"color": "#333", "width": 1, "dash": "dot"})
-    return _style(figure, height=420, top=50, legend_gap=56)
+    return style(figure, height=420, top=50, legend_gap=56)
+
+
+def loss_figure(curves: list[LossCurve]) -> Any | None:
+    """Loss against steps: a panel for each precision, a colour for each learning rate, a cross where a run failed."""
+    go = import_module("plotly.graph_objects")
+    if not curves:
+        return None
+    import pandas as pd
+
+    precisions = ordered_values(PRECISION, [curve.precision for curve in curves])
+    rates = ordered_values(LEARNING_RATE, [curve.learning_rate for curve in curves])
+    titles = [value_name(PRECISION, precision) for precision in precisions]
+    figure = subplots(cols=len(precisions), shared_yaxes=True, horizontal_spacing=0.03, subplot_titles=titles)
+    named: set[str] = set()
+    for curve in curves:
+        number = rates.index(curve.learning_rate)
+        color = PALETTE[number % len(PALETTE)]
+        failed = curve.status not in ("completed", "skipped")
+        figure.add_trace(
+            go.Scatter(
+                x=curve.steps,
+                y=curve.losses,
+                mode="lines+markers" if failed else "lines",
+                marker={"color": color, "size": [0] * (len(curve.steps) - 1) + [10], "symbol": "x"},
+                line={"color": color, "width": 1.8},
+                name=f"learning rate {curve.learning_rate}" if curve.learning_rate else "loss",
+                legendgroup=curve.learning_rate,
+                showlegend=curve.learning_rate not in named,
+                hovertext=f"{curve.run_name}{f', {curve.status}' if failed else ''}",
+                hovertemplate="%{hovertext}<br>step %{x:.0f}: %{y:.4g}<extra></extra>",
+            ),
+            row=1,
+            col=precisions.index(curve.precision) + 1,
+        )
+        named.add(curve.learning_rate)
+    figure.update_xaxes(title="step", rangemode="tozero")
+    style(figure, height=480, top=50, legend_gap=56)
+    log_axis(figure, pd.Series([loss for curve in curves for loss in curve.losses]))
+    figure.update_yaxes(title="loss", col=1)
+    return figure
 
 
 def folders_figure(analysis: Analysis) -> Any | None:
@@ -400,13 +451,13 @@ def folders_figure(analysis: Analysis) -> Any | None:
 
 def _axis_value(axis: str, value: str) -> str:
     shown = value_name(axis, value)
-    if axis in (PRECISION, PARALLEL, FLAVOR):
+    if axis in (PRECISION, PARALLEL, FLAVOR, MODEL, RESOLUTION):
         return shown
     short = {COMPILE: "compile", CHECKPOINTING: "checkpointing", BATCH_SIZE: "batch", PATCH_SIZE: "patch"}
     return f"{short.get(axis, axis.split('.')[-1])} {shown}"
 
 
-def _subplots(**arguments: Any) -> Any:
+def subplots(**arguments: Any) -> Any:
     return import_module("plotly.subplots").make_subplots(rows=1, **arguments)
 
 
@@ -417,7 +468,7 @@ def _menu(buttons: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _log_axis(figure: Any, values: pd.Series, **where: Any) -> None:
+def log_axis(figure: Any, values: pd.Series, **where: Any) -> None:
     """A logarithmic vertical axis over `values` with its ticks written out; a linear one where they are alike."""
     low, high = math.log10(values.min()), math.log10(values.max())
     if high - low < 0.6:
@@ -429,7 +480,7 @@ def _log_axis(figure: Any, values: pd.Series, **where: Any) -> None:
     figure.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks], **where)
 
 
-def _style(figure: Any, *, height: int, top: int = 40, legend_gap: int | None = None) -> Any:
+def style(figure: Any, *, height: int, top: int = 40, legend_gap: int | None = None) -> Any:
     """One look. The legend, if any, stands so many pixels below the axes, where long names can wrap."""
     inside = height - top - 100
     figure.update_layout(

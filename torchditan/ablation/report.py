@@ -2,8 +2,8 @@
 """report.html: the findings of ablation grids in sentences, tables and interactive plots, in one file, offline.
 
 Notable:
-- plotly's script is inlined once; the page loads nothing, and the same ledgers give the same bytes.
-- Everything that comes from a ledger is escaped: a run's error message is text, not markup.
+- The same ledgers give the same bytes.
+- Everything that comes from a ledger is escaped, here or by page.py.
 - The first screen answers whether to compile, and says what was measured on what.
 """
 
@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from torchditan.ablation import plots
-from torchditan.ablation.analysis import Analysis, Effect, analyse, effects_csv, largest_batches, pairs_csv
+from torchditan.ablation import page, plots
+from torchditan.ablation.analysis import (
+    Analysis,
+    Effect,
+    analyse,
+    effects_csv,
+    fastest,
+    largest_batches,
+    pairs_csv,
+)
 from torchditan.ablation.findings import (
     AXIS_NAMES,
     STATUS_NAMES,
@@ -26,57 +32,16 @@ from torchditan.ablation.findings import (
     percent,
     value_name,
 )
-from torchditan.ablation.grid import BATCH_SIZE
+from torchditan.ablation.grid import BATCH_SIZE, PRECISION
+from torchditan.ablation.losses import FEWEST_STEPS, final_losses, loss_curves
 from torchditan.ablation.pairs import MEMORY, METRICS, MFU, THROUGHPUT, Metric
+from torchditan.ablation.resolutions import MODEL, RESOLUTION
 from torchditan.ablation.sanity import MINUS, Check, count
-from torchditan.config import ConfigError, option_error
-from torchditan.run_directory import write_file
-
-_MOST_ROWS = 200
-_NONE = '<p class="none">{}</p>'
-_CSS = """
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:1228px;padding:20px 24px 80px;background:#fff;color:#111;
- font:15px/1.5 system-ui,"Segoe UI","Helvetica Neue",Arial,sans-serif}
-h1{font-size:25px;line-height:1.25;margin:0 0 4px}
-h2{font-size:20px;margin:44px 0 6px;padding-top:10px;border-top:1px solid #ccc}
-h3{font-size:16px;margin:22px 0 4px}
-p{margin:4px 0 10px;max-width:960px}
-.facts{color:#444;margin:0 0 12px;max-width:none}
-.none{color:#444;font-style:italic}
-.findings{display:grid;grid-template-columns:1fr 1fr;gap:12px}
-.finding{border:1px solid #ccc;border-left:5px solid #0072B2;border-radius:4px;padding:9px 14px}
-.finding h3{font-size:14px;margin:0;color:#444;font-weight:600}
-.finding strong{display:block;font-size:18px;line-height:1.3;margin:1px 0 4px}
-.finding p,.finding li{max-width:none;font-size:14px;line-height:1.42;margin:0;overflow-wrap:anywhere}
-.finding ul{margin:0;padding-left:18px}
-.finding.first{grid-column:1/-1;border-left-width:9px;background:#F3F8FC}
-.finding.first strong{font-size:24px}
-.finding.warn{border-left-color:#D55E00}
-.table{overflow-x:auto;margin:6px 0 14px}
-table{border-collapse:collapse;font-size:13.5px;font-variant-numeric:tabular-nums}
-th,td{padding:3px 10px 3px 0;text-align:left;vertical-align:top;border-bottom:1px solid #e3e3e3}
-th{border-bottom:1px solid #777;font-weight:600;white-space:nowrap}
-th.n,td.n{text-align:right;white-space:nowrap}
-td.wrap{max-width:560px;overflow-wrap:break-word}
-details{margin:4px 0 12px}
-summary{cursor:pointer}
-nav{font-size:14px;margin:10px 0 0}
-nav a{display:inline-block;margin-right:16px;color:#00568A}
-.plot{margin:6px 0 10px;min-width:0}
-.check::before{display:inline-block;width:6em;font-weight:600;white-space:nowrap}
-.check.pass::before{content:"holds";color:#006B4E}
-.check.fail::before{content:"not so";color:#A84300}
-.check.skip::before{content:"unknown";color:#555}
-.check{margin:8px 0 0;max-width:none}
-.detail{margin:0 0 4px 6em;color:#333}
-@media(max-width:800px){.findings{grid-template-columns:1fr}}
-"""
 
 
 def write_report(folders: list[Path], out: Path) -> Path:
     """Analyse grid folders; write report.html, effects.csv and pairs.csv to `out`, and return the report's path."""
-    _require_libraries()
+    page.require("pandas", "plotly")
     analysis = analyse(folders)
     report = out / "report.html"
     contents = {
@@ -84,26 +49,13 @@ def write_report(folders: list[Path], out: Path) -> Path:
         out / "pairs.csv": pairs_csv(analysis),
         report: report_html(analysis).encode(),
     }
-    try:
-        for path, content in contents.items():
-            write_file(path, content)
-    except OSError as error:
-        raise option_error("--out", str(out), f"is no folder that can be written ({error.strerror})") from None
+    page.write_files(contents, out)
     return report
-
-
-def _require_libraries() -> None:
-    for name in ("pandas", "plotly"):
-        try:
-            import_module(name)
-        except ImportError:
-            raise ConfigError(f"the analysis needs {name}: pip install -e '.[analysis]'") from None
 
 
 def report_html(analysis: Analysis) -> str:
     """The whole page."""
     names = ", ".join(dict.fromkeys(analysis.results.runs["grid"]))
-    script = import_module("plotly.offline").get_plotlyjs()
     sections = (
         ("effects", "What each setting changes", _effects_section),
         ("memory", "Memory at the same batch", _memory_section),
@@ -112,24 +64,20 @@ def report_html(analysis: Analysis) -> str:
         ("batch", "Throughput and memory against batch", _batch_section),
         ("frontier", "Memory against throughput", _frontier_section),
         ("scaling", "More devices", _scaling_section),
+        ("loss", "Loss against steps", _loss_section),
         ("folders", "Between folders and devices", _folders_section),
         ("sanity", "Sanity checks", _sanity_section),
         ("failures", "Runs that did not complete", _failures_section),
         ("origin", "Hardware and versions", _origin_section),
         ("method", "How the numbers are made", _method_section),
     )
-    links = "".join(f'<a href="#{anchor}">{html.escape(title)}</a>' for anchor, title, _ in sections)
-    body = "".join(
-        f'<section id="{anchor}"><h2>{html.escape(title)}</h2>{make(analysis)}</section>'
-        for anchor, title, make in sections
-    )
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Ablations: {html.escape(names)}</title><style>{_CSS}</style>"
-        f"<script>{script}</script></head><body>"
-        f"<header><h1>What the optimisations buy: {html.escape(names)}</h1>{_facts(analysis)}</header>"
-        f"{_findings_box(analysis)}<nav>{links}</nav>{body}</body></html>\n"
+    shown = [(anchor, title, make(analysis)) for anchor, title, make in sections]
+    return page.document(
+        title=f"Ablations: {names}",
+        heading=f"What the optimisations buy: {names}",
+        top=_facts(analysis),
+        findings=_findings_box(analysis),
+        sections=shown,
     )
 
 
@@ -165,18 +113,9 @@ def _devices(analysis: Analysis) -> list[str]:
 
 def _findings_box(analysis: Analysis) -> str:
     compile_answer, *others = findings(analysis)
-    cards = [_card(compile_answer, "finding first"), _sanity_card(analysis)]
-    cards += [_card(finding, "finding") for finding in others]
+    cards = [page.card(compile_answer, "finding first"), _sanity_card(analysis)]
+    cards += [page.card(finding, "finding") for finding in others]
     return f'<div class="findings">{"".join(cards)}</div>'
-
-
-def _card(finding: Finding, classes: str) -> str:
-    if len(finding.sentences) == 1:
-        text = f"<p>{html.escape(finding.sentences[0])}</p>"
-    else:
-        text = f"<ul>{''.join(f'<li>{html.escape(sentence)}</li>' for sentence in finding.sentences)}</ul>"
-    question, answer = html.escape(finding.question), html.escape(finding.answer)
-    return f'<div class="{classes}"><h3>{question}</h3><strong>{answer}</strong>{text}</div>'
 
 
 def _sanity_card(analysis: Analysis) -> str:
@@ -189,7 +128,7 @@ def _sanity_card(analysis: Analysis) -> str:
     else:
         answer = f"All {count(len(looked), 'sanity check')} hold." if looked else "Nothing could be checked."
         sentences = [f"{check.title}." for check in looked[:4]]
-    return _card(
+    return page.card(
         Finding("Can I trust these numbers?", answer, sentences), "finding warn" if failed else "finding"
     )  # fmt: skip
 
@@ -201,8 +140,8 @@ def _effects_section(analysis: Analysis) -> str:
         "n their number.</p>"
     )
     if not analysis.same_batch:
-        return text + _none("No pairs: nothing but the batch varies in these runs.")
-    plot = _plot(plots.effects_figure(analysis, analysis.same_batch), "effects-plot", "No pairs.")
+        return text + page.none("No pairs: nothing but the batch varies in these runs.")
+    plot = page.plot(plots.effects_figure(analysis, analysis.same_batch), "effects-plot", "No pairs.")
     return text + plot + _effect_table(analysis, analysis.same_batch)
 
 
@@ -227,7 +166,7 @@ def _effect_table(analysis: Analysis, effects: Sequence[Effect]) -> str:
             row += [f"{change.num_pairs:,}", percent(change.median), middle]
             row += [percent(change.minimum), percent(change.maximum), f"{change.num_better:,} of {change.num_pairs:,}"]
             rows.append([*row, noise])
-    return _table(headers, rows, numeric=set(headers[headers.index("pairs") :]))
+    return page.table(headers, rows, numeric=set(headers[headers.index("pairs") :]))
 
 
 def _why_none(analysis: Analysis, effect: Effect, metric: Metric) -> str:
@@ -273,7 +212,9 @@ def _memory_section(analysis: Analysis) -> str:
         "change",
         "middle half",
     ]
-    return text + (_table(headers, rows, numeric=set(headers[2:])) if rows else _none("No pairs with a peak memory."))
+    return text + (
+        page.table(headers, rows, numeric=set(headers[2:])) if rows else page.none("No pairs with a peak memory.")
+    )
 
 
 def _best_section(analysis: Analysis) -> str:
@@ -283,10 +224,10 @@ def _best_section(analysis: Analysis) -> str:
         f"{_left_out(analysis)}.</p>"
     )
     if BATCH_SIZE not in analysis.results.varied:
-        return text + _none("One batch size only: see the effects at the same batch.")
+        return text + page.none("One batch size only: see the effects at the same batch.")
     known = [effect for effect in analysis.best_batch if len(effect.pairs)]
     if not known:
-        return text + _none("No pairs.")
+        return text + page.none("No pairs.")
     batches = analysis.results.cells["batch"].to_numpy(float)
     rows = []
     for effect in known:
@@ -306,8 +247,8 @@ def _best_section(analysis: Analysis) -> str:
             ]
         )
     headers = ["effect", "grid", "pairs", "throughput", "middle half", "MFU", "peak memory", "larger best batch"]
-    plot = _plot(plots.effects_figure(analysis, known), "best-plot", "No pairs.")
-    return text + plot + _table(headers, rows, numeric=set(headers[2:]))
+    plot = page.plot(plots.effects_figure(analysis, known), "best-plot", "No pairs.")
+    return text + plot + page.table(headers, rows, numeric=set(headers[2:]))
 
 
 def _left_out(analysis: Analysis) -> str:
@@ -322,14 +263,30 @@ def _interactions_section(analysis: Analysis) -> str:
         "Settings with many values are left out where the map would get too wide.</p>"
     )
     figure = plots.interactions_figure(analysis)
-    return text + _plot(figure, "interactions-plot", "No pairs in which a second setting varies.")
+    return text + page.plot(figure, "interactions-plot", "No pairs in which a second setting varies.")
 
 
 def _batch_section(analysis: Analysis) -> str:
     text = "<p>A line is one setting of everything else. Lines end where memory did, or where the grid did.</p>"
     figure = plots.batch_figure(analysis)
-    text += _plot(figure, "batch-plot", "One batch size only, or none that completed.")
-    return text + _largest_batches(analysis)
+    text += page.plot(figure, "batch-plot", "One batch size only, or none that completed.")
+    return text + _models(analysis) + _largest_batches(analysis)
+
+
+def _models(analysis: Analysis) -> str:
+    """The fastest run of each published model, per device, to lay beside what others publish."""
+    if MODEL not in analysis.results.axes or analysis.results.cells.empty:
+        return ""
+    cells = fastest(analysis.results)
+    measured = ("images_per_second_per_device_mean", "tflops_per_device_mean", MFU.column, MEMORY.column)
+    rows = []
+    for _, cell in cells[cells[MODEL] != ""].iterrows():
+        numbers = ["not measured" if cell[name] != cell[name] else f"{cell[name]:,.3g}" for name in measured]
+        devices = f"{cell['num_devices']:g} x {cell['device']}"
+        rows.append([cell[MODEL], cell[RESOLUTION], devices, cell[PRECISION], cell[BATCH_SIZE], *numbers])
+    headers = ["model", "resolution", "devices", "precision", "batch", "images/s a device", "TFLOP/s a device", "MFU %"]
+    headers.append("GiB")
+    return "<p>The fastest run of each model:</p>" + page.table(headers, rows, numeric=set(headers[4:]))
 
 
 def _largest_batches(analysis: Analysis) -> str:
@@ -347,8 +304,8 @@ def _largest_batches(analysis: Analysis) -> str:
         for _, row in table.iterrows()
     ]
     headers = ["grid", *(AXIS_NAMES.get(axis, axis) for axis in varied), "largest that ran", "smallest out of memory"]
-    shown = _table(headers, rows, numeric=set(headers[-2:]))
-    return _details(f"Where memory ended: {count(len(rows), 'setting')}", shown)
+    shown = page.table(headers, rows, numeric=set(headers[-2:]))
+    return page.details(f"Where memory ended: {count(len(rows), 'setting')}", shown)
 
 
 def _frontier_section(analysis: Analysis) -> str:
@@ -356,24 +313,39 @@ def _frontier_section(analysis: Analysis) -> str:
         "<p>Each dot is a setting. The dotted frontier joins those that no other one beats in both memory and "
         "throughput; models and patch sizes do different work, so each has its own.</p>"
     )
-    return text + _plot(plots.frontier_figure(analysis), "frontier-plot", "No completed run has both numbers.")
+    return text + page.plot(plots.frontier_figure(analysis), "frontier-plot", "No completed run has both numbers.")
 
 
 def _scaling_section(analysis: Analysis) -> str:
     figure = plots.scaling_figure(analysis)
     devices = sorted({int(number) for number in analysis.results.cells["num_devices"].dropna()})
     if figure is None and len(devices) == 1:
-        return _none(f"All completed runs used {count(devices[0], 'device')}: nothing to scale over.")
+        return page.none(f"All completed runs used {count(devices[0], 'device')}: nothing to scale over.")
     text = "<p>Images/s per device, as a part of what the same setting reaches on the fewest devices; medians.</p>"
-    return text + _plot(figure, "scaling-plot", "No setting completed on two numbers of devices.")
+    return text + page.plot(figure, "scaling-plot", "No setting completed on two numbers of devices.")
+
+
+def _loss_section(analysis: Analysis) -> str:
+    curves = loss_curves(analysis.results)
+    if not curves:
+        return page.none(f"No run of {FEWEST_STEPS} steps or more: shorter ones measure speed alone.")
+    table = final_losses(analysis.results)
+    text = (
+        "<p>A line is one run, through means of its loss over stretches of steps; a cross ends one that did not "
+        "complete. All runs of a grid see the same samples, noise and timesteps in the same order.</p>"
+    )
+    plot = page.plot(plots.loss_figure(curves), "loss-plot", "No losses.")
+    rows = [[rate or "(one)", *losses.values()] for rate, losses in table.items()]
+    headers = ["learning rate", *(value_name(PRECISION, precision) for precision in next(iter(table.values())))]
+    return text + plot + "<p>Mean loss of the last steps:</p>" + page.table(headers, rows, numeric=set(headers[1:]))
 
 
 def _folders_section(analysis: Analysis) -> str:
     if len(analysis.results.sources) == 1:
-        return _none("One folder, one device. Name further grid folders to compare devices, versions or commits.")
+        return page.none("One folder, one device. Name further grid folders to compare devices, versions or commits.")
     first = html.escape(analysis.results.sources[0])
     text = f"<p>The settings that completed both in {first} and in another folder: how much the other differs.</p>"
-    plot = _plot(plots.folders_figure(analysis), "folders-plot", "No setting completed in both.")
+    plot = page.plot(plots.folders_figure(analysis), "folders-plot", "No setting completed in both.")
     return text + plot + _effect_table(analysis, analysis.between_folders) + _speed_ups(analysis)
 
 
@@ -388,7 +360,7 @@ def _speed_ups(analysis: Analysis) -> str:
     if not rows:
         return ""
     headers = ["grid", "against", "pairs", "speed-up", "middle half"]
-    return "<h3>Speed-up</h3>" + _table(headers, rows, numeric=set(headers[2:]))
+    return "<h3>Speed-up</h3>" + page.table(headers, rows, numeric=set(headers[2:]))
 
 
 def _sanity_section(analysis: Analysis) -> str:
@@ -400,7 +372,7 @@ def _check(check: Check) -> str:
     text = f'<p class="check {kind}"><b>{html.escape(check.title)}.</b></p>'
     text += f'<div class="detail">{html.escape(check.sentence)}'
     if check.rows:
-        text += _details(f"Show {count(len(check.rows), 'case')}", _table(check.columns, check.rows))
+        text += page.details(f"Show {count(len(check.rows), 'case')}", page.table(check.columns, check.rows))
     return f"{text}</div>"
 
 
@@ -413,19 +385,19 @@ def _failures_section(analysis: Analysis) -> str:
         if mine.empty:
             continue
         reasons = mine["reason"].replace("", "no reason recorded").value_counts(sort=True)
-        rows = [[reason, f"{number:,}"] for reason, number in reasons.head(_MOST_ROWS // 10).items()]
+        rows = [[reason, f"{number:,}"] for reason, number in reasons.head(page.MOST_ROWS // 10).items()]
         text += f"<h3>{title}: {count(len(mine), 'run')}</h3>"
         if status != "oom":  # their reasons differ in sizes only
-            text += _table(["reason", "runs"], rows, numeric={"runs"})
+            text += page.table(["reason", "runs"], rows, numeric={"runs"})
         listed = [
             [row["run_name"], row["source"], row["reason"] or "no reason recorded"]
-            for _, row in mine.head(_MOST_ROWS).iterrows()
+            for _, row in mine.head(page.MOST_ROWS).iterrows()
         ]
-        shown = _table(["run", "grid", "reason"], listed)
-        if len(mine) > _MOST_ROWS:
-            shown += f"<p>The first {_MOST_ROWS}; the others are in runs_summary.csv.</p>"
-        text += _details("Show the runs", shown, is_open=len(mine) <= 12)
-    return text or _none("Every run completed.")
+        shown = page.table(["run", "grid", "reason"], listed)
+        if len(mine) > page.MOST_ROWS:
+            shown += f"<p>The first {page.MOST_ROWS}; the others are in runs_summary.csv.</p>"
+        text += page.details("Show the runs", shown, is_open=len(mine) <= 12)
+    return text or page.none("Every run completed.")
 
 
 def _origin_section(analysis: Analysis) -> str:
@@ -448,7 +420,7 @@ def _origin_section(analysis: Analysis) -> str:
             ]
         )
     headers = ["grid", "device", "host", "devices", "torch", "python", "commit", "runs"]
-    text = _table(headers, rows)
+    text = page.table(headers, rows)
     constant = [axis for axis in analysis.results.axes if axis not in analysis.results.varied]
     fixed = [
         f"{AXIS_NAMES.get(axis, axis)} {_list(value_name(axis, value) for value in analysis.results.runs[axis])}"
@@ -475,49 +447,6 @@ def _method_section(analysis: Analysis) -> str:
         "<p>Start-up cost of compiling: compile_s of the compiled run less that of its eager pair; repaid after that "
         "time divided by what one step saves.</p>"
     )
-
-
-def _plot(figure: Any | None, name: str, otherwise: str) -> str:
-    """The figure as a div, without plotly's script."""
-    if figure is None:
-        return _none(otherwise)
-    text = figure.to_html(
-        full_html=False,
-        include_plotlyjs=False,
-        div_id=name,
-        default_width="100%",
-        config={"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["lasso2d", "select2d"]},
-    )
-    return f'<div class="plot">{text}</div>'
-
-
-def _table(
-    headers: Sequence[str], rows: Iterable[Sequence[str]], numeric: set[str] | frozenset[str] = frozenset()
-) -> str:
-    rows = list(rows)
-    head = "".join(f"<th{_class(header in numeric)}>{html.escape(header)}</th>" for header in headers)
-    lines = [
-        "".join(
-            f"<td{_class(header in numeric)}>{html.escape(str(cell))}</td>"
-            for header, cell in zip(headers, row, strict=True)
-        )
-        for row in rows[:_MOST_ROWS]
-    ]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    more = f"<p>{len(rows) - _MOST_ROWS:,} more.</p>" if len(rows) > _MOST_ROWS else ""
-    return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}'
-
-
-def _class(is_numeric: bool) -> str:
-    return ' class="n"' if is_numeric else ' class="wrap"'
-
-
-def _details(summary: str, content: str, *, is_open: bool = False) -> str:
-    return f"<details{' open' if is_open else ''}><summary>{html.escape(summary)}</summary>{content}</details>"
-
-
-def _none(text: str) -> str:
-    return _NONE.format(html.escape(text))
 
 
 def _list(values: Iterable[str]) -> str:

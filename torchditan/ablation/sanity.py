@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchditan.ablation.grid import BATCH_SIZE, CHECKPOINTING, COMPILE
+from torchditan.ablation.grid import BATCH_SIZE, CHECKPOINT_FRACTION, CHECKPOINTING, COMPILE
 from torchditan.ablation.grid_results import GridResults
 from torchditan.ablation.pairs import MEMORY, MFU, THROUGHPUT, Metric, matched_pairs
 
@@ -87,7 +87,7 @@ def _grows_with_batch(results: GridResults, metric: Metric) -> Check:
 def _same_loss(results: GridResults, pairs: pd.DataFrame) -> Check:
     """Compiling and recomputing change how a step is computed, not what: the loss must agree."""
     title = "Compiling and activation checkpointing leave the loss as it is"
-    chosen = pairs[pairs["axis"].isin((COMPILE, CHECKPOINTING))]
+    chosen = pairs[pairs["axis"].isin((COMPILE, CHECKPOINTING, CHECKPOINT_FRACTION))]
     loss = results.cells["loss_last"].to_numpy(float)
     a, b = chosen["a"].to_numpy(int), chosen["b"].to_numpy(int)
     difference = chosen.assign(percent=100 * abs(loss[b] / loss[a] - 1))

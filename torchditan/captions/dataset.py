@@ -24,7 +24,7 @@ from torchditan.captions.encode import (
     find_text_encoders,
     open_image_autoencoder,
 )
-from torchditan.config import Config
+from torchditan.config import Config, option_error
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.rows import SampleRows
 from torchditan.models.published import family_of
@@ -55,7 +55,9 @@ class CachedCaptions:
         latents: their latents by `content_key`, or None: pixels are trained on.
         shift, scale: (C,) normalisation of the latents.
         texts: embeddings by the hash of their caption.
-        dtype: of the embeddings in a batch.
+        conditions: what each sample itself adds to the condition (a video its first frame), by `content_key`.
+        prompts: what grids show.
+        identity: see `fingerprint`.
     """
 
     class_names: list[str] = []  # noqa: RUF012  the stream's protocol has it so
@@ -69,6 +71,7 @@ class CachedCaptions:
         shift: torch.Tensor | None,
         scale: torch.Tensor | None,
         texts: TensorCache,
+        conditions: TensorCache | None,
         prompts: SampleRows,
         identity: str,
     ) -> None:
@@ -76,6 +79,7 @@ class CachedCaptions:
         self.name = source.name
         self.latents = latents
         self.texts = texts
+        self.conditions = conditions
         self.shift, self.scale = shift, scale
         self.prompts = prompts
         self.fingerprint = identity
@@ -98,7 +102,8 @@ class CachedCaptions:
         return [np.array(indices) for indices in (first, *shapes.values())]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"sample": self._sample(index), **self.texts[self.variants[index][0]]}
+        own = {} if self.conditions is None else self.conditions[self.source.content_key(index)]
+        return {"sample": self._sample(index), **own, **self.texts[self.variants[index][0]]}
 
     def vary(self, item: dict[str, Any], index: int, *, seed: int, position: int) -> dict[str, Any]:
         """The item at this position of the stream: with one of its caption's shuffles, where it has some."""
@@ -137,14 +142,17 @@ def open_captions(
     folder = _cache_folder(config)
     encoders = find_text_encoders(config, family_of(config), memory=folder / "files")
     sources = [source for source in (train, validation) if source is not None]
-    prompts = config.sampling.prompts or [text for text, _ in _own_prompts(sources)]
+    prompts = config.sampling.prompts or [text for text, _, _ in _own_prompts(sources)]
     captions = {text for source in sources for index in range(len(source)) for text in source.caption_variants(index)}
     texts = _encode_texts(config, {*captions, *prompts}, encoders, folder=folder, rank=rank)
     latents, autoencoder = _encode_images(config, sources, folder=folder, rank=rank)
+    conditions = _encode_conditions(config, sources, encoders, autoencoder, folder=folder, rank=rank)
+    own = _own_prompts(sources)
     rows = _rows_of(
         prompts,
         texts,
-        references=None if config.sampling.prompts else torch.stack([image() for _, image in _own_prompts(sources)]),
+        conditions=[] if conditions is None else [conditions[key] for _, _, key in own],
+        references=None if config.sampling.prompts else torch.stack([image() for _, image, _ in own]),
     )
     opened = [
         CachedCaptions(
@@ -153,6 +161,7 @@ def open_captions(
             shift=None if autoencoder is None else autoencoder.shift,
             scale=None if autoencoder is None else autoencoder.scale,
             texts=texts,
+            conditions=conditions,
             prompts=rows,
             identity=_identity(source, encoders, autoencoder),
         )
@@ -179,17 +188,28 @@ def _cache_folder(config: Config) -> Path:
     return Path(config.cache.folder or Path(config.job.dump_folder) / "cache").expanduser()
 
 
-def _rows_of(prompts: Sequence[str], texts: TensorCache, *, references: torch.Tensor | None = None) -> SampleRows:
+def _rows_of(
+    prompts: Sequence[str],
+    texts: TensorCache,
+    *,
+    conditions: Sequence[dict[str, torch.Tensor]] = (),
+    references: torch.Tensor | None = None,
+) -> SampleRows:
+    """Rows of these texts; where samples add to the condition, row i takes that of sample i, round and round."""
+    entries = [
+        {**texts[hash_of(text)], **(conditions[number % len(conditions)] if conditions else {})}
+        for number, text in enumerate(prompts)
+    ]
     return SampleRows(
         names=[_short(text) for text in prompts],
         numbers=list(range(len(prompts))),
-        tensors=_stack([texts[hash_of(text)] for text in prompts]),
+        tensors=_stack(entries),
         references=references,
     )
 
 
-def _own_prompts(sources: Sequence[CaptionedDataset]) -> list[tuple[str, Any]]:
-    """(caption, what gives its image) of the first held-out images of the common shape, or else of training ones."""
+def _own_prompts(sources: Sequence[CaptionedDataset]) -> list[tuple[str, Any, str]]:
+    """(caption, what gives its image, its content key) of the first images of the common shape, held-out ones if any."""
     source, shape = sources[-1], tuple(sources[0].sample_shape)
     chosen: dict[str, int] = {}
     for index in range(len(source)):
@@ -197,7 +217,9 @@ def _own_prompts(sources: Sequence[CaptionedDataset]) -> list[tuple[str, Any]]:
             chosen.setdefault(source.captions[index], index)
     if not chosen:
         return _own_prompts(sources[:1])
-    return [(text, lambda index=index: source[index]["sample"]) for text, index in chosen.items()]
+    return [
+        (text, lambda index=index: source[index]["sample"], source.content_key(index)) for text, index in chosen.items()
+    ]
 
 
 def _encode_texts(
@@ -228,12 +250,18 @@ def _encode_images(
     autoencoder = open_image_autoencoder(config, device=rank.device)
     if autoencoder is None:
         return None, None
+    frames, step = config.dataset.num_frames, family_of(config).temporal_downsampling
+    if frames is not None and (frames - 1) % step:
+        right = f"must be 1 more than a multiple of {step}, the frames in a latent one"
+        raise option_error("dataset.num_frames", frames, right)
     options = config.autoencoder
     assert autoencoder.shift is not None and autoencoder.scale is not None
     options.path, options.downsampling = autoencoder.path, autoencoder.downsampling
     options.shift, options.scale = autoencoder.shift.tolist(), autoencoder.scale.tolist()
     options.fingerprint = autoencoder.fingerprint
     cache = TensorCache(folder / "latents", f"{autoencoder.fingerprint}-{str(autoencoder.dtype).split('.')[-1]}")
+
+    at_once = _IMAGES_AT_ONCE if config.dataset.num_frames is None else 1
 
     def encode(batch: list[tuple[CaptionedDataset, int]]) -> Entries:
         images = torch.stack([source[index]["sample"] for source, index in batch])
@@ -246,10 +274,50 @@ def _encode_images(
         what="images",
         rank=rank,
         open_encoder=lambda: encode,
-        batch_of=lambda items: batches_of_one_shape(items, lambda item: item[0].shape_of(item[1]), _IMAGES_AT_ONCE),
+        batch_of=lambda items: batches_of_one_shape(items, lambda item: item[0].shape_of(item[1]), at_once),
         timeout_seconds=config.comm.init_timeout_seconds,
     )
     return cache, autoencoder
+
+
+def _encode_conditions(
+    config: Config,
+    sources: Sequence[CaptionedDataset],
+    encoders: TextEncoders,
+    autoencoder: Autoencoder | None,
+    *,
+    folder: Path,
+    rank: Rank,
+) -> TensorCache | None:
+    """What samples themselves add to the condition, for a model that wants it of them; else None."""
+    cls = encoders.cls
+    if config.model.name != cls.name or not cls.kept & cls.tensor_names(config.model.flavor):
+        return None
+    assert autoencoder is not None
+    cache = TensorCache(folder / "conditions", f"{autoencoder.fingerprint}-{encoders.identity}")
+
+    def open_encoder() -> Any:
+        pipeline = encoders.open(rank.device, of_images=True)
+
+        def encode(batch: list[tuple[CaptionedDataset, int]]) -> Entries:
+            videos = torch.stack([source[index]["sample"] for source, index in batch]).to(rank.device)
+            with torch.no_grad():
+                encoded = cls.encode_samples(pipeline, autoencoder.encode, videos)
+            keys = [source.content_key(index) for source, index in batch]
+            return {key: {name: tensor[row] for name, tensor in encoded.items()} for row, key in enumerate(keys)}
+
+        return encode
+
+    encode_missing(
+        cache,
+        {source.content_key(index): (source, index) for source in sources for index in range(len(source))},
+        what="first frames",
+        rank=rank,
+        open_encoder=open_encoder,
+        batch_of=lambda items: [[item] for item in items],
+        timeout_seconds=config.comm.init_timeout_seconds,
+    )
+    return cache
 
 
 def _identity(source: CaptionedDataset, encoders: TextEncoders, autoencoder: Autoencoder | None) -> str:

@@ -59,35 +59,47 @@ class TextEncoders:
     """The text encoders of one pipeline; opened when something is to be encoded.
 
     Args:
-        cls: family of the model, whose pipeline encodes.
+        cls: family of the model.
+        pipeline_class: of diffusers, which encodes.
         folder: the saved pipeline.
         max_length: tokens of a caption.
         dtype: what the encoders compute in, and embeddings are kept in.
     """
 
     def __init__(
-        self, cls: type[PublishedModel], folder: Path, *, max_length: int, dtype: torch.dtype, memory: Path
+        self,
+        cls: type[PublishedModel],
+        folder: Path,
+        *,
+        pipeline_class: str,
+        max_length: int,
+        dtype: torch.dtype,
+        memory: Path,
     ) -> None:
         self.cls = cls
+        self.pipeline_class = pipeline_class
         self.folder = folder
         self.max_length = max_length
         self.dtype = dtype
         parts = [path for path in sorted(folder.iterdir()) if path.is_dir() and is_text_part(path.name)]
         identities = [f"{path.name} {identity_of_files(path, memory=memory)}" for path in parts]
-        self.identity = hash_of(cls.pipeline_class, str(max_length), str(dtype), *identities)[:16]
+        self.identity = hash_of(pipeline_class, str(max_length), str(dtype), *identities)[:16]
 
-    def open(self, device: torch.device) -> Any:
-        """The pipeline without transformer and autoencoder.
+    def open(self, device: torch.device, *, of_images: bool = False) -> Any:
+        """The pipeline without transformer and autoencoder: with its text encoders, or with what encodes images.
 
         Raises:
             ConfigError: it does not open.
         """
         require("transformers")
-        pipeline_class = getattr(require("diffusers"), self.cls.pipeline_class)
-        left_out = {self.cls.subfolder: None, "vae": None}
+        pipeline_class = getattr(require("diffusers"), self.pipeline_class)
+        left_out: dict[str, None] = {self.cls.subfolder: None, "vae": None}
+        parts = [path.name for path in self.folder.iterdir() if is_text_part(path.name)]
+        left_out |= {name: None for name in parts if name.startswith("image_") != of_images}
+        dtype = torch.float32 if of_images else self.dtype  # images come to their encoder in float32
         _silence_libraries()
         try:
-            pipeline = pipeline_class.from_pretrained(self.folder, torch_dtype=self.dtype, **left_out)
+            pipeline = pipeline_class.from_pretrained(self.folder, torch_dtype=dtype, **left_out)
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError) as error:
             reason = str(error).strip().split("\n")[0]
             raise option_error("text_encoder.path", str(self.folder), f"does not open: {reason}") from error
@@ -140,26 +152,28 @@ def find_text_encoders(config: Config, cls: type[PublishedModel], *, memory: Pat
         if option == "model.path":
             right = "holds the transformer alone; give the whole pipeline as --text_encoder.path"
         raise option_error(option, place, right)
-    _check_pipeline(folder, cls, option=option, place=place)
     # Sizes of our own model say nothing of its captions: they have as many tokens as a published model's.
     flavor = cls.flavors[config.model.flavor if config.model.name == cls.name else next(reversed(cls.flavors))]
+    pipeline_class = flavor.pipeline_class or cls.pipeline_class
+    _check_pipeline(folder, pipeline_class, name=config.model.name, option=option, place=place)
     return TextEncoders(
         cls,
         folder,
+        pipeline_class=pipeline_class,
         max_length=config.text_encoder.max_length or flavor.text_length,
         dtype=getattr(torch, config.text_encoder.dtype),
         memory=memory,
     )
 
 
-def _check_pipeline(folder: Path, cls: type[PublishedModel], *, option: str, place: str) -> None:
+def _check_pipeline(folder: Path, pipeline_class: str, *, name: str, option: str, place: str) -> None:
     try:
         found = json.loads((folder / "model_index.json").read_text(encoding="utf-8")).get("_class_name")
     except (OSError, ValueError, AttributeError):
         raise option_error(option, place, "its model_index.json cannot be read") from None
     text_parts = [path.name for path in folder.iterdir() if is_text_part(path.name)]
-    if found != cls.pipeline_class:
-        right = f"is a {found}, whose encoders do not match {cls.name}; must be a {cls.pipeline_class}"
+    if found != pipeline_class:
+        right = f"is a {found}, whose encoders do not match {name}; must be a {pipeline_class}"
         raise option_error(option, place, right)
     if not text_parts:
         raise option_error(option, place, f"holds no text encoder; {HOW_TO_GET}")

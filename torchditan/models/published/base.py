@@ -39,6 +39,8 @@ class Flavor:
     """Tokens of a caption."""
     shift: float | None = None
     """Shift of its pipeline's timesteps; None: it depends on the sample's size."""
+    pipeline_class: str | None = None
+    """Its pipeline in diffusers, where that is not its family's."""
 
 
 class PublishedModel(nn.Module):
@@ -95,6 +97,13 @@ class PublishedModel(nn.Module):
         raise NotImplementedError
 
     @classmethod
+    def tensor_names(cls, flavor: str) -> set[str]:
+        """Names of the tensors of a flavor's condition."""
+        found, sizes = cls.flavors[flavor], cls.flavors[flavor].config
+        shape = (cls.latent_channels(sizes), *cls.patch_size(sizes))  # of one token
+        return set(cls.tensors(sizes, sample_shape=shape, text_length=found.text_length))
+
+    @classmethod
     def patch_size(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
         """Latent cells to a token, along each dimension of a sample behind the channels."""
         return (2, 2)
@@ -113,6 +122,19 @@ class PublishedModel(nn.Module):
             pipeline: of `pipeline_class`, without transformer and autoencoder.
             captions: n texts.
             max_length: tokens of each.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def encode_samples(
+        cls, pipeline: Any, encode: Callable[[torch.Tensor], torch.Tensor], samples: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """What the samples themselves add to the condition, the tensors of `kept`; (n, ...) each.
+
+        Args:
+            pipeline: of the flavor's class, with what encodes images alone.
+            encode: pixels (n, 3, F, H, W) in [-1, 1] -> normalised latents.
+            samples: pixels (n, 3, F, H, W) in [-1, 1].
         """
         raise NotImplementedError
 

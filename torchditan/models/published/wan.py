@@ -7,7 +7,7 @@ integers; ours are exact, and go down to 0. The shift is that of the resolution 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from torchditan.config import option_error
 from torchditan.models.published.base import Flavor, PublishedModel
 from torchditan.models.spec import Condition, TensorSpec
 
+_FROM_IMAGE_PIPELINE = "WanImageToVideoPipeline"
 _IMAGE_TOKENS = 257
 _TEXT_TOKENS = 512
 _SIZES = {
@@ -57,11 +58,17 @@ class Wan(PublishedModel):
     kept = frozenset({"image_embeds", "condition"})
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=8, shift=3.0),
-        "debugmodel-i2v": Flavor("", _TINY_FROM_IMAGE, text_length=_TEXT_TOKENS, shift=3.0),
+        "debugmodel-i2v": Flavor(
+            "", _TINY_FROM_IMAGE, text_length=_TEXT_TOKENS, shift=3.0, pipeline_class=_FROM_IMAGE_PIPELINE
+        ),
         "Wan2.1-T2V-1.3B": Flavor("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", _SMALL, text_length=_TEXT_TOKENS, shift=3.0),
         "Wan2.1-T2V-14B": Flavor("Wan-AI/Wan2.1-T2V-14B-Diffusers", _SIZES, text_length=_TEXT_TOKENS, shift=5.0),
         "Wan2.1-I2V-14B": Flavor(
-            "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", _FROM_IMAGE, text_length=_TEXT_TOKENS, shift=3.0
+            "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+            _FROM_IMAGE,
+            text_length=_TEXT_TOKENS,
+            shift=3.0,
+            pipeline_class=_FROM_IMAGE_PIPELINE,
         ),
     }
 
@@ -94,6 +101,21 @@ class Wan(PublishedModel):
     def encode_captions(cls, pipeline: Any, captions: list[str], *, max_length: int) -> dict[str, torch.Tensor]:
         tokens, _ = pipeline.encode_prompt(captions, do_classifier_free_guidance=False, max_sequence_length=max_length)
         return {"prompt_embeds": tokens}
+
+    @classmethod
+    def encode_samples(
+        cls, pipeline: Any, encode: Callable[[torch.Tensor], torch.Tensor], samples: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Of the first frame: the CLIP embedding, and the latents of a video whose other frames are grey."""
+        from PIL import Image
+
+        first = torch.cat([samples[:, :, :1], torch.zeros_like(samples[:, :, 1:])], dim=2)
+        pixels = ((samples[:, :, 0].clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
+        images = [Image.fromarray(frame.numpy()) for frame in pixels]
+        return {
+            "image_embeds": pipeline.encode_image(images, pipeline.image_encoder.device),
+            "condition": first_frame_condition(encode(first)),
+        }
 
     def predict(self, x: torch.Tensor, noise_level: torch.Tensor, cond: Condition) -> torch.Tensor:
         return self.transformer(

@@ -1,0 +1,163 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Published models in grids: `model`, `resolution` and `checkpoint_fraction` stand for the options that they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchditan.ablation.grid import load_grid, parse_axis
+from torchditan.ablation.ledger import column_type, columns
+from torchditan.ablation.resolutions import (
+    LATENT_GRIDS,
+    RESOLUTIONS,
+    published_options,
+    resolution_of,
+    usual_resolution,
+)
+from torchditan.config import PUBLISHED_FLAVORS, ConfigError, flatten
+from torchditan.config_loader import build_config
+
+GRID = """
+steps = 4
+window = 2
+[axes]
+model = ["flux/debugmodel", "wan/debugmodel"]
+precision = ["float16", "bfloat16"]
+checkpoint_fraction = [0, 0.5]
+"""
+MODELS = [f"{family}/{flavor}" for family in LATENT_GRIDS for flavor in PUBLISHED_FLAVORS[family]]
+
+
+def write_grid(folder: Path, text: str) -> str:
+    path = folder / "published.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_the_numbers_are_those_of_the_families() -> None:
+    pytest.importorskip("diffusers")
+    from torchditan.models.published import FAMILIES, family
+
+    assert LATENT_GRIDS.keys() == FAMILIES.keys() == PUBLISHED_FLAVORS.keys()
+    for name, grid in LATENT_GRIDS.items():
+        cls = family(name)
+        assert grid.downsampling == cls.latent_downsampling, name
+        assert (grid.temporal_downsampling or 1) == cls.temporal_downsampling, name
+        assert (grid.objective == "ddpm") == (cls.prediction == "noise"), name
+        for flavor in cls.flavors.values():
+            assert grid.channels == cls.latent_channels(flavor.config), name
+            assert (grid.temporal_downsampling is not None) == (len(cls.patch_size(flavor.config)) == 3), name
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_published_model_can_be_built_at_its_usual_resolution(model: str) -> None:
+    pytest.importorskip("diffusers")
+    from torchditan.models import model_spec_of
+
+    config = build_config(published_options(model, None))
+    assert resolution_of(config) == usual_resolution(model)
+    assert (model in RESOLUTIONS) == ("debugmodel" not in model)
+    frames = [] if config.dataset.num_frames is None else [config.dataset.num_frames]
+    shape = (config.model.input_channels or 0, *frames, *(config.dataset.image_size or ()))
+    spec = model_spec_of(config, sample_shape=shape, num_classes=0)
+    assert spec.sample_shape == shape
+
+
+def test_pixels_and_frames_become_latent_cells() -> None:
+    options = published_options("wan/Wan2.1-T2V-1.3B", "480x832x81")
+    assert options["dataset.image_size"] == [60, 104]
+    assert (options["dataset.num_frames"], options["model.input_channels"]) == (21, 16)
+    assert published_options("mochi/Mochi-1", "480x848x37")["dataset.num_frames"] == 7
+    flux = published_options("flux/FLUX.1-dev", "512x768")
+    assert flux["dataset.image_size"] == [64, 96]
+    assert "dataset.num_frames" not in flux
+    assert published_options("sdxl/SDXL", None)["diffusion.objective"] == "ddpm"
+
+
+def test_a_grid_of_models_has_their_options_and_columns(tmp_path: Path) -> None:
+    grid = load_grid(write_grid(tmp_path, GRID))
+    runs = grid.runs()
+    assert len(runs) == len({run.name for run in runs}) == 8
+    assert runs[1].name == "flux-debugmodel_64x64_bs16_act0.5_cfalse_dfloat16_p1,1"
+    wan = runs[-1]
+    assert wan.axes["model"] == "wan/debugmodel"
+    assert (wan.axes["resolution"], wan.axes["checkpoint_fraction"]) == ("64x64x5", 0.5)
+    values = flatten(wan.config)
+    assert (values["model.name"], values["dataset.num_frames"], values["dataset.image_size"]) == ("wan", 2, [8, 8])
+    assert (values["activation_checkpoint.mode"], values["activation_checkpoint.fraction"]) == ("fraction", 0.5)
+    assert runs[0].config.training.mixed_precision_param == "float16"
+    assert grid.columns[-3:] == ["model", "checkpoint_fraction", "resolution"]
+    assert set(grid.columns) < set(columns(grid.columns))
+    assert [column_type(name) for name in grid.columns[-3:]] == [str, float, str]
+
+
+def test_resolutions_and_fractions_are_read_from_the_command_line(tmp_path: Path) -> None:
+    axes = {
+        "model": parse_axis("model", ["flux/debugmodel,sd3/debugmodel"]),
+        "resolution": parse_axis("resolution", ["64x64,128x64"]),
+        "checkpoint_fraction": parse_axis("checkpoint_fraction", ["0,1"]),
+    }
+    runs = load_grid(write_grid(tmp_path, GRID), axes=axes).runs()
+    assert len(runs) == 16
+    assert {run.axes["resolution"] for run in runs} == {"64x64", "128x64"}
+    assert {run.axes["checkpoint_fraction"] for run in runs} == {0.0, 1.0}
+
+
+def test_what_is_excluded_by_its_axes_need_not_be_possible(tmp_path: Path) -> None:
+    text = GRID + 'resolution = ["64x64", "64x64x5"]\n'
+    with pytest.raises(ConfigError, match="takes images: must be height and width alone"):
+        load_grid(write_grid(tmp_path, text)).runs()
+    rules = (
+        'exclude = [{ model = "flux/debugmodel", resolution = "64x64x5" }, '
+        '{ model = "wan/debugmodel", resolution = "64x64" }]\n'
+    )
+    runs = load_grid(write_grid(tmp_path, rules + text)).runs()
+    assert len(runs) == 8
+    assert {(run.axes["model"], run.axes["resolution"]) for run in runs} == {
+        ("flux/debugmodel", "64x64"),
+        ("wan/debugmodel", "64x64x5"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"flux/debugmodel"', '"flux/FLUX.1-def"', 'model = "flux/FLUX.1-def": must be family/flavor of a published'),
+        ('"flux/debugmodel"', '"flux/FLUX.1-def"', "did you mean flux/FLUX.1-dev?"),
+        ("[0, 0.5]", "[2]", "checkpoint_fraction = 2: must be the share of the blocks that is recomputed"),
+        ("[0, 0.5]", "['all']", 'checkpoint_fraction = "all": must be the share'),
+        ("[0, 0.5]", "[0]\nresolution = ['512']", 'resolution = "512": must be height x width in pixels'),
+        ("[0, 0.5]", "[0]\nresolution = ['60x64']", 'resolution = "60x64": height and width must be multiples of 8'),
+        ("[0, 0.5]", "[0]\nresolution = ['64x64x8']", "takes images: must be height and width alone"),
+        ("[0, 0.5]", "[0]\nmodel.flavor = ['debugmodel']", "Cannot mutate immutable namespace"),
+        ("[0, 0.5]", "[0]\ndataset.image_size = [[8, 8]]", "axes: dataset.image_size is set by model; use that"),
+        ("[0, 0.5]", "[0]\nactivation_checkpoint.mode = ['full']", "is set by checkpoint_fraction; use that"),
+        ('model = ["flux/debugmodel", "wan/debugmodel"]', "resolution = ['64x64']", "is that of a published model"),
+    ],
+)
+def test_a_mistake_is_one_line(old: str, new: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_grid(write_grid(tmp_path, GRID.replace(old, new))).runs()
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_frames_must_be_one_and_a_multiple() -> None:
+    with pytest.raises(ConfigError, match=r'resolution = "480x832x80": frames must be 1 and a multiple of 4'):
+        published_options("wan/Wan2.1-T2V-1.3B", "480x832x80")
+    with pytest.raises(ConfigError, match=r"takes videos: must be HEIGHTxWIDTHxFRAMES"):
+        published_options("mochi/Mochi-1", "480x848")
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "devices"),
+    [("published_models", 543, 8), ("flux_benchmark", 14, 8), ("published_debug", 10, 2), ("convergence", 12, 1)],
+)
+def test_the_benchmarks_grids_have_the_runs_they_say(name: str, count: int, devices: int) -> None:
+    runs = load_grid(name).runs()
+    assert (len(runs), len({run.name for run in runs})) == (count, count)
+    assert {run.num_devices for run in runs} == {devices}
+    assert all(run.name.encode() == run.name.encode("ascii") and "/" not in run.name for run in runs)
+    assert all(run.config.model.path is None for run in runs)

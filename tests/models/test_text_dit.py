@@ -1,0 +1,371 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The native DiT that reads text: padding is not seen, tokens are a set, and what it shares with others is the same."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchditan.config import Config, ConfigError, Model
+from torchditan.config_loader import load_config
+from torchditan.distributed.parallelize import CompileOptions, parallelize
+from torchditan.models import ModelSpec, TextEmbeddings, build_model_spec
+from torchditan.models.dit import PRESETS, DiT, DiTConfig, rope_table
+from torchditan.resolve import fill_in_text_sizes
+
+WAYS = ["in_context", "cross_attention"]
+KINDS = [("in_context", "adaln"), ("in_context", "in_context"), ("cross_attention", "adaln")]
+"""(text, conditioning) that go together."""
+TOKENS, WIDTH, POOLED = 5, 12, 7
+
+
+def tiny_config(text: str | None = "in_context", conditioning: str = "adaln", **options: Any) -> DiTConfig:
+    sizes = {"depth": 2, "width": 32, "num_heads": 2, "patch_size": 2, "input_channels": 3, "image_size": (8, 8)}
+    of_text = {"text_tokens": TOKENS, "text_width": WIDTH, "pooled_width": POOLED}
+    return DiTConfig(num_classes=0, text=text, conditioning=conditioning, **{**sizes, **of_text, **options})  # type: ignore[arg-type]
+
+
+def random_model(config: DiTConfig) -> DiT:
+    """Zero-initialised layers hide mistakes, so all parameters are random here."""
+    torch.manual_seed(0)
+    model = DiT(config)
+    model.init_weights(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name != "pos_embed":
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def inputs(config: DiTConfig, batch_size: int = 3) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    cond = {"prompt_embeds": torch.randn(batch_size, config.text_tokens, config.text_width, generator=draw)}
+    if config.pooled_width:
+        cond["pooled_prompt_embeds"] = torch.randn(batch_size, config.pooled_width, generator=draw)
+    x_t = torch.randn(batch_size, config.input_channels, *config.image_size, generator=draw)
+    return x_t, torch.rand(batch_size, generator=draw), cond
+
+
+@pytest.mark.parametrize(("text", "conditioning"), KINDS)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("pooled", [0, POOLED])
+def test_every_parameter_learns_from_any_size_of_image(text, conditioning, preset, pooled):
+    options = PRESETS[preset] | {"conditioning": conditioning}
+    for size in [(8, 8), (4, 12)]:
+        config = tiny_config(text=text, image_size=size, pooled_width=pooled, **options)
+        model = random_model(config)
+        prediction = model(*inputs(config))
+        assert prediction.shape == (3, config.output_channels, *size)
+        prediction.square().mean().backward()
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert [name for name, p in trainable.items() if not p.grad.abs().sum() > 0] == []
+
+
+@pytest.mark.parametrize(("text", "conditioning"), KINDS)
+@pytest.mark.parametrize("name", ["prompt_attention_mask", "prompt_embeds_mask"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_padding_is_not_seen(text, conditioning, name, dtype):
+    config = tiny_config(text, conditioning)
+    model = random_model(config)
+    x_t, t, cond = inputs(config)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 1, 0, 1]])
+    masked = cond | {name: mask.to(dtype)}
+    other = masked | {"prompt_embeds": torch.where(mask[..., None] == 1, cond["prompt_embeds"], 1e3)}
+    prediction = model(x_t, t, masked)
+    assert torch.equal(model(x_t, t, other), prediction)
+    unmasked = model(x_t, t, cond)
+    torch.testing.assert_close(unmasked[0], prediction[0])
+    assert (unmasked - prediction).abs().amax(dim=(1, 2, 3))[1:].min() > 1e-3
+    shorter = DiT(tiny_config(text, conditioning, text_tokens=2))
+    shorter.load_state_dict(model.state_dict())
+    cut = {"prompt_embeds": cond["prompt_embeds"][1:2, :2], "pooled_prompt_embeds": cond["pooled_prompt_embeds"][1:2]}
+    torch.testing.assert_close(shorter(x_t[1:2], t[1:2], cut), prediction[1:2])
+
+
+@pytest.mark.parametrize(("text", "conditioning"), KINDS)
+def test_a_caption_that_is_all_padding_shows_its_first_token(text, conditioning):
+    config = tiny_config(text, conditioning)
+    model = random_model(config)
+    x_t, t, cond = inputs(config)
+    first = torch.zeros(3, TOKENS, dtype=torch.bool)
+    first[:, 0] = True
+    empty = model(x_t, t, cond | {"prompt_attention_mask": torch.zeros_like(first)})
+    assert empty.isfinite().all()
+    assert torch.equal(empty, model(x_t, t, cond | {"prompt_attention_mask": first}))
+
+
+@pytest.mark.parametrize(("text", "conditioning"), KINDS)
+def test_text_and_pooled_vector_change_the_prediction_and_the_order_of_tokens_does_not(text, conditioning):
+    config = tiny_config(text, conditioning)
+    model = random_model(config)
+    x_t, t, cond = inputs(config)
+    prediction = model(x_t, t, cond)
+    for name, value in cond.items():
+        changed = model(x_t, t, cond | {name: value.flip(0)})
+        assert (changed - prediction).abs().amax(dim=(1, 2, 3))[[0, 2]].min() > 1e-3, name
+        torch.testing.assert_close(changed[1], prediction[1])
+    turned = cond | {"prompt_embeds": cond["prompt_embeds"].roll(1, dims=1)}
+    torch.testing.assert_close(model(x_t, t, turned), prediction, atol=1e-5, rtol=1e-4)
+    scaled = {name: 100 * value for name, value in cond.items()}  # another encoder's habit
+    torch.testing.assert_close(model(x_t, t, scaled), prediction, atol=1e-4, rtol=1e-3)
+
+
+def test_text_before_the_patches_is_not_turned():
+    for conditioning, context in (("adaln", TOKENS), ("in_context", TOKENS + 1)):
+        config = tiny_config(conditioning=conditioning)
+        assert config.num_context_tokens == context
+        rope = rope_table(config, 8, 8, torch.device("cpu"))
+        assert rope.shape[0] == context + 16
+        assert torch.equal(rope[:context, ..., 0], torch.ones(context, 1, 8))
+    assert tiny_config("cross_attention").num_context_tokens == 0
+
+
+@pytest.mark.parametrize("text", WAYS)
+def test_text_changes_no_weight_of_the_model_without_it(text):
+    plain, reading = DiT(tiny_config(None, pooled_width=0)), DiT(tiny_config(text))
+    plain.init_weights(3)
+    reading.init_weights(3)
+    weights, added = plain.state_dict(), reading.state_dict()
+    assert not [name for name in weights if "text" in name or "cross" in name or "pooled" in name]
+    for name, weight in weights.items():
+        assert torch.equal(added.pop(name), weight), name
+    kinds = {name.split(".")[2] if name.startswith("blocks") else name.split(".")[0] for name in added}
+    own = {"cross_attn", "norm_cross"} if text == "cross_attention" else set()
+    assert kinds == {"text_embedder", "pooled_embedder", *own}
+
+
+@pytest.mark.parametrize("text", WAYS)
+def test_new_layers_start_as_documented_and_the_prediction_at_zero(text):
+    config = tiny_config(text, width=64, text_width=512, pooled_width=512, norm_type="layernorm")
+    with torch.device("meta"):
+        model = DiT(config)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(math.nan)
+    model.init_weights(0)
+    weights = dict(model.named_parameters())
+    assert [name for name, weight in weights.items() if weight.isnan().any()] == []
+    assert weights["pooled_embedder.proj.weight"].std().item() == pytest.approx(0.02, rel=0.03)
+    bound = math.sqrt(6 / (512 + 64))
+    assert 0.98 * bound < weights["text_embedder.proj.weight"].abs().max().item() <= bound * (1 + 1e-6)
+    assert (weights["text_embedder.norm.weight"] == 1).all()
+    x_t, t, cond = inputs(config)
+    assert not model(x_t, t, cond).any()
+    if text == "cross_attention":
+        assert not weights["blocks.0.cross_attn.proj.weight"].any()
+        assert weights["blocks.0.cross_attn.kv.weight"].any()
+        x = torch.randn(3, 16, 64)
+        words = model.text_embedder(cond["prompt_embeds"])
+        assert torch.equal(model.blocks[0](x, model.t_embedder(t), None, words), x)
+
+
+@pytest.mark.parametrize(("text", "conditioning"), KINDS)
+def test_bfloat16_weights_follow_float32_closely(text, conditioning):
+    config = tiny_config(text, conditioning)
+    model = random_model(config)
+    x_t, t, cond = inputs(config)
+    exact = model(x_t, t, cond)
+    rounded = model.bfloat16()(x_t, t, cond)
+    assert rounded.dtype == torch.bfloat16
+    assert (rounded.float() - exact).norm() < 0.03 * exact.norm()
+
+
+def spec_of(text: str = "in_context", **options: Any) -> ModelSpec:
+    sizes = {"text_tokens": TOKENS, "text_width": WIDTH, "pooled_width": POOLED} | options
+    model = Model(flavor="debugmodel", text=text, **sizes)  # type: ignore[arg-type]
+    return build_model_spec(model, sample_shape=(4, 16, 16), num_classes=0)
+
+
+def closed_form_macs(text: str, conditioning: str, *, length: int, text_width: int, pooled: int) -> dict[str, int]:
+    """Forward multiply-adds of the debugmodel with a GELU MLP on 16 x 16 x 4, by hand."""
+    depth, width, tokens, patch = 3, 64, 64, 2 * 2 * 4
+    read = length if text == "in_context" else 0
+    context = read + (conditioning == "in_context")
+    cross = text == "cross_attention"
+    in_blocks = 12 * width**2  # of each token that the blocks see: qkv 3, projection 1, MLP 4 + 4
+    timestep = 256 * width + width**2
+    return {
+        "per_token": depth * (in_blocks + 2 * cross * width**2) + 2 * patch * width,
+        "attention": depth * (2 * (tokens + context) ** 2 + 2 * cross * tokens * length) * width,
+        "per_condition": depth * (context * in_blocks + 2 * cross * length * width**2) + length * text_width * width,
+        "per_image": timestep + pooled * width + (conditioning == "adaln") * (depth * 6 + 2) * width**2,
+    }
+
+
+@pytest.mark.parametrize(("text", "conditioning"), KINDS)
+@pytest.mark.parametrize("pooled", [0, 24])
+@pytest.mark.parametrize("length", [5, 64])  # 64: as many as patches
+def test_flops_equal_the_closed_form(text, conditioning, pooled, length):
+    spec = spec_of(
+        text, conditioning=conditioning, mlp="gelu", text_tokens=length, text_width=40, pooled_width=pooled or None
+    )
+    flops = spec.flops()
+    macs = closed_form_macs(text, conditioning, length=length, text_width=40, pooled=pooled)
+    # Patches and frequencies are data, without a gradient; embeddings of text go through a norm, which has weights.
+    assert flops.per_token == 6 * macs["per_token"] - 2 * 16 * 64
+    assert flops.attention == 6 * macs["attention"]
+    assert flops.per_condition == 6 * macs["per_condition"]
+    assert flops.per_image == 6 * macs["per_image"] - 2 * 256 * 64
+    assert flops.forward == 2 * (64 * macs["per_token"] + sum(macs.values()) - macs["per_token"])
+    assert spec.num_condition_tokens == length + (conditioning == "in_context")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    dist.destroy_process_group()
+
+
+def step(config: DiTConfig, mesh: DeviceMesh | None, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A prediction under a padding mask, and the gradients of its square."""
+    model = random_model(config)
+    weights = model.state_dict()
+    if mesh is not None:
+        parallelize(model, blocks=model.blocks, mesh=mesh, param_dtype=torch.float32, **options)
+    x_t, t, cond = inputs(config)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]).bool()
+    prediction = model(x_t, t, cond | {"prompt_attention_mask": mask})
+    prediction.square().mean().backward()
+    assert list(model.state_dict()) == list(weights)
+    return prediction.detach(), {
+        name: getattr(p.grad, "to_local", lambda p=p: p.grad)() for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize(("text", "conditioning"), KINDS)
+def test_checkpointed_and_compiled_blocks_give_the_same_gradients(text, conditioning, mesh):
+    config = tiny_config(text, conditioning)
+    expected, gradients = step(config, None)
+    ways = [
+        {"activation_checkpoint": "full"},
+        {"activation_checkpoint": "selective", "selective_ac_option": "op"},
+        {"compile": CompileOptions(backend="aot_eager")},  # one graph per block, or an error
+    ]
+    for options in ways:
+        torch._dynamo.reset()
+        prediction, found = step(config, mesh, **options)
+        torch.testing.assert_close(prediction, expected, atol=1e-5, rtol=1e-4)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-3)
+
+
+def test_the_condition_is_the_embeddings_with_the_mask_of_the_encoder():
+    conditioning = spec_of().conditioning
+    assert isinstance(conditioning, TextEmbeddings)
+    assert {name: spec.shape for name, spec in conditioning.tensors.items()} == {
+        "prompt_embeds": (TOKENS, WIDTH),
+        "pooled_prompt_embeds": (POOLED,),
+    }
+    null = {
+        "prompt_embeds": torch.ones(TOKENS, WIDTH),
+        "pooled_prompt_embeds": torch.ones(POOLED),
+        "prompt_attention_mask": torch.tensor([1, 0, 0, 0, 0]).bool(),
+    }
+    conditioning = conditioning.with_null(null)
+    batch = {"index": torch.arange(2), "sample": torch.zeros(2, 4, 16, 16)}
+    batch |= {name: torch.zeros(2, *value.shape, dtype=value.dtype) for name, value in null.items()}
+    cond = conditioning.from_batch(batch)
+    assert cond.keys() == null.keys()
+    dropped = conditioning.drop(cond, torch.tensor([False, True]))
+    for name, value in null.items():
+        assert torch.equal(dropped[name][1], value)
+        assert torch.equal(dropped[name][0], torch.zeros_like(value))
+        assert torch.equal(conditioning.null(cond)[name], value.expand(2, *value.shape))
+
+
+class Captions:
+    """What the sizes are read from."""
+
+    name = "captions"
+
+    def __init__(self, *, pooled: int | None = POOLED) -> None:
+        self.null_tensors = {"prompt_embeds": torch.zeros(TOKENS, WIDTH)}
+        if pooled is not None:
+            self.null_tensors["pooled_prompt_embeds"] = torch.zeros(pooled)
+
+
+def test_sizes_that_are_left_open_are_those_of_the_captions():
+    config = Config(model=Model(text="in_context"))
+    fill_in_text_sizes(config, Captions())  # type: ignore[arg-type]
+    assert (config.model.text_tokens, config.model.text_width, config.model.pooled_width) == (TOKENS, WIDTH, POOLED)
+    fill_in_text_sizes(config, Captions())  # type: ignore[arg-type]  # as a run that is continued has them
+    config = Config(model=Model(text="in_context"))
+    fill_in_text_sizes(config, Captions(pooled=None))  # type: ignore[arg-type]
+    assert config.model.pooled_width is None
+
+
+@pytest.mark.parametrize(
+    ("options", "pooled", "message"),
+    [
+        ({"text_width": 768}, POOLED, "model.text_width = 768: the captions' embeddings have 12; leave it out"),
+        ({"text_tokens": 77}, POOLED, "model.text_tokens = 77: the captions' embeddings have 5; leave it out"),
+        ({"pooled_width": 768}, POOLED, "model.pooled_width = 768: the captions' embeddings have 7; leave it out"),
+        ({"pooled_width": 768}, None, "model.pooled_width = 768: the captions' embeddings have none; leave it out"),
+    ],
+)
+def test_embeddings_of_another_size_are_refused_in_one_line(options, pooled, message):
+    config = Config(model=Model(text="cross_attention", **options))
+    with pytest.raises(ConfigError) as error:
+        fill_in_text_sizes(config, Captions(pooled=pooled))  # type: ignore[arg-type]
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model.text_width=8"], "model.text_width = 8: has no effect without model.text; set --model.text in_cont"),
+        (["--model.text=in_context", "--model.text_tokens=0"], "model.text_tokens = 0: must be at least 1"),
+        (
+            ["--model.preset=official", "--model.learn_sigma=false", "--dataset.aspect_buckets"],
+            "dataset.aspect_buckets = true: sincos positions are a table for one size; set --model.position rope",
+        ),
+        (["--model.text=cross"], 'model.text = "cross": must be one of in_context, cross_attention'),
+        (
+            ["--model.name=flux", "--model.flavor=debugmodel", "--model.text=in_context"],
+            'model.text = "in_context": flux has its own; leave it out',
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_refused_in_one_line(flags, message):
+    with pytest.raises(ConfigError) as error:
+        load_config(flags)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"text": "in_context"}, "model.text_tokens = none: must be given where no captions say it"),
+        ({"text": "in_context", "text_tokens": 4}, "model.text_width = none: must be given where no captions say it"),
+        (
+            {"text": "cross_attention", "conditioning": "in_context", "text_tokens": 4, "text_width": 8},
+            'model.text = "cross_attention": leaves the timestep to adaLN; must be in_context with',
+        ),
+    ],
+)
+def test_a_model_of_text_needs_its_sizes(options, message):
+    with pytest.raises(ConfigError) as error:
+        build_model_spec(Model(**options), sample_shape=(4, 16, 16), num_classes=0)
+    assert str(error.value).startswith(message)
+
+
+def test_initial_weights_are_set_with_any_options():
+    ways = itertools.product(KINDS, ["rmsnorm", "layernorm", "np_layernorm"], [True, False], ["rope", "sincos"])
+    for (text, conditioning), norm, qk_norm, position in ways:
+        config = tiny_config(text, conditioning, norm_type=norm, qk_norm=qk_norm, position=position, mlp="gelu")
+        model = DiT(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(math.nan)
+        model.init_weights(0)
+        assert not any(parameter.isnan().any() for parameter in model.parameters()), config
