@@ -19,7 +19,10 @@ from torchditan.ablation.analysis import Analysis, Effect, analyse, fastest, fro
 from torchditan.ablation.findings import Finding, findings, percent
 from torchditan.ablation.grid import BATCH_SIZE, CHECKPOINTING, COMPILE, FLAVOR, PARALLEL, PATCH_SIZE, PRECISION
 from torchditan.ablation.ledger import write_ledger
+from torchditan.ablation.losses import final_losses, loss_curves
 from torchditan.ablation.pairs import MEMORY, METRICS, MFU, THROUGHPUT, Metric
+from torchditan.ablation.plots import loss_figure
+from torchditan.ablation.report import report_html
 from torchditan.ablation.sanity import MINUS
 
 if TYPE_CHECKING:
@@ -299,6 +302,96 @@ def test_other_findings_name_their_numbers(known: Analysis) -> None:
     ]
     assert finding(known, "What was fastest?").answer == "750 images/s at patch size 2."
     assert finding(known, "Did everything run?").answer == "12 completed, of 12 runs."
+
+
+def published_rows() -> list[Row]:
+    """Two published models, of which only one ran at two resolutions; checkpointing all blocks costs a fifth."""
+    settings = [
+        ("flux/FLUX.1-dev", "512x512", 4.0),
+        ("flux/FLUX.1-dev", "1024x1024", 1.0),
+        ("sdxl/SDXL", "512x512", 9.0),
+    ]
+    return [
+        row(
+            throughput=throughput * (0.8 if fraction else 1) * 8,
+            parallel="1,8",
+            memory=100 - 50 * fraction,
+            checkpointing="fraction",
+            model=model,
+            resolution=resolution,
+            checkpoint_fraction=fraction,
+            **{FLAVOR: model.partition("/")[2], "run_name": f"{model}_{resolution}_{fraction}".replace("/", "-")},
+        )
+        for model, resolution, throughput in settings
+        for fraction in (0.0, 1.0)
+    ]
+
+
+def test_published_models_are_measured_each_for_itself(tmp_path: Path) -> None:
+    axes = ("model", "resolution", "checkpoint_fraction")
+    analysis = analyse([write_grid(tmp_path / "grid", published_rows(), axes=axes)])
+    assert analysis.results.effects == ["checkpoint_fraction", "resolution"]
+    change = effect(analysis.same_batch, "checkpoint_fraction", "0", "1").change(THROUGHPUT)
+    assert (change.num_pairs, change.median) == (3, pytest.approx(-20))
+    assert effect(analysis.same_batch, "resolution", "512x512", "1024x1024").change(THROUGHPUT).num_pairs == 2
+    assert len(fastest(analysis.results)) == 3
+    assert len(frontier(analysis.results.cells)) == 6  # each model has its own
+    found = finding(analysis, "What was fastest?")
+    assert found.answer == "72 images/s with sdxl/SDXL at 512x512."
+    assert "flux/FLUX.1-dev at 1024x1024, 8 devices: 8 images/s" in found.sentences[2]
+    page = report_html(analysis)
+    assert '<td class="wrap">flux/FLUX.1-dev</td><td class="wrap">512x512</td>' in page
+    one_each = [entry for entry in published_rows() if "1024x" not in entry["run_name"]]
+    assert analyse([write_grid(tmp_path / "one", one_each, axes=axes)]).results.effects == ["checkpoint_fraction"]
+
+
+def write_losses(folder: Path, entry: Row, losses: list[float | None]) -> None:
+    run = folder / "runs" / entry["run_name"]
+    run.mkdir(parents=True)
+    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1)]
+    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_loss_is_drawn_by_precision_and_learning_rate(tmp_path: Path) -> None:
+    rows = [
+        row(precision=precision, steps=250, loss_mean=10 * rate, **{"optimizer.lr": rate})
+        for precision in ("bfloat16", "float16")
+        for rate in (0.001, 0.0001)
+    ]
+    for entry in rows:
+        entry["run_name"] += f"_lr-{entry['optimizer.lr']}"
+    rows[2] |= {"status": "error", "loss_mean": None}
+    folder = write_grid(tmp_path / "grid", rows, axes=("optimizer.lr",))
+    for entry in rows[:2]:
+        write_losses(folder, entry, [entry["optimizer.lr"] * step for step in range(250, 0, -1)])
+    write_losses(folder, rows[2], [2.0, 3.0, None, 4.0])
+    analysis = analyse([folder])
+    curves = loss_curves(analysis.results)
+    assert [(curve.precision, curve.learning_rate, len(curve.steps)) for curve in curves] == [
+        ("bfloat16", "0.001", 84),
+        ("bfloat16", "0.0001", 84),
+        ("float16", "0.001", 3),
+    ]
+    assert (curves[0].steps[0], curves[0].losses[0]) == (2, pytest.approx(0.249))  # the mean of three steps
+    assert (curves[2].steps, curves[2].losses) == ([1, 2, 4], [2.0, 3.0, 4.0])
+    table = {
+        "0.0001": {"float16": "0.001", "bfloat16": "0.001"},
+        "0.001": {"float16": "error", "bfloat16": "0.01"},
+    }
+    assert final_losses(analysis.results) == table
+    figure = loss_figure(curves)
+    assert figure is not None
+    assert [(trace.name, trace.xaxis, trace.mode) for trace in figure.data] == [
+        ("learning rate 0.001", "x2", "lines"),
+        ("learning rate 0.0001", "x2", "lines"),
+        ("learning rate 0.001", "x", "lines+markers"),
+    ]
+    assert "Mean loss of the last steps" in report_html(analysis)
+
+
+def test_short_runs_say_nothing_of_the_loss(known: Analysis) -> None:
+    assert loss_curves(known.results) == []
+    assert "No run of 100 steps or more" in report_html(known)
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,7 @@ BAD = [
     ({"lora.rank": 4, "lora.assistant_path": "nothing.safetensors"}, "lora.assistant_path"),
     ({"lora.target_modules": "to_q"}, "has no effect with lora.rank 0"),
     ({"quantize.base": "int8"}, "set lora.rank"),
+    ({"lora.rank": 4, "float8.enable_float8_linear": "true"}, "float8.enable_float8_linear"),
     ({"dataset.dataset_name": "digits", "dataset.root_dir": "none", "dataset.image_size": "none"}, "input_channels"),
     ({"model.overrides": "num_layers"}, "must be NAME=VALUE"),
     ({"model.overrides": "num_layers=4"}, "is another model"),

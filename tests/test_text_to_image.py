@@ -195,7 +195,7 @@ def test_the_dummy_takes_the_place_of_captions_of_any_size(tmp_path: Path, run_s
     flags = ["--dataset.dataset_name=dummy", "--model.text=in_context", "--model.input_channels=4"]
     flags += ["--training.steps=2", f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=dummy"]
     sizes = ["--model.text_tokens=7", "--model.text_width=24", "--model.pooled_width=5"]
-    outcome = run_script("train.py", *TINY, *flags, *sizes)
+    outcome = run_script("train.py", *TINY, *flags, *sizes, "--validation.freq=2", "--validation.num_images=4")
     assert outcome.code == 0, outcome.err
     outcome = run_script("train.py", *TINY, *flags, "--metrics.experiment_name=open")
     assert outcome.code == 2

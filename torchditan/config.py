@@ -705,6 +705,9 @@ def _validate_published(config: Config) -> None:
         if config.quantize.base != "float32":
             right = "is for the frozen weights under a LoRA; set lora.rank, or leave it out"
             raise option_error("quantize.base", config.quantize.base, right)
+    if lora.rank and config.float8.enable_float8_linear:
+        right = "is for layers that are trained, and under a LoRA they are frozen; must be false"
+        raise option_error("float8.enable_float8_linear", True, right)
     if lora.dropout and config.activation_checkpoint.mode != "none":
         right = "draws anew when activations are recomputed; must be 0 with activation_checkpoint.mode"
         raise option_error("lora.dropout", lora.dropout, right)

@@ -4,6 +4,7 @@
 python -m torchditan.plan dit_7b --device a100-80gb --num_devices 8
 python -m torchditan.plan dit_7b --device h100 --num_devices 8 --activation_checkpoint.mode none --training.batch_size 4
 python -m torchditan.plan dit_7b --device h100 --num_devices 8 --sweep
+python -m torchditan.plan sd3_medium_lora_int8 --device l4 --dataset.image_size 1024
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ __all__ = ["Plan", "largest_batch", "plan_run"]
 
 _SECTIONS = (
     "model",
+    "lora",
+    "quantize",
+    "text_encoder",
     "dataset",
     "autoencoder",
     "diffusion",
@@ -28,6 +32,7 @@ _SECTIONS = (
     "compile",
     "float8",
     "ema",
+    "optimizer.name",
 )
 _SWEEP = [2**power for power in range(3, 13)]
 
@@ -65,7 +70,7 @@ def main() -> None:
     if args.sweep:
         plans = sweep(config, args.device, plan.batch_size)
         print(f"\nthe same batch a device on more devices, a model:\n{report.scaling(plans)}")
-        title = f"{config.model.flavor}/{config.model.patch_size} on {args.device}"
+        title = f"{report.model_name(config)} on {args.device}"
         write_file(args.plot, report.scaling_svg(plans, title).encode())
         print(f"plot: {args.plot}")
     print(f"\n{report.assumptions()}")

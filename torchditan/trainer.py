@@ -126,6 +126,8 @@ class Trainer:
         if config.diffusion.timestep_shift is None:
             config.diffusion.timestep_shift = self.spec.timestep_shift
         self.spec = with_condition_of(self.spec, dataset)
+        if validation_dataset is not None:
+            with_condition_of(self.spec, validation_dataset)  # a stand-in too
         if config.cache.only and not isinstance(dataset, CachedCaptions):
             raise option_error("cache.only", True, f"{dataset.name} has no captions to encode; leave it out")
         self.run_directory = RunDirectory(path, is_writer=self.rank.rank == 0)

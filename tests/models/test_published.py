@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -257,3 +258,12 @@ def test_an_image_model_of_wan_takes_captions_of_one_length():
         build_model_spec(
             Model(name="wan", flavor="debugmodel-i2v"), sample_shape=(16, 2, 8, 12), num_classes=0, text_length=77
         )
+
+
+def test_the_worked_example_is_the_file_itself():
+    repository = Path(__file__).parents[2]
+    page = (repository / "docs" / "adding_a_model.md").read_text(encoding="utf-8")
+    code = (repository / "torchditan" / "models" / "published" / "qwen_image.py").read_text(encoding="utf-8")
+    pieces = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(pieces) > 5
+    assert [piece for piece in pieces if piece not in code] == []

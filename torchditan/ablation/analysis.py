@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchditan.ablation.grid import BATCH_SIZE, COMPILE, PARALLEL, parallel_degrees
-from torchditan.ablation.grid_results import GridResults, parallel_mode, read_grids
+from torchditan.ablation.grid_results import GridResults, parallel_mode, read_grids, work_axes
 from torchditan.ablation.pairs import (
     METRICS,
     THROUGHPUT,
@@ -220,7 +220,9 @@ def frontier(cells: pd.DataFrame) -> pd.DataFrame:
     work = ["source", *work_axes(cells.columns)]
     known = cells[cells["peak_memory_gib"].notna() & cells["images_per_second_per_device_mean"].notna()]
     ordered = known.sort_values(
-        [*work, "peak_memory_gib", "images_per_second_per_device_mean"], ascending=[True] * (len(work) + 1) + [False], kind="stable"
+        [*work, "peak_memory_gib", "images_per_second_per_device_mean"],
+        ascending=[True] * (len(work) + 1) + [False],
+        kind="stable",
     )
     speed = ordered["images_per_second_per_device_mean"]
     keys = [ordered[name] for name in work]

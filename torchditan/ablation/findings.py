@@ -221,7 +221,8 @@ def _fastest_finding(analysis: Analysis) -> Finding:
     if cells.empty:
         return Finding(question, "Nothing was measured.", ["No run completed with a measurement."])
     best = cells.loc[cells[THROUGHPUT.column].idxmax()]
-    answer = f"{best[THROUGHPUT.column]:,.4g} images/s, {_work_name(best)}."
+    answer = f"{best[THROUGHPUT.column]:,.4g} images/s "
+    answer += f"with {_work_name(best)}." if best.get(MODEL) else f"at patch size {best[PATCH_SIZE]}."
     sentences = []
     for _, cell in cells.sort_values(THROUGHPUT.column, ascending=False, kind="stable").head(_MOST_LINES).iterrows():
         text = f"{cell['source']}: " if len(analysis.results.sources) > 1 else ""

@@ -3,7 +3,7 @@
 
 Notable:
 - a plan is made of a configuration as train.py takes it; no data is read and nothing large is built;
-- published models are planned as our own, LoRA and quantised weights included; only their weights' config.json is read;
+- published models are planned as our own, LoRA and quantised weights included;
 - memory is exact where arithmetic is (the model's state) and traced where it is not (planner_trace.py); eager blocks.
   A compiled run needs less than its plan;
 - time is a roofline (planner_time.py): good for comparing settings, not for a promise;
@@ -18,6 +18,7 @@ import functools
 import json
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -266,8 +267,15 @@ def _resolve(config: Config, num_devices: int) -> Config:
 
 
 def _resolve_latents(config: Config) -> None:
-    """Channels and classes of a published model's samples; the size of its captions' dataset is in pixels."""
+    """Channels and classes of a published model's samples; the size of its captions' dataset is in pixels.
+
+    Weights that are not on this disk are not looked for: the flavor has their sizes.
+    """
     grid, dataset = LATENT_GRIDS[config.model.name], config.dataset
+    for section, option in ((config.model, "path"), (config.lora, "assistant_path")):
+        place = getattr(section, option)
+        if place is not None and not Path(place).expanduser().exists():
+            setattr(section, option, None)
     if config.model.input_channels is None:
         config.model.input_channels = grid.channels
     if dataset.num_classes is None:

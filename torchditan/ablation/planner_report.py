@@ -40,9 +40,13 @@ def describe(plan: Plan, config: Config) -> str:
     """One run: what each device holds, and how long a step takes."""
     device = plan.device.name if plan.device is not None else "a device without a datasheet"
     micro = f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
+    weights = "float32 master weights"
+    if config.lora.rank:
+        trained = f"a LoRA of rank {config.lora.rank} with {plan.num_trained_parameters:,}"
+        weights = f"{trained} in float32 and frozen {config.quantize.base} weights"
     lines = [
-        f"{config.model.flavor}/{config.model.patch_size}, {plan.num_parameters:,} parameters, "
-        f"{config.training.mixed_precision_param} over float32 master weights",
+        f"{model_name(config)}, {plan.num_parameters:,} parameters, "
+        f"{config.training.mixed_precision_param} over {weights}, {config.optimizer.name}",
         f"{plan.mode} ({plan.replicate} x {plan.shard}) on {plan.num_devices} x {device}, "
         f"batch {plan.batch_size} a device{micro}, checkpointing {plan.checkpointing}, "
         f"{'compiled' if plan.compiled else 'eager'}",
@@ -67,6 +71,12 @@ def describe(plan: Plan, config: Config) -> str:
             f"{plan.flops_per_image / 1e12:.3f} TFLOP an image",
         ]
     return "\n".join(lines)
+
+
+def model_name(config: Config) -> str:
+    """`DiT-7B/2`, or `flux/FLUX.1-dev`."""
+    model = config.model
+    return f"{model.flavor}/{model.patch_size}" if model.name == "dit" else f"{model.name}/{model.flavor}"
 
 
 def _verdict(plan: Plan) -> str:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchditan.config import ConfigError, option_error
+from torchditan.config import option_error
+from torchditan.optional import import_optional
 
 
 def find_weights(place: str, *, files: Sequence[str], subfolders: Sequence[str] = ("",)) -> Path:
@@ -34,10 +34,7 @@ def find_weights(place: str, *, files: Sequence[str], subfolders: Sequence[str] 
 
 def require(module: str) -> Any:
     """Import diffusers or huggingface_hub, or say how to install them."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"the package {module.split('.')[0]} is missing: pip install -e '.[diffusers]'") from error
+    return import_optional(module, extra="diffusers")
 
 
 def first_line(error: BaseException) -> str:

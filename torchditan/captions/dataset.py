@@ -209,7 +209,7 @@ def _rows_of(
 
 
 def _own_prompts(sources: Sequence[CaptionedDataset]) -> list[tuple[str, Any, str]]:
-    """(caption, what gives its image, its content key) of the first images of the common shape, held-out ones if any."""
+    """(caption, what gives its image, its content key) of the first images of the common shape, held-out if any."""
     source, shape = sources[-1], tuple(sources[0].sample_shape)
     chosen: dict[str, int] = {}
     for index in range(len(source)):

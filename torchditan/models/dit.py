@@ -194,15 +194,6 @@ def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch
     return x * (1 + scale) + shift
 
 
-def text_mask(cond: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Which tokens of the text are no padding, (B, L) bool, under the name its encoder gives it; None: all of them.
-
-    The first one always is: attention to none at all (some encoders' empty caption) would be 0 / 0.
-    """
-    mask = next((cond[name].bool() for name in TEXT_MASKS if name in cond), None)
-    return None if mask is None else torch.cat([torch.ones_like(mask[:, :1]), mask[:, 1:]], dim=1)
-
-
 def build_norm(norm_type: str, dim: int) -> nn.Module:
     if norm_type == "rmsnorm":
         return nn.RMSNorm(dim, eps=NORM_EPS)
@@ -412,6 +403,19 @@ class DiT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.final_layer = FinalLayer(config)
 
+    def read_text(self, cond: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Tokens of the text (B, L, D), and (B, 1, 1, L) bool which of them are no padding, if their encoder says it.
+
+        The first one is always seen: attention to none at all (some encoders' empty caption) would be 0 / 0.
+        """
+        if self.config.text is None:
+            return None, None
+        tokens = self.text_embedder(cond["prompt_embeds"])
+        mask = next((cond[name].bool() for name in TEXT_MASKS if name in cond), None)
+        if mask is None:
+            return tokens, None
+        return tokens, torch.cat([torch.ones_like(mask[:, :1]), mask[:, 1:]], dim=1)[:, None, None]
+
     def forward(self, x_t: torch.Tensor, t: torch.Tensor, cond: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Predict from a noisy sample.
 
@@ -429,25 +433,23 @@ class DiT(nn.Module):
         x = self.x_embedder(x_t)  # (B, N, D)
         if config.position == "sincos":
             x = x + self.pos_embed
-        c: torch.Tensor | None = self.t_embedder(t)  # (B, D)
+        vector: torch.Tensor = self.t_embedder(t)  # (B, D)
         if config.pooled_width:
-            c = c + self.pooled_embedder(cond["pooled_prompt_embeds"])
-        text = self.text_embedder(cond["prompt_embeds"]) if config.text is not None else None  # (B, L, D)
-        mask = text_mask(cond) if config.text is not None else None  # (B, L)
-        context = []
+            vector = vector + self.pooled_embedder(cond["pooled_prompt_embeds"])
+        labels = [self.y_embedder(cond["class_label"])] if config.num_classes else []  # (B, D)
+        context, c = [], None
         if config.conditioning == "in_context":
-            labels = [self.y_embedder(cond["class_label"])] if config.num_classes else []
-            context, c = [torch.stack([c, *labels], dim=1)], None  # (B, 1 or 2, D)
-        elif config.num_classes:
-            c = c + self.y_embedder(cond["class_label"])  # (B, D)
-        if config.text == "in_context":
+            context.append(torch.stack([vector, *labels], dim=1))  # (B, 1 or 2, D)
+        else:
+            c = sum(labels, start=vector)
+        text, mask = self.read_text(cond)
+        if text is not None and config.text == "in_context":
+            context.append(text)
+            text = None
             if mask is not None:  # all but padding is seen
-                mask = F.pad(mask, (sum(tokens.shape[1] for tokens in context), x.shape[1]), value=True)
-            context, text = [*context, text], None
+                mask = F.pad(mask, (config.num_context_tokens - config.text_tokens, x.shape[1]), value=True)
         if context:
             x = torch.cat([*context, x], dim=1)  # (B, context + N, D)
-        if mask is not None:
-            mask = mask[:, None, None]  # the same for every head and query
         # Made anew in each forward: a few small kernels, and no buffer to fill, cast or move.
         rope = rope_table(config, height, width, x_t.device) if config.position == "rope" else None
         for block in self.blocks:

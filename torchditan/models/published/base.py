@@ -12,7 +12,6 @@ Notable:
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch import nn
 from torchditan.config import ConfigError
 from torchditan.models.initialization import draw_normal, draw_xavier_uniform
 from torchditan.models.spec import Condition, TensorSpec
+from torchditan.optional import import_optional
 
 
 @dataclass(frozen=True)
@@ -232,10 +232,7 @@ def called_with(module: nn.Module, *first: torch.Tensor) -> Iterator[None]:
 
 def require(module: str) -> ModuleType:
     """Import diffusers, transformers or peft, or say how to install them."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"the package {module.split('.')[0]} is missing: pip install -e '.[finetune]'") from error
+    return import_optional(module, extra="finetune")
 
 
 def _cast_to_weight(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
