@@ -197,3 +197,17 @@ def test_a_mistaken_option_is_refused(arguments: list[str], mistake: str, capsys
         step_time.main(arguments)
     assert stopped.value.code == 2
     assert mistake in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_lora_against_full_writes_all_three_cases(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    out = tmp_path / "lora.json"
+    command = [sys.executable, str(REPOSITORY / "benchmarks/lora_against_full.py"), "--steps=3", f"--out={out}"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    cases = json.loads(out.read_text())["cases"]
+    assert list(cases) == ["full", "lora, bfloat16 base", "lora, int8 base"]
+    for case in cases.values():
+        assert case["step_time_s"] > 0 and case["peak_memory_gib"] > 0
+    assert cases["full"]["loss_last"] != cases["lora, int8 base"]["loss_last"]

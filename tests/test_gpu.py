@@ -116,3 +116,21 @@ def test_a_run_on_a_gpu_resumes_to_the_bit(tmp_path: Path) -> None:
     ]
     states = [read_state(tmp_path / name / "checkpoint" / "step-00000012") for name in ("whole", "cut")]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("base", ["bfloat16", "int8"])
+def test_a_lora_follows_the_curve_of_the_cpu(base: str, tmp_path: Path) -> None:
+    for module in ("diffusers", "peft"):
+        pytest.importorskip(module)
+    flags = ["--model.name=flux", "--dataset.dataset_name=dummy", "--dataset.image_size=8", "--model.input_channels=16"]
+    flags += ["--dataset.num_classes=0", "--lora.rank=8", f"--quantize.base={base}", "--sampling.guidance_scale=1"]
+    on_gpu, on_cpu = train(tmp_path, "gpu", *flags), train(tmp_path, "cpu", *flags, hide_gpu=True)
+    assert largest_difference(on_gpu, on_cpu) < 0.02
+    compiled = train(tmp_path, "compiled", *flags, "--training.compile", "--activation_checkpoint.mode=full")
+    assert largest_difference(compiled, on_gpu) < 0.02
+
+
+def test_float16_with_loss_scaling_follows_bfloat16(tmp_path: Path) -> None:
+    half = train(tmp_path, "half", "--training.mixed_precision_param=float16")
+    assert 0 < largest_difference(half, train(tmp_path, "plain")) < 0.02
+    assert half[-1]["loss_scale"] > 0

@@ -167,7 +167,8 @@ class TrainedModel:
             right = "this model continues a first frame; export the LoRA, and draw with its own pipeline"
             raise option_error("--prompts", list(prompts), right)
         rows, null = encode_prompts(self.config, prompts, rank=Rank(0, 0, 1))
-        self.spec = dataclasses.replace(self.spec, conditioning=self.spec.conditioning.with_null(null))
+        on_device = {name: tensor.to(self.device) for name, tensor in null.items()}
+        self.spec = dataclasses.replace(self.spec, conditioning=self.spec.conditioning.with_null(on_device))
         return rows
 
 

@@ -125,7 +125,7 @@ class Trainer:
         self.spec = model_spec_of(config, sample_shape=self.space.sample_shape, num_classes=len(dataset.class_names))
         if config.diffusion.timestep_shift is None:
             config.diffusion.timestep_shift = self.spec.timestep_shift
-        self.spec = with_condition_of(self.spec, dataset)
+        self.spec = with_condition_of(self.spec, dataset, device=self.device)
         if validation_dataset is not None:
             with_condition_of(self.spec, validation_dataset)  # a stand-in too
         if config.cache.only and not isinstance(dataset, CachedCaptions):
@@ -721,7 +721,7 @@ class Trainer:
         self.logger.message(f"done; everything of this run is in {self.run_directory.path}")
 
 
-def with_condition_of(spec: ModelSpec, dataset: ImageDataset) -> ModelSpec:
+def with_condition_of(spec: ModelSpec, dataset: ImageDataset, *, device: torch.device) -> ModelSpec:
     """The model conditioned on what the dataset has: its own empty caption; a stand-in makes up what the model wants.
 
     Raises:
@@ -744,7 +744,8 @@ def with_condition_of(spec: ModelSpec, dataset: ImageDataset) -> ModelSpec:
     if null is None:
         right = f"{dataset.name} has no captions, which {spec.name} is conditioned on; must be captions, or dummy"
         raise option_error("dataset.dataset_name", dataset.name, right)
-    return dataclasses.replace(spec, conditioning=conditioning.with_null(null))
+    on_device = {name: tensor.to(device) for name, tensor in null.items()}
+    return dataclasses.replace(spec, conditioning=conditioning.with_null(on_device))
 
 
 def set_determinism(seed: int, *, deterministic: bool) -> None:
