@@ -203,7 +203,12 @@ def test_a_mistaken_option_is_refused(arguments: list[str], mistake: str, capsys
 def test_lora_against_full_writes_all_three_cases(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     out = tmp_path / "lora.json"
-    command = [sys.executable, str(REPOSITORY / "benchmarks/lora_against_full.py"), "--steps=3", f"--out={out}"]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve().parents[1] / "benchmarks/lora_against_full.py"),
+        "--steps=3",
+        f"--out={out}",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     cases = json.loads(out.read_text())["cases"]
