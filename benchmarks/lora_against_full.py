@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))  # a clone that is not installed works too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
 from torchditan import provenance
 from torchditan.run_directory import read_metrics, write_file
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 CASES = {
     "full": [],
     "lora, bfloat16 base": ["--lora.rank=16", "--quantize.base=bfloat16"],
