@@ -88,7 +88,7 @@ def test_flux_compiles_with_inductor(mesh):
 
 @pytest.mark.parametrize("name", ["flux", "qwen_image"])
 def test_timesteps_are_not_rounded_to_bf16(name, mesh):
-    """Noise levels 0.7 and 0.7 + 2^-10 are one number in bf16, to which these transformers round what they are given."""
+    """Noise levels 0.7 and 0.7 + 2^-10 are one number in bf16, which these transformers round the timestep to."""
     _, model = trained(name, "debugmodel", mesh, param_dtype=torch.bfloat16)
     x_t, _, cond = inputs_of(spec_of(name), batch_size=1)
     near, next_to_it = torch.tensor([0.3]), torch.tensor([0.3 - 2**-10])
