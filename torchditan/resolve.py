@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any, cast
+
+import torch
 
 from torchditan.config import Config, option_error
 from torchditan.distributed.process_group import Rank
+from torchditan.evaluation.rows import SampleRows
+from torchditan.models import ModelSpec, TextEmbeddings
 from torchditan.run_directory import read_config
 from torchditan.stream import BatchPlan, ImageDataset
 
@@ -113,3 +119,30 @@ def resolve_batches(config: Config, rank: Rank) -> BatchPlan:
         rank=rank.rank,
         world_size=rank.world_size,
     )
+
+
+def with_condition_of(spec: ModelSpec, dataset: ImageDataset, *, device: torch.device) -> ModelSpec:
+    """The model conditioned on what the dataset has: its own empty caption; a stand-in makes up what the model wants.
+
+    Raises:
+        ConfigError: the model wants captions, and the dataset has none.
+    """
+    conditioning = spec.conditioning
+    if not isinstance(conditioning, TextEmbeddings):
+        return spec
+    if getattr(dataset, "stands_in_for_any", False):
+        stand_in = cast(Any, dataset)
+        stand_in.condition = conditioning.tensors
+        items = [dataset[index] for index in range(min(2, len(dataset)))]
+        stand_in.prompts = SampleRows(
+            names=[f"random {number}" for number in range(len(items))],
+            numbers=list(range(len(items))),
+            tensors={name: torch.stack([item[name] for item in items]) for name in conditioning.tensors},
+        )
+        return spec
+    null = getattr(dataset, "null_tensors", None)
+    if null is None:
+        right = f"{dataset.name} has no captions, which {spec.name} is conditioned on; must be captions, or dummy"
+        raise option_error("dataset.dataset_name", dataset.name, right)
+    on_device = {name: tensor.to(device) for name, tensor in null.items()}
+    return dataclasses.replace(spec, conditioning=conditioning.with_null(on_device))

@@ -9,7 +9,6 @@ Notable:
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
 import os
@@ -44,22 +43,20 @@ from torchditan.distributed.process_group import (
 from torchditan.distributed.watchdog import RankWatch, record_collectives
 from torchditan.divergence import DivergenceError, DivergenceGuard, LossSpikes
 from torchditan.ema import EMA
-from torchditan.evaluation.generate import generate, real_samples
-from torchditan.evaluation.image_grid import add_to_steps, save_grid, stills
-from torchditan.evaluation.reconstruction import similarity
-from torchditan.evaluation.rows import SampleRows
+from torchditan.evaluation.generate import generate
+from torchditan.evaluation.grids import Grids
 from torchditan.evaluation.validation import validation_loss
 from torchditan.flops import count_model_flops, peak_flops
 from torchditan.host_memory import keep_freed_memory
 from torchditan.metrics import MetricsLogger, check_trackers
-from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
+from torchditan.models import model_spec_of
 from torchditan.optim import build_optimizer, clip_grad_norm, learning_rate
 from torchditan.precision.float8 import check_float8, convert_to_float8
 from torchditan.precision.loss_scaling import LossScaler
 from torchditan.preemption import StopAgreement, StopRequest
 from torchditan.profiling import check_profiling, profiling
 from torchditan.randomness import Randomness
-from torchditan.resolve import fill_in_from_dataset, keep_global_batch_size, resolve_batches
+from torchditan.resolve import fill_in_from_dataset, keep_global_batch_size, resolve_batches, with_condition_of
 from torchditan.run_directory import RunDirectory, read_status, run_path, write_rank_status
 from torchditan.stream import (
     Batch,
@@ -127,7 +124,7 @@ class Trainer:
             config.diffusion.timestep_shift = self.spec.timestep_shift
         self.spec = with_condition_of(self.spec, dataset, device=self.device)
         if validation_dataset is not None:
-            with_condition_of(self.spec, validation_dataset)  # a stand-in too
+            with_condition_of(self.spec, validation_dataset, device=self.device)  # where it is a stand-in too
         if config.cache.only and not isinstance(dataset, CachedCaptions):
             raise option_error("cache.only", True, f"{dataset.name} has no captions to encode; leave it out")
         self.run_directory = RunDirectory(path, is_writer=self.rank.rank == 0)
@@ -139,7 +136,7 @@ class Trainer:
         self.saved_step = -1
         self.tried_step: int | None = None
         self.num_tries = 0
-        self.real: torch.Tensor | None = None
+        self.grids = Grids(config, dataset, validation_dataset, space=self.space)
         self.last_grid: Path | None = None
 
     def run(self) -> None:
@@ -621,7 +618,7 @@ class Trainer:
     def sample(self) -> None:
         """Draw the grid of generated and real images of this step."""
         self.watch.note(self.progress.step, "sampling")
-        config, rows = self.config, self.sample_rows()
+        config, rows = self.config, self.grids.rows
         self.guard.wait()
         averaged = self.ema.swapped_in() if self.ema is not None and config.sampling.use_ema else nullcontext()
         with self.logger.timer.excluded("sampling"), averaged, self.spec.sampling(self.model):
@@ -641,57 +638,21 @@ class Trainer:
             )  # on the CPU: what was queued is done
             seconds = time.perf_counter() - start
             if self.rank.rank == 0:
-                self.write_grid(self.space.to_pixels(generated), rows)
+                self.write_grid(generated)
         if self.progress.step:  # a grid before the first step has no line to stand in
             self.extra_metrics["seconds_per_image"] = seconds / (generated.shape[0] * generated.shape[1])
 
-    def sample_rows(self) -> SampleRows:
-        """What a grid shows: the prompts, or the first classes."""
-        prompts: SampleRows | None = getattr(self.dataset, "prompts", None)
-        if prompts is not None:
-            return prompts
-        num_classes = len(self.dataset.class_names)
-        labels = range(min(self.config.sampling.max_classes, max(1, num_classes)))
-        return SampleRows.of_classes(labels, class_names=self.dataset.class_names)
-
-    def write_grid(self, generated: torch.Tensor, rows: SampleRows) -> None:
-        """Write the grid of this step, and measure it against the real images of the same captions."""
-        per_row = self.config.sampling.images_per_class
-        if self.real is None:
-            self.real = self.real_images(rows)
-        generated = stills(generated)
+    def write_grid(self, generated: torch.Tensor) -> None:
         path = self.run_directory.sample_path(self.progress.step)
-        title = (
-            f"{self.config.metrics.experiment_name}, step {self.progress.step}, "
-            f"{self.config.sampling.sampler} {self.config.sampling.num_steps} steps, "
-            f"guidance {self.config.sampling.guidance_scale:g}"
-        )
         try:
-            save_grid(path, generated, self.real, rows.names, title=title, real_heading=self.space.real_heading)
-            if self.spec.name != "dit" or self.config.sampling.prompts:
-                name = str(self.config.metrics.experiment_name)
-                add_to_steps(path.parent, generated[:, 0], rows.names, step=self.progress.step, title=name)
+            likeness = self.grids.write(path, self.space.to_pixels(generated), step=self.progress.step)
         except OSError as error:  # a full disk, which costs a picture
             self.warn(f"warning: no grid of step {self.progress.step}: {error.strerror}. The run goes on")
             return
-        if self.progress.step and self.real is not None:
-            self.extra_metrics.update(similarity(generated[:, : self.real.shape[1]], self.real[:, :per_row]))
+        if self.progress.step:
+            self.extra_metrics.update(likeness)
         self.logger.log_image("samples", path, self.progress.step)
         self.last_grid = path
-
-    def real_images(self, rows: SampleRows) -> torch.Tensor | None:
-        """Pixels (rows, k, C, H, W) to lay beside the samples, held-out ones where the run has them, or None."""
-        if rows.references is not None:
-            return stills(rows.references[:, None])
-        if set(rows.tensors) - {"class_label"}:
-            return None
-        real = real_samples(
-            self.validation_dataset or self.dataset,
-            labels=rows.numbers,
-            samples_per_label=self.config.sampling.images_per_class,
-            conditional=bool(self.dataset.class_names),
-        )
-        return None if real is None else self.space.real_to_pixels(real)
 
     def save(self) -> None:
         self.watch.note(self.progress.step, "saving")
@@ -719,33 +680,6 @@ class Trainer:
         if self.last_grid is not None:
             self.logger.message(f"samples, generated beside real: {self.last_grid}")
         self.logger.message(f"done; everything of this run is in {self.run_directory.path}")
-
-
-def with_condition_of(spec: ModelSpec, dataset: ImageDataset, *, device: torch.device) -> ModelSpec:
-    """The model conditioned on what the dataset has: its own empty caption; a stand-in makes up what the model wants.
-
-    Raises:
-        ConfigError: the model wants captions, and the dataset has none.
-    """
-    conditioning = spec.conditioning
-    if not isinstance(conditioning, TextEmbeddings):
-        return spec
-    if getattr(dataset, "stands_in_for_any", False):
-        stand_in = cast(Any, dataset)
-        stand_in.condition = conditioning.tensors
-        items = [dataset[index] for index in range(min(2, len(dataset)))]
-        stand_in.prompts = SampleRows(
-            names=[f"random {number}" for number in range(len(items))],
-            numbers=list(range(len(items))),
-            tensors={name: torch.stack([item[name] for item in items]) for name in conditioning.tensors},
-        )
-        return spec
-    null = getattr(dataset, "null_tensors", None)
-    if null is None:
-        right = f"{dataset.name} has no captions, which {spec.name} is conditioned on; must be captions, or dummy"
-        raise option_error("dataset.dataset_name", dataset.name, right)
-    on_device = {name: tensor.to(device) for name, tensor in null.items()}
-    return dataclasses.replace(spec, conditioning=conditioning.with_null(on_device))
 
 
 def set_determinism(seed: int, *, deterministic: bool) -> None:
