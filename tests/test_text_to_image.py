@@ -116,7 +116,7 @@ def test_the_colour_drawn_is_the_one_the_prompt_names(
     assert drawn.code == 0, drawn.err
     assert picture.is_file()
     print(f"{text}: of each prompt in its colour, by guidance scale: {shares}")
-    assert max(shares[0.0]) < 0.75  # no caption: any colour
+    assert np.mean(shares[0.0]) < 0.6  # without a caption a third by chance, whichever colours the model likes
     assert min(shares[1.0]) >= 0.75
     assert min(shares[3.0]) >= 0.9
 

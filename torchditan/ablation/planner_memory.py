@@ -16,7 +16,7 @@ All sizes are in bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -244,7 +244,15 @@ def timeline(
     def left(segment: Segment) -> float:
         return segment.left(batch_size)
 
-    forward_gathered = _gathered_in_forward(blocks, root, is_sharded=is_sharded, num_shards=layout.num_shards)
+    def gathered_in_forward(i: int) -> float:
+        if is_sharded:  # the result of an all-gather stays until the next one was copied out of its own
+            return root.gathered + 2 * blocks[i].gathered
+        return root.gathered + sum(unit.gathered for unit in blocks[: i + 1])
+
+    def gathered_in_gather(i: int) -> float:
+        before = blocks[i - 1].gathered if i > 0 else root.gathered
+        return root.gathered + before + blocks[i].gathered * (1 + 1 / layout.num_shards)
+
     kept = 0.0
     add(
         "forward, embedders",
@@ -256,8 +264,10 @@ def timeline(
     kept += left(traces[0].embed)
     for i, trace in enumerate(traces):
         working = trace.forward.peak(batch_size)
-        label = f"forward of block {i + 1} of {num_blocks}"
-        add(label, gathered=forward_gathered(i), kept=kept, working=working, first=num_blocks)
+        label = f"block {i + 1} of {num_blocks}"
+        if is_sharded:
+            add(f"gathering of {label}", gathered=gathered_in_gather(i), kept=kept, working=0, first=num_blocks)
+        add(f"forward of {label}", gathered=gathered_in_forward(i), kept=kept, working=working, first=num_blocks)
         kept += left(trace.forward)
 
     def gathered_in_backward(i: int, *, own: bool = True) -> float:
@@ -311,19 +321,3 @@ def timeline(
     add("reduction of the rest", gathered=0, kept=kept + left(tail), working=0, first=0, reduction=root.reduced)
     add("optimizer step", gathered=0, kept=0, working=0 if layout.cpu_offload else root.shard, first=0)
     return instants
-
-
-def _gathered_in_forward(
-    blocks: Sequence[_Unit], root: _Unit, *, is_sharded: bool, num_shards: int
-) -> Callable[[int], float]:
-    """Gathered parameters while block i goes forward."""
-
-    def gathered(i: int) -> float:
-        if not is_sharded:
-            return root.gathered + sum(unit.gathered for unit in blocks[: i + 1])
-        # The result of an all-gather stays until the next one was copied out of its own.
-        before = blocks[i - 1].gathered if i > 0 else root.gathered
-        while_gathering = before + blocks[i].gathered * (1 + 1 / num_shards)
-        return root.gathered + max(2 * blocks[i].gathered, while_gathering)
-
-    return gathered

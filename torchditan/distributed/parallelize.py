@@ -11,6 +11,7 @@ Notable:
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,6 +61,8 @@ def parallelize(
     )
     if compile is not None:
         compile_blocks(blocks, options=compile)
+    # Some blocks give parts of one tensor; what it warns of is writing into them, which nobody does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     # Resharding after forward frees gathered weights; with one shard there is nothing to free but a copy.

@@ -10,7 +10,6 @@ import functools
 import importlib
 import json
 import math
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,8 +142,6 @@ class Recipe:
         model = self.cls(build_transformer(self.cls.model_class, self.sizes))
         assistant = self._adapt(model) if self.lora.rank else None
         model.init_weights = functools.partial(self.init_weights, model, assistant)
-        # The blocks' outputs are parts of one tensor, and nobody writes into them.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         return model
 
     def _adapt(self, model: PublishedModel) -> AdapterWeights | None:
