@@ -228,6 +228,21 @@ def test_a_mistake_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
+def test_the_batch_size_is_searched_on_samples_of_the_size_of_the_latents(tmp_path: Path) -> None:
+    from torchditan.ablation.autotune import _trial_job
+    from torchditan.config import Autoencoder, Config, Dataset, Metrics, Model
+    from torchditan.config_loader import load_config
+
+    sizes = {"text_tokens": 7, "text_width": 24, "input_channels": 16, "sample_size": [4, 6]}
+    dataset = Dataset(dataset_name="captions", root_dir="balls", image_size=[32, 48], num_classes=0)
+    config = Config(model=Model(text="in_context", **sizes), dataset=dataset, autoencoder=Autoencoder(name="diffusers"))
+    config.metrics = Metrics(experiment_name="run")
+    _trial_job(config, 2, num_devices=1, folder=tmp_path, script=Path("train.py"), timeout_s=1.0)
+    trial = load_config([f"--job.config_file={tmp_path / 'run_bs2' / 'trial.toml'}"])
+    assert (trial.dataset.dataset_name, trial.dataset.image_size) == ("dummy", [4, 6])
+    assert (trial.model.text_tokens, trial.model.text_width) == (7, 24)
+
+
 def test_a_size_of_our_own_says_nothing_of_the_captions(flux: Path, tmp_path: Path) -> None:
     from torchditan.captions.encode import find_text_encoders
     from torchditan.config import Config, Model, TextEncoder

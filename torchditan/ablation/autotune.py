@@ -306,6 +306,9 @@ def _trial_job(
         # Random samples of the same shape: the same memory, and nothing to wait for.
         dataset.dataset_name, dataset.root_dir, dataset.hub_name = "dummy", None, None
         dataset.streaming, dataset.horizontal_flip, dataset.fingerprint = False, None, None
+        if trial.model.sample_size is not None:  # of captioned images that were encoded, image_size is that in pixels
+            *frames, height, width = trial.model.sample_size
+            dataset.image_size, dataset.num_frames = [height, width], frames[0] if frames else None
     file = path / "trial.toml"
     write_file(file, to_toml(trial).encode())
     return Job(

@@ -167,6 +167,8 @@ def open_captions(
         )
         for source in sources
     ]
+    if rank.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the encoders held; the closures that had them are gone
     shape = opened[0].sample_shape
     space = SampleSpace(shape) if autoencoder is None else LatentSpace(config, sample_shape=shape, device=rank.device)
     return opened[0], opened[1] if len(opened) > 1 else None, space
