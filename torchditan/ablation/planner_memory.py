@@ -207,7 +207,9 @@ def timeline(
         state = model_state(parameters, num_shards=layout.num_shards, ema=layout.ema, optimizer=layout.optimizer)
     blocks = [_unit(block, layout) for block in parameters.blocks]
     root = _unit(parameters.root, layout)
-    num_blocks, is_sharded = len(blocks), layout.num_shards > 1
+    num_blocks = len(blocks)
+    has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in block)
+    is_resharded = layout.num_shards > 1 or has_frozen  # as parallelize.py decides it
     # Until the last micro-batch every rank keeps its gradients unsharded, in the dtype of the reduction.
     unsharded = [
         layout.reduce_bytes * unit.gradient // layout.param_bytes if layout.num_micro_batches > 1 else 0
@@ -245,7 +247,7 @@ def timeline(
         return segment.left(batch_size)
 
     def gathered_in_forward(i: int) -> float:
-        if is_sharded:  # the result of an all-gather stays until the next one was copied out of its own
+        if is_resharded:  # the result of an all-gather stays until the next one was copied out of its own
             return root.gathered + 2 * blocks[i].gathered
         return root.gathered + sum(unit.gathered for unit in blocks[: i + 1])
 
@@ -265,14 +267,14 @@ def timeline(
     for i, trace in enumerate(traces):
         working = trace.forward.peak(batch_size)
         label = f"block {i + 1} of {num_blocks}"
-        if is_sharded:
+        if is_resharded:
             add(f"gathering of {label}", gathered=gathered_in_gather(i), kept=kept, working=0, first=num_blocks)
         add(f"forward of {label}", gathered=gathered_in_forward(i), kept=kept, working=working, first=num_blocks)
         kept += left(trace.forward)
 
     def gathered_in_backward(i: int, *, own: bool = True) -> float:
         """While block i goes backward the one before it is gathered; own: block i still is."""
-        if is_sharded:
+        if is_resharded:
             ahead = blocks[i - 1].gathered if i > 0 else 0
             return root.gathered + ahead + (blocks[i].gathered if own else 0)
         return root.gathered + sum(unit.gathered for unit in blocks[: i + own])

@@ -65,8 +65,10 @@ def parallelize(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
-    # Resharding after forward frees gathered weights; with one shard there is nothing to free but a copy.
-    reshard = mesh.size(mesh.ndim - 1) > 1
+    # Resharding after forward frees gathered weights. With one shard that is a copy in another precision, made anew in
+    # the backward pass: worth it for a frozen base, which has no gradients and moments beside which it would be small.
+    has_frozen = any(not parameter.requires_grad for block in blocks for parameter in block.parameters())
+    reshard = mesh.size(mesh.ndim - 1) > 1 or has_frozen
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
