@@ -166,7 +166,7 @@ class CaptionedImages:
         if self.config.num_frames is None:
             (content,) = _files(entry)
             data = read_bytes(content, where=entry.name)
-            sample = load_sample(data, sample_shape=shape, where=entry.name, crop=crop)
+            sample = load_sample(data, sample_shape=shape, where=entry.name, crop=crop, can_skip=False)
         else:
             sample = _read_video(entry, sample_shape=shape, crop=crop)
         return {"sample": torch.from_numpy(sample), "caption": self.captions[index]}
@@ -191,9 +191,10 @@ def read_size(entry: Entry, *, is_video: bool) -> Size:
             is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
             return (image.width, image.height) if is_turned else (image.height, image.width)
     except UnidentifiedImageError as error:
-        raise corrupt_image(entry.name, "of no known format") from error
+        raise corrupt_image(entry.name, "of no known format", can_skip=False) from error
     except DECODE_ERRORS as error:
-        raise corrupt_image(entry.name, (str(error) or type(error).__name__).splitlines()[0]) from error
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise corrupt_image(entry.name, reason, can_skip=False) from error
 
 
 def _read_video(entry: Entry, *, sample_shape: tuple[int, ...], crop: Crop) -> np.ndarray:
@@ -202,7 +203,9 @@ def _read_video(entry: Entry, *, sample_shape: tuple[int, ...], crop: Crop) -> n
     fitting: dict[str, Any] = {"sample_shape": (channels, height, width), "crop": crop}
     if isinstance(entry.content, Frames):
         files = [(file, f"{entry.name}/{file.path.name}") for file in entry.content.files[:num_frames]]
-        frames = [load_sample(read_bytes(file, where=where), where=where, **fitting) for file, where in files]
+        frames = [
+            load_sample(read_bytes(file, where=where), where=where, can_skip=False, **fitting) for file, where in files
+        ]
     else:
         shown = itertools.islice(open_video(entry.content, where=entry.name), num_frames)
         frames = [fit(frame, number=0, **fitting) for frame in shown]

@@ -33,7 +33,13 @@ DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image
 
 
 def load_sample(
-    source: Path | bytes, *, sample_shape: tuple[int, ...], where: str, crop: Crop = "center", number: int = 0
+    source: Path | bytes,
+    *,
+    sample_shape: tuple[int, ...],
+    where: str,
+    crop: Crop = "center",
+    number: int = 0,
+    can_skip: bool = True,
 ) -> np.ndarray:
     """Decode a file or its bytes to float32 (C, H, W) in [-1, 1].
 
@@ -43,6 +49,7 @@ def load_sample(
         where: names the image in an error.
         crop: `dataset.crop`.
         number: the image's number in its dataset, which decides the place of a random crop.
+        can_skip: whether an error says that `dataset.corrupt_images` can pass over it.
 
     Raises:
         CorruptImageError: it cannot be decoded.
@@ -54,16 +61,16 @@ def load_sample(
                 image.draft(None, (side, side))
             return fit(image, sample_shape=sample_shape, crop=crop, number=number)
     except UnidentifiedImageError as error:
-        raise corrupt_image(where, "of no known format") from error
+        raise corrupt_image(where, "of no known format", can_skip=can_skip) from error
     except DECODE_ERRORS as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise corrupt_image(where, reason) from error
+        raise corrupt_image(where, reason, can_skip=can_skip) from error
 
 
-def corrupt_image(where: str, reason: str) -> CorruptImageError:
+def corrupt_image(where: str, reason: str, *, can_skip: bool = True) -> CorruptImageError:
     """The refusal of one image; `where` names it."""
-    skip = "--dataset.corrupt_images skip"
-    return CorruptImageError(f"{where}: not a readable image ({reason}); repair or remove it, or skip such with {skip}")
+    skip = ", or skip such with --dataset.corrupt_images skip" if can_skip else ""
+    return CorruptImageError(f"{where}: not a readable image ({reason}); repair or remove it{skip}")
 
 
 def fit(image: Image.Image, *, sample_shape: tuple[int, ...], crop: Crop, number: int) -> np.ndarray:

@@ -20,8 +20,7 @@ VIDEO_SUFFIXES = frozenset([".gif", ".mov", ".mp4", ".webm"])
 
 def corrupt_video(where: str, reason: str) -> CorruptImageError:
     """The refusal of one video; `where` names it."""
-    skip = "--dataset.corrupt_images skip"
-    return CorruptImageError(f"{where}: not a usable video ({reason}); repair or remove it, or skip such with {skip}")
+    return CorruptImageError(f"{where}: not a usable video ({reason}); repair or remove it")
 
 
 def open_video(content: Encoded, *, where: str) -> Iterator[Image.Image]:

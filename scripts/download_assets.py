@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if TYPE_CHECKING:
-    from torchditan.config import Config
+    from torchditan.config import Autoencoder, Config
 
 
 def parse(argv: list[str]) -> Config:
@@ -34,7 +34,6 @@ def parse(argv: list[str]) -> Config:
 
 def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
     """(option, hub name, patterns of files) of all that is on the hub and not in a folder here."""
-    from torchditan.autoencoders.published import PUBLISHED
     from torchditan.captions.encode import TEXT_PARTS
     from torchditan.models.published import FAMILIES, family
     from torchditan.models.published.weights import is_hub_name
@@ -47,19 +46,31 @@ def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
 
     takes_captions = config.dataset.dataset_name == "captions"
     text = [f"{part}*/*" for part in TEXT_PARTS] if takes_captions else []
-    whole = ["model_index.json", "scheduler/*", *text, *(["vae/*"] if config.autoencoder.path is None else [])]
+    vae = [] if config.autoencoder.path or config.autoencoder.name else ["vae/*"]
+    whole = ["model_index.json", "scheduler/*", *text, *vae]
     if config.model.name in FAMILIES:
         subfolder = family(config.model.name).subfolder
         patterns = [f"{subfolder}/*.json", f"{subfolder}/*.safetensors"]
         add("model.path", config.model.path, [*patterns, *([] if config.text_encoder.path else whole)])
     add("text_encoder.path", config.text_encoder.path, whole)
-    autoencoder = config.autoencoder.path
-    entry = PUBLISHED.get(config.autoencoder.name or "")
-    if autoencoder is None and entry is not None:
-        autoencoder = entry.hub_name
-    add("autoencoder.path", autoencoder, ["*.json", "*.safetensors", "*.jit", "vae/*"])
+    add("autoencoder.path", *files_of_autoencoder(config.autoencoder))
     add("lora.assistant_path", config.lora.assistant_path, ["*.safetensors"])
     return found
+
+
+def files_of_autoencoder(options: Autoencoder) -> tuple[str | None, list[str]]:
+    """(hub name or None, its files): by name, since a pattern such as *.safetensors brings other folders' too."""
+    from torchditan.autoencoders import cosmos, kind_of, published
+
+    entry = published.PUBLISHED.get(options.name or "")
+    if kind_of(options.name or "diffusers") == "cosmos":
+        files, folders = cosmos.FILES, [""]
+    else:
+        files, folders = published.FILES, ["", "vae"]  # a whole pipeline keeps its autoencoder in vae/
+    place = options.path
+    if place is None and entry is not None:
+        place, folders = entry.hub_name, [entry.subfolder]
+    return place, [f"{folder}/{file}" if folder else file for folder in folders for file in files]
 
 
 def main() -> None:

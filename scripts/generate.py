@@ -35,7 +35,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--seed", type=int, default=0, help="seed of the noise (default: 0)")
     parser.add_argument("--batch_size", type=count, default=64, help="samples at once (default: 64)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="precision of the model (default: float32)"
+        "--dtype", choices=("float32", "bfloat16"), help="precision (default: float32, of published models the run's)"
     )
     parser.add_argument("--without_lora", action="store_true", help="draw what the base alone makes of it")
     parser.add_argument("--out", type=Path, help="PNG to write (default: samples/ of the run)")
@@ -104,6 +104,9 @@ def main() -> None:
     config, sampling = trained.config, trained.config.sampling
     if args.without_lora:
         trained.drop_lora()
+    if args.dtype is None:
+        is_half = trained.spec.name != "dit" and config.training.mixed_precision_param != "float32"
+        args.dtype = "bfloat16" if is_half else "float32"
     trained.model.to(getattr(torch, args.dtype))
     rows, real = choose_rows(trained, args)
 
@@ -115,7 +118,8 @@ def main() -> None:
     pictures = stills(trained.to_pixels(samples))
     decoding_seconds = time.perf_counter() - start
 
-    out = args.out or args.run / "samples" / f"generated_{trained.step:08d}_seed{args.seed}.png"
+    without = "_without_lora" if args.without_lora else ""
+    out = args.out or args.run / "samples" / f"generated_{trained.step:08d}_seed{args.seed}{without}.png"
     out.parent.mkdir(parents=True, exist_ok=True)
     save_grid(
         out,
@@ -124,7 +128,8 @@ def main() -> None:
         rows.names,
         real_heading=trained.real_heading,
         title=f"{config.metrics.experiment_name}, step {trained.step}, {trained.weights} weights, {sampling.sampler} "
-        f"{sampling.num_steps} steps, guidance {sampling.guidance_scale:g}",
+        f"{sampling.num_steps} steps, guidance {sampling.guidance_scale:g}"
+        + (", without the LoRA" if args.without_lora else ""),
     )
     count = len(rows.names) * per_row
     evaluations = sampling.num_steps * (2 if sampling.sampler == "heun" else 1)

@@ -16,6 +16,7 @@ pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 import diffusers
+import tiny_pipelines
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -66,6 +67,30 @@ def test_diffusers_loads_exactly_what_was_trained(
     expected = predict(model, inputs())
     assert torch.equal(predict(published, inputs()), expected)
     assert not torch.allclose(predict(seeded(build).eval(), inputs()), expected, atol=1e-3)
+
+
+def test_diffusers_loads_a_lora_of_sdxl_and_we_read_it_back(tmp_path: Path) -> None:
+    def build() -> Any:
+        return tiny_pipelines.transformer("sdxl")
+
+    def noise_of(unet: Any) -> Tensor:
+        draw = torch.Generator().manual_seed(0)
+        added = {"text_embeds": torch.randn(2, 16, generator=draw), "time_ids": torch.full((2, 6), 64.0)}
+        x, tokens = torch.randn(2, 4, 8, 8, generator=draw), torch.randn(2, 77, 32, generator=draw)
+        with torch.no_grad():
+            return unet(x, 500, encoder_hidden_states=tokens, added_cond_kwargs=added).sample
+
+    model = trained(build, rank=3, alpha=5, targets=ATTENTION)
+    path = tmp_path / "lora.safetensors"
+    export_lora(dict(model.named_parameters()), model_name="sdxl", rank=3, alpha=5, path=path)
+    published, again, expected = seeded(build).eval(), seeded(build).eval(), noise_of(model)
+    parts = dict.fromkeys(("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+    pipeline = diffusers.StableDiffusionXLPipeline(unet=published, scheduler=diffusers.DDIMScheduler(), **parts)
+    pipeline.load_lora_weights(str(tmp_path))
+    assert (noise_of(published) - expected).abs().max() == 0
+    load_assistant(again, path)
+    assert torch.allclose(noise_of(again), expected, atol=2e-5)
+    assert not torch.allclose(noise_of(seeded(build).eval()), expected, atol=1e-3)
 
 
 def test_names_of_a_model_that_holds_the_transformer_are_those_of_the_transformer(tmp_path: Path) -> None:

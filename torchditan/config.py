@@ -35,6 +35,9 @@ PUBLISHED_FLAVORS = {
 class ConfigError(ValueError):
     """The user's mistake, in one line that says what would be right. `train.py` exits with code 2."""
 
+    is_of_this_rank = False
+    """Whether one rank alone found it, before the ranks knew each other, so that only it can say it."""
+
 
 def option_error(option: str, value: Any, right: str) -> ConfigError:
     """The one form of a refusal: `training.steps = 0: must be at least 1`."""
@@ -632,6 +635,7 @@ def validate(config: Config) -> None:
             if values[option] not in (None, "auto") and not is_right(values[option]):
                 raise option_error(option, values[option], right)
     _validate_model(config)
+    _validate_effects(config)
     _validate_image_size(config)
     _validate_global_batch_size(config)
     _validate_streaming(config)
@@ -663,48 +667,73 @@ def _validate_model(config: Config) -> None:
         raise option_error("model.learn_sigma", True, right)
 
 
-_TEXT_SIZES = ("text_tokens", "text_width", "pooled_width")
-_OWN_OPTIONS = ("conditioning", "norm_type", "qk_norm", "mlp", "position", "learn_sigma", "text", *_TEXT_SIZES)
-"""Options of [model] that only our own DiT reads."""
+_WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
+    (
+        lambda config: config.model.name == "dit",
+        "model.path model.overrides lora.rank lora.alpha lora.target_modules lora.dropout lora.assistant_path",
+        "is for published models; leave it out for dit",
+    ),
+    (
+        lambda config: config.model.name == "dit" and config.model.text is None,
+        "model.text_tokens model.text_width model.pooled_width sampling.prompts",
+        "has no effect without model.text; set --model.text in_context or cross_attention, or leave it out",
+    ),
+    (
+        lambda config: config.model.name in PUBLISHED_FLAVORS,
+        "model.preset model.patch_size model.conditioning model.norm_type model.qk_norm model.mlp model.position "
+        "model.rope_theta model.learn_sigma model.text model.text_tokens model.text_width model.pooled_width",
+        "{name} has its own; leave it out",
+    ),
+    (
+        lambda config: config.model.name not in ("flux", "hunyuan_video"),
+        "diffusion.embedded_guidance sampling.embedded_guidance",
+        "{name} embeds no guidance scale; leave it out",
+    ),
+    (
+        lambda config: config.lora.rank == 0,
+        "lora.alpha lora.target_modules lora.dropout lora.assistant_path",
+        "has no effect with lora.rank 0, which trains all weights",
+    ),
+    (
+        lambda config: config.diffusion.objective == "ddpm",
+        "diffusion.timestep_sampling diffusion.logit_normal_mean diffusion.logit_normal_std sampling.sampler",
+        "has no effect with ddpm, which has levels and a sampler of its own; leave it out",
+    ),
+    (
+        lambda config: config.diffusion.objective == "ddpm" and config.diffusion.timestep_shift != 1,  # 1 is filled in
+        "diffusion.timestep_shift",
+        "has no effect with ddpm, which has levels of its own; leave it out",
+    ),
+]
+"""(where it holds, options that are not read there and stay at their default, what to say), the first one told."""
+
+
+def _validate_effects(config: Config) -> None:
+    values, defaults = flatten(config), flatten(Config())
+    for holds, options, right in _WITHOUT_EFFECT:
+        for option in options.split() if holds(config) else ():
+            if values[option] != defaults[option]:
+                raise option_error(option, values[option], right.format(name=config.model.name))
 
 
 def _validate_own_model(config: Config) -> None:
-    for option in _TEXT_SIZES:
-        if config.model.text is None and (size := getattr(config.model, option)) is not None:
-            right = "has no effect without model.text; set --model.text in_context or cross_attention, or leave it out"
-            raise option_error(f"model.{option}", size, right)
     position = config.model.position or ("sincos" if config.model.preset == "official" else "rope")
     if config.dataset.aspect_buckets and position == "sincos":
         right = "sincos positions are a table for one size; set --model.position rope, or leave it out"
         raise option_error("dataset.aspect_buckets", True, right)
-    for option in ("path", "overrides"):
-        if value := getattr(config.model, option):
-            raise option_error(f"model.{option}", value, "is for published models; leave it out for dit")
-    for option, value in (("lora.rank", config.lora.rank), ("lora.assistant_path", config.lora.assistant_path)):
-        if value:
-            raise option_error(option, value, "is for published models; leave it out for dit")
     if config.quantize.base != "float32":
         raise option_error("quantize.base", config.quantize.base, "is for the frozen weights under a LoRA")
 
 
 def _validate_published(config: Config) -> None:
     model, lora = config.model, config.lora
-    for option in _OWN_OPTIONS:
-        if getattr(model, option) is not None:
-            right = f"{model.name} has its own; leave it out"
-            raise option_error(f"model.{option}", getattr(model, option), right)
     objective = "ddpm" if model.name == "sdxl" else "flow_matching"
     if config.diffusion.objective != objective:
         right = f"{model.name} was trained with {objective}; set --diffusion.objective {objective}"
         raise option_error("diffusion.objective", config.diffusion.objective, right)
-    if not lora.rank:
-        given = {"target_modules": lora.target_modules, "alpha": lora.alpha, "assistant_path": lora.assistant_path}
-        for option, value in given.items():
-            if value:
-                raise option_error(f"lora.{option}", value, "has no effect with lora.rank 0, which trains all weights")
-        if config.quantize.base != "float32":
-            right = "is for the frozen weights under a LoRA; set lora.rank, or leave it out"
-            raise option_error("quantize.base", config.quantize.base, right)
+    if not lora.rank and config.quantize.base != "float32":
+        right = "is for the frozen weights under a LoRA; set lora.rank, or leave it out"
+        raise option_error("quantize.base", config.quantize.base, right)
     if lora.rank and config.float8.enable_float8_linear:
         right = "is for layers that are trained, and under a LoRA they are frozen; must be false"
         raise option_error("float8.enable_float8_linear", True, right)

@@ -34,7 +34,7 @@ from torchditan.tensor_file import open_file
 
 DEFAULT = "default"
 ASSISTANT = "assistant"
-_PREFIXES = ("transformer.", "diffusion_model.", "base_model.model.")
+_PREFIXES = ("transformer.", "unet.", "diffusion_model.", "base_model.model.")
 """What files put before the names of the model's modules."""
 _DOWN = (".lora_A.weight", ".lora_A.default.weight", ".lora_down.weight", ".lora.down.weight")
 _UP = (".lora_B.weight", ".lora_B.default.weight", ".lora_up.weight", ".lora.up.weight")
@@ -353,8 +353,12 @@ def _alphas_of(metadata: Mapping[str, str]) -> dict[str, float]:
     """Alpha by layer out of the metadata that diffusers writes; under "" that of all others."""
     try:
         adapter = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-        alphas = {"": float(adapter["transformer.lora_alpha"])} if "transformer.lora_alpha" in adapter else {}
-        patterns = adapter.get("transformer.alpha_pattern") or {}
-        return alphas | {str(name).lstrip("^"): float(value) for name, value in patterns.items()}
+        alphas: dict[str, float] = {}
+        for part in ("transformer", "unet"):
+            if f"{part}.lora_alpha" in adapter:
+                alphas[""] = float(adapter[f"{part}.lora_alpha"])
+            patterns = adapter.get(f"{part}.alpha_pattern") or {}
+            alphas |= {str(name).lstrip("^"): float(value) for name, value in patterns.items()}
+        return alphas
     except (ValueError, TypeError, AttributeError):
         raise ConfigError("the metadata of the LoRA cannot be read; export it again") from None

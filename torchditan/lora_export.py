@@ -2,9 +2,9 @@
 """A trained LoRA as one .safetensors file, in the names of diffusers or of kohya's scripts.
 
 Notable:
-- diffusers: `transformer.<layer>.lora_A.weight` and the adapter's metadata, in which alpha stands. Its loaders refuse
-  `.alpha` tensors beside the metadata, and readers that know no metadata (ComfyUI) take alpha for the rank: they want
-  kohya's names, unless the two are equal;
+- diffusers: `transformer.<layer>.lora_A.weight` (`unet.` for SDXL) and the adapter's metadata, in which alpha stands.
+  Its loaders refuse `.alpha` tensors beside the metadata, and readers that know no metadata (ComfyUI) take alpha for
+  the rank: they want kohya's names, unless the two are equal;
 - kohya: `lora_unet_<layer of the original model>.lora_down.weight`, `.lora_up.weight` and `.alpha`. Where the original
   has one layer for several of diffusers' (queries, keys and values), matrices are stacked, block-diagonally in
   `lora_up`, and alpha grows with the rank, so that the product stays what it was;
@@ -172,8 +172,11 @@ def export_lora(
     metadata |= {"step": str(step)} if step is not None else {}
     metadata |= {"base": base} if base is not None else {}
     if format == "diffusers":
-        tensors = _in_diffusers_names(pairs)
-        metadata["lora_adapter_metadata"] = json.dumps(_adapter_metadata(pairs, rank=rank, alpha=alpha))
+        from torchditan.models.published import family  # which imports this module
+
+        part = family(model_name).subfolder
+        tensors = _in_diffusers_names(pairs, part=part)
+        metadata["lora_adapter_metadata"] = json.dumps(_adapter_metadata(pairs, part=part, rank=rank, alpha=alpha))
     else:
         if model_name not in ORIGINAL_LAYERS:
             right = f"is known for {' and '.join(ORIGINAL_LAYERS)}, not for {model_name}; must be diffusers"
@@ -205,22 +208,22 @@ def _pairs_of(state: Mapping[str, Tensor], adapter_name: str) -> dict[str, tuple
     return pairs
 
 
-def _in_diffusers_names(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+def _in_diffusers_names(pairs: Mapping[str, tuple[Tensor, Tensor]], *, part: str) -> dict[str, Tensor]:
     tensors = {}
     for layer, (down, up) in pairs.items():
-        tensors[f"transformer.{layer}.lora_A.weight"] = down
-        tensors[f"transformer.{layer}.lora_B.weight"] = up
+        tensors[f"{part}.{layer}.lora_A.weight"] = down
+        tensors[f"{part}.{layer}.lora_B.weight"] = up
     return tensors
 
 
-def _adapter_metadata(pairs: Mapping[str, object], *, rank: int, alpha: float) -> dict[str, object]:
+def _adapter_metadata(pairs: Mapping[str, object], *, part: str, rank: int, alpha: float) -> dict[str, object]:
     """The options of peft's LoraConfig that diffusers' loaders rebuild the adapter from."""
     return {
-        "transformer.r": rank,
-        "transformer.lora_alpha": alpha,
-        "transformer.target_modules": list(pairs),
-        "transformer.lora_dropout": 0.0,
-        "transformer.bias": "none",
+        f"{part}.r": rank,
+        f"{part}.lora_alpha": alpha,
+        f"{part}.target_modules": list(pairs),
+        f"{part}.lora_dropout": 0.0,
+        f"{part}.bias": "none",
     }
 
 

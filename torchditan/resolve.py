@@ -121,7 +121,7 @@ def resolve_batches(config: Config, rank: Rank) -> BatchPlan:
     )
 
 
-def with_condition_of(spec: ModelSpec, dataset: ImageDataset, *, device: torch.device) -> ModelSpec:
+def with_condition_of(spec: ModelSpec, dataset: ImageDataset, config: Config, *, device: torch.device) -> ModelSpec:
     """The model conditioned on what the dataset has: its own empty caption; a stand-in makes up what the model wants.
 
     Raises:
@@ -144,5 +144,9 @@ def with_condition_of(spec: ModelSpec, dataset: ImageDataset, *, device: torch.d
     if null is None:
         right = f"{dataset.name} has no captions, which {spec.name} is conditioned on; must be captions, or dummy"
         raise option_error("dataset.dataset_name", dataset.name, right)
+    for name, (shape, _) in conditioning.tensors.items():
+        if name in null and tuple(null[name].shape) != tuple(shape):
+            right = f"its encoders give {name} of {list(null[name].shape)}, and {spec.flavor} takes {list(shape)}"
+            raise option_error("text_encoder.path", config.text_encoder.path or config.model.path, right)
     on_device = {name: tensor.to(device) for name, tensor in null.items()}
     return dataclasses.replace(spec, conditioning=conditioning.with_null(on_device))

@@ -22,6 +22,7 @@ from torchditan.evaluation.generate import generate
 from torchditan.evaluation.rows import SampleRows
 from torchditan.lora import set_active_adapters
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
+from torchditan.models.published import PublishedModel
 from torchditan.run_directory import read_config
 
 
@@ -78,8 +79,10 @@ class TrainedModel:
         with torch.device("meta"):
             model = spec.build()
         model.to_empty(device=device)
-        if config.lora.rank:
+        if config.lora.rank:  # the checkpoint has the LoRA alone
             cast(Any, model).init_weights(config.training.seed)
+        elif isinstance(model, PublishedModel):  # nor has any checkpoint its tables of positions
+            model.fill_buffers()
         load_weights(model, checkpoint, ema=weights == "ema", only_trained=config.lora.rank > 0)
         return cls(
             config=config,
@@ -112,7 +115,11 @@ class TrainedModel:
         if not self.is_latent:
             return samples
         return decode_latents(
-            self.config.autoencoder, samples, device=self.device, sample_dims=len(self.sample_shape)
+            self.config.autoencoder,
+            samples,
+            device=self.device,
+            sample_dims=len(self.sample_shape),
+            at_once=self.config.metrics.sample_batch_size,
         )
 
     def real_to_pixels(self, samples: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchditan.autoencoders.latent_space import build_sample_space
-from torchditan.captions.dataset import CachedCaptions, open_captions
+from torchditan.captions.dataset import open_captions
 from torchditan.captions.encode import CaptionedDataset
 from torchditan.checkpoint import CheckpointManager, Progress, check_async_mode
 from torchditan.config import Config, ConfigError, option_error
@@ -50,6 +50,7 @@ from torchditan.flops import count_model_flops, peak_flops
 from torchditan.host_memory import keep_freed_memory
 from torchditan.metrics import MetricsLogger, check_trackers
 from torchditan.models import model_spec_of
+from torchditan.models.published.weights import find_lora
 from torchditan.optim import build_optimizer, clip_grad_norm, learning_rate
 from torchditan.precision.float8 import check_float8, convert_to_float8
 from torchditan.precision.loss_scaling import LossScaler
@@ -105,11 +106,17 @@ class Trainer:
         check_async_mode(config, device=self.device)
         check_trackers(config.metrics)
         check_profiling(config.profiling, self.device)
+        if config.cache.only and not isinstance(dataset, CaptionedDataset):
+            raise option_error("cache.only", True, f"{dataset.name} has no captions to encode; leave it out")
         if isinstance(dataset, CaptionedDataset):
+            if config.lora.assistant_path is not None and not config.cache.only:
+                find_lora(config.lora.assistant_path)  # a mistake is told before what takes long
             dataset, validation_dataset, self.space = open_captions(
                 config, dataset, cast(Any, validation_dataset), rank=self.rank
             )
             self.dataset, self.validation_dataset = dataset, validation_dataset
+            if config.cache.only:
+                return
         else:
             self.space = build_sample_space(
                 config.autoencoder, dataset, device=self.device, needs_decoder=config.metrics.enable_sampling
@@ -122,11 +129,9 @@ class Trainer:
         self.spec = model_spec_of(config, sample_shape=self.space.sample_shape, num_classes=len(dataset.class_names))
         if config.diffusion.timestep_shift is None:
             config.diffusion.timestep_shift = self.spec.timestep_shift
-        self.spec = with_condition_of(self.spec, dataset, device=self.device)
+        self.spec = with_condition_of(self.spec, dataset, config, device=self.device)
         if validation_dataset is not None:
-            with_condition_of(self.spec, validation_dataset, device=self.device)  # where it is a stand-in too
-        if config.cache.only and not isinstance(dataset, CachedCaptions):
-            raise option_error("cache.only", True, f"{dataset.name} has no captions to encode; leave it out")
+            with_condition_of(self.spec, validation_dataset, config, device=self.device)  # where it is a stand-in too
         self.run_directory = RunDirectory(path, is_writer=self.rank.rank == 0)
         self.progress = Progress()
         self.extra_metrics: dict[str, float] = {}
@@ -143,7 +148,7 @@ class Trainer:
         """Take the run directory, build, train; status.json says how it ended, whatever happens."""
         if self.config.cache.only:
             if self.rank.rank == 0:
-                print(f"the cache has all of {self.dataset.name}: {len(self.dataset)} samples and their captions")
+                print(f"the cache has all {len(self.dataset)} samples and their captions")
             return
         self.run_directory.open(
             to_dict(self.config),
@@ -256,12 +261,16 @@ class Trainer:
         self.model = cast(Any, sharded)  # it has init_weights, and the methods of an FSDPModule
         self.model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device)
         self.model.init_weights(config.training.seed)
+        for buffer in self.model.buffers():  # offloading moves parameters alone
+            buffer.data = buffer.data.to(self.device)
         self.model.train()
 
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.guard = DivergenceGuard(self.optimizer)
-        self.scaler = LossScaler(self.device) if config.training.mixed_precision_param == "float16" else None
+        self.scaler: LossScaler | None = None
+        if config.training.mixed_precision_param == "float16":
+            self.scaler = LossScaler(self.parameters[0].device)  # of the gradients, with offloading the host
         self.spikes: LossSpikes | None = None
         if config.training.on_nonfinite == "rollback" and config.training.loss_spike_factor:
             self.spikes = LossSpikes(config.training.loss_spike_factor, self.device)
@@ -621,6 +630,8 @@ class Trainer:
         config, rows = self.config, self.grids.rows
         self.guard.wait()
         averaged = self.ema.swapped_in() if self.ema is not None and config.sampling.use_ema else nullcontext()
+        timeout_seconds = int(self.watch.timeout_seconds)
+        self.set_timeout(max(timeout_seconds, config.comm.init_timeout_seconds))  # rank 0 decodes while all wait
         with self.logger.timer.excluded("sampling"), averaged, self.spec.sampling(self.model):
             start = time.perf_counter()
             generated = generate(
@@ -639,6 +650,8 @@ class Trainer:
             seconds = time.perf_counter() - start
             if self.rank.rank == 0:
                 self.write_grid(generated)
+            dist.barrier()
+        self.set_timeout(timeout_seconds)
         if self.progress.step:  # a grid before the first step has no line to stand in
             self.extra_metrics["seconds_per_image"] = seconds / (generated.shape[0] * generated.shape[1])
 
@@ -678,7 +691,8 @@ class Trainer:
             reason = f"the last checkpoint could not be written: {self.checkpoints.failure}"
             raise OSError(f"{reason}; the same command continues from the one before")
         if self.last_grid is not None:
-            self.logger.message(f"samples, generated beside real: {self.last_grid}")
+            beside = "" if self.grids.shows_prompts else ", generated beside real"
+            self.logger.message(f"samples{beside}: {self.last_grid}")
         self.logger.message(f"done; everything of this run is in {self.run_directory.path}")
 
 

@@ -87,7 +87,7 @@ def run_job(main: Callable[[], None]) -> int:
         verdict = verdict_of(error)
         write_rank_status(verdict.status, verdict.reason, exit_code=verdict.exit_code)
         if verdict.exit_code == 2:
-            _report_mistake(verdict.reason)
+            _report_mistake(verdict.reason, is_of_this_rank=getattr(error, "is_of_this_rank", False))
         elif verdict.exit_code == 75:
             if int(os.environ.get("RANK", 0)) == 0:
                 print(verdict.reason, file=sys.stderr)
@@ -153,13 +153,13 @@ def main() -> int:
     return verdict.exit_code
 
 
-def _report_mistake(reason: str) -> None:
+def _report_mistake(reason: str, *, is_of_this_rank: bool) -> None:
     if int(os.environ.get("RANK", 0)) != 0:
         # Most mistakes are found by every rank. torchrun ends all of them when the first one exits, so the others
         # leave rank 0 the time to say it once; who is still there found something of its own, a corrupt image say.
         time.sleep(5)
         distributed = sys.modules.get("torch.distributed")
-        if distributed is None or not distributed.is_initialized():
+        if not is_of_this_rank and (distributed is None or not distributed.is_initialized()):
             return  # found before the ranks knew each other: rank 0, perhaps of another machine, says it
     print(f"error: {reason}", file=sys.stderr, flush=True)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from torchditan.evaluation.image_grid import save_grid
+from torchditan.evaluation.image_grid import add_to_steps, save_grid
 
 
 def colors(path):
@@ -129,3 +129,15 @@ def test_the_file_is_whole_and_alone(tmp_path):
     save_grid(path, red, red, ["a", "b"], title="run")
     assert list(path.parent.iterdir()) == [path]
     Image.open(path).verify()
+
+
+def test_columns_over_steps_are_of_the_same_prompts(tmp_path, texts):
+    red = solid([255.0, 0.0, 0.0], k=1)[:, 0]
+    add_to_steps(tmp_path, red, ["a cat", "a dog"], step=5, title="run")
+    add_to_steps(tmp_path, red, ["a cat", "a mug"], step=10, title="run")
+    texts.clear()
+    add_to_steps(tmp_path, red, ["a cat", "a mug"], step=20, title="run")
+    assert {name for name in texts if name.startswith("step")} == {"step 10", "step 20"}
+    texts.clear()
+    add_to_steps(tmp_path, red, ["a cat", "a dog"], step=20, title="run")
+    assert {name for name in texts if name.startswith("step")} == {"step 5", "step 20"}

@@ -5,8 +5,8 @@ Notable:
 - `fully_shard` cuts dimension 0 into equal chunks and pads the last ones: the first rank holds the most, and a
   parameter with few rows (the sin-cos table has one) is gathered with all its padding;
 - what is gathered and reduced, and when it is let go of, follows FSDP2 of torch 2.11 to 2.13 under parallelize.py:
-  one block and the next one's all-gather at a time where there are shards, everything from forward to backward where
-  there is one; gradients are reduced in float32 through a copy that the next block's reduction lets go of;
+  one block and the next one's all-gather at a time where there are shards or frozen weights, else everything from
+  forward to backward; gradients are reduced in float32 through a copy that the next block's reduction lets go of;
 - AdamW, clipping and EMA work in place: the optimizer step is never the peak;
 - frozen weights have no gradient and no moments, and are stored in their own dtype; int8 ones are gathered as int8.
 
@@ -248,7 +248,7 @@ def timeline(
 
     def gathered_in_forward(i: int) -> float:
         if is_resharded:  # the result of an all-gather stays until the next one was copied out of its own
-            return root.gathered + 2 * blocks[i].gathered
+            return root.gathered + (2 if layout.num_shards > 1 else 1) * blocks[i].gathered
         return root.gathered + sum(unit.gathered for unit in blocks[: i + 1])
 
     def gathered_in_gather(i: int) -> float:
@@ -275,7 +275,7 @@ def timeline(
     def gathered_in_backward(i: int, *, own: bool = True) -> float:
         """While block i goes backward the one before it is gathered; own: block i still is."""
         if is_resharded:
-            ahead = blocks[i - 1].gathered if i > 0 else 0
+            ahead = blocks[i - 1].gathered if i > 0 and layout.num_shards > 1 else 0
             return root.gathered + ahead + (blocks[i].gathered if own else 0)
         return root.gathered + sum(unit.gathered for unit in blocks[: i + own])
 

@@ -190,7 +190,14 @@ def build_sample_space(
     return SampleSpace(dataset.sample_shape)
 
 
-def decode_latents(config: AutoencoderConfig, latents: Tensor, *, device: torch.device, sample_dims: int = 3) -> Tensor:
+def decode_latents(
+    config: AutoencoderConfig,
+    latents: Tensor,
+    *,
+    device: torch.device,
+    sample_dims: int = 3,
+    at_once: int = _DECODE_BATCH_SIZE,
+) -> Tensor:
     """Pictures of normalised latents, with an autoencoder that is opened for them and dropped.
 
     Args:
@@ -198,13 +205,14 @@ def decode_latents(config: AutoencoderConfig, latents: Tensor, *, device: torch.
         latents: (..., C, h, w), or (..., C, f, h, w).
         device: where to decode.
         sample_dims: dimensions of one sample, 3 for images and 4 for videos.
+        at_once: how many, which decides the memory; videos are decoded one by one.
 
     Returns:
         (..., 1 or 3, [F,] H, W) float32 on the CPU, about [-1, 1].
     """
     autoencoder = open_decoder(config, channels=latents.shape[-sample_dims], device=device)
     leading = latents.shape[:-sample_dims]
-    at_once = _DECODE_BATCH_SIZE if sample_dims == 3 else 1
+    at_once = min(at_once, _DECODE_BATCH_SIZE) if sample_dims == 3 else 1
     chunks = latents.flatten(0, -sample_dims - 1).split(at_once)  # (n, C, h, w) each
     return torch.cat([autoencoder.decode(chunk).cpu() for chunk in chunks]).unflatten(0, leading)
 

@@ -41,10 +41,12 @@ class LatentSpace(SampleSpace):
     def __init__(self, config: Config, *, sample_shape: tuple[int, ...], device: torch.device) -> None:
         super().__init__(sample_shape)
         self.config = config.autoencoder
+        self.at_once = config.metrics.sample_batch_size
         self.device = device
 
     def to_pixels(self, samples: torch.Tensor) -> torch.Tensor:
-        return decode_latents(self.config, samples, device=self.device, sample_dims=len(self.sample_shape))
+        dims = len(self.sample_shape)
+        return decode_latents(self.config, samples, device=self.device, sample_dims=dims, at_once=self.at_once)
 
 
 class CachedCaptions:
@@ -296,7 +298,9 @@ def _encode_conditions(
     if config.model.name != cls.name or not cls.kept & cls.tensor_names(config.model.flavor):
         return None
     assert autoencoder is not None
-    cache = TensorCache(folder / "conditions", f"{autoencoder.fingerprint}-{encoders.identity}")
+    normalization = json.dumps([config.autoencoder.shift, config.autoencoder.scale, str(autoencoder.dtype)])
+    maker = hash_of(autoencoder.fingerprint, normalization, encoders.identity)[:16]
+    cache = TensorCache(folder / "conditions", maker)
 
     def open_encoder() -> Any:
         pipeline = encoders.open(rank.device, of_images=True)

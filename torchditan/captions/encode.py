@@ -31,6 +31,8 @@ TEXT_PARTS = ("text_encoder", "tokenizer", "processor", "image_encoder", "image_
 """How the folders of a saved pipeline begin that have to do with conditions."""
 _TEXT_BATCH_SIZE = 8
 _ENTRIES_PER_FILE = 64
+_SECONDS_PER_FILE = 30.0
+"""A file at least so often: other ranks wait for them, and what a run that is killed had not written is lost."""
 _POLL_SECONDS = 0.5
 
 Entries = dict[str, dict[str, torch.Tensor]]
@@ -143,7 +145,7 @@ def find_text_encoders(config: Config, cls: type[PublishedModel], *, memory: Pat
         raise option_error("text_encoder.path", None, right)
     folder = Path(place).expanduser()
     if is_hub_name(place):
-        patterns = ["model_index.json", *(f"{part}*/*" for part in TEXT_PARTS)]
+        patterns = ["model_index.json", "scheduler/*", *(f"{part}*/*" for part in TEXT_PARTS)]
         folder = fetch(place, patterns=patterns, what="text encoders", option="text_encoder.path")
     if not folder.exists():
         raise option_error(option, place, f"does not exist; {HOW_TO_GET}")
@@ -206,13 +208,18 @@ def encode_missing(
     mine = [value for key, value in missing.items() if int(key[:8], 16) % rank.world_size == rank.rank]
     if mine:
         encode, start, done = open_encoder(), time.perf_counter(), 0
+        written_at = start
         pending: Entries = {}
         for batch in batch_of(mine):
-            pending.update(encode(batch))
+            try:
+                pending.update(encode(batch))
+            except ConfigError as error:
+                error.is_of_this_rank = True
+                raise
             done += len(batch)
-            if len(pending) >= _ENTRIES_PER_FILE:
+            if len(pending) >= _ENTRIES_PER_FILE or time.perf_counter() - written_at > _SECONDS_PER_FILE:
                 cache.write(pending)
-                pending = {}
+                pending, written_at = {}, time.perf_counter()
             if rank.rank == 0:
                 _report(what, done, len(mine), time.perf_counter() - start)
         if pending:
@@ -284,6 +291,9 @@ def check_flavor(config: Config) -> None:
         option = "online" if config.autoencoder.online else "sample_posterior"
         right = "captioned images are encoded once, to the mean of their latents; leave it out"
         raise option_error(f"autoencoder.{option}", True, right)
+    if config.dataset.horizontal_flip:
+        right = "what was encoded cannot be mirrored; add mirrored images, or leave it out"
+        raise option_error("dataset.horizontal_flip", True, right)
     if config.dataset.corrupt_images != "error":
         right = "captioned images are encoded once, and one that cannot be read is told then; must be error"
         raise option_error("dataset.corrupt_images", config.dataset.corrupt_images, right)

@@ -8,6 +8,7 @@ a_k^2 = prod(1 - beta) up to k and a_k^2 + s_k^2 = 1; the betas are the squares 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,10 +28,17 @@ _BETAS = (0.00085, 0.012)
 
 def signal_and_noise(level: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(a, s) float32 of levels 0 to 999, of their shape and device."""
+    is_counted = level.device.type == "meta"  # every trace of a step has to have the same operators
+    squared = (_squared_signal.__wrapped__ if is_counted else _squared_signal)(level.device)[level]
+    return squared.sqrt().float(), (1 - squared).sqrt().float()
+
+
+@functools.lru_cache(maxsize=4)
+def _squared_signal(device: torch.device) -> torch.Tensor:
+    """a^2 of every level, (1000,) float64; made once, since copying it to a device makes the host wait."""
     low, high = (beta**0.5 for beta in _BETAS)
     betas = torch.linspace(low, high, NUM_LEVELS, dtype=torch.float64) ** 2
-    squared = torch.cumprod(1 - betas, dim=0).to(level.device)[level]
-    return squared.sqrt().float(), (1 - squared).sqrt().float()
+    return torch.cumprod(1 - betas, dim=0).to(device)
 
 
 @dataclass(frozen=True)

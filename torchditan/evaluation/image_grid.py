@@ -10,7 +10,9 @@ Notable:
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import math
 from pathlib import Path
 
@@ -62,7 +64,8 @@ def save_grid(
 def add_to_steps(folder: Path, samples: Tensor, labels: list[str], *, step: int, title: str) -> None:
     """Add a column to `over_steps.png` in a folder: what each row looked like at this step of the training.
 
-    The columns of before are read from `over_steps/`, so a run that goes on keeps them.
+    The columns of before are read from `over_steps/`, so a run that goes on keeps them; those of other labels stay
+    there, out of the picture.
 
     Args:
         folder: of the run's grids.
@@ -74,12 +77,13 @@ def add_to_steps(folder: Path, samples: Tensor, labels: list[str], *, step: int,
     column = _to_uint8(samples[:, None], samples[:, None])[:, 0]  # (rows, H, W, 3)
     encoded = io.BytesIO()
     Image.fromarray(column.flatten(0, 1).numpy()).save(encoded, format="PNG")
-    write_file(folder / "over_steps" / f"step_{step:08d}.png", encoded.getvalue())
+    rows = hashlib.sha256(json.dumps(labels).encode()).hexdigest()[:8]
+    write_file(folder / "over_steps" / f"step_{step:08d}_{rows}.png", encoded.getvalue())
     blocks = []
-    for path in sorted((folder / "over_steps").glob("step_*.png")):
+    for path in sorted((folder / "over_steps").glob(f"step_*_{rows}.png")):
         with Image.open(path) as strip:
             pixels = torch.from_numpy(np.array(strip.convert("RGB")))
-        if pixels.shape == (column.shape[0] * column.shape[1], *column.shape[2:]):  # not of other prompts
+        if pixels.shape == (column.shape[0] * column.shape[1], *column.shape[2:]):  # not of another size
             blocks.append((f"step {int(path.stem.split('_')[1])}", pixels.view(column.shape)[:, None]))
     picture = _draw(blocks, labels, title, _enlargement(column.shape[1:3]), gap=_CELL_GAP)
     encoded = io.BytesIO()

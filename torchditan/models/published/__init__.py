@@ -22,7 +22,15 @@ import torchditan.config
 from torchditan.config import option_error
 from torchditan.lora import AdapterWeights, add_lora, fill_adapter, init_lora, load_assistant, without_assistant
 from torchditan.models.published.base import Flavor, PublishedModel, build_transformer, draw_weight, require
-from torchditan.models.published.weights import HOW_TO_GET, PublishedWeights, check_names, find_lora, find_published
+from torchditan.models.published.weights import (
+    HOW_TO_GET,
+    PublishedWeights,
+    check_names,
+    fetch,
+    find_lora,
+    find_published,
+    is_hub_name,
+)
 from torchditan.models.spec import ModelSpec, TextEmbeddings
 from torchditan.precision.int8 import base_names, fill_parameter, quantize_base
 
@@ -56,8 +64,11 @@ def family_of(config: torchditan.config.Config) -> type[PublishedModel]:
     if place is None:
         right = "must be given: a saved pipeline whose text encoders make the embeddings"
         raise option_error("text_encoder.path", None, right)
+    folder = Path(place).expanduser()
+    if is_hub_name(place):
+        folder = fetch(place, patterns=["model_index.json"], what="model_index.json", option="text_encoder.path")
     try:
-        index = json.loads((Path(place).expanduser() / "model_index.json").read_text(encoding="utf-8"))
+        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
         class_name = index.get("_class_name")
     except (OSError, ValueError, AttributeError):
         raise option_error("text_encoder.path", place, f"is no saved pipeline; {HOW_TO_GET}") from None
@@ -93,7 +104,7 @@ def build_published_spec(
     cls = family(config.name)
     flavor = cls.flavors[config.flavor]
     weights = None if config.path is None else find_published(config.path, subfolder=cls.subfolder)
-    sizes = _sizes(flavor, weights, config.overrides)
+    sizes = _sizes(cls, flavor, weights, config.overrides)
     if lora.rank and lora.assistant_path is not None:
         lora = replace(lora, assistant_path=str(find_lora(lora.assistant_path)))
     recipe = Recipe(cls, sizes, weights, path=config.path, lora=lora, quantize=quantize)
@@ -176,12 +187,14 @@ class Recipe:
         for name, shape in base_parameters(transformer).items():
             fill_parameter(transformer, name, draw_weight(seed, name, shape, is_norm=name in norms))
 
+    @torch.no_grad()
     def _read(self, transformer: nn.Module) -> None:
         assert self.weights is not None and self.path is not None
         expected, found = base_parameters(transformer), {}
         buffers = {name for name, _ in transformer.named_buffers()}
         for name, value in self.weights.tensors(model_class=self.cls.model_class, config=self.sizes):
-            if name in buffers:
+            if name in buffers and transformer.get_buffer(name).shape == value.shape:
+                transformer.get_buffer(name).copy_(value)  # a table of positions, as the publisher rounded it
                 continue
             found[name] = value.shape
             if expected.get(name) == value.shape:
@@ -196,11 +209,38 @@ def base_parameters(transformer: nn.Module) -> dict[str, torch.Size]:
     return {name: state[name] for name in base_names(transformer) if name not in buffers}
 
 
-def _sizes(flavor: Flavor, weights: PublishedWeights | None, overrides: list[str]) -> dict[str, Any]:
+def _check_stored(cls: type[PublishedModel], flavor: Flavor, stored: dict[str, Any], *, path: str) -> None:
+    """The folder is of this family, and takes a guidance scale where the flavor does.
+
+    Raises:
+        ConfigError: it is another model's.
+    """
+    if stored.get("_class_name", cls.model_class) != cls.model_class:
+        right = f"is a {stored['_class_name']}; model.name {cls.name} needs a {cls.model_class}"
+        raise option_error("model.path", path, right)
+    missing = sorted(flavor.config.keys() - stored.keys() - _OPTIONAL_SIZES)
+    if missing:
+        raise option_error("model.path", path, f"its config.json has no {missing[0]}")
+    for name in ("guidance_embeds", "image_dim"):
+        there, here = (sizes.get(name) or False for sizes in (stored, flavor.config))
+        if bool(there) != bool(here):
+            right = f"has {name} = {json.dumps(there)}, which is another flavor of {cls.name}"
+            raise option_error("model.path", path, right)
+
+
+_OPTIONAL_SIZES = {"guidance_embeds", "image_dim", "qk_norm", "dual_attention_layers", "added_kv_proj_dim"}
+"""Sizes that the config.json of some releases leaves out."""
+
+
+def _sizes(
+    cls: type[PublishedModel], flavor: Flavor, weights: PublishedWeights | None, overrides: list[str]
+) -> dict[str, Any]:
     """The flavor's sizes, or those of the weights' own config.json, with the overrides over them."""
     sizes = dict(flavor.config)
     stored = None if weights is None else weights.config()
     if stored is not None:
+        assert weights is not None
+        _check_stored(cls, flavor, stored, path=str(weights.path))
         sizes = {name: value for name, value in stored.items() if not name.startswith("_")}
     for text in overrides:
         name, _, value = text.partition("=")
