@@ -226,6 +226,56 @@ def test_value_out_of_range_or_at_odds_with_another(flags: str, message: str) ->
     assert message_of(flags.split()) == message
 
 
+SDXL = "--model.name=sdxl --model.flavor=debugmodel --diffusion.objective=ddpm"
+SD3 = "--model.name=sd3 --model.flavor=debugmodel"
+FLUX = "--model.name=flux --model.flavor=debugmodel"
+
+
+@pytest.mark.parametrize(
+    ("job", "flag", "message"),
+    [
+        (SDXL, "--sampling.sampler=heun", "has no effect with ddpm"),
+        (SDXL, "--diffusion.timestep_shift=3", "has no effect with ddpm"),
+        (SDXL, "--diffusion.timestep_sampling=uniform", "has no effect with ddpm"),
+        (SDXL, "--diffusion.logit_normal_mean=-0.5", "has no effect with ddpm"),
+        (SDXL, "--diffusion.logit_normal_std=2", "has no effect with ddpm"),
+        (SDXL, "--sampling.embedded_guidance=2", "sdxl embeds no guidance scale"),
+        (SD3, "--diffusion.embedded_guidance=2", "sd3 embeds no guidance scale"),
+        ("", "--diffusion.embedded_guidance=2", "dit embeds no guidance scale"),
+        (SD3, "--model.preset=official", "sd3 has its own"),
+        (SD3, "--model.rope_theta=500", "sd3 has its own"),
+        (SD3, "--model.patch_size=4", "sd3 has its own"),
+        (SD3, "--model.qk_norm=true", "sd3 has its own"),
+        (FLUX, "--lora.dropout=0.1", "has no effect with lora.rank 0"),
+        (FLUX, "--lora.alpha=4", "has no effect with lora.rank 0"),
+        ("", "--lora.alpha=4", "is for published models"),
+        ("", "--lora.rank=4", "is for published models"),
+        ("", "--lora.target_modules=to_q", "is for published models"),
+        ("", "--lora.dropout=0.1", "is for published models"),
+        ("", "--sampling.prompts=cat", "has no effect without model.text"),
+        ("", "--model.text_width=8", "has no effect without model.text"),
+    ],
+)
+def test_an_option_without_effect_is_refused(job: str, flag: str, message: str) -> None:
+    load_config(job.split())
+    option = flag.removeprefix("--").split("=")[0]
+    told = message_of([*job.split(), flag])
+    assert told.startswith(f"{option} = ") and f": {message}" in told
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{SDXL} --diffusion.timestep_shift=1 --model.patch_size=2",  # as a run fills them in
+        f"{FLUX} --diffusion.embedded_guidance=2 --sampling.embedded_guidance=4",
+        f"{FLUX} --lora.rank=4 --lora.alpha=8 --lora.dropout=0.1 --lora.target_modules=to_q",
+        "--model.text=in_context --sampling.prompts=cat",
+    ],
+)
+def test_an_option_with_effect_is_accepted(flags: str) -> None:
+    load_config(flags.split())
+
+
 def test_official_preset_without_learned_sigma_is_accepted() -> None:
     assert load_config(["--model.preset=official", "--model.learn_sigma=false"]).model.preset == "official"
 

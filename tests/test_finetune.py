@@ -195,6 +195,9 @@ def test_samples_of_a_run_and_prompts_of_a_script(pipelines, run_script, tmp_pat
 BAD = [
     ({"model.path": "nowhere/at/all"}, "does not exist"),
     ({"model.path": "{sd3}"}, "model.path"),
+    ({"model.path": "{sd3}/transformer", "text_encoder.path": "{flux}"}, "is a SD3Transformer2DModel"),
+    ({"model.flavor": "FLUX.1-schnell"}, "another flavor of flux"),
+    ({"dataset.horizontal_flip": "true"}, "cannot be mirrored"),
     ({"model.path": "none"}, "text_encoder.path = none: must be given"),
     ({"text_encoder.path": "{sd3}"}, "encoders do not match flux"),
     ({"lora.rank": 4, "lora.target_modules": "to_qq"}, "their names end in"),
@@ -208,6 +211,7 @@ BAD = [
     ({"model.flavor": "FLUX.1-pro"}, "did you mean"),
     ({"autoencoder.sample_posterior": "true"}, "autoencoder.sample_posterior"),
     ({"dataset.image_size": 40}, "dataset.image_size"),
+    ({"dataset.image_size": 60}, "dataset.image_size = [60, 60]: must be a multiple of 8, the downsampling of diff"),
     ({"diffusion.objective": "ddpm"}, "flux was trained with flow_matching"),
     ({"sampling.prompts": "", "training.mixed_precision_param": "float64"}, "mixed_precision_param"),
 ]
@@ -221,6 +225,21 @@ def test_bad_input_is_one_line(options, message, pipelines, run_script, tmp_path
     assert outcome.code == 2, (outcome.out, outcome.err)
     lines = [line for line in outcome.err.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and message in lines[0] and "Traceback" not in outcome.err, outcome.err
+
+
+@pytest.mark.parametrize("step", [8, 12, 16])
+def test_every_bucket_is_checked_before_anything_is_encoded(step, pipelines, run_script, tmp_path) -> None:
+    images = write_balls(tmp_path / "balls")
+    with Image.open(images / "red.png") as square:
+        square.resize((80, 64)).save(images / "red.png")
+    options = {"dataset.image_size": 64, "dataset.aspect_buckets": "true", "dataset.bucket_step": step}
+    options |= {"dataset.upscale": "true", "cache.only": "true"}
+    outcome = run_script("train.py", *flags("flux", pipelines["flux"], images, tmp_path / "out", **options))
+    assert outcome.code == (0 if step == 16 else 2), outcome.err
+    if step != 16:
+        assert f"dataset.bucket_step = {step}: makes samples of " in outcome.err
+        assert "must be a multiple of 16, the pixels of a patch" in outcome.err
+        assert not list((tmp_path / "out/cache").glob("latents/*"))
 
 
 @pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel-i2v"])
@@ -255,3 +274,41 @@ def test_videos_train_wan_from_text_and_from_their_first_frame(flavor, run_scrip
     assert drawn.code == (2 if flavor.endswith("i2v") else 0), drawn.err
     outcome = run_script("train.py", *found, "--dataset.num_frames=4")
     assert outcome.code == 2 and "1 more than a multiple of 4" in outcome.err
+
+
+def test_encoders_of_another_width_are_told_in_a_line(run_script, tmp_path) -> None:
+    pipeline = tiny_pipelines.flux()
+    pipeline.text_encoder_2 = tiny_pipelines.t5(64)
+    wide = tiny_pipelines.save(pipeline, tmp_path / "wide")
+    outcome = run_script("train.py", *flags("flux", wide, write_balls(tmp_path / "balls"), tmp_path / "out"))
+    assert outcome.code == 2 and "its encoders give prompt_embeds of [8, 64]" in outcome.err, outcome.err
+
+
+def test_a_video_model_trained_in_full_is_sampled_with_its_tables_of_positions(run_script, tmp_path) -> None:
+    """They are in no checkpoint, and not the zeros or the rubbish of empty memory."""
+    pipeline = tiny_pipelines.save(tiny_pipelines.wan(), tmp_path / "wan")
+    (tmp_path / "videos/clip").mkdir(parents=True)
+    for frame in range(5):
+        Image.new("RGB", (32, 32), (0, 50 * frame, 128)).save(tmp_path / f"videos/clip/{frame:03d}.png")
+    (tmp_path / "videos/clip.txt").write_text("a clip")
+    options = {"dataset.image_size": 32, "dataset.num_frames": 5, "text_encoder.max_length": "none"}
+    found = flags("wan", pipeline, tmp_path / "videos", tmp_path / "out", **options, **{"training.batch_size": 1})
+    assert run_script("train.py", *found).code == 0
+    model = TrainedModel.load(tmp_path / "out/run", device=CPU).model
+    expected = tiny_pipelines.transformer("wan")
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(model.transformer.get_buffer(name), buffer), name
+
+
+def test_a_mistake_that_one_rank_alone_meets_is_told(pipelines, run_distributed, tmp_path) -> None:
+    images = write_balls(tmp_path / "balls")
+    for number in range(6):  # so that either rank has some to encode
+        Image.effect_noise((64, 64), 20.0 + number).convert("RGB").save(images / f"noise{number}.jpg")
+        (images / f"noise{number}.txt").write_text("noise")
+        data = (images / f"noise{number}.jpg").read_bytes()
+        if number == 5:
+            (images / f"noise{number}.jpg").write_bytes(data[: len(data) // 2])
+    found = flags("flux", pipelines["flux"], images, tmp_path / "out", **{"training.batch_size": 1})
+    result = run_distributed(["train.py", *found, "--cache_only"], 2)
+    lines = [line for line in result.stderr.splitlines() if "error: " in line and "noise5.jpg" in line]
+    assert result.returncode != 0 and len(lines) == 1, result.stderr

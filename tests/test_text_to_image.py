@@ -243,6 +243,23 @@ def test_the_batch_size_is_searched_on_samples_of_the_size_of_the_latents(tmp_pa
     assert (trial.model.text_tokens, trial.model.text_width) == (7, 24)
 
 
+def test_encoders_may_be_a_name_on_the_hub(flux: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    from torchditan.config import Config, TextEncoder
+    from torchditan.models.published import family_of
+
+    fetched = []
+
+    def snapshot_download(name: str, *, allow_patterns: list[str], ignore_patterns: str) -> str:
+        fetched.append((name, allow_patterns))
+        return str(flux)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert family_of(Config(text_encoder=TextEncoder(path="some/flux"))) is family("flux")
+    assert fetched == [("some/flux", ["model_index.json"])]
+
+
 def test_a_size_of_our_own_says_nothing_of_the_captions(flux: Path, tmp_path: Path) -> None:
     from torchditan.captions.encode import find_text_encoders
     from torchditan.config import Config, Model, TextEncoder

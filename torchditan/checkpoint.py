@@ -300,9 +300,7 @@ class CheckpointManager:
             damage = str(error)
         damage = self._any_of(damage)
         if damage is None:
-            set_model_state_dict(
-                self.model, state["model"], options=StateDictOptions(strict=not self.only_trained)
-            )
+            set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=not self.only_trained))
             set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         return damage
 

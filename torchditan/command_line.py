@@ -48,7 +48,7 @@ class RunParser(ScriptParser):
     """Takes a run directory and the step of a checkpoint; the flags left over go over the run's own settings."""
 
     def __init__(self, description: str | None) -> None:
-        super().__init__(description, options=("sampling", "autoencoder.path"))
+        super().__init__(description, options=("sampling", "autoencoder.path", "text_encoder.path"))
         self.add_argument("run", type=Path, help="run directory, outputs/quickstart say")
         self.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
 

@@ -177,8 +177,7 @@ TRAJECTORY_KEYS = (
     *(
         option
         for option in flatten(Config())
-        if option.split(".")[0] in _TRAJECTORY_SECTIONS
-        and option not in _NOT_TRAJECTORY
+        if option.split(".")[0] in _TRAJECTORY_SECTIONS and option not in _NOT_TRAJECTORY
     ),
     "training.global_batch_size",
     "training.seed",

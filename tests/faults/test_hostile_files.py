@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from data import build_dataset
 from torchditan.autoencoders import open_autoencoder
+from torchditan.autoencoders.published import CLASSES
 from torchditan.autoencoders.torchscript import _OPERATIONS
 from torchditan.checkpoint_files import INDEX, MANIFEST, read_manifest, write_manifest
 from torchditan.config import Autoencoder, ConfigError, Dataset
@@ -303,7 +304,7 @@ def test_a_config_names_no_class_but_ours(class_name: Any) -> None:
     write("vae/diffusion_pytorch_model.safetensors", b"")
     refuse(
         lambda: open_as("diffusers", "vae"),
-        f'autoencoder.path = "vae": config.json describes {class_name}; must be AutoencoderKL or AutoencoderDC',
+        f'autoencoder.path = "vae": config.json describes {class_name}; must be {" or ".join(CLASSES)}',
     )
 
 

@@ -27,7 +27,7 @@ from torchditan.captions.encode import (
 from torchditan.config import Config, option_error
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.rows import SampleRows
-from torchditan.models.published import family_of
+from torchditan.models.published import FAMILIES, family_of, patch_size_of
 from torchditan.randomness import uniform
 
 _NUM_PROMPTS = 4
@@ -252,6 +252,7 @@ def _encode_images(
     config: Config, sources: Sequence[CaptionedDataset], *, folder: Path, rank: Rank
 ) -> tuple[TensorCache | None, Autoencoder | None]:
     autoencoder = open_image_autoencoder(config, device=rank.device)
+    _check_sizes(config, sources, autoencoder)
     if autoencoder is None:
         return None, None
     frames, step = config.dataset.num_frames, family_of(config).temporal_downsampling
@@ -282,6 +283,25 @@ def _encode_images(
         timeout_seconds=config.comm.init_timeout_seconds,
     )
     return cache, autoencoder
+
+
+def _check_sizes(config: Config, sources: Sequence[CaptionedDataset], autoencoder: Autoencoder | None) -> None:
+    """Refuse sizes of samples that the autoencoder does not divide, and buckets that the model's patch does not.
+
+    Raises:
+        ConfigError: naming dataset.bucket_step, or without buckets dataset.image_size.
+    """
+    sizes = sorted({source.shape_of(index)[-2:] for source in sources for index in range(len(source))})
+    if config.dataset.aspect_buckets:
+        patch = patch_size_of(config.model)[-1] if config.model.name in FAMILIES else config.model.patch_size
+        patch *= 1 if autoencoder is None else autoencoder.downsampling
+        for height, width in sizes:
+            if height % patch or width % patch:
+                right = f"makes samples of {height} x {width}; must be a multiple of {patch}, the pixels of a patch"
+                raise option_error("dataset.bucket_step", config.dataset.bucket_step, right)
+    elif autoencoder is not None:
+        for height, width in sizes:
+            autoencoder.latent_shape(height, width)
 
 
 def _encode_conditions(

@@ -79,6 +79,12 @@ def family_of(config: torchditan.config.Config) -> type[PublishedModel]:
     raise option_error("text_encoder.path", place, f"is a {class_name}; must be one of {known}")
 
 
+def patch_size_of(config: torchditan.config.Model) -> tuple[int, ...]:
+    """Latent cells to a token of a flavor, along each dimension of a sample behind the channels."""
+    cls = family(config.name)
+    return cls.patch_size(_sizes(cls, cls.flavors[config.flavor], None, config.overrides))
+
+
 def build_published_spec(
     config: torchditan.config.Model,
     *,
@@ -271,4 +277,4 @@ def _check_sample(
             raise option_error("dataset.image_size", list(sample_shape[1:]), right)
 
 
-__all__ = ["FAMILIES", "PublishedModel", "build_published_spec", "family", "family_of"]
+__all__ = ["FAMILIES", "PublishedModel", "build_published_spec", "family", "family_of", "patch_size_of"]
