@@ -246,12 +246,10 @@ FLUX = "--model.name=flux --model.flavor=debugmodel"
         (SD3, "--model.rope_theta=500", "sd3 has its own"),
         (SD3, "--model.patch_size=4", "sd3 has its own"),
         (SD3, "--model.qk_norm=true", "sd3 has its own"),
-        (FLUX, "--lora.dropout=0.1", "has no effect with lora.rank 0"),
         (FLUX, "--lora.alpha=4", "has no effect with lora.rank 0"),
         ("", "--lora.alpha=4", "is for published models"),
         ("", "--lora.rank=4", "is for published models"),
         ("", "--lora.target_modules=to_q", "is for published models"),
-        ("", "--lora.dropout=0.1", "is for published models"),
         ("", "--sampling.prompts=cat", "has no effect without model.text"),
         ("", "--model.text_width=8", "has no effect without model.text"),
     ],
@@ -268,7 +266,7 @@ def test_an_option_without_effect_is_refused(job: str, flag: str, message: str) 
     [
         f"{SDXL} --diffusion.timestep_shift=1 --model.patch_size=2",  # as a run fills them in
         f"{FLUX} --diffusion.embedded_guidance=2 --sampling.embedded_guidance=4",
-        f"{FLUX} --lora.rank=4 --lora.alpha=8 --lora.dropout=0.1 --lora.target_modules=to_q",
+        f"{FLUX} --lora.rank=4 --lora.alpha=8 --lora.target_modules=to_q",
         "--model.text=in_context --sampling.prompts=cat",
     ],
 )

@@ -424,8 +424,6 @@ class LoRA:
     """The adapters' update is scaled by alpha / rank. Default: the rank."""
     target_modules: list[str] = field(default_factory=list)
     """Layers that get an adapter, as endings of their names or regular expressions. Default: the attention's."""
-    dropout: float = 0.0
-    """Dropout before the adapters."""
     assistant_path: str | None = None
     """A LoRA that is active in training and off in sampling: FLUX.1-schnell's training adapter."""
 
@@ -601,7 +599,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be 0 or more and below 1",
         lambda value: 0 <= value < 1,
-        "optimizer.beta1 optimizer.beta2 ema.decay autotune.memory_margin lora.dropout",
+        "optimizer.beta1 optimizer.beta2 ema.decay autotune.memory_margin",
     ),
     (
         "must be 0 or more and below 2^63",
@@ -670,7 +668,7 @@ def _validate_model(config: Config) -> None:
 _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
     (
         lambda config: config.model.name == "dit",
-        "model.path model.overrides lora.rank lora.alpha lora.target_modules lora.dropout lora.assistant_path",
+        "model.path model.overrides lora.rank lora.alpha lora.target_modules lora.assistant_path",
         "is for published models; leave it out for dit",
     ),
     (
@@ -691,7 +689,7 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
     ),
     (
         lambda config: config.lora.rank == 0,
-        "lora.alpha lora.target_modules lora.dropout lora.assistant_path",
+        "lora.alpha lora.target_modules lora.assistant_path",
         "has no effect with lora.rank 0, which trains all weights",
     ),
     (
@@ -737,9 +735,6 @@ def _validate_published(config: Config) -> None:
     if lora.rank and config.float8.enable_float8_linear:
         right = "is for layers that are trained, and under a LoRA they are frozen; must be false"
         raise option_error("float8.enable_float8_linear", True, right)
-    if lora.dropout and config.activation_checkpoint.mode != "none":
-        right = "draws anew when activations are recomputed; must be 0 with activation_checkpoint.mode"
-        raise option_error("lora.dropout", lora.dropout, right)
     for text in model.overrides:
         name, _, value = text.partition("=")
         if not (name.isidentifier() and value):

@@ -54,7 +54,6 @@ def add_lora(
     rank: int,
     alpha: float,
     target_modules: Sequence[str],
-    dropout: float = 0.0,
     adapter_name: str = DEFAULT,
 ) -> list[str]:
     """Add a trainable adapter, in place; then its float32 parameters are all that is trainable.
@@ -64,7 +63,6 @@ def add_lora(
         rank, alpha: see above.
         target_modules: ends of names of linear layers (`to_q`, `attn.to_out.0`), or regular expressions for whole
             names. Each must match a layer.
-        dropout: of the adapter's input. It draws from the global generator: not with recomputed activations.
         adapter_name: of this adapter.
 
     Returns:
@@ -74,7 +72,7 @@ def add_lora(
         ConfigError: a pattern matches nothing or is none.
     """
     layers = find_target_modules(model, target_modules)
-    _inject(model, dict.fromkeys(layers, rank), alpha=alpha, dropout=dropout, adapter_name=adapter_name)
+    _inject(model, dict.fromkeys(layers, rank), alpha=alpha, adapter_name=adapter_name)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(f".{adapter_name}." in name and ".lora_" in name)
     return layers
@@ -124,7 +122,7 @@ def _last_part(name: str) -> str:
     return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
 
 
-def _inject(model: nn.Module, ranks: Mapping[str, int], *, alpha: float, dropout: float, adapter_name: str) -> None:
+def _inject(model: nn.Module, ranks: Mapping[str, int], *, alpha: float, adapter_name: str) -> None:
     """Let peft wrap the layers of these names; float32 parameters beside those of the layer, without values."""
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -132,7 +130,6 @@ def _inject(model: nn.Module, ranks: Mapping[str, int], *, alpha: float, dropout
     config = LoraConfig(
         r=most,
         lora_alpha=alpha,  # type: ignore[arg-type]  # peft divides by the rank, whatever the number
-        lora_dropout=dropout,
         target_modules=list(ranks),
         rank_pattern={f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != most},
     )
@@ -239,7 +236,7 @@ def load_assistant(model: nn.Module, source: str | Path | Mapping[str, Tensor]) 
     before = active_adapters(model)
     ranks = {name: down.shape[0] for name, down in weights.down.items()}
     # B A without a factor: alpha is in B already, and the ranks of the layers may differ.
-    _inject(model, ranks, alpha=1, dropout=0.0, adapter_name=ASSISTANT)
+    _inject(model, ranks, alpha=1, adapter_name=ASSISTANT)
     for layer in lora_layers(model):
         if ASSISTANT in layer.scaling:
             layer.scaling[ASSISTANT] = 1.0

@@ -171,7 +171,6 @@ class Recipe:
             rank=lora.rank,
             alpha=lora.rank if lora.alpha is None else lora.alpha,
             target_modules=lora.target_modules or self.cls.lora_targets,
-            dropout=lora.dropout,
         )
         return None if lora.assistant_path is None else load_assistant(transformer, lora.assistant_path)
 
