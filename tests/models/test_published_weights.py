@@ -277,3 +277,15 @@ def test_damaged_files_are_refused(saved):
 
 def test_what_does_not_exist_says_how_to_get_it(tmp_path):
     assert "does not exist; fetch it with scripts/download_assets.py" in line_of(tmp_path / "nothing")
+
+
+def test_a_config_may_leave_out_some_sizes_and_have_old_ones(tmp_path):
+    """The released ones do: FLUX.1-dev's says nothing of axes_dims_rope."""
+    model = built(spec_of("flux"))
+    model.transformer.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    content = json.loads(file.read_text())
+    del content["axes_dims_rope"]
+    content["of_an_older_version"] = 768
+    file.write_text(json.dumps(content))
+    assert spec_of("flux", path=tmp_path).config["axes_dims_rope"] == spec_of("flux").config["axes_dims_rope"]

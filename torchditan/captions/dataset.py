@@ -19,7 +19,7 @@ from torchditan.captions.encode import (
     Entries,
     TextEncoders,
     batches_of_one_shape,
-    check_flavor,
+    check_options,
     encode_missing,
     find_text_encoders,
     open_image_autoencoder,
@@ -140,7 +140,7 @@ def open_captions(
     Raises:
         ConfigError: encoders are missing, or do not belong to the model.
     """
-    check_flavor(config)
+    check_options(config)
     folder = _cache_folder(config)
     encoders = find_text_encoders(config, family_of(config), memory=folder / "files")
     sources = [source for source in (train, validation) if source is not None]

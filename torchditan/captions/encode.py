@@ -282,7 +282,7 @@ def batches_of_one_shape(
     return [same[i : i + size] for same in by_shape.values() for i in range(0, len(same), size)]
 
 
-def check_flavor(config: Config) -> None:
+def check_options(config: Config) -> None:
     """Refuse options of captions where the model has no use for them."""
     if config.model.name == "dit" and config.model.text is None:
         right = "must be in_context or cross_attention to train on captions; or choose a dataset with labels"

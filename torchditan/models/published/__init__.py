@@ -21,7 +21,14 @@ from torch import nn
 import torchditan.config
 from torchditan.config import option_error
 from torchditan.lora import AdapterWeights, add_lora, fill_adapter, init_lora, load_assistant, without_assistant
-from torchditan.models.published.base import Flavor, PublishedModel, build_transformer, draw_weight, require
+from torchditan.models.published.base import (
+    Flavor,
+    PublishedModel,
+    build_transformer,
+    draw_weight,
+    require,
+    sizes_of_class,
+)
 from torchditan.models.published.weights import (
     HOW_TO_GET,
     PublishedWeights,
@@ -223,9 +230,6 @@ def _check_stored(cls: type[PublishedModel], flavor: Flavor, stored: dict[str, A
     if stored.get("_class_name", cls.model_class) != cls.model_class:
         right = f"is a {stored['_class_name']}; model.name {cls.name} needs a {cls.model_class}"
         raise option_error("model.path", path, right)
-    missing = sorted(flavor.config.keys() - stored.keys() - _OPTIONAL_SIZES)
-    if missing:
-        raise option_error("model.path", path, f"its config.json has no {missing[0]}")
     for name in ("guidance_embeds", "image_dim"):
         there, here = (sizes.get(name) or False for sizes in (stored, flavor.config))
         if bool(there) != bool(here):
@@ -233,20 +237,17 @@ def _check_stored(cls: type[PublishedModel], flavor: Flavor, stored: dict[str, A
             raise option_error("model.path", path, right)
 
 
-_OPTIONAL_SIZES = {"guidance_embeds", "image_dim", "qk_norm", "dual_attention_layers", "added_kv_proj_dim"}
-"""Sizes that the config.json of some releases leaves out."""
-
-
 def _sizes(
     cls: type[PublishedModel], flavor: Flavor, weights: PublishedWeights | None, overrides: list[str]
 ) -> dict[str, Any]:
-    """The flavor's sizes, or those of the weights' own config.json, with the overrides over them."""
+    """The flavor's sizes; over them those of the weights' own config.json, which may lack some; then the overrides."""
     sizes = dict(flavor.config)
     stored = None if weights is None else weights.config()
     if stored is not None:
         assert weights is not None
         _check_stored(cls, flavor, stored, path=str(weights.path))
-        sizes = {name: value for name, value in stored.items() if not name.startswith("_")}
+        known = sizes_of_class(cls.model_class)  # releases have some that diffusers no longer reads
+        sizes |= {name: value for name, value in stored.items() if name in known}
     for text in overrides:
         name, _, value = text.partition("=")
         try:

@@ -12,6 +12,7 @@ Notable:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -188,6 +189,11 @@ def build_transformer(model_class: str, config: Mapping[str, Any]) -> nn.Module:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         reader = f"{model_class} of diffusers {diffusers.__version__}"
         raise ConfigError(f"model.overrides: {reader} does not accept these sizes: {reason}") from error
+
+
+def sizes_of_class(model_class: str) -> set[str]:
+    """Names that a class of diffusers takes from a config.json."""
+    return set(inspect.signature(getattr(require("diffusers"), model_class).__init__).parameters) - {"self"}
 
 
 @contextmanager
