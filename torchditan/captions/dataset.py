@@ -144,12 +144,12 @@ def open_captions(
     folder = _cache_folder(config)
     encoders = find_text_encoders(config, family_of(config), memory=folder / "files")
     sources = [source for source in (train, validation) if source is not None]
-    prompts = config.sampling.prompts or [text for text, _, _ in _own_prompts(sources)]
+    own = _own_prompts(sources)
+    prompts = config.sampling.prompts or [text for text, _, _ in own]
     captions = {text for source in sources for index in range(len(source)) for text in source.caption_variants(index)}
     texts = _encode_texts(config, {*captions, *prompts}, encoders, folder=folder, rank=rank)
     latents, autoencoder = _encode_images(config, sources, folder=folder, rank=rank)
     conditions = _encode_conditions(config, sources, encoders, autoencoder, folder=folder, rank=rank)
-    own = _own_prompts(sources)
     rows = _rows_of(
         prompts,
         texts,
@@ -216,9 +216,11 @@ def _own_prompts(sources: Sequence[CaptionedDataset]) -> list[tuple[str, Any, st
     """(caption, what gives its image, its content key) of the first images of the common shape, held-out if any."""
     source, shape = sources[-1], tuple(sources[0].sample_shape)
     chosen: dict[str, int] = {}
-    for index in range(len(source)):
-        if tuple(source.shape_of(index)) == shape and len(chosen) < _NUM_PROMPTS:
-            chosen.setdefault(source.captions[index], index)
+    for index, caption in enumerate(source.captions):
+        if len(chosen) == _NUM_PROMPTS:
+            break
+        if tuple(source.shape_of(index)) == shape:
+            chosen.setdefault(caption, index)
     if not chosen:
         return _own_prompts(sources[:1])
     return [
