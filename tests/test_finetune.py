@@ -284,6 +284,18 @@ def test_encoders_of_another_width_are_told_in_a_line(run_script, tmp_path) -> N
     assert outcome.code == 2 and "its encoders give prompt_embeds of [8, 64]" in outcome.err, outcome.err
 
 
+def test_encoders_of_another_width_are_told_when_drawing_too(pipelines, run_script, tmp_path) -> None:
+    found = flags("flux", pipelines["flux"], write_balls(tmp_path / "balls"), tmp_path / "out", **{"lora.rank": 2})
+    assert run_script("train.py", *found, "--training.steps=1").code == 0
+    pipeline = tiny_pipelines.flux()
+    pipeline.text_encoder_2 = tiny_pipelines.t5(64)
+    wide = tiny_pipelines.save(pipeline, tmp_path / "wide")
+    drawing = ["--prompts", "a red ball", f"--text_encoder.path={wide}", f"--out={tmp_path / 'drawn.png'}"]
+    outcome = run_script("scripts/generate.py", tmp_path / "out/run", *drawing)
+    assert outcome.code == 2 and "its encoders give prompt_embeds of [8, 64]" in outcome.err, outcome.err
+    assert not (tmp_path / "drawn.png").exists()
+
+
 def test_a_video_model_trained_in_full_is_sampled_with_its_tables_of_positions(run_script, tmp_path) -> None:
     """They are in no checkpoint, and not the zeros or the rubbish of empty memory."""
     pipeline = tiny_pipelines.save(tiny_pipelines.wan(), tmp_path / "wan")

@@ -144,6 +144,18 @@ def with_condition_of(spec: ModelSpec, dataset: ImageDataset, config: Config, *,
     if null is None:
         right = f"{dataset.name} has no captions, which {spec.name} is conditioned on; must be captions, or dummy"
         raise option_error("dataset.dataset_name", dataset.name, right)
+    return with_empty_caption(spec, null, config, device=device)
+
+
+def with_empty_caption(
+    spec: ModelSpec, null: dict[str, torch.Tensor], config: Config, *, device: torch.device
+) -> ModelSpec:
+    """The model with these embeddings of the empty caption, brought to the device.
+
+    Raises:
+        ConfigError: they are of other encoders than the model's.
+    """
+    conditioning = cast(TextEmbeddings, spec.conditioning)
     for name, (shape, _) in conditioning.tensors.items():
         if name in null and tuple(null[name].shape) != tuple(shape):
             right = f"its encoders give {name} of {list(null[name].shape)}, and {spec.flavor} takes {list(shape)}"

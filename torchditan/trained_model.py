@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from torchditan.evaluation.rows import SampleRows
 from torchditan.lora import set_active_adapters
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
 from torchditan.models.published import PublishedModel
+from torchditan.resolve import with_empty_caption
 from torchditan.run_directory import read_config
 
 
@@ -174,8 +174,7 @@ class TrainedModel:
             right = "this model continues a first frame; export the LoRA, and draw with its own pipeline"
             raise option_error("--prompts", list(prompts), right)
         rows, null = encode_prompts(self.config, prompts, rank=Rank(0, 0, 1))
-        on_device = {name: tensor.to(self.device) for name, tensor in null.items()}
-        self.spec = dataclasses.replace(self.spec, conditioning=self.spec.conditioning.with_null(on_device))
+        self.spec = with_empty_caption(self.spec, null, self.config, device=self.device)
         return rows
 
 
