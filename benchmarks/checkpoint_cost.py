@@ -34,10 +34,11 @@ from torchditan import provenance
 from torchditan.checkpoint import CheckpointManager
 from torchditan.checkpoint_files import list_checkpoints
 from torchditan.config import Config, dataset_channels
-from torchditan.config_loader import load_config, to_dict, trajectory
+from torchditan.config_loader import load_config, to_dict
 from torchditan.preemption import StopRequest
 from torchditan.run_directory import write_file
 from torchditan.trainer import Trainer
+from torchditan.trajectory import trajectory
 
 TARGETS = {"cpu": 0.25, "cuda": 0.1}
 """Largest stall of an asynchronous save after the first, as a share of a synchronous one."""

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from torchditan.config import FLAVOR_NAMES, Config, ConfigError, flatten
-from torchditan.config_loader import TRAIN_CONFIGS, from_dict, load_config, options, to_dict, to_toml, trajectory
+from torchditan.config_loader import TRAIN_CONFIGS, from_dict, load_config, options, to_dict, to_toml
+from torchditan.trajectory import trajectory
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -338,14 +339,6 @@ def test_trajectory_changes_with_what_is_learned_and_with_nothing_else() -> None
         "--metrics.log_freq=3",
     ):
         assert trajectory(load_config([flag])) == before, flag
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_number_of_steps_is_part_of_the_trajectory_where_the_learning_rate_depends_on_it(
-    schedule: str,
-) -> None:
-    flags = [f"--lr_scheduler.schedule={schedule}"]
-    assert trajectory(load_config(flags)) != trajectory(load_config([*flags, "--training.steps=7"]))
 
 
 def test_core_modules_import_no_optional_library_at_the_top() -> None:

@@ -60,9 +60,9 @@ from torchditan.checkpoint_files import (
     write_manifest,
 )
 from torchditan.config import Config, ConfigError, option_error
-from torchditan.config_loader import to_dict, trajectory
+from torchditan.config_loader import to_dict
 from torchditan.ema import EMA
-from torchditan.run_directory import differences
+from torchditan.trajectory import differences, trajectory
 
 _PROGRESS = "progress.json"
 _CONFIG = "config.json"

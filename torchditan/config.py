@@ -284,6 +284,8 @@ class LRScheduler:
     """Share of all steps that the decay of wsd takes, at the end."""
     min_lr_factor: float = 0.0
     """Learning rate at the end of a decay, as a share of the peak."""
+    decay_until: Literal["after_last_step", "last_step"] = "after_last_step"
+    """Where a decay ends: one step after the run, so that the last step still learns, or at its last step."""
 
 
 @dataclass

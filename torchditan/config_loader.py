@@ -29,6 +29,7 @@ from typing import Any, Literal, NoReturn
 from torchditan import config as config_module
 from torchditan.config import Config, ConfigError, did_you_mean, flatten, nearest, option_error, validate
 from torchditan.legacy_config import LEGACY_KEYS, RENAMED_KEYS, adopt_legacy
+from torchditan.trajectory import with_values_before
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -151,60 +152,6 @@ def to_toml(config: Config) -> str:
             if value is not None and f"{section}.{key}" not in ("job.config_file", "job.print_config")
         ]
     return "\n".join(lines[1:])
-
-
-_NOT_TRAJECTORY = (
-    "dataset.root_dir",  # a dataset that was moved is the same data
-    "dataset.num_workers",
-    "dataset.prefetch_factor",
-    "autoencoder.path",  # so is a moved decoder; its fingerprint is compared
-    "dataset.corrupt_images",  # a run that stopped at a corrupt image may go on and skip it
-)
-
-_TRAJECTORY_SECTIONS = (
-    "model",
-    "dataset",
-    "autoencoder",
-    "diffusion",
-    "optimizer",
-    "lr_scheduler",
-    "lora",
-    "quantize",
-    "ema",
-)
-
-TRAJECTORY_KEYS = (
-    *(
-        option
-        for option in flatten(Config())
-        if option.split(".")[0] in _TRAJECTORY_SECTIONS and option not in _NOT_TRAJECTORY
-    ),
-    "training.global_batch_size",
-    "training.seed",
-    "training.max_norm",
-    "training.mixed_precision_param",
-    "training.mixed_precision_reduce",
-    "float8.enable_float8_linear",
-    "float8.recipe_name",
-    "checkpoint.initial_load_path",
-    "text_encoder.max_length",
-)
-"""Options that decide what is learned; a run directory belongs to one choice of them."""
-
-
-def trajectory(config: Config) -> dict[str, Any]:
-    """The options that two runs must share to be one run. Call it after everything left open was filled in.
-
-    `training.steps` is one of them where the learning rate depends on it; with a constant one, a finished run
-    may go on.
-    """
-    values = flatten(config)
-    found = {option: values[option] for option in TRAJECTORY_KEYS}
-    if not config.autoencoder.online:  # these only open the decoder, whose fingerprint is compared
-        del found["autoencoder.name"], found["autoencoder.dtype"]
-    if config.lr_scheduler.schedule != "constant":
-        found["training.steps"] = config.training.steps
-    return found
 
 
 @functools.cache
@@ -500,7 +447,8 @@ def _from_toml_text(words: Iterable[str]) -> Any:
 
 def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
     """The configuration of a run from its config.json, as `to_dict` wrote it."""
-    return build_config({f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()})
+    flat = {f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()}
+    return build_config(with_values_before(flat))
 
 
 def override(config: Config, argv: list[str], *, sections: tuple[str, ...]) -> Config:

@@ -27,9 +27,10 @@ from torchditan import provenance
 from torchditan.checkpoint import Progress, publish_checkpoint
 from torchditan.checkpoint_files import ChecksummingWriter, read_back
 from torchditan.config import Config, ConfigError, option_error
-from torchditan.config_loader import from_dict, override, to_dict, trajectory
+from torchditan.config_loader import from_dict, override, to_dict
 from torchditan.run_directory import beside, check_folders, read_config, sync_folder, write_file
 from torchditan.trained_model import stored_spec
+from torchditan.trajectory import trajectory
 from torchditan.weights_file import (
     StoredWeights,
     key_of,

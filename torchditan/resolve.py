@@ -9,12 +9,15 @@ from typing import Any, cast
 
 import torch
 
-from torchditan.config import Config, option_error
+from torchditan.checkpoint_files import list_checkpoints, step_of
+from torchditan.config import Config, flatten, option_error
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.rows import SampleRows
 from torchditan.models import ModelSpec, TextEmbeddings
+from torchditan.optim import learning_rate
 from torchditan.run_directory import read_config
 from torchditan.stream import BatchPlan, ImageDataset
+from torchditan.trajectory import VALUES_BEFORE
 
 
 def fill_in_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape: tuple[int, ...]) -> None:
@@ -62,6 +65,58 @@ def fill_in_text_sizes(config: Config, dataset: ImageDataset) -> None:
             right = f"the captions' embeddings have {'none' if size is None else size}; leave it out"
             raise option_error(f"model.{option}", getattr(model, option), right)
         setattr(model, option, size)
+
+
+def keep_values_of_run(config: Config, run: Path) -> list[str]:
+    """A run that is continued keeps what older versions did where an option was added since.
+
+    Returns:
+        The options that were set, a phrase each. One that was given another value than its default stays as it is,
+        and the run directory refuses it.
+    """
+    if not (run / "config.json").exists():
+        return []
+    stored = flatten_stored(run)
+    defaults, given = flatten(Config()), flatten(config)
+    kept = []
+    for option, before in VALUES_BEFORE.items():
+        value = stored.get(option, before)
+        if option not in stored and given[option] == defaults[option] != value:
+            section, key = option.split(".")
+            setattr(getattr(config, section), key, value)
+            kept.append(f"{option} = {value}")
+    return kept
+
+
+def flatten_stored(run: Path) -> dict[str, Any]:
+    """`{"training.steps": 10, ...}` of the config.json of a run, as it was written."""
+    sections = read_config(run).get("config", {})
+    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+
+
+def check_steps(config: Config, run: Path) -> None:
+    """A run may train longer, or shorter, where the learning rates of the steps it has done stay as they were.
+
+    Raises:
+        ConfigError: the schedule decays over all steps, or the decay of wsd has begun.
+    """
+    if not (run / "config.json").exists():
+        return
+    before, steps = flatten_stored(run).get("training.steps"), config.training.steps
+    scheduler = config.lr_scheduler
+    if before in (None, steps) or scheduler.schedule == "constant":
+        return
+    checkpoints = list_checkpoints(run / config.checkpoint.folder)
+    done = step_of(checkpoints[-1]) if checkpoints else before
+    rates = [learning_rate(done, steps=total, peak=1.0, config=scheduler) for total in (before, steps)]
+    if rates[0] == rates[1]:
+        return
+    when = f"the {scheduler.schedule} schedule decays over all steps"
+    if scheduler.schedule == "wsd":
+        when = f"the decay of wsd began after step {round(before * (1 - scheduler.decay_ratio))}, this run is at {done}"
+    weights = f" from its weights: --checkpoint.initial_load_path {run}" if checkpoints else ":"
+    right = f"{run} was started with {before}, and {when}; start a new run{weights} --metrics.experiment_name NAME"
+    raise option_error("training.steps", steps, right)
 
 
 def keep_global_batch_size(config: Config, run: Path, *, world_size: int) -> None:

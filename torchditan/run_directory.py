@@ -33,6 +33,7 @@ from uuid import uuid4
 
 from torchditan import provenance
 from torchditan.config import ConfigError, option_error
+from torchditan.trajectory import differences
 
 RANKS_VARIABLE = "TORCHDITAN_RANKS_FOLDER"
 STATES = ("running", "completed", "interrupted", "oom", "error")
@@ -411,25 +412,6 @@ def _check_inside(option: str, value: str, place: str) -> None:
     parts = Path(value).parts
     if not parts or Path(value).is_absolute() or ".." in parts:
         raise option_error(option, value, f"must name a folder inside {place}, without `..`")
-
-
-def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """What two trajectories do not share, a phrase for each option: "model.patch_size is 2 there and 4 here"."""
-    stored, given = _flatten(there), _flatten(json.loads(_to_json(here)))
-    absent = "absent"
-    return [
-        f"{key} is {stored.get(key, absent)} there and {given.get(key, absent)} here"
-        for key in [*given, *(stored.keys() - given.keys())]
-        if stored.get(key, absent) != given.get(key, absent)
-    ]
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        flat.update(_flatten(value, f"{name}.") if isinstance(value, dict) else {name: value})
-    return flat
 
 
 def _to_json(value: Any, indent: int | None = None) -> bytes:

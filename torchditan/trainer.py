@@ -28,7 +28,7 @@ from torchditan.captions.dataset import open_captions
 from torchditan.captions.encode import CaptionedDataset
 from torchditan.checkpoint import CheckpointManager, Progress, check_async_mode
 from torchditan.config import Config, ConfigError, option_error
-from torchditan.config_loader import to_dict, trajectory
+from torchditan.config_loader import to_dict
 from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.parallelize import CompileOptions, check_backend, parallelize
@@ -57,7 +57,14 @@ from torchditan.precision.loss_scaling import LossScaler
 from torchditan.preemption import StopAgreement, StopRequest
 from torchditan.profiling import check_profiling, profiling
 from torchditan.randomness import Randomness
-from torchditan.resolve import fill_in_from_dataset, keep_global_batch_size, resolve_batches, with_condition_of
+from torchditan.resolve import (
+    check_steps,
+    fill_in_from_dataset,
+    keep_global_batch_size,
+    keep_values_of_run,
+    resolve_batches,
+    with_condition_of,
+)
 from torchditan.run_directory import RunDirectory, read_status, run_path, write_rank_status
 from torchditan.stream import (
     Batch,
@@ -67,6 +74,7 @@ from torchditan.stream import (
     TrainingStream,
     end_loader_workers,
 )
+from torchditan.trajectory import trajectory
 from torchditan.verdict import Interrupted, verdict_of
 from torchditan.weights_file import load_initial_weights
 
@@ -106,6 +114,10 @@ class Trainer:
         check_async_mode(config, device=self.device)
         check_trackers(config.metrics)
         check_profiling(config.profiling, self.device)
+        assert config.metrics.experiment_name is not None
+        path = run_path(config.job.dump_folder, config.metrics.experiment_name)
+        if (kept := keep_values_of_run(config, path)) and self.rank.rank == 0:
+            print(f"{path} keeps what it was started with: {', '.join(kept)}", file=sys.stderr)
         if config.cache.only and not isinstance(dataset, CaptionedDataset):
             raise option_error("cache.only", True, f"{dataset.name} has no captions to encode; leave it out")
         if isinstance(dataset, CaptionedDataset):
@@ -122,9 +134,8 @@ class Trainer:
                 config.autoencoder, dataset, device=self.device, needs_decoder=config.metrics.enable_sampling
             )
         fill_in_from_dataset(config, dataset, sample_shape=self.space.sample_shape)
-        assert config.metrics.experiment_name is not None
-        path = run_path(config.job.dump_folder, config.metrics.experiment_name)
         keep_global_batch_size(config, path, world_size=self.rank.world_size)
+        check_steps(config, path)
         self.plan = resolve_batches(config, self.rank)
         self.spec = model_spec_of(config, sample_shape=self.space.sample_shape, num_classes=len(dataset.class_names))
         if config.diffusion.timestep_shift is None:

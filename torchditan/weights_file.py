@@ -33,8 +33,9 @@ from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict
 from torchditan.distributed.process_group import raise_on_all_ranks
 from torchditan.models.initialization import fill, named_parameters_to_fill
-from torchditan.run_directory import differences, read_config
+from torchditan.run_directory import read_config
 from torchditan.tensor_file import TensorToWrite, open_file, write_weights
+from torchditan.trajectory import differences
 
 FORMAT = "torchditan"
 VERSION = "1"
