@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -414,14 +414,15 @@ class Trainer:
             self.save()  # to return to
         if config.metrics.enable_sampling and config.sampling.at_start and progress.step == 0:
             self.sample()
-        self.logger.timer.restart()
         with profiling(
             config.profiling,
             self.run_directory,
             self.rank.rank,
             device=self.device,
             start_step=progress.step,
+            excluded=self.profiling_excluded,
         ) as self.profiler:
+            self.logger.timer.restart()
             while self.progress.step < config.training.steps:
                 try:
                     self.train_step(batches)
@@ -436,6 +437,14 @@ class Trainer:
         # Rank 0 may take its time with what is left, uploading say.
         self.set_timeout(config.comm.init_timeout_seconds)
         self.finish()
+
+    @contextmanager
+    def profiling_excluded(self) -> Iterator[None]:
+        """Time of the body, on the slowest rank, is not training's."""
+        self.watch.note(self.progress.step, "profiling")
+        with self.logger.timer.excluded("profiling"):
+            yield
+            dist.barrier()
 
     def set_timeout(self, seconds: int) -> None:
         """How long ranks wait for each other from now on, but for those that save."""
