@@ -160,7 +160,12 @@ def test_writing_a_trace_is_not_step_time(tmp_path, monkeypatch, run_script):
 
     monkeypatch.setattr(profiling_module, "_write", write_slowly)
     flags = ["--model.flavor=debugmodel", "--dataset.dataset_name=digits", "--dataset.num_workers=0"]
-    flags += ["--training.steps=7", "--training.batch_size=4", "--metrics.log_freq=1", "--metrics.enable_sampling=false"]
+    flags += [
+        "--training.steps=7",
+        "--training.batch_size=4",
+        "--metrics.log_freq=1",
+        "--metrics.enable_sampling=false",
+    ]
     flags += ["--profiling.enable_profiling", "--profiling.profile_freq=5", "--metrics.experiment_name=run"]
     result = run_script("train.py", *flags)
     assert result.code == 0, result.err

@@ -34,7 +34,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -59,6 +58,7 @@ from torchditan.checkpoint_files import (
     write_json,
     write_manifest,
 )
+from torchditan.checkpoint_staging import Stager
 from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict, trajectory
 from torchditan.ema import EMA
@@ -136,17 +136,9 @@ class CheckpointManager:
         self.warn = warn
         # A write goes on beside the training, whose collectives must not meet those of the write.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        self.stager: DefaultStager | None = None
+        self.stager: Stager | None = None
         if config.checkpoint.async_mode != "disabled":
-            pinned = config.checkpoint.async_mode == "async_with_pinned_mem"
-            self.stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=pinned,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=pinned,
-                )
-            )
+            self.stager = Stager(pinned=config.checkpoint.async_mode == "async_with_pinned_mem")
         self.write_s: float | None = None
         """Seconds that the last finished write took; beside the training with `async`."""
         self.failure: str | None = None

@@ -50,7 +50,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.
     except ImportError:
         raise option_error("optimizer.name", config.name, "needs torchao; pip install 'torchditan[float8]'") from None
 
-    class ShardedAdamW8bit(AdamW8bit):  # type: ignore[misc]
+    class ShardedAdamW8bit(AdamW8bit):
         def step(self, closure: Any = None) -> Any:
             # AOTAutograd's cache on disk is keyed by the global shape of a sharded parameter. Ranks whose shards have
             # different sizes would load each other's graphs. Inductor's own cache is keyed by the local shapes.
