@@ -6,8 +6,10 @@ from __future__ import annotations
 import gc
 import itertools
 import mmap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,8 +17,15 @@ import torch.cuda._pin_memory_utils as pin_memory_utils
 import torch.distributed as dist
 from torch import nn
 
+from torchditan import checkpoint
 from torchditan.checkpoint import CheckpointManager, Progress, read_state
+from torchditan.checkpoint_files import list_checkpoints, remove
 from torchditan.config import Config
+
+if TYPE_CHECKING:
+    from tests.conftest import RunDistributed
+
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 MakeManager = Callable[[Config], CheckpointManager]
 
@@ -66,3 +75,62 @@ def test_pinned_copies_share_no_memory_page_and_are_allocated_once(
     del manager
     gc.collect()
     assert sorted(unpinned) == sorted(first)
+
+
+def test_old_checkpoints_are_deleted_beside_the_training_once_the_new_one_is_published(
+    make_manager: MakeManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, found = threading.Event(), []
+
+    def remove_slowly(old: Path) -> None:
+        found.append((old.name, [path.name for path in list_checkpoints(tmp_path)]))
+        assert may_go_on.wait(60)
+        remove(old)
+
+    monkeypatch.setattr(checkpoint, "remove", remove_slowly)
+    config = Config()
+    config.checkpoint.keep_latest_k = 1
+    manager = make_manager(config)
+    for step in (1, 2, 3):  # which none of the deletions holds up
+        manager.save(Progress(step=step))
+    assert found == [("step-00000001", ["step-00000001", "step-00000002"])]
+    may_go_on.set()
+    manager.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+SLOW_STORAGE = """
+import sys, time
+sys.path.insert(0, {repository!r})
+sys.argv = ["train.py", *{arguments!r}]
+import shutil
+import train
+from torchditan import checkpoint_files
+from torchditan.verdict import run_job
+
+rmtree, slept = shutil.rmtree, []
+
+def slow_rmtree(path, **options):
+    if str(path).endswith(".deleted") and path.exists() and not slept:
+        slept.append(path)
+        time.sleep(8)
+    rmtree(path, **options)
+
+checkpoint_files.shutil.rmtree = slow_rmtree
+sys.exit(run_job(train.main))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_slow_deletion_times_no_rank_out(async_mode: str, tmp_path: Path, run_distributed: RunDistributed) -> None:
+    arguments = ["--model.flavor=debugmodel", "--dataset.dataset_name=digits", "--dataset.num_workers=0"]
+    arguments += ["--training.steps=10", "--training.batch_size=4", "--metrics.enable_sampling=false"]
+    arguments += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=1"]
+    arguments += [f"--checkpoint.async_mode={async_mode}", "--comm.train_timeout_seconds=3"]
+    arguments += [f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=run"]
+    script = tmp_path / "slow_storage.py"
+    script.write_text(SLOW_STORAGE.format(repository=str(REPOSITORY), arguments=arguments))
+    result = run_distributed([script], 2)
+    assert result.returncode == 0, result.stderr
+    assert [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()] == ["step-00000010"]

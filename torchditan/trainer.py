@@ -187,6 +187,8 @@ class Trainer:
         dist.barrier()
         write_rank_status(status, reason, step=self.progress.step, exit_code=exit_code, **self.memory())
         dist.destroy_process_group()
+        # A job that is asked to stop has little time left.
+        self.checkpoints.close(patience_s=None if status == "completed" else 5)
 
     def record_failure(self, error: BaseException) -> None:
         """Write the verdict. Any rank may, since the others are ended when this one exits; the first one stands.
