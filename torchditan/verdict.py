@@ -94,9 +94,12 @@ def run_job(main: Callable[[], None]) -> int:
         if verdict.exit_code == 2:
             _report_mistake(verdict.reason, is_of_this_rank=getattr(error, "is_of_this_rank", False))
         elif verdict.exit_code == 75:
+            is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
             if int(os.environ.get("RANK", 0)) == 0:
-                print(verdict.reason, file=sys.stderr)
-            if isinstance(error, Interrupted) and "TORCHELASTIC_RUN_ID" in os.environ:
+                # torchrun raises when it gets the signal itself; scripts/launch.sh, which sets the variable, prevents that.
+                is_alone = is_under_torchrun and RANKS_VARIABLE not in os.environ
+                print(verdict.reason + ("; a traceback below is torchrun's own" if is_alone else ""), file=sys.stderr)
+            if isinstance(error, Interrupted) and is_under_torchrun:
                 return 0  # torchrun would start a rank that failed again; scripts/launch.sh exits with 75
         else:
             traceback.print_exc()
