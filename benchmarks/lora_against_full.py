@@ -48,6 +48,7 @@ SHARED = [
     "--ema.enable=false",
     "--metrics.log_freq=1",
     "--metrics.enable_sampling=false",
+    "--checkpoint.save_final=false",
 ]
 
 

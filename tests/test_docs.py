@@ -34,6 +34,14 @@ def test_options_exist(page: Path) -> None:
     assert named - files - options().keys() - LEGACY_KEYS.keys() - {"training.warmup_steps", "sampling.key"} == set()
 
 
+def test_one_process_is_started_with_python() -> None:
+    """torchrun is for several ranks: after Ctrl-C it prints a traceback of its own."""
+    files = [page for page in PAGES if page.name not in ("README.md", "LOG.md")]
+    files += (REPOSITORY / "train_configs").rglob("*.toml")
+    wrong = [file.name for file in files if re.search(r"torchrun (?:train|scripts)", file.read_text(encoding="utf-8"))]
+    assert wrong == []
+
+
 def test_the_configuration_page_is_complete() -> None:
     text = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
     absent = [name for name in (*ALWAYS_KEYS, *LEGACY_KEYS, *STATES) if f"`{name}`" not in text]

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import json
 import pickle
+import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch.profiler import ProfilerAction
 
+from torchditan import profiling as profiling_module
 from torchditan.config import ConfigError, Profiling
 from torchditan.profiling import profiling, trace_action
-from torchditan.run_directory import RunDirectory
+from torchditan.run_directory import RunDirectory, read_metrics
 
 CPU = torch.device("cpu")
 
@@ -97,8 +100,9 @@ class _MemoryHistory:
         monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
         monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", self.dump)
 
-    def record(self, enabled="all", **_):
+    def record(self, enabled="all", stacks="all", **_):
         self.recording = enabled is not None
+        self.stacks = stacks if self.recording else self.stacks
 
     def dump(self, path):
         assert self.recording
@@ -121,6 +125,54 @@ def test_memory_snapshots_come_each_profile_freq_steps_and_on_running_out(run, m
         "memory_snapshot/step_00000005_oom/rank0.pickle",
     ]
     assert not history.recording
+    assert history.stacks == "python"
+
+
+def excluded_steps(run, config, device, last_step):
+    """Steps after which the profiler asked for its time to be excluded."""
+    steps = []
+
+    @contextmanager
+    def excluded():
+        steps.append(profiler.last_step)
+        yield
+
+    with profiling(config, run, 0, device=device, excluded=excluded) as profiler:
+        work(profiler, 1, last_step)
+    return steps
+
+
+def test_only_steps_that_start_stop_or_write_are_excluded(run, monkeypatch):
+    traces = Profiling(enable_profiling=True, profile_freq=10)
+    # After step 6 the tracer warms up, after 9 it records, after 10 it writes.
+    assert excluded_steps(run, traces, CPU, 13) == [6, 9, 10]
+    _MemoryHistory(monkeypatch)
+    snapshots = Profiling(enable_memory_snapshot=True, profile_freq=3)
+    assert excluded_steps(run, snapshots, torch.device("cuda"), 7) == [3, 6]
+
+
+def test_writing_a_trace_is_not_step_time(tmp_path, monkeypatch, run_script):
+    write = profiling_module._write
+
+    def write_slowly(path, save):
+        time.sleep(2)
+        write(path, save)
+
+    monkeypatch.setattr(profiling_module, "_write", write_slowly)
+    flags = ["--model.flavor=debugmodel", "--dataset.dataset_name=digits", "--dataset.num_workers=0"]
+    flags += [
+        "--training.steps=7",
+        "--training.batch_size=4",
+        "--metrics.log_freq=1",
+        "--metrics.enable_sampling=false",
+    ]
+    flags += ["--profiling.enable_profiling", "--profiling.profile_freq=5", "--metrics.experiment_name=run"]
+    result = run_script("train.py", *flags)
+    assert result.code == 0, result.err
+    records = {record["step"]: record for record in read_metrics(tmp_path / "outputs" / "run")}
+    assert records[6]["profiling_s"] > 2
+    assert records[6]["step_time_s"] < 1
+    assert "profiling_s" not in records[4]
 
 
 @pytest.mark.gpu

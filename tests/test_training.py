@@ -201,6 +201,59 @@ def test_rerunning_a_finished_run_changes_nothing(tmp_path: Path, train: Train) 
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.fixture
+def finished(tmp_path: Path, train: Train) -> Outcome:
+    """`run`: three steps with the default options for checkpoints."""
+    outcome = train("run", "--training.steps=3", "--training.batch_size=16")
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def test_without_checkpoints_the_final_weights_are_kept_and_usable(
+    finished: Outcome, tmp_path: Path, train: Train, run_script: RunScript
+) -> None:
+    run = tmp_path / "run"
+    assert [path.name for path in (run / "checkpoint").iterdir()] == ["step-00000003"]
+    last_line = finished.out.splitlines()[-1]
+    assert f"{run}/checkpoint/step-00000003" in last_line
+    assert last_line.endswith(f"python scripts/generate.py {run}")
+    assert run_script("scripts/generate.py", run, "--sampling.num_steps=1", "--classes=1").code == 0
+    assert run_script("scripts/convert_checkpoint.py", "export", run, "weights.safetensors").code == 0
+    for weights in (run, "weights.safetensors"):
+        begun = train(
+            f"from-{weights}".replace("/", "-"), "--training.steps=1", f"--checkpoint.initial_load_path={weights}"
+        )
+        assert begun.code == 0 and "begun with" in begun.out
+
+
+def test_a_finished_run_never_starts_again_over_its_final_weights(
+    finished: Outcome, one_process: Path, tmp_path: Path, train: Train
+) -> None:
+    run = tmp_path / "run"
+    before = {path: path.read_bytes() for path in [run / "metrics.jsonl", *(run / "checkpoint").rglob("*.*")]}
+    for flags in ([], ["--checkpoint.enable_checkpoint"], ["--checkpoint.save_final=false"]):
+        again = train("run", "--training.steps=3", "--training.batch_size=16", *flags)
+        assert again.code == 0
+        assert "step 3 was reached before: nothing is left to train" in again.out
+        assert "--metrics.experiment_name" in again.out
+        assert all(path.read_bytes() == content for path, content in before.items())
+        assert f"python scripts/generate.py {run}" in again.out.splitlines()[-1]
+    longer = train("run", "--training.steps=5", "--training.batch_size=16")
+    assert "resumed at step 3" in longer.out
+    assert curve(run) == curve(one_process)[:5]
+    assert sorted(path.name for path in (run / "checkpoint").iterdir()) == ["step-00000003", "step-00000005"]
+
+
+def test_a_run_that_keeps_no_weights_says_so_before_and_after(tmp_path: Path, train: Train) -> None:
+    result = train("run", "--training.steps=2", "--training.batch_size=16", "--checkpoint.save_final=false")
+    assert result.code == 0
+    assert not (tmp_path / "run" / "checkpoint").exists()
+    lines = result.out.splitlines()
+    first_step = next(number for number, line in enumerate(lines) if line.startswith("step"))
+    for line in (" ".join(lines[:first_step]), lines[-1]):
+        assert "no weights" in line and "checkpoint.save_final" in line and "checkpoint.enable_checkpoint" in line
+
+
 def test_the_run_directory_holds_what_it_promises(tmp_path: Path, train: Train) -> None:
     flags = ["--training.steps=3", "--training.batch_size=16", "--metrics.enable_tensorboard", "--validation.freq=2"]
     flags += ["--metrics.enable_sampling=true", "--sampling.num_steps=2", "--metrics.sample_freq=2"]

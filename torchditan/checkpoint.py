@@ -9,6 +9,7 @@ Notable:
 - it is written beside, as `step-00000100.partial`, read back and compared, and published by one rename;
 - a damaged one is named, and the newest whole one is used; where none is whole, the run does not begin anew by itself;
 - a disk that is full costs a checkpoint, never the run: every rank goes on, the last whole one stays;
+- old ones are deleted by a thread of rank 0, so that no rank waits for slow storage;
 - with `async` the training waits for a copy of the state only; a thread of each rank writes it, over a process group of
   its own. The copy's memory is kept and filled again.
 """
@@ -34,7 +35,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -49,16 +49,19 @@ from torchditan.checkpoint_files import (
     ChecksummingWriter,
     DamagedCheckpointError,
     SafeLoadPlanner,
+    discard,
+    discard_unfinished,
     list_checkpoints,
     publish,
     read_back,
     remove,
-    remove_debris,
+    remove_discarded,
     step_of,
     verify,
     write_json,
     write_manifest,
 )
+from torchditan.checkpoint_staging import Stager
 from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict
 from torchditan.ema import EMA
@@ -136,26 +139,20 @@ class CheckpointManager:
         self.warn = warn
         # A write goes on beside the training, whose collectives must not meet those of the write.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        self.stager: DefaultStager | None = None
+        self.stager: Stager | None = None
         if config.checkpoint.async_mode != "disabled":
-            pinned = config.checkpoint.async_mode == "async_with_pinned_mem"
-            self.stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=pinned,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=pinned,
-                )
-            )
+            self.stager = Stager(pinned=config.checkpoint.async_mode == "async_with_pinned_mem")
         self.write_s: float | None = None
         """Seconds that the last finished write took; beside the training with `async`."""
         self.failure: str | None = None
         """Why the last write failed, None where it did not."""
         self._writing: threading.Thread | None = None
+        self._cleaning: threading.Thread | None = None
+        self._published_step = 0
         self._crash: BaseException | None = None
 
     def save(self, progress: Progress, *, loader_state: dict[str, Any] | None = None) -> None:
-        """Write the checkpoint of this step, or begin to, and drop the oldest ones.
+        """Write the checkpoint of this step, or begin to; once it is published, a thread deletes the oldest ones.
 
         A write that fails for want of space, or of a disk that works, is reported and leaves nothing behind.
 
@@ -204,12 +201,14 @@ class CheckpointManager:
             self.failure = self._first_failure(lambda: self._publish(partial, target, progress, checksums))
         if dist.get_rank() == 0:
             if self.failure is None:
-                self._prune(progress.step)
+                self._published_step = progress.step
             else:
-                shutil.rmtree(partial, ignore_errors=True)
+                with contextlib.suppress(OSError):  # it may not be there
+                    discard(partial)
                 last = latest_checkpoint(self.folder)
                 kept = f"the last one is {last.name}" if last else "there is none yet"
                 self.warn(f"warning: no checkpoint of step {progress.step}: {self.failure}; {kept}. The run goes on")
+            self._start_cleaning()
         self.write_s = time.monotonic() - start
 
     def _write_tensors(
@@ -260,7 +259,9 @@ class CheckpointManager:
         """
         self.wait()
         if dist.get_rank() == 0:
-            remove_debris(self.folder)
+            discard_unfinished(self.folder)
+            self._published_step = 0  # until a checkpoint is loaded and the next one written, none is pruned
+            self._start_cleaning()
         names: list[Any] = [[path.name for path in list_checkpoints(self.folder)]]
         dist.broadcast_object_list(names, src=0, group=self.group)  # a shared folder may show ranks different lists
         found = [self.folder / name for name in reversed(names[0])]
@@ -319,13 +320,38 @@ class CheckpointManager:
             state["ema"] = self.ema.state_dict()
         return state
 
-    def _prune(self, step: int) -> None:
+    def close(self, *, patience_s: float | None = None) -> None:
+        """Wait on rank 0 until old checkpoints are deleted. To be called where no other rank waits for this one.
+
+        Args:
+            patience_s: how long at most; what is left then, the next start deletes.
+        """
+        if self._cleaning is None:
+            return
+        self._cleaning.join(timeout=2.0 if patience_s is None else patience_s)
+        if patience_s is None:
+            if self._cleaning.is_alive():
+                self.warn(f"deleting old checkpoints in {self.folder}")
+            self._cleaning.join()
+            self._clean(self._published_step)  # what came up while the thread was busy
+
+    def _start_cleaning(self) -> None:
+        """Have a thread delete what is not needed any more; one that is busy leaves the rest to the next call."""
+        if self._cleaning is None or not self._cleaning.is_alive():
+            self._cleaning = threading.Thread(
+                target=self._clean, args=(self._published_step,), name="old checkpoints", daemon=True
+            )
+            self._cleaning.start()
+
+    def _clean(self, step: int) -> None:
+        """Prune the checkpoints before that of `step`, which is published, and delete what was discarded."""
         if self.keep_latest_k:
             # Newer ones are damaged, or this run would stand there: they do not count.
             reached = [path for path in list_checkpoints(self.folder) if step_of(path) <= step]
             for old in reached[: -self.keep_latest_k]:
                 with contextlib.suppress(OSError):  # a reader may have it open on NFS; the next start removes the rest
                     remove(old)
+        remove_discarded(self.folder)
 
 
 def publish_checkpoint(

@@ -12,6 +12,7 @@ Notable:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import io
@@ -40,7 +41,8 @@ INDEX = ".metadata"
 _FORMAT = 1
 _CHUNK = 1 << 22
 _NAME = re.compile(r"step-(\d{8})")
-_DEBRIS = re.compile(r"step-\d{8}\.(partial|replaced|deleted)")
+_UNFINISHED = re.compile(r"step-\d{8}\.partial")
+_DISCARDED = re.compile(r"step-\d{8}\.(replaced|deleted)")
 
 _TYPES_OF_INDEX = {
     "torch": {"Size", "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"},
@@ -172,32 +174,52 @@ def write_manifest(folder: Path, *, step: int, trajectory: dict[str, Any], check
 
 
 def publish(partial: Path, target: Path) -> None:
-    """Give a finished folder its name, by one rename that survives a power cut."""
+    """Give a finished folder its name, by one rename that survives a power cut.
+
+    A checkpoint that has the name already is set aside, for `remove_discarded`.
+    """
     sync_folder(partial)
     if target.exists():  # a damaged one, or one of a run that was rolled back
         replaced = target.with_suffix(".replaced")
         shutil.rmtree(replaced, ignore_errors=True)
         os.replace(target, replaced)
-        os.replace(partial, target)
-        shutil.rmtree(replaced)
-    else:
-        os.replace(partial, target)
+    os.replace(partial, target)
     sync_folder(target.parent)
 
 
 def remove(checkpoint: Path) -> None:
     """Delete a checkpoint: it loses its name first, so that a kill leaves no half of one."""
-    deleted = checkpoint.with_suffix(".deleted")
-    shutil.rmtree(deleted, ignore_errors=True)
-    os.replace(checkpoint, deleted)
-    shutil.rmtree(deleted)
+    shutil.rmtree(discard(checkpoint))
 
 
-def remove_debris(folder: Path) -> None:
-    """Delete what killed runs left half-written or half-deleted."""
-    for path in folder.iterdir() if folder.is_dir() else []:
-        if _DEBRIS.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+def discard(folder: Path) -> Path:
+    """Take a checkpoint's name from its folder, or from what was written of it: quick, also on slow storage.
+
+    Returns:
+        The folder that is left for `remove_discarded`.
+    """
+    deleted = folder.with_suffix(".deleted")
+    if deleted.exists():  # the step was discarded before, and a kill cut its deletion short
+        shutil.rmtree(deleted, ignore_errors=True)
+    os.replace(folder, deleted)
+    return deleted
+
+
+def discard_unfinished(folder: Path) -> None:
+    """Discard what killed runs left half-written."""
+    for path in _matching(folder, _UNFINISHED):
+        with contextlib.suppress(OSError):
+            discard(path)
+
+
+def remove_discarded(folder: Path) -> None:
+    """Delete what was discarded, and what killed runs left half-deleted."""
+    for path in _matching(folder, _DISCARDED):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _matching(folder: Path, name: re.Pattern[str]) -> list[Path]:
+    return [path for path in folder.iterdir() if name.fullmatch(path.name)] if folder.is_dir() else []
 
 
 # Reading

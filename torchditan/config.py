@@ -327,7 +327,9 @@ class Checkpoint:
     """Saving the run, and continuing it."""
 
     enable_checkpoint: bool = False
-    """Write checkpoints, and continue from the newest one when the same command is run again."""
+    """Write checkpoints while training; after an interruption the same command continues from the newest one."""
+    save_final: bool = True
+    """Without enable_checkpoint, save the final state once at the end of the run; false keeps no weights."""
     folder: str = "checkpoint"
     """Name of the folder inside the run directory."""
     interval: int = 500
@@ -642,6 +644,7 @@ def validate(config: Config) -> None:
     _validate_guidance_interval(config)
     _validate_activation_checkpoint(config)
     _validate_rollback(config)
+    _validate_checkpoint(config)
     _validate_optimizer(config)
 
 
@@ -793,6 +796,12 @@ def _validate_rollback(config: Config) -> None:
     if config.dataset.streaming:
         right = "skips data, which dataset.streaming cannot; must be stop"
         raise option_error("training.on_nonfinite", "rollback", right)
+
+
+def _validate_checkpoint(config: Config) -> None:
+    if config.checkpoint.enable_checkpoint and not config.checkpoint.save_final:
+        right = "checkpoint.enable_checkpoint saves the last step too; leave it out, or set both to false"
+        raise option_error("checkpoint.save_final", False, right)
 
 
 def _validate_optimizer(config: Config) -> None:

@@ -49,7 +49,15 @@ def _adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.
         from torchao.optim import AdamW8bit
     except ImportError:
         raise option_error("optimizer.name", config.name, "needs torchao; pip install 'torchditan[float8]'") from None
-    optimizer: torch.optim.Optimizer = AdamW8bit(
+
+    class ShardedAdamW8bit(AdamW8bit):
+        def step(self, closure: Any = None) -> Any:
+            # AOTAutograd's cache on disk is keyed by the global shape of a sharded parameter. Ranks whose shards have
+            # different sizes would load each other's graphs. Inductor's own cache is keyed by the local shapes.
+            with torch._functorch.config.patch(enable_autograd_cache=False):
+                return super().step(closure)
+
+    optimizer: torch.optim.Optimizer = ShardedAdamW8bit(
         groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps
     )
 

@@ -4,6 +4,8 @@
 Notable:
 - Step 100, 200, ... is traced with `profile_freq = 100`, after a resume too; the steps before it warm up.
 - A trace is `<save_traces_folder>/step_00000100/rank0.json`, for chrome://tracing or Perfetto.
+- Starting, stopping and writing is not training time: it runs in the context that the caller gives. A step that is
+  traced takes longer by itself, and that counts.
 - A snapshot is `<save_memory_snapshot_folder>/step_00000100/rank0.pickle`, for pytorch.org/memory_viz;
   running out of memory leaves one in `step_00000100_oom/`, named by the step that failed.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -36,15 +38,18 @@ def check_profiling(config: Profiling, device: torch.device) -> None:
 class Profiler:
     """What `profiling` yields; `step` is called at the end of every training step."""
 
-    def __init__(self, start_step: int) -> None:
+    def __init__(self, start_step: int, excluded: Callable[[], AbstractContextManager[object]]) -> None:
         self.last_step = start_step
+        self.excluded = excluded
         self.on_step: list[Callable[[], None]] = []
+        self.is_slow: list[Callable[[int], bool]] = []
 
     def step(self, step: int) -> None:
         assert step == self.last_step + 1, f"step {step} after {self.last_step}"
         self.last_step = step
-        for call in self.on_step:
-            call()
+        with self.excluded() if any(is_slow(step) for is_slow in self.is_slow) else nullcontext():
+            for call in self.on_step:
+                call()
 
     def return_to(self, step: int) -> None:
         """The run was rolled back: the steps behind `step` come again."""
@@ -53,11 +58,21 @@ class Profiler:
 
 @contextmanager
 def profiling(
-    config: Profiling, run_directory: RunDirectory, rank: int, *, device: torch.device, start_step: int = 0
+    config: Profiling,
+    run_directory: RunDirectory,
+    rank: int,
+    *,
+    device: torch.device,
+    start_step: int = 0,
+    excluded: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[Profiler]:
-    """Profile the steps in the body as `config` says; every rank writes files of its own."""
+    """Profile the steps in the body as `config` says; every rank writes files of its own.
+
+    Args:
+        excluded: context for what takes time after a step and is not training.
+    """
     check_profiling(config, device)
-    profiler = Profiler(start_step)
+    profiler = Profiler(start_step, excluded)
     with ExitStack() as stack:
         if config.enable_profiling:
             folder = run_directory.folder(config.save_traces_folder)
@@ -74,6 +89,12 @@ def trace_action(step: int, profile_freq: int) -> ProfilerAction:
     if until_traced == 0:
         return ProfilerAction.RECORD_AND_SAVE
     return ProfilerAction.WARMUP if until_traced <= _WARMUP_STEPS else ProfilerAction.NONE
+
+
+def _changes_after(step: int, profile_freq: int) -> bool:
+    """Whether the tracer starts, stops or writes after `step`."""
+    action = trace_action(step, profile_freq)
+    return action == ProfilerAction.RECORD_AND_SAVE or action != trace_action(step + 1, profile_freq)
 
 
 @contextmanager
@@ -95,6 +116,7 @@ def _traces(profiler: Profiler, folder: Path, rank: int, device: torch.device, p
     )
     trace.start()
     profiler.on_step.append(trace.step)
+    profiler.is_slow.append(lambda step: _changes_after(step, profile_freq))
     try:
         yield
     finally:
@@ -106,12 +128,17 @@ def _traces(profiler: Profiler, folder: Path, rank: int, device: torch.device, p
 def _memory_snapshots(profiler: Profiler, folder: Path, rank: int, profile_freq: int) -> Iterator[None]:
     dump = torch.cuda.memory._dump_snapshot
 
+    def is_due(step: int) -> bool:
+        return step % profile_freq == 0
+
     def save() -> None:
-        if profiler.last_step % profile_freq == 0:
+        if is_due(profiler.last_step):
             _write(folder / _step_name(profiler.last_step) / f"rank{rank}.pickle", dump)
 
-    torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
+    # Each dump would look up the names of all C++ frames, which is slow.
+    torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS, stacks="python")
     profiler.on_step.append(save)
+    profiler.is_slow.append(is_due)
     try:
         yield
     except torch.OutOfMemoryError:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from torch import nn
 from torchditan.autoencoders.latent_space import build_sample_space
 from torchditan.captions.dataset import open_captions
 from torchditan.captions.encode import CaptionedDataset
-from torchditan.checkpoint import CheckpointManager, Progress, check_async_mode
+from torchditan.checkpoint import CheckpointManager, Progress, check_async_mode, latest_checkpoint
 from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict
 from torchditan.diffusion.objectives import build_objective
@@ -49,7 +50,7 @@ from torchditan.evaluation.validation import validation_loss
 from torchditan.flops import count_model_flops, peak_flops
 from torchditan.host_memory import keep_freed_memory
 from torchditan.metrics import MetricsLogger, check_trackers
-from torchditan.models import model_spec_of
+from torchditan.models import TextEmbeddings, model_spec_of
 from torchditan.models.published.weights import find_lora
 from torchditan.optim import build_optimizer, clip_grad_norm, learning_rate
 from torchditan.precision.float8 import check_float8, convert_to_float8
@@ -78,6 +79,7 @@ from torchditan.trajectory import trajectory
 from torchditan.verdict import Interrupted, verdict_of
 from torchditan.weights_file import load_initial_weights
 
+_NOT_SAVED = "checkpoint.enable_checkpoint and checkpoint.save_final are false"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -198,6 +200,8 @@ class Trainer:
         dist.barrier()
         write_rank_status(status, reason, step=self.progress.step, exit_code=exit_code, **self.memory())
         dist.destroy_process_group()
+        # A job that is asked to stop has little time left.
+        self.checkpoints.close(patience_s=None if status == "completed" else 5)
 
     def record_failure(self, error: BaseException) -> None:
         """Write the verdict. Any rank may, since the others are ended when this one exits; the first one stands.
@@ -322,6 +326,12 @@ class Trainer:
         self.logger.message(self.describe())
         if begun_with is not None:
             self.logger.message(f"begun with the {begun_with}")
+        if self.progress.step < config.training.steps:
+            if not self.keeps_weights:
+                self.logger.message(f"this run keeps no weights: {_NOT_SAVED}")
+        else:
+            again = "to train again, name a new run with --metrics.experiment_name"
+            self.logger.message(f"step {self.progress.step} was reached before: nothing is left to train; {again}")
         if self.space.missing_decoder is not None:
             self.logger.message(f"grids show latent channels, not pictures: {self.space.missing_decoder}")
 
@@ -349,12 +359,14 @@ class Trainer:
     def resume(self) -> str | None:
         """Continue from the newest whole checkpoint of this run directory; without one, begin with given weights.
 
+        Whatever the options: a run that kept its weights never starts over them.
+
         Returns:
             What those were, for the log.
         """
-        checkpoint, begun_with = self.config.checkpoint, None
-        if not (checkpoint.enable_checkpoint and self.load_checkpoint()) and checkpoint.initial_load_path is not None:
-            begun_with = load_initial_weights(self.model, checkpoint.initial_load_path, config=self.config)
+        path, begun_with = self.config.checkpoint.initial_load_path, None
+        if not self.load_checkpoint() and path is not None:
+            begun_with = load_initial_weights(self.model, path, config=self.config)
             if self.ema is not None:
                 self.ema.restart()
         self.run_directory.truncate_metrics(self.progress.step)
@@ -373,6 +385,10 @@ class Trainer:
             self.scaler.load_state(self.progress.loss_scale, self.progress.loss_scale_steps)
         self.saved_step = self.progress.step
         return True
+
+    @property
+    def keeps_weights(self) -> bool:
+        return self.config.checkpoint.enable_checkpoint or self.config.checkpoint.save_final
 
     def warn(self, text: str) -> None:
         """Say something on rank 0's terminal, before or after the logger is there."""
@@ -425,14 +441,15 @@ class Trainer:
             self.save()  # to return to
         if config.metrics.enable_sampling and config.sampling.at_start and progress.step == 0:
             self.sample()
-        self.logger.timer.restart()
         with profiling(
             config.profiling,
             self.run_directory,
             self.rank.rank,
             device=self.device,
             start_step=progress.step,
+            excluded=self.profiling_excluded,
         ) as self.profiler:
+            self.logger.timer.restart()
             while self.progress.step < config.training.steps:
                 try:
                     self.train_step(batches)
@@ -447,6 +464,14 @@ class Trainer:
         # Rank 0 may take its time with what is left, uploading say.
         self.set_timeout(config.comm.init_timeout_seconds)
         self.finish()
+
+    @contextmanager
+    def profiling_excluded(self) -> Iterator[None]:
+        """Time of the body, on the slowest rank, is not training's."""
+        self.watch.note(self.progress.step, "profiling")
+        with self.logger.timer.excluded("profiling"):
+            yield
+            dist.barrier()
 
     def set_timeout(self, seconds: int) -> None:
         """How long ranks wait for each other from now on, but for those that save."""
@@ -486,8 +511,14 @@ class Trainer:
             self.sample()
         if is_first or self.extra_metrics or self.is_due(step, config.metrics.log_freq):
             self.log(step)
-        if config.checkpoint.enable_checkpoint and self.is_due(step, config.checkpoint.interval):
+        if self.is_save_due(step):
             self.save()
+
+    def is_save_due(self, step: int) -> bool:
+        checkpoint = self.config.checkpoint
+        if checkpoint.enable_checkpoint:
+            return self.is_due(step, checkpoint.interval)
+        return checkpoint.save_final and step == self.config.training.steps
 
     def stop_if_asked(self) -> None:
         """End here, with a checkpoint, if any rank was asked to: all ranks learn it at the same step.
@@ -700,11 +731,27 @@ class Trainer:
         self.checkpoints.wait()
         if self.checkpoints.failure is not None:
             reason = f"the last checkpoint could not be written: {self.checkpoints.failure}"
-            raise OSError(f"{reason}; the same command continues from the one before")
+            has_earlier = latest_checkpoint(self.checkpoints.folder) is not None
+            again = "continues from the one before" if has_earlier else "starts again from the first step"
+            raise OSError(f"{reason}; the same command {again}")
         if self.last_grid is not None:
             beside = "" if self.grids.shows_prompts else ", generated beside real"
             self.logger.message(f"samples{beside}: {self.last_grid}")
         self.logger.message(f"done; everything of this run is in {self.run_directory.path}")
+        is_saved = self.saved_step == self.progress.step
+        self.logger.message(self.describe_weights() if is_saved else f"no weights were kept: {_NOT_SAVED}")
+
+    def describe_weights(self) -> str:
+        """Where the last checkpoint is, and the command that generates from it."""
+        run = shlex.quote(str(self.run_directory.path))
+        text = f"weights of step {self.saved_step}: {self.checkpoints.folder / f'step-{self.saved_step:08d}'}"
+        conditioning = self.spec.conditioning
+        if not isinstance(conditioning, TextEmbeddings):
+            return f"{text}; generate from them: python scripts/generate.py {run}"
+        if conditioning.kept & conditioning.tensors.keys():  # a first frame, which generate.py cannot give
+            return text
+        prompts = "" if self.config.sampling.prompts else ' --prompts "a text"'
+        return f"{text}; generate from them: python scripts/generate.py {run}{prompts}"
 
 
 def set_determinism(seed: int, *, deterministic: bool) -> None:

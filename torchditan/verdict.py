@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torchditan.command_line import count
 from torchditan.config import ConfigError
-from torchditan.distributed.lost_rank import LOST_RANK, is_of_others
+from torchditan.distributed.lost_rank import LOST_RANK, exit_at_once, is_of_others
 from torchditan.distributed.parent_death import die_with_launcher
 from torchditan.run_directory import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 
@@ -73,7 +73,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def run_job(main: Callable[[], None]) -> int:
     """Run a job and return the exit code of the process; a user's mistake prints one line.
 
-    A launcher that asked for it is told how this rank began and ended, whatever happens.
+    A launcher that asked for it is told how this rank began and ended, whatever happens. A rank that fails while its
+    process group is open exits here, without exit handlers.
     """
     die_with_launcher()
     write_rank_status("running")
@@ -82,6 +83,10 @@ def run_job(main: Callable[[], None]) -> int:
     except SystemExit as stop:
         state = "interrupted" if stop.code == 75 else "error" if stop.code else "completed"
         write_rank_status(state, str(stop.code or "") or None)
+        if stop.code and _may_wait_for_others():
+            if not isinstance(stop.code, int):
+                print(stop.code, file=sys.stderr)
+            exit_at_once(stop.code if isinstance(stop.code, int) else 1)
         raise
     except (Exception, KeyboardInterrupt) as error:
         verdict = verdict_of(error)
@@ -89,15 +94,26 @@ def run_job(main: Callable[[], None]) -> int:
         if verdict.exit_code == 2:
             _report_mistake(verdict.reason, is_of_this_rank=getattr(error, "is_of_this_rank", False))
         elif verdict.exit_code == 75:
+            is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
             if int(os.environ.get("RANK", 0)) == 0:
-                print(verdict.reason, file=sys.stderr)
-            if isinstance(error, Interrupted) and "TORCHELASTIC_RUN_ID" in os.environ:
+                # torchrun raises when it gets the signal itself; scripts/launch.sh, which sets the variable, prevents that.
+                is_alone = is_under_torchrun and RANKS_VARIABLE not in os.environ
+                print(verdict.reason + ("; a traceback below is torchrun's own" if is_alone else ""), file=sys.stderr)
+            if isinstance(error, Interrupted) and is_under_torchrun:
                 return 0  # torchrun would start a rank that failed again; scripts/launch.sh exits with 75
         else:
             traceback.print_exc()
+        if _may_wait_for_others():
+            exit_at_once(verdict.exit_code)
         return verdict.exit_code
     write_rank_status("completed", exit_code=0)
     return 0
+
+
+def _may_wait_for_others() -> bool:
+    """Whether collectives with other ranks may be pending: a run that ends as it should has closed its group."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def judge_ranks(

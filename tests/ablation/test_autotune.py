@@ -197,7 +197,8 @@ def test_a_trial_trains_random_samples_of_the_jobs_shape(find: Any, tmp_path: Pa
     made = load_config(["--job.config_file", str(tmp_path / "trials" / "job_bs16" / "trial.toml")])
     assert (made.dataset.dataset_name, made.dataset.root_dir, made.dataset.fingerprint) == ("dummy", None, None)
     assert (made.training.batch_size, made.training.steps, made.dataset.image_size) == (16, 3, [16, 16])
-    assert not made.metrics.enable_sampling and not made.checkpoint.enable_checkpoint
+    assert not made.metrics.enable_sampling
+    assert not made.checkpoint.enable_checkpoint and not made.checkpoint.save_final
 
 
 def test_a_trial_that_encodes_keeps_its_images_whose_channels_only_the_dataset_knows(find: Any, tmp_path: Path) -> None:

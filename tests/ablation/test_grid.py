@@ -112,7 +112,7 @@ def test_a_base_file_is_the_ground_and_gives_the_dataset(tmp_path: Path) -> None
     runs = load_grid(write_grid(tmp_path, 'base = "quickstart"\n' + SMALL)).runs()
     assert runs[0].config.dataset.dataset_name == "digits"
     assert not runs[0].config.metrics.enable_sampling
-    assert not runs[0].config.checkpoint.enable_checkpoint
+    assert not runs[0].config.checkpoint.enable_checkpoint and not runs[0].config.checkpoint.save_final
     assert (runs[0].config.validation.freq, runs[0].config.metrics.log_freq) == (0, 1)
 
 

@@ -72,6 +72,11 @@ ROWS = [
         "training.loss_spike_factor = 0.5: must be above 1, or 0 for none",
     ),
     (
+        "train --checkpoint.enable_checkpoint --checkpoint.save_final=false",
+        "checkpoint.save_final = false: checkpoint.enable_checkpoint saves the last step too; leave it out, or set "
+        "both to false",
+    ),
+    (
         "train --training.on_nonfinite=rollback",
         'training.on_nonfinite = "rollback": needs checkpoint.enable_checkpoint to return to',
     ),

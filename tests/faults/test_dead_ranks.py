@@ -278,6 +278,45 @@ def test_an_error_that_only_says_that_others_went_is_known(reason: str, is_other
     assert is_of_others(reason) == is_others
 
 
+WITH_PENDING_COLLECTIVE = """
+import atexit, sys, time
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchditan.verdict import run_job
+
+def main():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    atexit.register(time.sleep, 60)  # as NCCL's handlers, which wait for the collective
+    sys.stdout.write("not flushed yet")
+    raise {error}
+
+sys.exit(run_job(main))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("SystemExit('rank 0: lost rank 1: killed')", 1),
+        ("RuntimeError('lost rank 1: killed')", 1),
+        ("MemoryError('lost rank 1: killed')", 3),
+    ],
+)
+def test_a_failed_rank_exits_without_waiting_in_exit_handlers(error: str, code: int) -> None:
+    script = WITH_PENDING_COLLECTIVE.format(error=error)
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=TRAINER.parent,
+        env={**os.environ, "PYTHONPATH": str(TRAINER.parent)},
+        timeout=45,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == code
+    assert "lost rank 1: killed" in result.stderr
+    assert result.stdout == "not flushed yet"
+
+
 def start_job(folder: Path, *flags: str, **variables: str) -> subprocess.Popen[str]:
     """Two ranks under launch.sh, which never end by themselves unless `flags` say so."""
     always = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2", f"--job.dump_folder={folder}"]

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchditan import verdict
 from torchditan.checkpoint import read_state
 from torchditan.checkpoint_files import list_checkpoints, step_of
 from torchditan.run_directory import RANKS_VARIABLE, read_metrics, read_rank_statuses, read_status
+from torchditan.verdict import Interrupted, run_job
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -122,6 +124,36 @@ def test_without_checkpoints_it_says_that_nothing_was_saved(tmp_path: Path) -> N
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 75
     assert "without checkpoint.enable_checkpoint nothing was saved" in errors
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_explained"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "1"}, True),
+        ({"TORCHELASTIC_RUN_ID": "1", RANKS_VARIABLE: "{tmp_path}"}, False),
+        ({}, False),
+    ],
+)
+def test_the_line_before_the_traceback_of_torchrun_says_whose_it_is(
+    variables: dict[str, str],
+    is_explained: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stop() -> None:
+        raise Interrupted("stopped by SIGINT after step 3")
+
+    monkeypatch.setattr(verdict, "die_with_launcher", lambda: None)
+    for name in ("RANK", "TORCHELASTIC_RUN_ID", RANKS_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp_path=tmp_path))
+    assert run_job(stop) == (0 if variables else 75)
+    errors = capsys.readouterr().err
+    assert errors.startswith("stopped by SIGINT after step 3")
+    assert errors.count("\n") == 1
+    assert ("torchrun's own" in errors) == is_explained
 
 
 IN_A_STEP_WITHOUT_END = """

@@ -288,6 +288,17 @@ def test_a_last_checkpoint_that_cannot_be_written_is_no_success(
     assert [record["step"] for record in read_metrics(tmp_path / "outputs" / "run")] == [1, 2, 3, 4]
 
 
+def test_final_weights_that_cannot_be_written_are_no_success(
+    tmp_path: Path, run_script: RunScript, full_disk: list[int]
+) -> None:
+    full_disk.append(2)
+    flags = ["--training.steps=2", "--training.batch_size=4", "--checkpoint.enable_checkpoint=false"]
+    assert run_script("train.py", *ONE_RUN, *flags).code == 1
+    status = read_status(tmp_path / "outputs" / "run")
+    assert status["state"] == "error"
+    assert "File too large; the same command starts again from the first step" in status["reason"]
+
+
 def test_metrics_that_a_full_disk_does_not_take_are_written_later(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

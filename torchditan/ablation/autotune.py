@@ -298,7 +298,8 @@ def _trial_job(
     trial.training.batch_size, trial.training.steps = batch_size, config.autotune.steps
     trial.metrics.log_freq, trial.metrics.enable_sampling = 1, False
     trial.metrics.enable_tensorboard = trial.metrics.enable_wandb = False
-    trial.validation.freq, trial.checkpoint.enable_checkpoint = 0, False
+    trial.validation.freq = 0
+    trial.checkpoint.enable_checkpoint = trial.checkpoint.save_final = False
     trial.profiling.enable_profiling = trial.profiling.enable_memory_snapshot = False
     dataset = trial.dataset
     is_known = None not in (dataset.image_size, dataset.num_classes, trial.model.input_channels)

@@ -75,6 +75,7 @@ _FORCED: dict[str, Any] = {
     "profiling.enable_memory_snapshot": False,
     "validation.freq": 0,
     "checkpoint.enable_checkpoint": False,
+    "checkpoint.save_final": False,
 }
 _RUNNER_SETS = (
     "job",

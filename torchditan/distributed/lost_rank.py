@@ -1,15 +1,20 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """What is left of a rank that was killed: the words for it, which the launcher's verdict knows too, and its process.
 
+Also how the other ranks exit then, since their exit handlers may wait for a collective that never ends.
+
 Imports no torch, since the verdict does not.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
+import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 LOST_RANK = "lost rank"
 """Beginning of the reason that a rank gives when another one was killed or is stuck."""
@@ -55,3 +60,11 @@ def describe_end(wait_status: int) -> str:
         return f"ended with exit code {wait_status >> 8}, without a word"
     why = " (as by the system when memory ran out)" if number == signal.SIGKILL else ""
     return f"killed by {signal.Signals(number).name}{why}"
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """Exit without exit handlers, which on NCCL may wait for a pending collective until its timeout."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed, or a pipe that nobody reads
+            stream.flush()
+    os._exit(code)

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from torchditan.distributed.lost_rank import LOST_RANK, describe_end, is_of_others, read_process
+from torchditan.distributed.lost_rank import LOST_RANK, describe_end, exit_at_once, is_of_others, read_process
 from torchditan.distributed.process_group import Rank
 
 _BEAT_S = 1.0
@@ -178,8 +178,8 @@ class RankWatch:
             if reason is not None:
                 self._leave(reason)
                 self.on_lost(reason)
-                print(f"rank {self.rank.rank}: {reason}", file=sys.stderr, flush=True)
-                os._exit(1)
+                print(f"rank {self.rank.rank}: {reason}", file=sys.stderr)
+                exit_at_once(1)
 
     def _open_neighbours(self) -> dict[int, Record]:
         """Ranks of this machine by the file descriptor that shows their end, where the system has such."""
