@@ -91,7 +91,7 @@ def test_evaluate_counts_the_classes_that_a_classifier_recognises(outputs: Path,
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["gone"], "gone is not a run directory: it has no config.json"),
+        (["gone"], "gone does not exist; must be a run directory"),
         ([], "the following arguments are required: run"),
         ([RUN, "--step=7"], f"--step = 7: no such checkpoint in {RUN}/checkpoint; there are [2, 3]"),
         ([RUN, "--step=x"], "--step: invalid int value: 'x'"),
@@ -139,6 +139,37 @@ def test_weights_that_the_run_did_not_keep_are_refused(outputs: Path, tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(content))
     line = 'error: --weights = "ema": this run kept no average; must be raw'
     assert refused("generate.py", str(tmp_path), "--weights=ema") == line
+
+
+TAKES_A_RUN = [
+    ("scripts/generate.py", "{run}"),
+    ("scripts/evaluate.py", "{run}"),
+    ("scripts/export_lora.py", "{run}", "lora.safetensors"),
+    ("scripts/convert_checkpoint.py", "export", "{run}", "weights.safetensors"),
+    ("optimization_analysis.py", "--compare", "{run}", "{other}"),
+]
+
+
+@pytest.mark.parametrize("command", TAKES_A_RUN, ids=lambda command: Path(command[0]).stem)
+def test_a_path_that_is_no_run_is_one_line_that_names_a_similar_one(
+    command: tuple[str, ...], outputs: Path, run_script: RunScript
+) -> None:
+    run = outputs / RUN
+    for path, right in (
+        (run / "config.json", f"is a file; must be a run directory; did you mean {run}?"),
+        (run / "metrics.jsonl" / "x", "does not exist; must be a run directory"),
+        (outputs / "a rum", f"does not exist; must be a run directory; did you mean {run}?"),
+        (outputs, "is not a run directory: it has no config.json"),
+    ):
+        script, *arguments = (word.format(run=path, other=run) for word in command)
+        code, out, err = run_script(script, *arguments)
+        assert (code, out, err) == (2, "", f"error: {path} {right}\n")
+
+
+def test_a_run_named_without_its_folder_is_found_in_outputs(run_script: RunScript, tmp_path: Path) -> None:
+    (tmp_path / "outputs" / "quickstart").mkdir(parents=True)
+    (tmp_path / "outputs" / "quickstart" / "config.json").write_text("{}")
+    assert run_script("scripts/generate.py", "quickstart").err.endswith("; did you mean outputs/quickstart?\n")
 
 
 def launch(folder: Path, *arguments: str, **environment: str) -> list[str]:

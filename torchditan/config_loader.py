@@ -187,6 +187,7 @@ TRAJECTORY_KEYS = (
     "float8.enable_float8_linear",
     "float8.recipe_name",
     "checkpoint.initial_load_path",
+    "checkpoint.initial_load_convention",
     "text_encoder.max_length",
 )
 """Options that decide what is learned; a run directory belongs to one choice of them."""
