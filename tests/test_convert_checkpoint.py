@@ -219,7 +219,7 @@ def test_weights_of_unknown_convention_are_refused_unless_it_is_stated(
 def test_published_weights_of_unknown_convention_are_sent_to_model_path(tmp_path: Path) -> None:
     path = tmp_path / "plain.safetensors"
     save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, path)
-    with pytest.raises(ConfigError, match="--model.path"):
+    with pytest.raises(ConfigError, match=r"--model\.path"):
         load_initial_weights(nn.Linear(2, 2), str(path), config=Config(model=Model(name="flux")))
 
 
@@ -433,8 +433,8 @@ def change(metadata: dict[str, str], **config: Any) -> dict[str, str]:
 FOLDER_RULE = "must be a plain folder name inside the run directory, without `..`"
 UNFIT = "has a configuration that does not fit here:"
 WITHOUT = (
-    "has weights without a configuration; must be a file that {script} exported. A new run can begin with other weights "
-    "by checkpoint.initial_load_path"
+    "has weights without a configuration; must be a file that {script} exported. A new run can begin with other "
+    "weights by checkpoint.initial_load_path"
 )
 SENSELESS = "has metadata that make no sense; export it again"
 
