@@ -120,6 +120,11 @@ def test_a_mistake_is_one_line(name: str, arguments: list[str], line: str, refus
             "--seed, --batch_size, --dtype, --without_lora, --out, --sampling.key, --autoencoder.path, "
             "--text_encoder.path",
         ),
+        (
+            "generate.py",
+            "--guidance_scale=4",
+            "--guidance_scale is no option of this script; did you mean --sampling.guidance_scale?",
+        ),
         ("evaluate.py", "--epochs=few", "--epochs: 'few' must be an integer of at least 1"),
     ],
 )

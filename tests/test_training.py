@@ -53,6 +53,15 @@ def job(run: Path, *flags: str) -> list[str]:
     return [*TINY, *flags, f"--job.dump_folder={run.parent}", f"--metrics.experiment_name={run.name}"]
 
 
+def test_the_first_lines_say_how_a_global_batch_is_accumulated(train: Train) -> None:
+    outcome = train("run", "--training.steps=1", "--training.batch_size=4", "--checkpoint.enable_checkpoint")
+    assert "batch_size 4 x 4 micro-batches x 1 rank = global batch 16\n" in outcome.out, outcome.err
+    assert max(map(len, outcome.out.splitlines()[:4])) <= 100
+    flags = ["--training.steps=2", "--training.batch_size=6", "--training.global_batch_size=none"]
+    outcome = train("run", *flags, "--checkpoint.enable_checkpoint")
+    assert "batch_size 4 x 4 micro-batches x 1 rank = global batch 16 (batch_size 6 does not divide" in outcome.out
+
+
 def curve(run: Path) -> list[tuple[float, float]]:
     return [(record["loss"], record["grad_norm"]) for record in read_metrics(run)]
 

@@ -13,6 +13,7 @@ import gc
 import itertools
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -48,7 +49,7 @@ from torchditan.evaluation.grids import Grids
 from torchditan.evaluation.validation import validation_loss
 from torchditan.flops import count_model_flops, peak_flops
 from torchditan.host_memory import keep_freed_memory
-from torchditan.metrics import MetricsLogger, check_trackers
+from torchditan.metrics import CONSOLE_COLUMNS, MetricsLogger, check_trackers
 from torchditan.models import model_spec_of
 from torchditan.models.published.weights import find_lora
 from torchditan.optim import build_optimizer, clip_grad_norm, learning_rate
@@ -57,7 +58,13 @@ from torchditan.precision.loss_scaling import LossScaler
 from torchditan.preemption import StopAgreement, StopRequest
 from torchditan.profiling import check_profiling, profiling
 from torchditan.randomness import Randomness
-from torchditan.resolve import fill_in_from_dataset, keep_global_batch_size, resolve_batches, with_condition_of
+from torchditan.resolve import (
+    describe_batches,
+    fill_in_from_dataset,
+    keep_global_batch_size,
+    resolve_batches,
+    with_condition_of,
+)
 from torchditan.run_directory import RunDirectory, read_status, run_path, write_rank_status
 from torchditan.stream import (
     Batch,
@@ -124,8 +131,10 @@ class Trainer:
         fill_in_from_dataset(config, dataset, sample_shape=self.space.sample_shape)
         assert config.metrics.experiment_name is not None
         path = run_path(config.job.dump_folder, config.metrics.experiment_name)
+        asked_batch_size = config.training.batch_size
         keep_global_batch_size(config, path, world_size=self.rank.world_size)
         self.plan = resolve_batches(config, self.rank)
+        self.batches = describe_batches(self.plan, asked=asked_batch_size)
         self.spec = model_spec_of(config, sample_shape=self.space.sample_shape, num_classes=len(dataset.class_names))
         if config.diffusion.timestep_shift is None:
             config.diffusion.timestep_shift = self.spec.timestep_shift
@@ -375,13 +384,14 @@ class Trainer:
         if self.space.is_encoding:
             shape += f", encoded to {'x'.join(map(str, self.space.sample_shape))}"
         start = f", resumed at step {self.progress.step}" if self.progress.step else ""
-        return (
+        lines = [
             f"{config.metrics.experiment_name}: {self.describe_model()}, {count / 1e6:.2f}M parameters, "
-            f"on {self.dataset.name} "
-            f"({images} of {shape}); "
-            f"{self.parallel_dims.mode} on {self.device.type}, {config.training.mixed_precision_param}; "
-            f"global batch {self.plan.global_batch_size}, {config.training.steps} steps{start}"
-        )
+            f"{self.parallel_dims.mode} on {self.device.type}, {config.training.mixed_precision_param}",
+            f"{self.dataset.name}: {images} of {shape}",
+            f"{config.training.steps} steps{start}",
+            self.batches,
+        ]
+        return "\n".join(textwrap.fill(line, CONSOLE_COLUMNS, subsequent_indent="  ") for line in lines)
 
     def describe_model(self) -> str:
         model, lora = self.config.model, self.config.lora
