@@ -88,6 +88,20 @@ def test_evaluate_counts_the_classes_that_a_classifier_recognises(outputs: Path,
     assert report["accuracy_held_out_real"] > 0.5, "the classifier learns the real images"
 
 
+def test_evaluate_says_how_far_it_is_on_stderr_and_keeps_stdout_for_the_result(
+    outputs: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchditan import progress
+
+    monkeypatch.setattr(progress, "QUIET_S", 0.02)
+    monkeypatch.setattr(progress, "EVERY_S", 0.02)
+    flags = ["--samples_per_class=2", "--epochs=4"]
+    code, output, errors = run_script("scripts/evaluate.py", outputs / RUN, *flags)
+    assert code == 0 and json.loads(output)["num_samples"] == 20
+    for what in (f"loading {outputs / RUN}: ", "training the classifier: ", "drawing 20 samples: "):
+        assert any(line.startswith(what) for line in errors.splitlines()), what
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -16,7 +16,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,6 +57,7 @@ from torchditan.precision.float8 import check_float8, convert_to_float8
 from torchditan.precision.loss_scaling import LossScaler
 from torchditan.preemption import StopAgreement, StopRequest
 from torchditan.profiling import check_profiling, profiling
+from torchditan.progress import Advance, report_progress
 from torchditan.randomness import Randomness
 from torchditan.resolve import (
     describe_batches,
@@ -269,7 +270,8 @@ class Trainer:
         )
         self.model = cast(Any, sharded)  # it has init_weights, and the methods of an FSDPModule
         self.model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device)
-        self.model.init_weights(config.training.seed)
+        with self.reporting("filling the model"):
+            self.model.init_weights(config.training.seed)
         for buffer in self.model.buffers():  # offloading moves parameters alone
             buffer.data = buffer.data.to(self.device)
         self.model.train()
@@ -299,7 +301,8 @@ class Trainer:
             timeout_seconds=config.comm.init_timeout_seconds,
             warn=self.warn,
         )
-        begun_with = self.resume()
+        with self.reporting("reading weights"):
+            begun_with = self.resume()
         self.stop = StopAgreement(
             self.stop_request,
             world_size=self.rank.world_size,
@@ -377,6 +380,10 @@ class Trainer:
         if self.rank.rank == 0:
             self.logger.message(text) if "logger" in vars(self) else print(text, file=sys.stderr, flush=True)
 
+    def reporting(self, what: str) -> AbstractContextManager[Advance]:
+        """Lines about slow work, above the bar of the console where there is one."""
+        return report_progress(what, say=self.logger.message if "logger" in vars(self) else None)
+
     def describe(self) -> str:
         config, count = self.config, sum(parameter.numel() for parameter in self.model.parameters())
         images = f"{len(self.dataset)} images" if hasattr(self.dataset, "__len__") else "streamed images"
@@ -424,6 +431,8 @@ class Trainer:
             self.save()  # to return to
         if config.metrics.enable_sampling and config.sampling.at_start and progress.step == 0:
             self.sample()
+        if config.training.compile:
+            self.logger.message("compiling in the first step, about a minute")
         self.logger.timer.restart()
         with profiling(
             config.profiling,
@@ -434,7 +443,13 @@ class Trainer:
         ) as self.profiler:
             while self.progress.step < config.training.steps:
                 try:
-                    self.train_step(batches)
+                    is_first = self.progress.step + 1 == first_step
+                    with (
+                        self.reporting("compiling" if config.training.compile else "first step")
+                        if is_first
+                        else nullcontext()
+                    ):
+                        self.train_step(batches)
                     if (step := self.progress.step) == first_step:
                         self.set_timeout(config.comm.train_timeout_seconds)
                     self.do_what_is_due(step, is_first=step == first_step)
@@ -622,7 +637,7 @@ class Trainer:
     def validate(self) -> None:
         self.watch.note(self.progress.step, "validation")
         assert self.validation_dataset is not None
-        with self.logger.timer.excluded("validation"):
+        with self.logger.timer.excluded("validation"), self.reporting("validating"):
             self.extra_metrics["validation_loss"] = validation_loss(
                 self.model,
                 objective=self.objective,
@@ -656,10 +671,12 @@ class Trainer:
                 seed=config.training.seed,
                 batch_size=config.metrics.sample_batch_size,
                 device=self.device,
+                say=self.logger.message,
             )  # on the CPU: what was queued is done
             seconds = time.perf_counter() - start
             if self.rank.rank == 0:
-                self.write_grid(generated)
+                with self.reporting("decoding samples"):
+                    self.write_grid(generated)
             dist.barrier()
         self.set_timeout(timeout_seconds)
         if self.progress.step:  # a grid before the first step has no line to stand in
@@ -680,7 +697,7 @@ class Trainer:
     def save(self) -> None:
         self.watch.note(self.progress.step, "saving")
         self.guard.wait()
-        with self.logger.timer.excluded("checkpoint"):
+        with self.logger.timer.excluded("checkpoint"), self.reporting("saving"):
             self.progress.elapsed_s = self.logger.elapsed_s
             if self.spikes is not None:
                 self.progress.mean_loss, self.progress.mean_loss_steps = self.spikes.state()
@@ -696,7 +713,8 @@ class Trainer:
         Raises:
             OSError: it could not be written; what the run learned since the one before would be lost in silence.
         """
-        self.checkpoints.wait()
+        with self.reporting("saving"):
+            self.checkpoints.wait()
         if self.checkpoints.failure is not None:
             reason = f"the last checkpoint could not be written: {self.checkpoints.failure}"
             raise OSError(f"{reason}; the same command continues from the one before")
