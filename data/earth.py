@@ -35,7 +35,7 @@ CROPS_PER_CLASS = {"train": 1160, "validation": 100}
 
 
 class Earth:
-    """About 8,400 crops of 32 x 32 or 64 x 64 pixels; an item is cut out of the picture in memory."""
+    """About 8,400 crops of 32 x 32 pixels or 8,100 of 64 x 64; an item is cut out of the picture in memory."""
 
     name = "earth"
     horizontal_flip = True

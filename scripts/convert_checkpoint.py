@@ -39,13 +39,19 @@ def export_file(argv: list[str]) -> None:
     if arguments.out.exists() and not arguments.overwrite:
         raise ConfigError(f"{arguments.out} exists; choose another name, or replace it with --overwrite")
 
+    from torchditan.progress import report_progress
     from torchditan.tensor_file import DTYPES
     from torchditan.weights_file import export_weights
 
     start = time.perf_counter()
-    stored = export_weights(
-        arguments.source, arguments.out, step=arguments.step, weights=arguments.weights, dtype=DTYPES[arguments.dtype]
-    )
+    with report_progress(f"exporting {arguments.source}"):
+        stored = export_weights(
+            arguments.source,
+            arguments.out,
+            step=arguments.step,
+            weights=arguments.weights,
+            dtype=DTYPES[arguments.dtype],
+        )
     print(
         f"{arguments.out}: {stored.weights} weights of {arguments.source}, step {stored.step}, {arguments.dtype}, "
         f"{arguments.out.stat().st_size / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s"
@@ -63,8 +69,10 @@ def import_file(argv: list[str]) -> None:
     arguments, flags = parser.parse(argv)
 
     from torchditan.imported_run import import_weights
+    from torchditan.progress import report_progress
 
-    stored = import_weights(arguments.weights, arguments.run, flags=flags, overwrite=arguments.overwrite)
+    with report_progress(f"importing {arguments.weights}"):
+        stored = import_weights(arguments.weights, arguments.run, flags=flags, overwrite=arguments.overwrite)
     print(f"{arguments.run}: {stored.weights} weights of step {stored.step}, for scripts/generate.py and evaluate.py")
 
 

@@ -152,6 +152,7 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
     from torchditan.autoencoders.encoding import describe_encoding, encode
     from torchditan.autoencoders.latent_writer import LatentWriter
     from torchditan.config import option_error
+    from torchditan.progress import report_progress
 
     if config.autoencoder.name is None:
         raise option_error("autoencoder.name", None, "must say which autoencoder encodes the images, haar say")
@@ -165,7 +166,8 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
             continue
         if autoencoder is None:
             channels = dataset.sample_shape[0]
-            autoencoder = open_autoencoder(config.autoencoder, device=rank.device, image_channels=channels)
+            with report_progress("opening the autoencoder"):
+                autoencoder = open_autoencoder(config.autoencoder, device=rank.device, image_channels=channels)
         flip = dataset.horizontal_flip if config.dataset.horizontal_flip is None else config.dataset.horizontal_flip
         encoding = describe_encoding(
             dataset,
@@ -213,9 +215,11 @@ def convert_file(arguments: argparse.Namespace, rank: Rank) -> None:
 def verify_all(out: Path) -> None:
     """Print every problem in a line; exit with code 2 where there is one."""
     from torchditan.autoencoders.latent_shards import LatentShards, verify
+    from torchditan.progress import report_progress
 
     folders = [out / split for split in SPLITS if (out / split).is_dir()] or [out]
-    problems = [problem for folder in folders for problem in verify(folder)]
+    with report_progress(f"verifying {out}"):
+        problems = [problem for folder in folders for problem in verify(folder)]
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     if problems:

@@ -27,9 +27,11 @@ def main() -> None:
     from torchditan.config import ConfigError, dataset_channels
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.classifier import accuracy, as_tensors, train_classifier
+    from torchditan.progress import report_progress
     from torchditan.trained_model import TrainedModel
 
-    trained = TrainedModel.load(args.run, step=args.step, device=Rank(0, 0, 1).device, flags=flags)
+    with report_progress(f"loading {args.run}"):
+        trained = TrainedModel.load(args.run, step=args.step, device=Rank(0, 0, 1).device, flags=flags)
     config = trained.config
     if not trained.num_classes:
         raise ConfigError(f"{args.run} was trained without labels; there is no class to name")
@@ -37,22 +39,27 @@ def main() -> None:
     real = build_dataset(config.dataset, split="train", input_channels=channels)
     held_out = build_dataset(config.dataset, split="validation", input_channels=channels)
 
-    images, class_labels = as_tensors(real)
-    images = trained.real_to_pixels(images)
+    with report_progress("reading real images"):
+        images, class_labels = as_tensors(real)
+        images = trained.real_to_pixels(images)
+        held_out_images, held_out_labels = as_tensors(held_out)
+        held_out_images = trained.real_to_pixels(held_out_images)
     num_classes = len(real.class_names)
-    classifier = train_classifier(images, class_labels, num_classes=num_classes, epochs=args.epochs, seed=args.seed)
-    held_out_images, held_out_labels = as_tensors(held_out)
-    held_out_images = trained.real_to_pixels(held_out_images)
+    with report_progress("training the classifier", total=args.epochs, unit="epochs") as advance:
+        classifier = train_classifier(
+            images, class_labels, num_classes=num_classes, epochs=args.epochs, seed=args.seed, advance=advance
+        )
 
     labels = list(range(trained.num_classes))
     samples = trained.generate(
         labels, samples_per_label=args.samples_per_class, seed=args.seed, batch_size=250
     )  # (classes, n, C, H, W)
-    pictures = trained.to_pixels(samples).clamp(-1, 1)
     wanted = [label for label in labels for _ in range(args.samples_per_class)]
-    per_class = [
-        accuracy(classifier, row, row.new_full((len(row),), label).long()) for label, row in enumerate(pictures)
-    ]
+    with report_progress("classifying samples"):
+        pictures = trained.to_pixels(samples).clamp(-1, 1)
+        per_class = [
+            accuracy(classifier, row, row.new_full((len(row),), label).long()) for label, row in enumerate(pictures)
+        ]
     result = {
         "run": str(args.run),
         "step": trained.step,

@@ -40,15 +40,17 @@ def main() -> None:
     import torch
 
     from torchditan.lora_export import export_run
+    from torchditan.progress import report_progress
 
-    layers, step = export_run(
-        args.run,
-        args.out,
-        format=args.format,
-        step=args.step,
-        weights=args.weights,
-        dtype=getattr(torch, args.dtype),
-    )
+    with report_progress(f"exporting {args.run}"):
+        layers, step = export_run(
+            args.run,
+            args.out,
+            format=args.format,
+            step=args.step,
+            weights=args.weights,
+            dtype=getattr(torch, args.dtype),
+        )
     size = args.out.stat().st_size / 1e6
     print(f"{args.out}: LoRA of {len(layers)} layers, step {step}, {args.format} names, {args.dtype}, {size:,.1f} MB")
 

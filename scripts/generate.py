@@ -96,11 +96,12 @@ def main() -> None:
 
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.image_grid import save_grid, stills
+    from torchditan.progress import report_progress
     from torchditan.trained_model import TrainedModel
 
-    trained = TrainedModel.load(
-        args.run, step=args.step, weights=args.weights, device=Rank(0, 0, 1).device, flags=flags
-    )
+    device = Rank(0, 0, 1).device
+    with report_progress(f"loading {args.run}"):
+        trained = TrainedModel.load(args.run, step=args.step, weights=args.weights, device=device, flags=flags)
     config, sampling = trained.config, trained.config.sampling
     if args.without_lora:
         trained.drop_lora()
@@ -108,14 +109,16 @@ def main() -> None:
         is_half = trained.spec.name != "dit" and config.training.mixed_precision_param != "float32"
         args.dtype = "bfloat16" if is_half else "float32"
     trained.model.to(getattr(torch, args.dtype))
-    rows, real = choose_rows(trained, args)
+    with report_progress("encoding prompts" if trained.takes_prompts else "reading real images"):
+        rows, real = choose_rows(trained, args)
 
     per_row = sampling.images_per_class
     start = time.perf_counter()
     samples = trained.generate_rows(rows, samples_per_row=per_row, seed=args.seed, batch_size=args.batch_size)
     seconds = time.perf_counter() - start
     start = time.perf_counter()
-    pictures = stills(trained.to_pixels(samples))
+    with report_progress("decoding samples"):
+        pictures = stills(trained.to_pixels(samples))
     decoding_seconds = time.perf_counter() - start
 
     without = "_without_lora" if args.without_lora else ""

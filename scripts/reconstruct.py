@@ -141,6 +141,7 @@ def main() -> None:
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.image_grid import save_grid
     from torchditan.evaluation.reconstruction import check_pictures, picture_batches, reconstruct
+    from torchditan.progress import report_progress
 
     device = Rank(0, 0, 1).device
     dataset = build_dataset(config.dataset, split="validation")
@@ -151,17 +152,19 @@ def main() -> None:
         batch_size=args.batch_size,
         corrupt_images=config.dataset.corrupt_images,
     )
-    images = torch.cat(list(pictures))  # (n, C, H, W)
+    with report_progress("reading images"):
+        images = torch.cat(list(pictures))  # (n, C, H, W)
     rows, toml, labels = [], [], ["original"]
     shown = [i * len(images) // min(NUM_SHOWN, len(images)) for i in range(min(NUM_SHOWN, len(images)))]
     cells = [images[shown]]
     for each in chosen:
-        autoencoder = open_autoencoder(each, device=device, image_channels=dataset.sample_shape[0])
-        autoencoder.latent_shape(*images.shape[2:])
         title = title_of(each)
-        if set_missing_normalization(autoencoder, images, batch_size=args.batch_size):
-            toml.append((title, to_toml(each, autoencoder)))
-        result = reconstruct(autoencoder, images, batch_size=args.batch_size)
+        with report_progress(f"reconstructing with {title}"):
+            autoencoder = open_autoencoder(each, device=device, image_channels=dataset.sample_shape[0])
+            autoencoder.latent_shape(*images.shape[2:])
+            if set_missing_normalization(autoencoder, images, batch_size=args.batch_size):
+                toml.append((title, to_toml(each, autoencoder)))
+            result = reconstruct(autoencoder, images, batch_size=args.batch_size)
         rows.append(row(title, result, image_shape=dataset.sample_shape))
         labels.append(f"{title}  {rows[-1][3]} dB")
         cells.append(result.images[shown])

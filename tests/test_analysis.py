@@ -639,8 +639,8 @@ def test_a_folder_that_is_no_grid_is_one_line(tmp_path: Path, run_script: RunScr
     foreign.mkdir()
     (tmp_path / "file").write_text("")
     cases = {
-        tmp_path / "gone": "is not a folder; name the folder of a grid, outputs/GRID say",
-        tmp_path / "file": "is not a folder; name the folder of a grid, outputs/GRID say",
+        tmp_path / "gone": "does not exist; must be a grid folder",
+        tmp_path / "file": "is a file; must be a grid folder",
         foreign: "is not a grid folder: it has no grid.json",
     }
     for folder, line in cases.items():

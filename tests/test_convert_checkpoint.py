@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import resource
 import shutil
 import struct
@@ -24,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from torchditan.checkpoint import read_state
-from torchditan.config import Config, ConfigError
+from torchditan.config import Config, ConfigError, Model
 from torchditan.config_loader import to_dict
 from torchditan.run_directory import read_config
 from torchditan.weights_file import (
@@ -186,11 +185,58 @@ def test_a_run_begins_with_given_weights(
     elif source == "checkpoint":
         path, said = trained / "checkpoint" / "step-00000002", "step 2 (ema)"
         expected = weights_in(trained, step=2, key="ema")
-    outcome = run_script("train.py", *job(tmp_path / "new", *AT_REST, f"--checkpoint.initial_load_path={path}"))
+    flags = ["--checkpoint.initial_load_convention=torchditan"] if source == "without metadata" else []
+    flags = [*AT_REST, *flags, f"--checkpoint.initial_load_path={path}"]
+    outcome = run_script("train.py", *job(tmp_path / "new", *flags))
     assert outcome.code == 0, outcome.err
+    stated = read_config(tmp_path / "new")["config"]["checkpoint"]["initial_load_convention"]
+    assert stated == ("torchditan" if source == "without metadata" else None)
     assert f"begun with the {', '.join([f'weights of {path}', *filter(None, [said])])}\n" in outcome.out
     assert_bitwise(weights_in(tmp_path / "new", step=1, key="model"), expected)
     assert_bitwise(weights_in(tmp_path / "new", step=1, key="ema"), expected)
+
+
+def test_weights_of_unknown_convention_are_refused_unless_it_is_stated(
+    exported: Path, tmp_path: Path, run_script: RunScript
+) -> None:
+    path, option = tmp_path / "plain.safetensors", "checkpoint.initial_load_convention"
+    save_file(load_file(exported), path)
+    flags = [*AT_REST, f"--checkpoint.initial_load_path={path}"]
+    outcome = run_script("train.py", *job(tmp_path / "new", *flags))
+    assert outcome.code == 2 and not (tmp_path / "new").exists()
+    (line,) = outcome.err.splitlines()
+    assert line.startswith(f'error: checkpoint.initial_load_path = "{path}": ')
+    for word in (f"--{option} torchditan", "t = 1 is data", "data - noise", "SiT", "REPA", "DDPM"):
+        assert word in line
+    outcome = run_script("train.py", *job(tmp_path / "new", *flags, f"--{option}=sit"))
+    assert (outcome.code, outcome.err) == (2, f'error: {option} = "sit": must be torchditan\n')
+    outcome = run_script("train.py", *job(tmp_path / "new", f"--{option}=torchditan"))
+    assert outcome.code == 2 and outcome.err.startswith(f'error: {option} = "torchditan": has no effect without')
+    outcome = run_script(SCRIPT, "import", path, tmp_path / "new")
+    assert outcome.code == 2 and SCRIPT in outcome.err and "checkpoint.initial_load_path" in outcome.err
+
+
+def test_published_weights_of_unknown_convention_are_sent_to_model_path(tmp_path: Path) -> None:
+    path = tmp_path / "plain.safetensors"
+    save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, path)
+    with pytest.raises(ConfigError, match=r"--model\.path"):
+        load_initial_weights(nn.Linear(2, 2), str(path), config=Config(model=Model(name="flux")))
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "weights.pth", "weights.ckpt", "weights.bin", "old.pt"])
+def test_a_pickle_is_named_with_what_to_do(name: str, tmp_path: Path, run_script: RunScript) -> None:
+    path = tmp_path / name
+    torch.save({"weight": torch.ones(2)}, path, _use_new_zipfile_serialization=name != "old.pt")
+    for command in (
+        ["train.py", *job(tmp_path / "new", f"--checkpoint.initial_load_path={path}")],
+        [SCRIPT, "import", path, tmp_path / "new"],
+    ):
+        outcome = run_script(*command)
+        assert outcome.code == 2 and outcome.err.count("\n") == 1
+        assert (
+            "pickle" in outcome.err and "safetensors.torch.save_file" in outcome.err and "cut short" not in outcome.err
+        )
+    assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
 def test_weights_of_a_run_without_an_average_are_the_raw_ones(
@@ -353,7 +399,10 @@ NO_FILE = "is no safetensors file, or cut short; copy or export it again"
     ("data", "right"),
     [
         (b"", NO_FILE),
-        (pickle.dumps({"a": 1}), NO_FILE),
+        (
+            b"GGUF" + bytes(60),
+            "is a GGUF file of quantized weights; must be a .safetensors file of floating-point weights",
+        ),
         (struct.pack("<Q", 2**63) + b"{}", NO_FILE),
         (with_header(b"[" * 100_000, 0), NO_FILE),
         (with_header({"a": place(0, 16)}, 15), NO_FILE),
@@ -362,7 +411,7 @@ NO_FILE = "is no safetensors file, or cut short; copy or export it again"
         (with_header({"a": place(1 << 40, (1 << 40) + 16)}, 16), NO_FILE),
         (with_header({"a": place(0, 16, "I32")}, 16), "has a as I32; weights must be floating-point numbers"),
     ],
-    ids=["empty", "pickle", "endless header", "deep header", "cut short", "overlap", "negative", "outside", "integers"],
+    ids=["empty", "GGUF", "endless header", "deep header", "cut short", "overlap", "negative", "outside", "integers"],
 )
 def test_a_file_that_is_none_is_refused(data: bytes, right: str, tmp_path: Path, run_script: RunScript) -> None:
     path = tmp_path / "a.safetensors"
@@ -383,14 +432,18 @@ def change(metadata: dict[str, str], **config: Any) -> dict[str, str]:
 
 FOLDER_RULE = "must be a plain folder name inside the run directory, without `..`"
 UNFIT = "has a configuration that does not fit here:"
+WITHOUT = (
+    "has weights without a configuration; must be a file that {script} exported. A new run can begin with other "
+    "weights by checkpoint.initial_load_path"
+)
 SENSELESS = "has metadata that make no sense; export it again"
 
 
 @pytest.mark.parametrize(
     ("forge", "right"),
     [
-        (lambda m: {}, "has weights without a configuration; must be a file that {script} exported"),
-        (lambda m: {"format": "pt"}, "has weights without a configuration; must be a file that {script} exported"),
+        (lambda m: {}, WITHOUT),
+        (lambda m: {"format": "pt"}, WITHOUT),
         (
             lambda m: {**m, "version": "2"},
             "is of version 2, from a newer TorchDiTan perhaps; this one reads version 1",
@@ -489,7 +542,7 @@ def test_a_missing_and_an_unknown_tensor_are_named(exported: Path, tmp_path: Pat
     [
         ([], "the first argument is missing; must be export or import, or --help"),
         (["exprt", "run"], "the first argument is exprt; must be export or import, or --help"),
-        (["export", "gone", "a.safetensors"], "gone is not a run directory: it has no config.json"),
+        (["export", "gone", "a.safetensors"], "gone does not exist; must be a run directory"),
         (["export", "{run}"], "the following arguments are required: OUT.safetensors"),
         (["export", "{run}", "a.pt"], 'OUT = "a.pt": must be a file that ends in .safetensors'),
         (["export", "{run}", "a.safetensors", "b"], "b belongs to no option; options are written --section.key value"),

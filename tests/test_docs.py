@@ -48,6 +48,13 @@ def test_the_configuration_page_is_complete() -> None:
     assert absent == []
 
 
+def test_the_training_step_names_the_position_that_the_stream_starts_at() -> None:
+    trainer = (REPOSITORY / "torchditan" / "trainer.py").read_text(encoding="utf-8")
+    (position,) = re.findall(r"stream\.batches\(self\.(progress\.\w+)\)", trainer)
+    page = (REPOSITORY / "docs" / "training_step.md").read_text(encoding="utf-8")
+    assert re.findall(r"`(progress\.\w+)` of the training stream", page) == [position]
+
+
 def test_the_training_step_names_functions_that_exist() -> None:
     page = REPOSITORY / "docs" / "training_step.md"
     code = "\n".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "torchditan").rglob("*.py"))

@@ -230,10 +230,27 @@ def test_a_log_file_gets_plain_lines_with_an_eta(make, clock):
     logger.message("wrote a grid")
     logger.close()
     line, message = stream.getvalue().splitlines()
-    assert line.startswith("step  10/100  loss 0.5000  validation_loss 0.2500  grad_norm 1.500  lr 1.00e-04")
+    assert line.startswith("step  10/100  loss 0.5000  val 0.2500  grad 1.500  lr 1.0e-04")
     assert "16.0 images/s" in line and "MFU 16.0%" in line and line.endswith("ETA 0:00:45")
     assert message == "wrote a grid"
     assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(("columns", "is_terminal"), [(80, True), (60, True), (200, True), (80, False)])
+def test_a_line_fits_the_terminal_or_100_columns(make, clock, monkeypatch, columns, is_terminal):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal() if is_terminal else io.StringIO()
+    logger = make(stream=stream)
+    train(logger, clock, 10)
+    logger.log(10, loss=0.5, grad_norm=1.5, lr=1e-4, extra={"validation_loss": 0.25, "encoding_percent": 12.5})
+    logger.close()
+    (line,) = (line for line in screen(stream.getvalue()) if line.startswith("step "))
+    assert len(line) <= (columns if is_terminal else 100)
+    for kept in ("step  10/100", "loss 0.5000", "ETA 0:00:45"):
+        assert kept in line
+    assert ("encoding 12.5%" in line) == (columns == 200), "what is least important goes first"
 
 
 def test_eta_forgets_the_slow_first_step(make, clock):

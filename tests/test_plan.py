@@ -573,6 +573,7 @@ def test_what_a_configuration_leaves_open_is_what_the_dataset_says() -> None:
     ("flags", "device", "message"),
     [
         ([], "a100", '--device = "a100": the planner knows a100-40gb, a100-80gb,'),
+        ([], "a100", "did you mean a100-40gb or a100-80gb or a100-40gb-pcie or a100-80gb-pcie?"),
         ([], "rtx4091", "did you mean rtx4090?"),
         (["--training.batch_size=auto"], None, 'training.batch_size = "auto": needs a device'),
         (

@@ -88,10 +88,24 @@ def test_evaluate_counts_the_classes_that_a_classifier_recognises(outputs: Path,
     assert report["accuracy_held_out_real"] > 0.5, "the classifier learns the real images"
 
 
+def test_evaluate_says_how_far_it_is_on_stderr_and_keeps_stdout_for_the_result(
+    outputs: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchditan import progress
+
+    monkeypatch.setattr(progress, "QUIET_S", 0.02)
+    monkeypatch.setattr(progress, "EVERY_S", 0.02)
+    flags = ["--samples_per_class=2", "--epochs=4"]
+    code, output, errors = run_script("scripts/evaluate.py", outputs / RUN, *flags)
+    assert code == 0 and json.loads(output)["num_samples"] == 20
+    for what in (f"loading {outputs / RUN}: ", "training the classifier: ", "drawing 20 samples: "):
+        assert any(line.startswith(what) for line in errors.splitlines()), what
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["gone"], "gone is not a run directory: it has no config.json"),
+        (["gone"], "gone does not exist; must be a run directory"),
         ([], "the following arguments are required: run"),
         ([RUN, "--step=7"], f"--step = 7: no such checkpoint in {RUN}/checkpoint; there are [2, 3]"),
         ([RUN, "--step=x"], "--step: invalid int value: 'x'"),
@@ -120,6 +134,11 @@ def test_a_mistake_is_one_line(name: str, arguments: list[str], line: str, refus
             "--seed, --batch_size, --dtype, --without_lora, --out, --sampling.key, --autoencoder.path, "
             "--text_encoder.path",
         ),
+        (
+            "generate.py",
+            "--guidance_scale=4",
+            "--guidance_scale is no option of this script; did you mean --sampling.guidance_scale?",
+        ),
         ("evaluate.py", "--epochs=few", "--epochs: 'few' must be an integer of at least 1"),
     ],
 )
@@ -139,6 +158,37 @@ def test_weights_that_the_run_did_not_keep_are_refused(outputs: Path, tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(content))
     line = 'error: --weights = "ema": this run kept no average; must be raw'
     assert refused("generate.py", str(tmp_path), "--weights=ema") == line
+
+
+TAKES_A_RUN = [
+    ("scripts/generate.py", "{run}"),
+    ("scripts/evaluate.py", "{run}"),
+    ("scripts/export_lora.py", "{run}", "lora.safetensors"),
+    ("scripts/convert_checkpoint.py", "export", "{run}", "weights.safetensors"),
+    ("optimization_analysis.py", "--compare", "{run}", "{other}"),
+]
+
+
+@pytest.mark.parametrize("command", TAKES_A_RUN, ids=lambda command: Path(command[0]).stem)
+def test_a_path_that_is_no_run_is_one_line_that_names_a_similar_one(
+    command: tuple[str, ...], outputs: Path, run_script: RunScript
+) -> None:
+    run = outputs / RUN
+    for path, right in (
+        (run / "config.json", f"is a file; must be a run directory; did you mean {run}?"),
+        (run / "metrics.jsonl" / "x", "does not exist; must be a run directory"),
+        (outputs / "a rum", f"does not exist; must be a run directory; did you mean {run}?"),
+        (outputs, "is not a run directory: it has no config.json"),
+    ):
+        script, *arguments = (word.format(run=path, other=run) for word in command)
+        code, out, err = run_script(script, *arguments)
+        assert (code, out, err) == (2, "", f"error: {path} {right}\n")
+
+
+def test_a_run_named_without_its_folder_is_found_in_outputs(run_script: RunScript, tmp_path: Path) -> None:
+    (tmp_path / "outputs" / "quickstart").mkdir(parents=True)
+    (tmp_path / "outputs" / "quickstart" / "config.json").write_text("{}")
+    assert run_script("scripts/generate.py", "quickstart").err.endswith("; did you mean outputs/quickstart?\n")
 
 
 def launch(folder: Path, *arguments: str, **environment: str) -> list[str]:

@@ -53,6 +53,28 @@ def job(run: Path, *flags: str) -> list[str]:
     return [*TINY, *flags, f"--job.dump_folder={run.parent}", f"--metrics.experiment_name={run.name}"]
 
 
+def test_the_first_lines_say_how_a_global_batch_is_accumulated(train: Train) -> None:
+    outcome = train("run", "--training.steps=1", "--training.batch_size=4", "--checkpoint.enable_checkpoint")
+    assert "batch_size 4 x 4 micro-batches x 1 rank = global batch 16\n" in outcome.out, outcome.err
+    assert max(map(len, outcome.out.splitlines()[:4])) <= 100
+    flags = ["--training.steps=2", "--training.batch_size=6", "--training.global_batch_size=none"]
+    outcome = train("run", *flags, "--checkpoint.enable_checkpoint")
+    assert "batch_size 4 x 4 micro-batches x 1 rank = global batch 16 (batch_size 6 does not divide" in outcome.out
+
+
+def test_slow_work_of_a_run_is_not_silent(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchditan import progress
+
+    monkeypatch.setattr(progress, "QUIET_S", 0.005)
+    monkeypatch.setattr(progress, "EVERY_S", 0.005)
+    flags = ["--training.steps=1", "--validation.freq=1", "--metrics.enable_sampling", "--sampling.num_steps=4"]
+    outcome = train("run", *flags, "--training.compile", "--compile.backend=eager")
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    for what in ("compiling in the first step, about a minute", "compiling: ", "validating: ", "drawing 80 samples: "):
+        assert any(line.startswith(what) for line in lines), (what, lines)
+
+
 def curve(run: Path) -> list[tuple[float, float]]:
     return [(record["loss"], record["grad_norm"]) for record in read_metrics(run)]
 

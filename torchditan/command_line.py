@@ -36,9 +36,19 @@ class ScriptParser(argparse.ArgumentParser):
         for flag in flags:
             name = flag.split("=")[0]
             if name.startswith("--") and not name.startswith(self._prefixes):
-                hint = did_you_mean(name, own) or f"; there are {', '.join([*own, *self._shown])}"
+                hint = self._configuration_flag(name) or did_you_mean(name, own)
+                hint = hint or f"; there are {', '.join([*own, *self._shown])}"
                 raise ConfigError(f"{name} is no option of this script{hint}")
         return arguments, flags
+
+    def _configuration_flag(self, name: str) -> str:
+        """`; did you mean --sampling.guidance_scale?` of `--guidance_scale`, which lacks its section."""
+        from torchditan.config_loader import options
+
+        key = name.removeprefix("--").replace("-", "_")
+        taken = [f"--{option}" for option in options() if f"--{option}".startswith(self._prefixes)]
+        same_key = [option for option in taken if option.split(".")[1] == key]
+        return f"; did you mean {' or '.join(same_key)}?" if same_key else ""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))

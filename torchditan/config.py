@@ -340,6 +340,8 @@ class Checkpoint:
     """Write beside the training, which waits for a copy of the state alone; pinned memory is for GPUs."""
     initial_load_path: str | None = None
     """Begin a new run with these weights: a .safetensors file, a run directory or a checkpoint of one."""
+    initial_load_convention: Literal["torchditan"] | None = None
+    """Time and prediction of weights in a file without our configuration: torchditan is what this project trains."""
 
 
 @dataclass
@@ -691,6 +693,11 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         lambda config: config.model.name not in ("flux", "hunyuan_video"),
         "diffusion.embedded_guidance sampling.embedded_guidance",
         "{name} embeds no guidance scale; leave it out",
+    ),
+    (
+        lambda config: config.checkpoint.initial_load_path is None,
+        "checkpoint.initial_load_convention",
+        "has no effect without checkpoint.initial_load_path; leave it out",
     ),
     (
         lambda config: config.lora.rank == 0,

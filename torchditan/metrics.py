@@ -48,6 +48,20 @@ ALWAYS_KEYS = (
     "elapsed_s",
 )
 _GIB = 1024**3
+CONSOLE_COLUMNS = 100
+"""Longest line of a log that is no terminal; a terminal has its own width."""
+_LEAST_IMPORTANT_FIRST = (
+    "encoding_percent",
+    "data_loading_percent",
+    "tflops_per_device",
+    "step_time_s",
+    "peak_memory_gib",
+    "lr",
+    "grad_norm",
+    "mfu",
+    "images_per_second",
+)
+"""What a console line leaves out, one by one, until it fits; metrics.jsonl has everything."""
 
 
 def check_trackers(config: Metrics) -> None:
@@ -197,6 +211,11 @@ class Console:
         self.color = color and self.is_terminal and not os.environ.get("NO_COLOR")
         self._bar = ""
         self._drawn_at = float("-inf")
+
+    @property
+    def columns(self) -> int:
+        """Width that a line may have."""
+        return shutil.get_terminal_size().columns if self.is_terminal else CONSOLE_COLUMNS
 
     def line(self, text: str) -> None:
         self._stream.write(f"{self._erase()}{text}\n{self._bar}")
@@ -382,8 +401,9 @@ class MetricsLogger:
     def _report(self, record: dict[str, Any]) -> None:
         self._run_directory.append_metrics(record)
         if self._console is not None:
-            color = self._console.color
-            self._console.line(_console_line(record, self._total_steps, self._eta(), color=color))
+            console = self._console
+            line = _console_line(record, self._total_steps, self._eta(), color=console.color, columns=console.columns)
+            console.line(line)
         numbers = {key: value for key, value in record.items() if isinstance(value, (int, float))}
         if self._tensorboard is not None:
             with self._tensorboard_if_it_can():
@@ -401,28 +421,31 @@ class MetricsLogger:
         return str(timedelta(seconds=round(seconds)))
 
 
-def _console_line(record: dict[str, Any], total_steps: int, eta: str, *, color: bool) -> str:
-    def part(key: str, text: str, code: int) -> str:
-        value = record.get(key)
-        if value is None:
-            return ""
-        return f"\x1b[{code}m{text.format(value)}\x1b[0m" if color else text.format(value)
-
-    parts = [
-        part("step", f"step {{:>{len(str(total_steps))}}}/{total_steps}", 31),
-        part("loss", "loss {:.4f}", 32),
-        part("validation_loss", "validation_loss {:.4f}", 32),
-        part("grad_norm", "grad_norm {:.3f}", 33),
-        part("lr", "lr {:.2e}", 39),
-        part("images_per_second", "{:,.1f} images/s", 34),
-        part("step_time_s", "{:.3f} s/step", 34),
-        part("tflops_per_device", "{:,.2f} TFLOP/s", 36),
-        part("mfu", "MFU {:.1f}%", 36),
-        part("peak_memory_gib", "memory {:.2f} GiB", 35),
-        part("data_loading_percent", "data {:.1f}%", 39),
-        part("encoding_percent", "encoding {:.1f}%", 39),
-    ]
-    return "  ".join([*filter(None, parts), f"ETA {eta}"])
+def _console_line(record: dict[str, Any], total_steps: int, eta: str, *, color: bool, columns: int) -> str:
+    """One line of at most `columns` characters, without what is least important where it would be longer."""
+    parts = {
+        "step": (f"step {{:>{len(str(total_steps))}}}/{total_steps}", 31),
+        "loss": ("loss {:.4f}", 32),
+        "validation_loss": ("val {:.4f}", 32),
+        "grad_norm": ("grad {:.3f}", 33),
+        "lr": ("lr {:.1e}", 39),
+        "images_per_second": ("{:,.1f} images/s", 34),
+        "step_time_s": ("{:.3f} s/step", 34),
+        "tflops_per_device": ("{:,.2f} TFLOP/s", 36),
+        "mfu": ("MFU {:.1f}%", 36),
+        "peak_memory_gib": ("{:.2f} GiB", 35),
+        "data_loading_percent": ("data {:.1f}%", 39),
+        "encoding_percent": ("encoding {:.1f}%", 39),
+    }
+    shown = {
+        key: (text.format(record[key]), code) for key, (text, code) in parts.items() if record.get(key) is not None
+    }
+    shown["eta"] = (f"ETA {eta}", 39)
+    for key in _LEAST_IMPORTANT_FIRST:
+        if len("  ".join(text for text, _ in shown.values())) <= columns:
+            break
+        shown.pop(key, None)
+    return "  ".join(f"\x1b[{code}m{text}\x1b[0m" if color and code else text for text, code in shown.values())
 
 
 def _require(module: str, option: str, package: str) -> None:

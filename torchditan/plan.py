@@ -53,19 +53,23 @@ def main() -> None:
 
     from torchditan.ablation import planner_report as report
     from torchditan.config_loader import load_config
+    from torchditan.progress import report_progress
     from torchditan.run_directory import write_file
 
     check_output("--plot", args.plot)
     config = load_config(["--job.config_file", args.config, *flags])
-    plan = plan_run(config, device=args.device, num_devices=args.num_devices)
+    with report_progress("planning"):
+        plan = plan_run(config, device=args.device, num_devices=args.num_devices)
     if args.sweep and plan.time is None:
         right = "draws modelled times, which a cpu and training.enable_cpu_offload do not have; leave it out"
         raise option_error("--sweep", True, right)
     print(report.describe(plan, config))
     if plan.time is None:
         return
-    largest = alternatives(config, args.device, args.num_devices)
-    print(f"\n{report.comparison(at_one_batch(config, largest, args.device, plan.batch_size), largest)}")
+    with report_progress("planning other settings"):
+        largest = alternatives(config, args.device, args.num_devices)
+        same_batch = at_one_batch(config, largest, args.device, plan.batch_size)
+    print(f"\n{report.comparison(same_batch, largest)}")
     print(report.recommendation(largest))
     if args.sweep:
         plans = sweep(config, args.device, plan.batch_size)

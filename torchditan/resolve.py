@@ -176,6 +176,20 @@ def resolve_batches(config: Config, rank: Rank) -> BatchPlan:
     )
 
 
+def describe_batches(plan: BatchPlan, *, asked: int | str | None = None) -> str:
+    """`batch_size 8 x 4 micro-batches x 1 rank = global batch 32`, and why it is not the batch_size `asked` for."""
+    micro_batches, ranks = plan.num_micro_batches, plan.world_size
+    counts = [
+        f"batch_size {plan.batch_size}",
+        f"{micro_batches} micro-batch{'' if micro_batches == 1 else 'es'}",
+        f"{ranks} rank{'' if ranks == 1 else 's'}",
+    ]
+    changed = asked not in (None, "auto", plan.batch_size)
+    return f"{' x '.join(counts)} = global batch {plan.global_batch_size}" + (
+        f" (batch_size {asked} does not divide the {plan.global_batch_size // ranks} of a rank)" if changed else ""
+    )
+
+
 def with_condition_of(spec: ModelSpec, dataset: ImageDataset, config: Config, *, device: torch.device) -> ModelSpec:
     """The model conditioned on what the dataset has: its own empty caption; a stand-in makes up what the model wants.
 

@@ -32,7 +32,7 @@ from typing import IO, Any
 from uuid import uuid4
 
 from torchditan import provenance
-from torchditan.config import ConfigError, option_error
+from torchditan.config import ConfigError, nearest, option_error
 from torchditan.trajectory import differences
 
 RANKS_VARIABLE = "TORCHDITAN_RANKS_FOLDER"
@@ -375,13 +375,54 @@ def _read_rank_status(path: Path) -> dict[str, Any] | None:
     return status
 
 
+def check_folder(path: Path, *, mark: str, what: str) -> None:
+    """Refuse a path that is not a folder of this kind, and suggest one that is.
+
+    Args:
+        path: what the user gave.
+        mark: the file that every folder of this kind holds, config.json for example.
+        what: the kind, for the message: "a run directory".
+
+    Raises:
+        ConfigError: it does not exist, is a file, or lacks the mark.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; must be {what}{_similar_folder(path, mark=mark)}")
+    if not path.is_dir():
+        is_inside = (path.parent / mark).is_file()
+        hint = f"; did you mean {path.parent}?" if is_inside else ""
+        if path.suffix == ".safetensors":
+            hint = "; scripts/convert_checkpoint.py import makes a run of exported weights"
+        raise ConfigError(f"{path} is a file; must be {what}{hint}")
+    if not (path / mark).exists():
+        raise ConfigError(f"{path} is not {what}: it has no {mark}")
+
+
+def _similar_folder(path: Path, *, mark: str) -> str:
+    """`; did you mean outputs/quickstart?`, or nothing: looks next to the path, and in outputs/."""
+    folders = [path.parent, path.parent / "outputs"]
+    found = {
+        child.name: child for folder in reversed(folders) for child in _children(folder) if (child / mark).is_file()
+    }
+    name = nearest(path.name, found)
+    return f"; did you mean {found[name]}?" if name else ""
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
 def read_config(path: str | Path) -> dict[str, Any]:
     """config.json of the run in folder `path`; ConfigError where there is none."""
+    check_folder(Path(path), mark="config.json", what="a run directory")
     file = Path(path) / "config.json"
     try:
         content: dict[str, Any] = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is not a run directory: it has no config.json") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} does not parse: {error}") from None
     config = content.get("config") if isinstance(content, dict) else None

@@ -68,4 +68,32 @@ def open_file(path: Path) -> Iterator[Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except SafetensorError:
+        kind = _other_kind(path)
+        if kind is not None:
+            raise ConfigError(f"{path} {kind}") from None
         raise ConfigError(f"{path} is no safetensors file, or cut short; copy or export it again") from None
+
+
+_TO_SAFETENSORS = (
+    "must be a .safetensors file; if you trust it, read it with torch.load(..., weights_only=True) and write its "
+    "tensors with safetensors.torch.save_file"
+)
+_OTHER_KINDS = (
+    (b"PK\x03\x04", f"is a PyTorch file, whose pickle may execute code; {_TO_SAFETENSORS}"),
+    (b"\x80", f"is a pickle, which may execute code; {_TO_SAFETENSORS}"),
+    (b"GGUF", "is a GGUF file of quantized weights; must be a .safetensors file of floating-point weights"),
+    (b"\x89HDF", "is an HDF5 file (Keras); must be a .safetensors file"),
+    (b"version https://git-lfs", "is a Git LFS pointer, not the weights; fetch them with `git lfs pull`"),
+    (b"<", "is a web page, not weights; download it again, with an access token if its terms ask for one"),
+)
+"""(first bytes, what to say) of files that are given in place of a safetensors file."""
+
+
+def _other_kind(path: Path) -> str | None:
+    """What a file is that is no safetensors file, and what to do; None where its first bytes do not say."""
+    with path.open("rb") as file:
+        start = file.read(32)
+    # A safetensors file begins with the size of its header, which some of these bytes could be; its `{` follows.
+    if start[8:9] == b"{":
+        return None
+    return next((text for first, text in _OTHER_KINDS if start.startswith(first)), None)

@@ -14,9 +14,10 @@ import itertools
 import os
 import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,7 +50,7 @@ from torchditan.evaluation.grids import Grids
 from torchditan.evaluation.validation import validation_loss
 from torchditan.flops import count_model_flops, peak_flops
 from torchditan.host_memory import keep_freed_memory
-from torchditan.metrics import MetricsLogger, check_trackers
+from torchditan.metrics import CONSOLE_COLUMNS, MetricsLogger, check_trackers
 from torchditan.models import TextEmbeddings, model_spec_of
 from torchditan.models.published.weights import find_lora
 from torchditan.optim import build_optimizer, clip_grad_norm, learning_rate
@@ -57,9 +58,11 @@ from torchditan.precision.float8 import check_float8, convert_to_float8
 from torchditan.precision.loss_scaling import LossScaler
 from torchditan.preemption import StopAgreement, StopRequest
 from torchditan.profiling import check_profiling, profiling
+from torchditan.progress import Advance, report_progress
 from torchditan.randomness import Randomness
 from torchditan.resolve import (
     check_steps,
+    describe_batches,
     fill_in_from_dataset,
     keep_global_batch_size,
     keep_values_of_run,
@@ -136,9 +139,11 @@ class Trainer:
                 config.autoencoder, dataset, device=self.device, needs_decoder=config.metrics.enable_sampling
             )
         fill_in_from_dataset(config, dataset, sample_shape=self.space.sample_shape)
+        asked_batch_size = config.training.batch_size
         keep_global_batch_size(config, path, world_size=self.rank.world_size)
         check_steps(config, path)
         self.plan = resolve_batches(config, self.rank)
+        self.batches = describe_batches(self.plan, asked=asked_batch_size)
         self.spec = model_spec_of(config, sample_shape=self.space.sample_shape, num_classes=len(dataset.class_names))
         if config.diffusion.timestep_shift is None:
             config.diffusion.timestep_shift = self.spec.timestep_shift
@@ -275,7 +280,8 @@ class Trainer:
         )
         self.model = cast(Any, sharded)  # it has init_weights, and the methods of an FSDPModule
         self.model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device)
-        self.model.init_weights(config.training.seed)
+        with self.reporting("filling the model"):
+            self.model.init_weights(config.training.seed)
         for buffer in self.model.buffers():  # offloading moves parameters alone
             buffer.data = buffer.data.to(self.device)
         self.model.train()
@@ -305,7 +311,8 @@ class Trainer:
             timeout_seconds=config.comm.init_timeout_seconds,
             warn=self.warn,
         )
-        begun_with = self.resume()
+        with self.reporting("reading weights"):
+            begun_with = self.resume()
         self.stop = StopAgreement(
             self.stop_request,
             world_size=self.rank.world_size,
@@ -395,6 +402,10 @@ class Trainer:
         if self.rank.rank == 0:
             self.logger.message(text) if "logger" in vars(self) else print(text, file=sys.stderr, flush=True)
 
+    def reporting(self, what: str) -> AbstractContextManager[Advance]:
+        """Lines about slow work, above the bar of the console where there is one."""
+        return report_progress(what, say=self.logger.message if "logger" in vars(self) else None)
+
     def describe(self) -> str:
         config, count = self.config, sum(parameter.numel() for parameter in self.model.parameters())
         images = f"{len(self.dataset)} images" if hasattr(self.dataset, "__len__") else "streamed images"
@@ -402,13 +413,14 @@ class Trainer:
         if self.space.is_encoding:
             shape += f", encoded to {'x'.join(map(str, self.space.sample_shape))}"
         start = f", resumed at step {self.progress.step}" if self.progress.step else ""
-        return (
+        lines = [
             f"{config.metrics.experiment_name}: {self.describe_model()}, {count / 1e6:.2f}M parameters, "
-            f"on {self.dataset.name} "
-            f"({images} of {shape}); "
-            f"{self.parallel_dims.mode} on {self.device.type}, {config.training.mixed_precision_param}; "
-            f"global batch {self.plan.global_batch_size}, {config.training.steps} steps{start}"
-        )
+            f"{self.parallel_dims.mode} on {self.device.type}, {config.training.mixed_precision_param}",
+            f"{self.dataset.name}: {images} of {shape}",
+            f"{config.training.steps} steps{start}",
+            self.batches,
+        ]
+        return "\n".join(textwrap.fill(line, CONSOLE_COLUMNS, subsequent_indent="  ") for line in lines)
 
     def describe_model(self) -> str:
         model, lora = self.config.model, self.config.lora
@@ -441,6 +453,8 @@ class Trainer:
             self.save()  # to return to
         if config.metrics.enable_sampling and config.sampling.at_start and progress.step == 0:
             self.sample()
+        if config.training.compile:
+            self.logger.message("compiling in the first step, about a minute")
         with profiling(
             config.profiling,
             self.run_directory,
@@ -452,7 +466,13 @@ class Trainer:
             self.logger.timer.restart()
             while self.progress.step < config.training.steps:
                 try:
-                    self.train_step(batches)
+                    is_first = self.progress.step + 1 == first_step
+                    with (
+                        self.reporting("compiling" if config.training.compile else "first step")
+                        if is_first
+                        else nullcontext()
+                    ):
+                        self.train_step(batches)
                     if (step := self.progress.step) == first_step:
                         self.set_timeout(config.comm.train_timeout_seconds)
                     self.do_what_is_due(step, is_first=step == first_step)
@@ -654,7 +674,7 @@ class Trainer:
     def validate(self) -> None:
         self.watch.note(self.progress.step, "validation")
         assert self.validation_dataset is not None
-        with self.logger.timer.excluded("validation"):
+        with self.logger.timer.excluded("validation"), self.reporting("validating"):
             self.extra_metrics["validation_loss"] = validation_loss(
                 self.model,
                 objective=self.objective,
@@ -688,10 +708,12 @@ class Trainer:
                 seed=config.training.seed,
                 batch_size=config.metrics.sample_batch_size,
                 device=self.device,
+                say=self.logger.message,
             )  # on the CPU: what was queued is done
             seconds = time.perf_counter() - start
             if self.rank.rank == 0:
-                self.write_grid(generated)
+                with self.reporting("decoding samples"):
+                    self.write_grid(generated)
             dist.barrier()
         self.set_timeout(timeout_seconds)
         if self.progress.step:  # a grid before the first step has no line to stand in
@@ -712,7 +734,7 @@ class Trainer:
     def save(self) -> None:
         self.watch.note(self.progress.step, "saving")
         self.guard.wait()
-        with self.logger.timer.excluded("checkpoint"):
+        with self.logger.timer.excluded("checkpoint"), self.reporting("saving"):
             self.progress.elapsed_s = self.logger.elapsed_s
             if self.spikes is not None:
                 self.progress.mean_loss, self.progress.mean_loss_steps = self.spikes.state()
@@ -728,7 +750,8 @@ class Trainer:
         Raises:
             OSError: it could not be written; what the run learned since the one before would be lost in silence.
         """
-        self.checkpoints.wait()
+        with self.reporting("saving"):
+            self.checkpoints.wait()
         if self.checkpoints.failure is not None:
             reason = f"the last checkpoint could not be written: {self.checkpoints.failure}"
             has_earlier = latest_checkpoint(self.checkpoints.folder) is not None

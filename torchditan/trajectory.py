@@ -16,6 +16,7 @@ from typing import Any
 from torchditan.config import Config, flatten
 
 VALUES_BEFORE: dict[str, Any] = {
+    "checkpoint.initial_load_convention": None,
     "lr_scheduler.decay_until": "last_step",
 }
 """Options added since commit 36e2f02, each with what every run did before it existed.
@@ -53,6 +54,7 @@ TRAJECTORY_KEYS = (
     "float8.enable_float8_linear",
     "float8.recipe_name",
     "checkpoint.initial_load_path",
+    "checkpoint.initial_load_convention",
     "text_encoder.max_length",
 )
 """Options that decide what is learned; a run directory belongs to one choice of them."""

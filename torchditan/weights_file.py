@@ -116,7 +116,8 @@ def read_weights_metadata(path: Path) -> StoredWeights:
     stored = _describe_file(path)
     if stored.config is None:
         raise ConfigError(
-            f"{path} has weights without a configuration; must be a file that scripts/convert_checkpoint.py exported"
+            f"{path} has weights without a configuration; must be a file that scripts/convert_checkpoint.py exported. "
+            "A new run can begin with other weights by checkpoint.initial_load_path"
         )
     return stored
 
@@ -226,6 +227,7 @@ def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
     stored: StoredWeights = found[0]
     differing = _other_options(stored, config)
     try:
+        refuse_unknown_convention(stored, config)
         refuse_other_model(model, stored, differing)
         if stored.path.is_dir():
             load_weights(model, stored.path, ema=stored.weights == "ema")
@@ -260,6 +262,27 @@ def _describe(path: Path) -> StoredWeights:
         raise ConfigError(f"{path} holds no config.json; must be a run directory, or a checkpoint in one")
     checkpoint = _find(path)
     return _describe_checkpoint(checkpoint, CheckpointReader(checkpoint), weights=None)
+
+
+def refuse_unknown_convention(stored: StoredWeights, config: Config) -> None:
+    """Names and shapes do not say how weights count time, nor what they predict; their configuration or the user must.
+
+    Raises:
+        ConfigError: neither does.
+    """
+    if stored.config is not None or config.checkpoint.initial_load_convention is not None:
+        return
+    unknown = f"{stored.path} has no configuration of ours, so its time and its prediction are unknown"
+    if config.model.name != "dit":
+        raise ConfigError(
+            f"{unknown}; give published weights as --model.path, or add --checkpoint.initial_load_convention "
+            f"torchditan if this project trained them as {config.model.name}"
+        )
+    raise ConfigError(
+        f"{unknown}; add --checkpoint.initial_load_convention torchditan if t = 0 is noise and t = 1 is data (times "
+        "1000 in its embedding) and it predicts the velocity data - noise. Others cannot be loaded: SiT (unscaled "
+        "time), REPA (t = 1 is noise), DiT and other DDPMs (predict noise)"
+    )
 
 
 def refuse_other_model(model: nn.Module, stored: StoredWeights, differing_options: list[str]) -> None:

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from data import build_dataset
+from data.earth import CROPS_PER_CLASS
 from torchditan.config import ConfigError, Dataset
 
 
@@ -48,6 +50,21 @@ def test_earth_has_about_8400_crops_and_every_class_in_both_splits() -> None:
     assert np.bincount(train.class_labels).min() > 500
     assert np.bincount(validation.class_labels).min() > 50
     assert train.horizontal_flip
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_the_page_of_the_data_has_the_counts_of_earth(size: int) -> None:
+    train, validation = (open_dataset("earth", split, size) for split in ("train", "validation"))
+    counts = [np.bincount(dataset.class_labels) for dataset in (train, validation)]
+    names = np.array(train.class_names)
+    rare = [
+        f"{count:,} {name}" for name, count in zip(names, counts[0], strict=True) if count < CROPS_PER_CLASS["train"]
+    ]
+    page = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    (row,) = (line for line in page.splitlines() if line.startswith("| [`earth`]"))
+    assert f"{len(train):,} + {len(validation)} at {size} x {size}" in row
+    (sentence,) = (line for line in page.splitlines() if line.startswith(f"| {size} x {size} | "))
+    assert sentence.split(" | ")[1:] == [", ".join(rare), f"{counts[1].min()} {names[counts[1].argmin()]} |"]
 
 
 def test_no_crop_of_earth_is_there_twice() -> None:

@@ -462,7 +462,7 @@ ROWS = [
     ),
     (
         "convert_checkpoint export nothing weights2.safetensors",
-        "nothing is not a run directory: it has no config.json",
+        "nothing does not exist; must be a run directory",
     ),
     (
         "convert_checkpoint import gone.safetensors imported",

@@ -355,8 +355,6 @@ def _read_runs(folders: Sequence[Path], labels: Sequence[str] | None) -> list[Ru
 
 
 def _read_run(folder: Path, label: str) -> Run:
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; name run directories, outputs/quickstart say")
     if (folder / "grid.json").exists():
         raise ConfigError(f"{folder} is the folder of a grid; --compare takes run directories, {folder}/runs/NAME say")
     content = read_config(folder)

@@ -35,6 +35,7 @@ from torchditan.ablation.grid import (
 from torchditan.ablation.ledger import CSV_NAME, PARQUET_NAME, SCHEMA_VERSION, STATUSES, column_type, columns
 from torchditan.ablation.resolutions import MODEL, RESOLUTION
 from torchditan.config import ConfigError, option_error
+from torchditan.run_directory import check_folder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -193,10 +194,7 @@ def _read_ledger(folder: Path) -> pd.DataFrame:
 def _read_content(folder: Path) -> dict[str, Any]:
     """grid.json: ConfigError where the folder is no grid's."""
     file = folder / "grid.json"
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; name the folder of a grid, outputs/GRID say")
-    if not file.is_file():
-        raise ConfigError(f"{folder} is not a grid folder: it has no grid.json")
+    check_folder(folder, mark="grid.json", what="a grid folder")
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -78,5 +78,7 @@ def device_named(name: str) -> Device:
         if name.lower() == device.name or name == device.driver_name:
             return device
     known = [*DEVICES, "cpu"]
-    right = f"the planner knows {', '.join(known)}{did_you_mean(name, known)}"
+    same_chip = [known_name for known_name in known if name and known_name.startswith(name.lower())]
+    hint = f"; did you mean {' or '.join(same_chip)}?" if same_chip else did_you_mean(name, known)
+    right = f"the planner knows {', '.join(known)}{hint}"
     raise option_error("--device", name, right)

@@ -10,7 +10,6 @@ Notable:
 from __future__ import annotations
 
 import json
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,10 +25,10 @@ from torchditan.distributed.process_group import Rank
 from torchditan.models.published import PublishedModel
 from torchditan.models.published.base import require
 from torchditan.models.published.weights import HOW_TO_GET, fetch, is_hub_name
+from torchditan.progress import report_progress
 
 TEXT_PARTS = ("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor")
 """How the folders of a saved pipeline begin that have to do with conditions."""
-_TEXT_BATCH_SIZE = 8
 _ENTRIES_PER_FILE = 64
 _SECONDS_PER_FILE = 30.0
 """A file at least so often: other ranks wait for them, and what a run that is killed had not written is lost."""
@@ -207,32 +206,29 @@ def encode_missing(
     missing = {key: value for key, value in wanted.items() if key not in cache}
     mine = [value for key, value in missing.items() if int(key[:8], 16) % rank.world_size == rank.rank]
     if mine:
-        encode, start, done = open_encoder(), time.perf_counter(), 0
-        written_at = start
+        with report_progress(f"opening the encoder of {what}"):
+            encode = open_encoder()
+        start = written_at = time.perf_counter()
         pending: Entries = {}
-        for batch in batch_of(mine):
-            try:
-                pending.update(encode(batch))
-            except ConfigError as error:
-                error.is_of_this_rank = True
-                raise
-            done += len(batch)
-            if len(pending) >= _ENTRIES_PER_FILE or time.perf_counter() - written_at > _SECONDS_PER_FILE:
+        with report_progress(f"encoding {what}", total=len(mine), unit=what) as advance:
+            for batch in batch_of(mine):
+                try:
+                    pending.update(encode(batch))
+                except ConfigError as error:
+                    error.is_of_this_rank = True
+                    raise
+                if len(pending) >= _ENTRIES_PER_FILE or time.perf_counter() - written_at > _SECONDS_PER_FILE:
+                    cache.write(pending)
+                    pending, written_at = {}, time.perf_counter()
+                advance(len(batch))
+            if pending:
                 cache.write(pending)
-                pending, written_at = {}, time.perf_counter()
-            if rank.rank == 0:
-                _report(what, done, len(mine), time.perf_counter() - start)
-        if pending:
-            cache.write(pending)
-    _wait_for_others(cache, missing, what=what, timeout_seconds=timeout_seconds)
+        if rank.rank == 0:
+            rate = len(mine) / (time.perf_counter() - start)
+            print(f"encoding {what}: {len(mine)}/{len(mine)}, {rate:.1f}/s", flush=True)
+    with report_progress(f"waiting for {what} of the other ranks"):
+        _wait_for_others(cache, missing, what=what, timeout_seconds=timeout_seconds)
     return len(missing)
-
-
-def _report(what: str, done: int, total: int, seconds: float) -> None:
-    end = "\n" if done == total or not sys.stdout.isatty() else "\r"
-    if end == "\n" and done < total and done % (10 * _TEXT_BATCH_SIZE):
-        return
-    print(f"encoding {what}: {done}/{total}, {done / seconds:.1f}/s", end=end, flush=True)
 
 
 def _wait_for_others(cache: TensorCache, wanted: dict[str, Any], *, what: str, timeout_seconds: float) -> None:

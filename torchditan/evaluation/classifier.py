@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchditan.progress import Advance
 from torchditan.stream import ImageDataset
 
 
@@ -44,8 +45,12 @@ def train_classifier(
     batch_size: int = 64,
     lr: float = 2e-3,
     seed: int = 0,
+    advance: Advance = lambda amount: None,
 ) -> Classifier:
-    """Fit a classifier on images (N, C, H, W) and their labels (N,), with small random shifts."""
+    """Fit a classifier on images (N, C, H, W) and their labels (N,), with small random shifts.
+
+    `advance` is called with a part of an epoch after each batch.
+    """
     torch.manual_seed(seed)
     model = Classifier(in_channels=images.shape[1], num_classes=num_classes)
     steps = epochs * -(-len(images) // batch_size)
@@ -60,6 +65,7 @@ def train_classifier(
             loss.backward()
             optimizer.step()
             schedule.step()
+            advance(epochs / steps)
     return model.eval()
 
 

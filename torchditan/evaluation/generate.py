@@ -9,6 +9,7 @@ Notable:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
 
@@ -19,9 +20,10 @@ from torch import nn
 
 from torchditan.config import Sampling
 from torchditan.diffusion.ddpm import solve_noise
-from torchditan.diffusion.samplers import guided_prediction, solve, timestep_grid
+from torchditan.diffusion.samplers import Velocity, guided_prediction, solve, timestep_grid
 from torchditan.evaluation.rows import SampleRows
 from torchditan.models.spec import Conditioning
+from torchditan.progress import Advance, report_progress
 from torchditan.randomness import normal
 from torchditan.stream import CorruptImageError, ImageDataset
 
@@ -43,6 +45,7 @@ def generate(
     seed: int,
     batch_size: int,
     device: torch.device,
+    say: Callable[[str], None] | None = None,
 ) -> torch.Tensor:
     """Sample the model by the `[sampling]` options; all ranks call it and all get the result.
 
@@ -58,6 +61,7 @@ def generate(
         seed: seed of the starting noise.
         batch_size: samples at once on each rank.
         device: where the model is.
+        say: takes lines of progress; None: stderr.
 
     Returns:
         (len(rows.names), samples_per_row, *sample_shape) float32 on the CPU.
@@ -72,27 +76,40 @@ def generate(
     timesteps = timestep_grid(sampling.num_steps, shift=timestep_shift)
     conditioning = conditioning.with_guidance(sampling.embedded_guidance)
     low, high = sampling.guidance_interval
-    for start in range(0, per_rank, batch_size):
-        chunk = mine[start : start + batch_size]
-        noise_index = [rows.numbers[row] * _SAMPLES_PER_CLASS + number for row, number in chunk]
-        noise = normal(seed, "sample", noise_index, sample_shape).to(device)  # (b, C, H, W)
-        predict = guided_prediction(
-            model,
-            conditioning=conditioning,
-            cond=rows.condition([row for row, _ in chunk], conditioning=conditioning, device=device),
-            guidance_scale=sampling.guidance_scale,
-            guidance_interval=(low, high),
-            guidance_channels=sampling.guidance_channels,
-        )
-        # Training compiled the blocks for its own batch; other shapes run eagerly instead of recompiling.
-        with torch.compiler.set_stance("force_eager"):
-            if prediction == "noise":
-                samples.append(solve_noise(predict, noise, num_steps=sampling.num_steps))
-            else:
-                samples.append(solve(predict, noise, timesteps=timesteps, method=sampling.sampler))
+    evaluations = sampling.num_steps * (2 if sampling.sampler == "heun" and prediction == "velocity" else 1)
+    total = evaluations * -(-per_rank // batch_size)
+    with report_progress(f"drawing {len(wanted)} samples", total=total, unit="model steps", say=say) as advance:
+        for start in range(0, per_rank, batch_size):
+            chunk = mine[start : start + batch_size]
+            noise_index = [rows.numbers[row] * _SAMPLES_PER_CLASS + number for row, number in chunk]
+            noise = normal(seed, "sample", noise_index, sample_shape).to(device)  # (b, C, H, W)
+            predict = guided_prediction(
+                model,
+                conditioning=conditioning,
+                cond=rows.condition([row for row, _ in chunk], conditioning=conditioning, device=device),
+                guidance_scale=sampling.guidance_scale,
+                guidance_interval=(low, high),
+                guidance_channels=sampling.guidance_channels,
+            )
+            predict = _counted(predict, advance)
+            # Training compiled the blocks for its own batch; other shapes run eagerly instead of recompiling.
+            with torch.compiler.set_stance("force_eager"):
+                if prediction == "noise":
+                    samples.append(solve_noise(predict, noise, num_steps=sampling.num_steps))
+                else:
+                    samples.append(solve(predict, noise, timesteps=timesteps, method=sampling.sampler))
     local = torch.cat(samples)  # (per_rank, C, H, W)
     everything = _gather(local, world_size)[: len(wanted)].cpu()
     return everything.unflatten(0, (len(rows.names), samples_per_row))
+
+
+def _counted(predict: Velocity, advance: Advance) -> Velocity:
+    def predict_and_count(x: torch.Tensor, t: float) -> torch.Tensor:
+        predicted = predict(x, t)
+        advance(1)
+        return predicted
+
+    return predict_and_count
 
 
 def _gather(local: torch.Tensor, world_size: int) -> torch.Tensor:
