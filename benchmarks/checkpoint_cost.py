@@ -156,6 +156,8 @@ def measure(trainer: Trainer, args: argparse.Namespace, *, async_mode: str) -> d
         for name, variant in variants.items():
             spent.setdefault(name, []).append(variant())
             train()
+    for checkpoints in (between, beside):
+        checkpoints.close()
     checkpoint = list_checkpoints(between.folder)[-1]
     medians = {name: statistics.median(times) for name, times in spent.items()}
     return {

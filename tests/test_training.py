@@ -236,9 +236,9 @@ def test_without_checkpoints_the_final_weights_are_kept_and_usable(
 ) -> None:
     run = tmp_path / "run"
     assert [path.name for path in (run / "checkpoint").iterdir()] == ["step-00000003"]
-    last_line = finished.out.splitlines()[-1]
-    assert f"{run}/checkpoint/step-00000003" in last_line
-    assert last_line.endswith(f"python scripts/generate.py {run}")
+    *_, where, how = finished.out.splitlines()
+    assert where.endswith(f"{run}/checkpoint/step-00000003")
+    assert how.endswith(f"python scripts/generate.py {run}")
     assert run_script("scripts/generate.py", run, "--sampling.num_steps=1", "--classes=1").code == 0
     assert run_script("scripts/convert_checkpoint.py", "export", run, "weights.safetensors").code == 0
     for weights in (run, "weights.safetensors"):

@@ -761,20 +761,22 @@ class Trainer:
             beside = "" if self.grids.shows_prompts else ", generated beside real"
             self.logger.message(f"samples{beside}: {self.last_grid}")
         self.logger.message(f"done; everything of this run is in {self.run_directory.path}")
-        is_saved = self.saved_step == self.progress.step
-        self.logger.message(self.describe_weights() if is_saved else f"no weights were kept: {_NOT_SAVED}")
+        if self.saved_step != self.progress.step:
+            self.logger.message(f"no weights were kept: {_NOT_SAVED}")
+            return
+        self.logger.message(f"weights: {self.checkpoints.folder / f'step-{self.saved_step:08d}'}")
+        if (command := self.command_to_generate()) is not None:
+            self.logger.message(f"generate from them: {command}")
 
-    def describe_weights(self) -> str:
-        """Where the last checkpoint is, and the command that generates from it."""
-        run = shlex.quote(str(self.run_directory.path))
-        text = f"weights of step {self.saved_step}: {self.checkpoints.folder / f'step-{self.saved_step:08d}'}"
+    def command_to_generate(self) -> str | None:
+        """What draws from the weights of this run; None where a model continues a first frame."""
+        command = f"python scripts/generate.py {shlex.quote(str(self.run_directory.path))}"
         conditioning = self.spec.conditioning
         if not isinstance(conditioning, TextEmbeddings):
-            return f"{text}; generate from them: python scripts/generate.py {run}"
-        if conditioning.kept & conditioning.tensors.keys():  # a first frame, which generate.py cannot give
-            return text
-        prompts = "" if self.config.sampling.prompts else ' --prompts "a text"'
-        return f"{text}; generate from them: python scripts/generate.py {run}{prompts}"
+            return command
+        if conditioning.kept & conditioning.tensors.keys():
+            return None
+        return command if self.config.sampling.prompts else f'{command} --prompts "a text"'
 
 
 def set_determinism(seed: int, *, deterministic: bool) -> None:

@@ -96,7 +96,7 @@ def run_job(main: Callable[[], None]) -> int:
         elif verdict.exit_code == 75:
             is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
             if int(os.environ.get("RANK", 0)) == 0:
-                # torchrun raises when it gets the signal itself; scripts/launch.sh, which sets the variable, does not.
+                # torchrun raises when the signal reaches it; scripts/launch.sh, which sets the variable, prevents that.
                 is_alone = is_under_torchrun and RANKS_VARIABLE not in os.environ
                 print(verdict.reason + ("; a traceback below is torchrun's own" if is_alone else ""), file=sys.stderr)
             if isinstance(error, Interrupted) and is_under_torchrun:
