@@ -323,6 +323,8 @@ class Trainer:
         self.logger.message(self.describe())
         if begun_with is not None:
             self.logger.message(f"begun with the {begun_with}")
+        if config.metrics.enable_sampling and self.grids.why_no_scores is not None:
+            self.logger.message(self.grids.why_no_scores)
         if self.space.missing_decoder is not None:
             self.logger.message(f"grids show latent channels, not pictures: {self.space.missing_decoder}")
 
