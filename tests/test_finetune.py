@@ -192,6 +192,7 @@ def test_samples_of_a_run_and_prompts_of_a_script(pipelines, run_script, tmp_pat
     assert run_script("scripts/generate.py", run, "--classes", "1").code == 2
 
 
+@pytest.mark.slow
 def test_own_prompts_are_compared_with_the_original_models_samples(pipelines, run_script, tmp_path) -> None:
     options = {"lora.rank": 2, "optimizer.lr": 0.1, "metrics.enable_sampling": "true", "metrics.sample_freq": 1}
     options |= {"sampling.images_per_class": 1, "training.steps": 2}
