@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from torchditan.ablation.compare import Comparison, compare, comparison_csv
+from torchditan.ablation.compare_report import comparison_html
 from torchditan.config import ConfigError
 
 if TYPE_CHECKING:
@@ -117,6 +118,31 @@ def text_of(page: str) -> str:
     """What a reader sees, on one line."""
     page = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page))
+
+
+def test_own_prompts_are_compared_with_the_original(tmp_path: Path) -> None:
+    for name, psnr in (("cpu", 30.0), ("gpu", 29.5)):
+        lines = [line(1), line(2, psnr_to_original=psnr, ssim_to_original=0.9, seconds_per_image=0.5)]
+        write_run(tmp_path / name, lines, options={"sampling.prompts": ["a cat"]})
+    comparison = compare([tmp_path / "cpu", tmp_path / "gpu"])
+    assert [run.samplings[0].psnr for run in comparison.runs] == [30.0, 29.5]
+    rows = list(csv.DictReader(comparison_csv(comparison).decode().splitlines()))
+    assert [(row["psnr_at_equal_step"], row["scored_against"]) for row in rows] == [
+        ("30.0", "original"),
+        ("29.5", "original"),
+    ]
+    pytest.importorskip("plotly")
+    text = text_of(comparison_html(comparison))
+    assert "How far have the samples moved" in text and "cpu: 30.00 dB, SSIM 0.9000" in text
+    assert "better samples" not in text
+
+
+def test_prompts_without_a_counterpart_say_so(tmp_path: Path) -> None:
+    for name in ("cpu", "gpu"):
+        write_run(tmp_path / name, options={"sampling.prompts": ["a cat"]})
+    pytest.importorskip("plotly")
+    text = text_of(comparison_html(compare([tmp_path / "cpu", tmp_path / "gpu"])))
+    assert "no real images" in text and "sampling.at_start" in text
 
 
 def test_speed_is_the_median_over_steps_without_the_first(two: Comparison) -> None:

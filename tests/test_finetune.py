@@ -192,6 +192,34 @@ def test_samples_of_a_run_and_prompts_of_a_script(pipelines, run_script, tmp_pat
     assert run_script("scripts/generate.py", run, "--classes", "1").code == 2
 
 
+@pytest.mark.slow
+def test_own_prompts_are_compared_with_the_original_models_samples(pipelines, run_script, tmp_path) -> None:
+    options = {"lora.rank": 2, "optimizer.lr": 0.1, "metrics.enable_sampling": "true", "metrics.sample_freq": 1}
+    options |= {"sampling.images_per_class": 1, "training.steps": 2}
+    found = flags("flux", pipelines["flux"], write_balls(tmp_path / "balls"), tmp_path / "out", **options)
+    found += ["--sampling.prompts", "a cat", "a dog"]
+    run = tmp_path / "out/run"
+
+    outcome = run_script("train.py", *found, "--sampling.at_start")
+    assert outcome.code == 0, outcome.err
+    assert (
+        run_script("train.py", *found, "--sampling.at_start", "--training.steps=3").code == 0
+    )  # a resume compares too
+    first, second, third = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    assert first["psnr_to_original"] > second["psnr_to_original"] > third["psnr_to_original"], "it moves away"
+    assert 0 < third["ssim_to_original"] < 1
+    assert "psnr" not in third
+    assert (
+        run_script("train.py", *found, "--sampling.at_start", "--training.steps=4", "--sampling.num_steps=2").code == 0
+    )
+    fourth = json.loads((run / "metrics.jsonl").read_text().splitlines()[3])
+    assert "psnr_to_original" not in fourth, "drawn in another way"
+
+    outcome = run_script("train.py", *found, "--metrics.experiment_name=without")
+    assert "PSNR and SSIM are not measured" in outcome.out and "--sampling.at_start" in outcome.out
+    assert "psnr" not in (tmp_path / "out/without/metrics.jsonl").read_text()
+
+
 BAD = [
     ({"model.path": "nowhere/at/all"}, "does not exist"),
     ({"model.path": "{sd3}"}, "model.path"),

@@ -339,6 +339,8 @@ class Trainer:
         else:
             again = "to train again, name a new run with --metrics.experiment_name"
             self.logger.message(f"step {self.progress.step} was reached before: nothing is left to train; {again}")
+        if config.metrics.enable_sampling and self.grids.why_no_scores is not None:
+            self.logger.message(self.grids.why_no_scores)
         if self.space.missing_decoder is not None:
             self.logger.message(f"grids show latent channels, not pictures: {self.space.missing_decoder}")
 

@@ -29,6 +29,7 @@ from torchditan.run_directory import read_config, read_metrics, read_status
 SAME_CURVE = 1e-3
 """Relative difference of losses up to which two curves of one job count as one."""
 _SCORES = ("psnr", "ssim", "seconds_per_image")
+_TO_ORIGINAL = "_to_original"  # ends the names of scores against the original model's samples
 # Weights that were moved are the same weights, which a path cannot tell.
 _PATHS = ("model.path", "checkpoint.initial_load_path", "text_encoder.path", "lora.assistant_path")
 _NAMES_AND_PLACES = ("job", "profiling", "comm", "cache", "metrics")
@@ -168,9 +169,24 @@ class Run:
         return statistics.median(known) if known else None
 
     @cached_property
+    def scored_against(self) -> str | None:
+        """What PSNR and SSIM compare with: `images` that were held out, the `original` model's samples, or None."""
+        keys = {key for record in self.records for key in record}
+        if "psnr" in keys:
+            return "images"
+        return "original" if f"psnr{_TO_ORIGINAL}" in keys else None
+
+    @property
+    def draws_own_prompts(self) -> bool:
+        """Whether its samples are of the user's own prompts, which have no real images."""
+        return bool(self.options.get("sampling.prompts"))
+
+    @cached_property
     def samplings(self) -> list[Sampling]:
         """By step: what has scores in its line, or a picture."""
-        lines = {record["step"]: {name: number(record, name) for name in _SCORES} for record in self.records}
+        end = _TO_ORIGINAL if self.scored_against == "original" else ""
+        names = {name: name if name == "seconds_per_image" else f"{name}{end}" for name in _SCORES}
+        lines = {record["step"]: {name: number(record, key) for name, key in names.items()} for record in self.records}
         scored = {step for step, values in lines.items() if any(value is not None for value in values.values())}
         return [
             Sampling(step, self.reached_at(step), **lines.get(step, {}), picture=self.pictures.get(step))
@@ -263,6 +279,11 @@ class Comparison:
     @property
     def is_same_job(self) -> bool:
         return not any(setting.kind == "job" for setting in self.settings)
+
+    @property
+    def scored_against(self) -> set[str]:
+        """What the scores of these runs compare samples with; those of more than one kind are not comparable."""
+        return {run.scored_against for run in self.runs if run.scored_against is not None}
 
     @property
     def slowest(self) -> float | None:
@@ -491,6 +512,7 @@ def _csv_row(comparison: Comparison, run: Run) -> dict[str, Any]:
             f"ssim_at_equal_{name}": sampling.ssim if sampling else None,
         }
     return row | {
+        "scored_against": run.scored_against,
         "torch": versions.get("torch"),
         "git_commit": run.content.get("git_commit"),
         "hostname": run.machine.get("hostname"),

@@ -144,9 +144,14 @@ def _agreement_card(comparison: Comparison) -> str:
 
 def _quality_card(comparison: Comparison) -> str:
     question = "Which has the better samples at the same time?"
+    if comparison.scored_against == {"original"}:
+        return _distance_card(comparison)
+    if len(comparison.scored_against) > 1:
+        why = "Some scores are against real images, others against the original model's samples."
+        return _card(question, "These runs cannot tell.", [why])
     samplings = [(run, comparison.at_equal_time(run).sampling) for run in comparison.runs]
     if not any(sampling.is_scored for run in comparison.runs for sampling in run.samplings):
-        return _card(question, "These runs cannot tell.", [f"PSNR and SSIM: {_UNKNOWN}."])
+        return _card(question, "These runs cannot tell.", [_why_no_scores(comparison)])
     sentences = [
         f"{run.label}: {_no_scores(run)}."
         if sampling is None
@@ -164,6 +169,28 @@ def _quality_card(comparison: Comparison) -> str:
     answer = f"{best.label}, by {lead:.2f} dB." if lead >= 0.005 else "They are equal."
     answer = f"After {_duration(comparison.equal_time_s)}: {answer}"
     return _card(question, answer, sentences, "warn" if drawing else "")
+
+
+def _distance_card(comparison: Comparison) -> str:
+    """Scores against the original model's samples say how far a fine-tune moved, not how good it is."""
+    standings = [(run, comparison.at_equal_step(run).sampling) for run in comparison.runs[:_MOST_LINES]]
+    sentences = [
+        f"{run.label}: {_no_scores(run)}." if sampling is None else f"{run.label}: {_scores(sampling)}."
+        for run, sampling in standings
+    ]
+    sentences.append("The lower, the further; neither is better as such.")
+    step = comparison.equal_step
+    answer = "There is no step that all share." if step is None else f"At step {step:,}, in PSNR and SSIM:"
+    return _card("How far have the samples moved from the original model's?", answer, sentences)
+
+
+def _why_no_scores(comparison: Comparison) -> str:
+    if any(run.draws_own_prompts for run in comparison.runs):
+        return (
+            f"PSNR and SSIM: {_UNKNOWN}. The runs draw their own prompts, which have no real images; with "
+            "sampling.at_start they are compared with the original model's samples."
+        )
+    return f"PSNR and SSIM: {_UNKNOWN}. They need held-out images with captions; a class has no image to compare with."
 
 
 def _card(question: str, answer: str, sentences: list[str], kind: str = "") -> str:
@@ -407,9 +434,11 @@ def _method_section(comparison: Comparison) -> str:
         "start of the processes not. Steps/s and images/s are medians over steps, without those of the first line "
         "(which warm up) and without sampling, validation and checkpoints; the speed-up is one of images/s. Seconds "
         "per image drawn is the median over all samplings. Peak memory is per device, of the first process.</p>"
-        "<p>PSNR and SSIM compare each sample with a held-out image of its caption or class; a good sample need not be "
-        "that image, so read them as a trend. Samples belong to the step whose weights drew them, and to the time at "
-        f"which that step was logged. Curves of more than {MOST_POINTS:,} points are thinned out. compare.csv, beside "
+        "<p>PSNR and SSIM compare each sample with a held-out image of its caption; a good sample need not be that "
+        "image, so read them as a trend. Of a run that draws its own prompts they compare it with the original model's "
+        "sample of the same prompt and noise: how far the fine-tune moved. Samples belong to the step whose weights "
+        f"drew them, and to the time at which that step was logged. Curves of more than {MOST_POINTS:,} points are "
+        "thinned out. compare.csv, beside "
         "this file, has the numbers.</p>"
     )
 
