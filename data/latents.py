@@ -99,9 +99,8 @@ def _find(config: options.Dataset) -> Path:
         f"latents needs a folder that scripts/encode_latents.py wrote, or the file {PUBLIC_FILE} (dataset "
         "fal/cosmos-imagenet on the Hugging Face hub); for a benchmark without it use --dataset.dataset_name dummy"
     )
-    raise option_error(
-        "dataset.root_dir", config.root_dir, right if config.root_dir is None else f"does not exist; {right}"
-    )
+    missing = "" if config.root_dir is None else "does not exist; "
+    raise option_error("dataset.root_dir", config.root_dir, f"{missing}{right}")
 
 
 def _find_split(root: Path, split: Split) -> Path | None:

@@ -60,14 +60,8 @@ def test_the_ablation_file_leaves_its_batch_open_and_its_flavor_is_known(capsys:
     assert config.training.batch_size is None
     assert config.model.flavor == "DiT-L"
     assert (config.dataset.dataset_name, config.dataset.dummy_fill) == ("dummy", "zeros")
-    said = notes(capsys)
-    assert [
-        next(name for name in ("DiT-0.5B", "batch_size -1", "imagenet_dummy") if name in line) for line in said
-    ] == [
-        "DiT-0.5B",
-        "batch_size -1",
-        "imagenet_dummy",
-    ]
+    flavor, batch_size, dataset = notes(capsys)
+    assert "DiT-0.5B" in flavor and "batch_size -1" in batch_size and "imagenet_dummy" in dataset
 
 
 def test_its_flavor_is_known_with_its_model_alone() -> None:
@@ -89,13 +83,9 @@ def test_a_key_that_asks_for_what_is_not_supported_is_refused_unless_a_flag_over
     with pytest.raises(ConfigError, match=r"training\.tensor_parallel_degree = 2: .*not supported"):
         load(str(file))
     load(str(file), "--training.tensor_parallel_degree=1")
-    for flag in (
-        "--optimizer.early_step_in_backward",
-        "--memory_estimation.enabled",
-        "--checkpoint.model_weights_only",
-    ):
-        with pytest.raises(ConfigError, match=flag[2:]):
-            load(NEWEST, flag)
+    for key in ("optimizer.early_step_in_backward", "memory_estimation.enabled", "checkpoint.model_weights_only"):
+        with pytest.raises(ConfigError, match=key):
+            load(NEWEST, f"--{key}")
 
 
 @pytest.mark.parametrize("file", [NEWEST, ABLATION, PIXELS])

@@ -241,8 +241,8 @@ class MetricsLogger:
     """Counts and reports the steps of a run. On ranks that do not write it only counts.
 
     `flops_per_image` are the model FLOPs of forward and backward; `peak_flops` the device's dense bf16
-    peak in FLOP/s, None where it is unknown; `tokens_per_image` the patches of one. `start_step`, `images_seen` and `elapsed_s` are where a
-    resumed run goes on.
+    peak in FLOP/s, None where it is unknown; `tokens_per_image` the patches of one. `start_step`, `images_seen` and
+    `elapsed_s` are where a resumed run goes on.
     """
 
     def __init__(

@@ -113,7 +113,7 @@ def summary_row(
 
 
 def _device_time(record: Mapping[str, Any]) -> float | None:
-    """Seconds of a step without the wait for its batch: a grid reads the loss of each step, so nothing is left queued."""
+    """Seconds of a step without the wait for its batch; a grid reads each step's loss, so no work is queued then."""
     step_time, waiting = record["step_time_s"], record.get("data_loading_percent")
     if step_time is None or waiting is None or waiting >= 100 or record["images_per_second"] is None:
         return None
