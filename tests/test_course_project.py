@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from torchditan import config_loader
+from torchditan.ablation.grid import load_grid
 from torchditan.config import Config, ConfigError
 from torchditan.config_loader import load_config
 from torchditan.legacy_config import FLAVORS, LEGACY_KEYS, PRESET
@@ -249,6 +250,14 @@ def test_its_files_run_on_two_ranks(
     events = accumulator.EventAccumulator(str(run / stored["metrics"]["save_tb_folder"])).Reload()
     mean, largest = (events.Scalars(f"loss_metrics/global_{name}_loss")[-1].value for name in ("avg", "max"))
     assert largest > mean == pytest.approx(read_metrics(run)[-1]["loss"]), "two ranks have other images"
+
+
+def test_a_grid_takes_its_ablation_file_as_base(tmp_path: Path) -> None:
+    grid = tmp_path / "mine.toml"
+    grid.write_text(f'base = "{ABLATION}"\nsteps = 6\nwindow = 2\n[axes]\ntraining.batch_size = [4, 8]\n')
+    small, large = load_grid(str(grid)).runs()
+    assert small.name == "dit-l_bs4_ps2_actselective_cfalse_dbfloat16_p1,1"
+    assert (large.config.training.batch_size, large.config.model.flavor) == (8, "DiT-L")
 
 
 def test_legacy_tags_without_tensorboard_are_refused() -> None:

@@ -133,7 +133,7 @@ def adopt_names(config: Config, *, given: Mapping[str, Any], stored: Mapping[str
 def _adopt_dataset(config: Config, *, given: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]) -> list[str]:
     dataset = config.dataset
     name, root = dataset.dataset_name, dataset.root_dir
-    # Of runs begun before the name meant zeros: the public file of latents.
+    # Before the name meant zeros, it was the public file of latents.
     is_old_run = stored.get("dataset", {}).get("dataset_name") == "imagenet_dummy"
     meaning = None
     if name == "imagenet_pixel":
@@ -147,7 +147,7 @@ def _adopt_dataset(config: Config, *, given: Mapping[str, Any], stored: Mapping[
         if "dataset.dummy_fill" not in given:
             dataset.dummy_fill = "zeros"
     if is_old_run and dataset.dataset_name in ("imagenet_dummy", "latents"):
-        dataset.dataset_name, meaning = "imagenet_dummy", "the public file of latents, with which this run was begun"
+        dataset.dataset_name, meaning = "imagenet_dummy", "the public file of latents, as when this run began"
     return [] if meaning is None else [f"dataset.dataset_name {name}: {meaning}"]
 
 
@@ -161,6 +161,4 @@ def _adopt_preset(config: Config, *, given: Mapping[str, Any], stored: Mapping[s
     if stored.get("model", {}).get("preset") != "torchditan":
         return []
     model.preset = "torchditan"
-    return [
-        f"model.name {MODEL_NAME}: this run was begun with the sizes of torchditan's {model.flavor}, and keeps them"
-    ]
+    return [f"model.name {MODEL_NAME}: this run began with the sizes of torchditan's {model.flavor}, and keeps them"]
