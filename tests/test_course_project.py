@@ -116,6 +116,7 @@ def test_one_by_one_ranks_in_its_files_are_all_ranks(
     assert (config.training.data_parallel_replicate_degree, config.training.data_parallel_shard_degree) == (1, -1)
     assert any("data_parallel_shard_degree 1" in line for line in notes(capsys))
     assert load(NEWEST, "--training.data_parallel_shard_degree=1").training.data_parallel_shard_degree == 1
+    assert not any("shard_degree" in line for line in notes(capsys)), "a flag is taken as it is"
 
 
 @pytest.mark.parametrize(

@@ -95,14 +95,15 @@ def load_config(argv: list[str]) -> Config:
     Raises ConfigError. What the course project's keys and names mean here costs a line each on stderr, from rank 0.
     `--help` prints and exits.
     """
-    flags = _parse_flags(argv)
+    flags = adopt_keys(_parse_flags(argv))
     path = None
     values: dict[str, Any] = {}
     notes: list[str] = []
     if flags.get("job.config_file") is not None:
         path = find_config(flags.pop("job.config_file"))
-        values, notes = adopt_file(read_toml(path), world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    given = {**values, **adopt_keys(flags)}
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        values, notes = adopt_file(read_toml(path), flags=flags, world_size=world_size)
+    given = {**values, **flags}
     values, ignored, read_otherwise = adopt_legacy(given)
     config = build_config(values)
     if path is not None:

@@ -8,7 +8,7 @@ are read as they were meant there, with one line on each. Nothing here imports t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torchditan.config import Config, ConfigError, option_error
@@ -71,8 +71,10 @@ def adopt_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return {RENAMED_KEYS.get(name, name): value for name, value in values.items()}
 
 
-def adopt_file(values: Mapping[str, Any], *, world_size: int = 1) -> tuple[dict[str, Any], list[str]]:
-    """`adopt_keys` of a TOML file, and a line on what was read in another way.
+def adopt_file(
+    values: Mapping[str, Any], *, flags: Collection[str] = (), world_size: int = 1
+) -> tuple[dict[str, Any], list[str]]:
+    """`adopt_keys` of a TOML file, and a line on what was read in another way; `flags` are options that go over it.
 
     Its files say 1 x 1 ranks, whatever the number of ranks they run on: here that leaves the shard degree open.
     """
@@ -81,7 +83,8 @@ def adopt_file(values: Mapping[str, Any], *, world_size: int = 1) -> tuple[dict[
     if kept.get("model.name") != MODEL_NAME or degrees != (1, 1):
         return kept, []
     del kept[_SHARD]
-    return kept, [f"{_SHARD} 1 in the file: read as -1, all {world_size} ranks"] if world_size > 1 else []
+    is_said = world_size > 1 and _SHARD not in flags  # on one rank it is the same
+    return kept, [f"{_SHARD} 1 in the file: read as -1, all ranks that are left"] if is_said else []
 
 
 def adopt_legacy(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
