@@ -26,7 +26,7 @@ DATASETS: dict[str, Callable[..., Any]] = {
     "emoji": emoji.build,
     "folder": folder.build,
     "imagenet": imagenet.build,
-    "imagenet_dummy": latents.build,
+    "imagenet_dummy": latents.build,  # of runs that began when it meant the public file; see legacy_config.py
     "imagenet_hub": imagenet.build_hub,
     "latents": latents.build,
 }

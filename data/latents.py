@@ -2,8 +2,8 @@
 """Latents that `scripts/encode_latents.py` wrote, and ImageNet in the latents of the public file.
 
 Notable:
-- `latents` reads a folder with `train/` and `validation/`, or one split alone; `imagenet_dummy`, as the course project
-  calls it, the public file `imagenet_ci8x8.safetensors`. Either reads what the other does;
+- `latents` reads a folder with `train/` and `validation/`, or one split alone; or the public file
+  `imagenet_ci8x8.safetensors`, also without `dataset.root_dir` where it is in the working directory;
 - a batch is read at once as it is stored (`read_batch`) and normalised on the device; a single item is normalised here;
 - a mirrored sample is the stored latent of the mirrored image: an encoder does not commute with a mirror;
 - held-out latents are normalised like the training latents, never by their own statistics.
@@ -90,21 +90,17 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
 
 def _find(config: options.Dataset) -> Path:
     """`dataset.root_dir`, or the public file in the folder it names or in the working directory."""
-    if config.root_dir is None and config.dataset_name == "latents":
-        right = "latents needs a folder that scripts/encode_latents.py wrote"
-        raise option_error("dataset.root_dir", None, right)
     root = Path(config.root_dir or PUBLIC_FILE).expanduser()
     if (root / PUBLIC_FILE).is_file():
         return root / PUBLIC_FILE
     if root.exists():
         return root
-    right = "does not exist; latents needs a folder that scripts/encode_latents.py wrote"
-    if config.dataset_name == "imagenet_dummy":
-        right = (
-            f"does not exist; imagenet_dummy needs the file {PUBLIC_FILE} (dataset fal/cosmos-imagenet on the "
-            "Hugging Face hub); for a benchmark without it use --dataset.dataset_name dummy"
-        )
-    raise option_error("dataset.root_dir", str(root), right)
+    right = (
+        f"latents needs a folder that scripts/encode_latents.py wrote, or the file {PUBLIC_FILE} (dataset "
+        "fal/cosmos-imagenet on the Hugging Face hub); for a benchmark without it use --dataset.dataset_name dummy"
+    )
+    missing = "" if config.root_dir is None else "does not exist; "
+    raise option_error("dataset.root_dir", config.root_dir, f"{missing}{right}")
 
 
 def _find_split(root: Path, split: Split) -> Path | None:

@@ -87,8 +87,8 @@ def corrupt(path: Path) -> str:
             f'dataset.dataset_name = "digit": must be one of {DATASETS}; did you mean digits?',
         ),
         (
-            "--dataset.dataset_name=imagenet_dummy",
-            'dataset.root_dir = "imagenet_ci8x8.safetensors": does not exist; imagenet_dummy needs the file '
+            "--dataset.dataset_name=latents",
+            "dataset.root_dir = none: latents needs a folder that scripts/encode_latents.py wrote, or the file "
             "imagenet_ci8x8.safetensors (dataset fal/cosmos-imagenet on the Hugging Face hub); for a benchmark without "
             "it use --dataset.dataset_name dummy",
         ),

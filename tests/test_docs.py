@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchditan.config_loader import options
-from torchditan.legacy_config import LEGACY_KEYS
+from torchditan.legacy_config import LEGACY_KEYS, RENAMED_KEYS
 from torchditan.metrics import ALWAYS_KEYS
 from torchditan.run_directory import STATES
 
@@ -31,7 +31,7 @@ def test_options_exist(page: Path) -> None:
     named = set(re.findall(r"--([a-z_0-9]+\.[a-z_0-9]+)", text))
     named |= {name for name in re.findall(r"`([a-z_0-9]+\.[a-z_0-9]+)[` ]", text) if name.split(".")[0] in SECTIONS}
     files = {name for name in named if name.endswith((".json", ".jsonl", ".py", ".toml"))}
-    assert named - files - options().keys() - LEGACY_KEYS.keys() - {"training.warmup_steps", "sampling.key"} == set()
+    assert named - files - options().keys() - LEGACY_KEYS.keys() - RENAMED_KEYS.keys() - {"sampling.key"} == set()
 
 
 def test_one_process_is_started_with_python() -> None:

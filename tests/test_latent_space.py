@@ -328,7 +328,7 @@ def test_the_jobs_of_the_course_project_train_on_the_public_file_as_it_is(
     flags = [f"--job.config_file={config}", "--training.steps=1", "--training.batch_size=2", "--dataset.num_workers=0"]
     flags += ["--model.flavor=debugmodel", "--model.patch_size=8", "--metrics.enable_sampling=false"]
     if config == "course.toml":  # its own root_dir is another machine's
-        flags += ["--dataset.root_dir=imagenet_ci8x8.safetensors"]
+        flags += ["--dataset.dataset_name=imagenet", "--dataset.root_dir=imagenet_ci8x8.safetensors"]
     result = run_script("train.py", *flags, f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=run")
     assert result.code == 0, result.err
     section = read_config(tmp_path / "run")["config"]["autoencoder"]

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from torchditan.config import ConfigError, Metrics
-from torchditan.metrics import ALWAYS_KEYS, MetricsLogger, StepTimer, check_trackers
+from torchditan.metrics import ALWAYS_KEYS, MetricsLogger, PeakMemory, StepTimer, check_trackers
 from torchditan.run_directory import RunDirectory, read_config, read_metrics
 
 CPU = torch.device("cpu")
@@ -352,6 +352,66 @@ def test_tensorboard_gets_numbers_and_images_and_a_resume_hides_what_comes_again
     anew.close()
     events = accumulator.EventAccumulator(str(run.path / "NAME")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 10.0)]
+
+
+def test_legacy_tags_are_the_course_projects_with_their_values(make, run, clock):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logger = make(Metrics(enable_tensorboard=True, legacy_tags=True), tokens_per_image=256)
+    with logger.timer.data_loading():
+        clock.now += 0.5
+    train(logger, clock, 2, images=8, seconds=0.75)
+    (record,) = [logger.log(2, loss=0.5, grad_norm=1.5, lr=1e-4, max_loss=0.75)]
+    logger.close()
+    events = accumulator.EventAccumulator(str(run.path / "tensorboard")).Reload()
+    values = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
+    legacy = {
+        "loss_metrics/global_avg_loss": 0.5,
+        "loss_metrics/global_max_loss": 0.75,
+        "wps": 8 * 256 / 2,  # 16 images in 2 s, of 256 patches, on 2 devices
+        "im/s": 8.0,
+        "mfu(%)": 8.0,  # 8 images/s x 2 TFLOP on 2 devices of 100 TFLOP/s
+        "it/s": 1.0,
+        "num_flop_per_token": 2e12 / 256,
+        "time_metrics/end_to_end(s)": 1.0,
+        "time_metrics/data_loading(s)": 0.25,
+        "time_metrics/data_loading(%)": 25.0,
+        "memory/max_active(GiB)": record["peak_memory_gib"],
+        "memory/max_active(%)": record["peak_memory_percent"],
+    }
+    assert {tag: values[tag] for tag in legacy} == pytest.approx(legacy)
+    absent = {f"memory/{name}" for name in ("max_reserved(GiB)", "max_reserved(%)", "num_alloc_retries", "num_ooms")}
+    assert not absent & set(values), "a CPU has no allocator to ask"
+    assert "im/s" not in read_metrics(run.path)[0], "metrics.jsonl stays as it is"
+    assert values["mfu(%)"] == pytest.approx(100 * values["num_flop_per_token"] * values["wps"] / 100e12)
+
+
+def test_legacy_tags_on_a_gpu_have_its_allocators_numbers(monkeypatch):
+    stats = {"active_bytes.all.peak": 3 * 1024**3, "num_alloc_retries": 2, "num_ooms": 1}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=2**33))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 * 1024**3)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4 * 1024**3)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    memory = PeakMemory(torch.device("cuda"))
+    assert memory.read()["peak_memory_gib"] == 2.0, "allocated, as ever"
+    assert memory.allocator == {
+        "max_active(GiB)": 3.0,
+        "max_active(%)": 37.5,
+        "max_reserved(GiB)": 4.0,
+        "max_reserved(%)": 50.0,
+        "num_alloc_retries": 2,
+        "num_ooms": 1,
+    }
+
+
+def test_without_legacy_tags_tensorboard_has_ours_alone(make, run, clock):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logger = make(Metrics(enable_tensorboard=True), tokens_per_image=256)
+    train(logger, clock, 1)
+    logger.log(1, loss=0.5, grad_norm=1.5, lr=1e-4)
+    logger.close()
+    tags = accumulator.EventAccumulator(str(run.path / "tensorboard")).Reload().Tags()["scalars"]
+    assert "loss" in tags and not [tag for tag in tags if "/" in tag or tag == "wps"]
 
 
 @pytest.mark.parametrize(

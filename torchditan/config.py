@@ -86,8 +86,9 @@ class Model:
     """Published weights: a folder that diffusers saved, a hub name or one .safetensors file. Default: random ones."""
     overrides: list[str] = field(default_factory=list)
     """Other sizes than the flavor's, by the names in its config.json: num_layers=2 num_single_layers=4."""
-    preset: Literal["torchditan", "official"] = "torchditan"
-    """Options the flavor is built with: torchditan (RoPE, SwiGLU) or official (Peebles and Xie 2023)."""
+    preset: Literal["torchditan", "official", "llama3_diffusion"] = "torchditan"
+    """Options of the flavor: torchditan's (RoPE, SwiGLU); official (Peebles and Xie 2023); or llama3_diffusion,
+    torchditan's with the course project's sizes."""
     patch_size: int = 2
     """Side of a square patch, in pixels or latent cells; image height and width must be multiples of it."""
     input_channels: int | None = None
@@ -358,6 +359,8 @@ class Metrics:
     """Write TensorBoard event files."""
     save_tb_folder: str = "tensorboard"
     """Folder of the event files inside the run directory."""
+    legacy_tags: bool = False
+    """Write TensorBoard's scalars under the course project's tags too (wps, im/s, ...; docs/compatibility.md)."""
     enable_wandb: bool = False
     """Log to Weights & Biases; offline where there is no login."""
     wandb_project: str = "torchditan"
@@ -698,6 +701,11 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         lambda config: config.checkpoint.initial_load_path is None,
         "checkpoint.initial_load_convention",
         "has no effect without checkpoint.initial_load_path; leave it out",
+    ),
+    (
+        lambda config: not config.metrics.enable_tensorboard,
+        "metrics.legacy_tags",
+        "has no effect without TensorBoard; set --metrics.enable_tensorboard, or leave it out",
     ),
     (
         lambda config: config.lora.rank == 0,

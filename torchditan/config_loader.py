@@ -28,7 +28,8 @@ from typing import Any, Literal, NoReturn
 
 from torchditan import config as config_module
 from torchditan.config import Config, ConfigError, did_you_mean, flatten, nearest, option_error, validate
-from torchditan.legacy_config import LEGACY_KEYS, RENAMED_KEYS, adopt_legacy
+from torchditan.legacy_config import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy, adopt_names
+from torchditan.run_directory import read_config, run_path
 from torchditan.trajectory import with_values_before
 
 if sys.version_info >= (3, 11):
@@ -92,26 +93,42 @@ class Option:
 def load_config(argv: list[str]) -> Config:
     """The configuration that `argv` (without the program's name) asks for, completed and validated.
 
-    Raises ConfigError. Keys of the course project that mean nothing here cost one warning line on stderr,
-    from rank 0. `--help` prints and exits.
+    Raises ConfigError. What the course project's keys and names mean here costs a line each on stderr, from rank 0.
+    `--help` prints and exits.
     """
-    flags = _parse_flags(argv)
+    flags = adopt_keys(_parse_flags(argv))
     path = None
     values: dict[str, Any] = {}
-    ignored: list[str] = []
+    notes: list[str] = []
     if flags.get("job.config_file") is not None:
         path = find_config(flags.pop("job.config_file"))
-        values, ignored = adopt_legacy(read_toml(path))
-    flags, ignored_flags = adopt_legacy(flags)
-    config = build_config({**values, **flags})
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        values, notes = adopt_file(read_toml(path), flags=flags, world_size=world_size)
+    given = {**values, **flags}
+    values, ignored, read_otherwise = adopt_legacy(given)
+    config = build_config(values)
     if path is not None:
         config.job.config_file = str(path)
     _fill_in(config)
+    notes += [*read_otherwise, *adopt_names(config, given=given, stored=_stored_sections(config))]
     validate(config)
-    ignored += [name for name in ignored_flags if name not in ignored]
-    if ignored and os.environ.get("RANK", "0") == "0":
-        print(f"warning: ignored, without meaning here: {', '.join(ignored)}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":
+        if ignored:
+            print(f"warning: ignored, without meaning here: {', '.join(ignored)}", file=sys.stderr)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
     return config
+
+
+def _stored_sections(config: Config) -> Mapping[str, Mapping[str, Any]]:
+    """The configuration of the run that the folder of this one holds; {} where there is none to be read."""
+    assert config.metrics.experiment_name is not None
+    try:
+        stored = read_config(run_path(config.job.dump_folder, config.metrics.experiment_name))
+    except (ConfigError, OSError, ValueError):  # what is wrong with the folder is said when it is opened
+        return {}
+    sections: Mapping[str, Mapping[str, Any]] = stored["config"]
+    return sections
 
 
 def build_config(values: Mapping[str, Any]) -> Config:

@@ -29,6 +29,7 @@ from urllib.parse import urlparse
 import torch
 
 from torchditan.config import Metrics, option_error
+from torchditan.legacy_tags import legacy_scalars
 from torchditan.run_directory import RunDirectory, read_config
 
 ALWAYS_KEYS = (
@@ -83,7 +84,9 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._allocated = self._reserved = 0
+        self.allocator: dict[str, float] = {}
+        """The last `read` as the course project has it: active memory, and what went wrong since the process began."""
+        self._allocated = self._reserved = self._active = 0
         if device.type == "cuda":
             self._capacity = torch.cuda.get_device_properties(device).total_memory
         else:
@@ -91,8 +94,16 @@ class PeakMemory:
 
     def read(self) -> dict[str, float | None]:
         self.collect()
-        allocated, reserved = self._allocated, self._reserved
-        self._allocated = self._reserved = 0
+        allocated, reserved, active = self._allocated, self._reserved, self._active
+        self._allocated = self._reserved = self._active = 0
+        self.allocator = {"max_active(GiB)": active / _GIB, "max_active(%)": 100 * active / self._capacity}
+        if self.device.type == "cuda":
+            stats = torch.cuda.memory_stats(self.device)
+            self.allocator |= {
+                "max_reserved(GiB)": reserved / _GIB,
+                "max_reserved(%)": 100 * reserved / self._capacity,
+                **{name: stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")},
+            }
         self.restart()
         return {
             "peak_memory_gib": allocated / _GIB,
@@ -104,9 +115,11 @@ class PeakMemory:
         if self.device.type == "cuda":
             self._allocated = max(self._allocated, torch.cuda.max_memory_allocated(self.device))
             self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self.device))
+            active = torch.cuda.memory_stats(self.device).get("active_bytes.all.peak", 0)
+            self._active = max(self._active, active)
         else:
             unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-            self._allocated = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            self._allocated = self._active = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def restart(self) -> None:
         if self.device.type == "cuda":
@@ -247,8 +260,8 @@ class MetricsLogger:
     """Counts and reports the steps of a run. On ranks that do not write it only counts.
 
     `flops_per_image` are the model FLOPs of forward and backward; `peak_flops` the device's dense bf16
-    peak in FLOP/s, None where it is unknown. `start_step`, `images_seen` and `elapsed_s` are where a
-    resumed run goes on.
+    peak in FLOP/s, None where it is unknown; `tokens_per_image` the patches of one. `start_step`, `images_seen` and
+    `elapsed_s` are where a resumed run goes on.
     """
 
     def __init__(
@@ -261,6 +274,7 @@ class MetricsLogger:
         flops_per_image: float | None,
         peak_flops: float | None,
         total_steps: int,
+        tokens_per_image: int | None = None,
         start_step: int = 0,
         images_seen: int = 0,
         elapsed_s: float = 0.0,
@@ -272,6 +286,8 @@ class MetricsLogger:
         self._run_directory = run_directory
         self._world_size = world_size
         self._flops_per_image = flops_per_image
+        self._tokens_per_image = tokens_per_image
+        self._has_legacy_tags = config.legacy_tags
         self._peak_flops = peak_flops
         self._total_steps = total_steps
         self._clock = clock
@@ -306,9 +322,18 @@ class MetricsLogger:
             self._console.progress(self._step, self._total_steps, self._eta())
 
     def log(
-        self, step: int, *, loss: float, grad_norm: float, lr: float, extra: dict[str, Any] | None = None
+        self,
+        step: int,
+        *,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        extra: dict[str, Any] | None = None,
+        max_loss: float | None = None,
     ) -> dict[str, Any]:
         """Report the steps since the last call; `extra` (validation_loss, ...) stands beside the fixed keys.
+
+        `max_loss`, the largest of any rank, is one of the course project's TensorBoard tags.
 
         Returns the record, the same keys on every rank.
         """
@@ -330,7 +355,7 @@ class MetricsLogger:
         record = {key: known.pop(key) for key in ALWAYS_KEYS} | known
         assert record.keys().isdisjoint(extra or {}), extra
         record.update(extra or {})
-        self._report(record)
+        self._report(record, max_loss=max_loss)
         return record
 
     def roll_back(self, step: int, images_seen: int) -> None:
@@ -398,7 +423,7 @@ class MetricsLogger:
         mfu = None if self._peak_flops is None else 100 * flops / self._peak_flops
         return {"tflops_per_device": flops / 1e12, "mfu": mfu}
 
-    def _report(self, record: dict[str, Any]) -> None:
+    def _report(self, record: dict[str, Any], *, max_loss: float | None) -> None:
         self._run_directory.append_metrics(record)
         if self._console is not None:
             console = self._console
@@ -406,10 +431,19 @@ class MetricsLogger:
             console.line(line)
         numbers = {key: value for key, value in record.items() if isinstance(value, (int, float))}
         if self._tensorboard is not None:
+            scalars = {key: value for key, value in numbers.items() if key != "step"}
+            if self._has_legacy_tags:
+                scalars |= legacy_scalars(
+                    record,
+                    max_loss=max_loss,
+                    flops_per_image=self._flops_per_image,
+                    tokens_per_image=self._tokens_per_image,
+                    world_size=self._world_size,
+                    memory=self.timer.memory.allocator,
+                )
             with self._tensorboard_if_it_can():
-                for key, value in numbers.items():
-                    if key != "step":
-                        self._tensorboard.add_scalar(key, value, record["step"])
+                for key, value in scalars.items():
+                    self._tensorboard.add_scalar(key, value, record["step"])
         if self._wandb is not None:
             self._wandb.log(numbers)
 

@@ -28,12 +28,20 @@ def versions(*packages: str) -> dict[str, str | None]:
 
 def git_commit() -> str | None:
     """Commit of the clone this package runs from, `-dirty` where files differ from it; None without git."""
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def git_user() -> str | None:
+    """Name under which commits of the clone are made; None without git or a name."""
+    return _git("config", "user.name")
+
+
+def _git(*arguments: str) -> str | None:
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        answer = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() or None

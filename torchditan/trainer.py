@@ -38,6 +38,7 @@ from torchditan.distributed.process_group import (
     Rank,
     check_devices,
     init_process_group,
+    max_over_ranks,
     raise_on_all_ranks,
     set_timeout,
     sum_over_ranks,
@@ -326,6 +327,7 @@ class Trainer:
             flops_per_image=count_model_flops(self.spec).total,
             peak_flops=peak_flops(torch.cuda.get_device_name()) if self.device.type == "cuda" else None,
             total_steps=config.training.steps,
+            tokens_per_image=self.spec.num_tokens,
             start_step=self.progress.step,
             images_seen=self.progress.images_seen,
             elapsed_s=self.progress.elapsed_s,
@@ -661,7 +663,8 @@ class Trainer:
         if self.progress.rollbacks:
             extra["rollbacks"] = self.progress.rollbacks
         loss, grad_norm = self.mean_loss().item(), self.grad_norm.item()
-        record = self.logger.log(step, loss=loss, grad_norm=grad_norm, lr=self.lr, extra=extra)
+        max_loss = max_over_ranks(self.loss.clone()).item() if self.config.metrics.legacy_tags else None
+        record = self.logger.log(step, loss=loss, grad_norm=grad_norm, lr=self.lr, extra=extra, max_loss=max_loss)
         self.peak_memory_gib = max(self.peak_memory_gib, record["peak_memory_gib"])
         self.extra_metrics.clear()
 

@@ -26,6 +26,7 @@ _EPILOG = """\
 
 The same command again makes only the runs that are missing or failed.
 """
+_AMD_HELP = "write amd/runs_summary.csv too, with the columns of AMD's diffusion benchmark (docs/compatibility.md)"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,10 +53,12 @@ def _parser() -> _Parser:
     )
     run.add_argument("--launcher", choices=("local", "slurm"), default="local", help="default: local")
     run.add_argument("--slurm_jobs", type=int, default=16, help="jobs submitted at once (default: 16)")
+    run.add_argument("--amd_summary", action="store_true", help=_AMD_HELP)
     run.add_argument("--dry-run", action="store_true", help="list the runs, their commands and the planner's estimates")
     run.add_argument("--device", help="device the planner expects, a100-80gb say, for --dry-run")
     show = commands.add_parser("show", description="Print the ledger of a grid folder as a table.", allow_abbrev=False)
     show.add_argument("folder", type=Path)
+    show.add_argument("--amd_summary", action="store_true", help=_AMD_HELP)
     return parser
 
 
@@ -81,7 +84,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
         if arguments.command == "show":
             raise ConfigError(f"{unknown[0]} is no option of show")
         known = ["--name", "--dump_folder", "--steps", "--window", "--repeats", "--timeout_s", "--autotune", "--retry"]
-        known += ["--memory_limit_gib", "--launcher", "--slurm_jobs", "--dry-run", "--device", *_PREFIXES]
+        known += ["--memory_limit_gib", "--launcher", "--slurm_jobs", "--dry-run", "--device"]
+        known += ["--amd_summary", *_PREFIXES]
         raise ConfigError(f"{unknown[0]} is no option here{did_you_mean(unknown[0], known) or '; see --help'}")
     empty = [name for name, words in flags.items() if not "".join(words).strip(", ")]
     if empty:
@@ -111,6 +115,7 @@ def _load(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> Any:
 
 
 def _run(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> None:
+    from torchditan.ablation.amd_summary import write_amd_summary
     from torchditan.ablation.device import probe
     from torchditan.ablation.launchers import LocalLauncher, slurm_launcher
     from torchditan.ablation.ledger import STATUSES
@@ -131,10 +136,17 @@ def _run(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> None:
     if elsewhere:
         launcher = slurm_launcher(path, parameters=parameters, max_parallel=arguments.slurm_jobs)
     signal.signal(signal.SIGTERM, _interrupt)
-    rows = run_grid(grid, path=path, launcher=launcher, retry=retry, find_device=None if elsewhere else probe)
+    try:
+        rows = run_grid(grid, path=path, launcher=launcher, retry=retry, find_device=None if elsewhere else probe)
+    except KeyboardInterrupt:
+        if arguments.amd_summary:  # of what was made so far
+            write_amd_summary(grid, path)
+        raise
     counts = {status: sum(row["status"] == status for row in rows) for status in STATUSES}
     print(", ".join(f"{count} {status}" for status, count in counts.items() if count))
     print(f"the ledger: {path / 'runs_summary.csv'}; the report: python optimization_analysis.py {path}")
+    if arguments.amd_summary:
+        print(f"AMD's summary: {write_amd_summary(grid, path)}")
 
 
 def _interrupt(signum: int, frame: Any) -> NoReturn:
@@ -175,10 +187,11 @@ def _expected(run: Any, device: str | None) -> str:
     return ", ".join(parts)
 
 
-def _show(folder: Path) -> None:
+def _show(folder: Path, *, amd_summary: bool) -> None:
+    from torchditan.ablation.amd_summary import write_amd_summary
     from torchditan.ablation.board import Board
     from torchditan.ablation.ledger import read_ledger
-    from torchditan.ablation.runner import read_grid
+    from torchditan.ablation.runner import read_grid, stored_grid
 
     stored = read_grid(folder)
     rows = read_ledger(folder, axes=list(stored["axes"]))
@@ -189,12 +202,14 @@ def _show(folder: Path) -> None:
     board.begin(f"{stored['name']}: {len(rows)} rows")
     for row in rows:
         board.row(row, is_new=False)
+    if amd_summary:
+        print(f"AMD's summary: {write_amd_summary(stored_grid(folder), folder)}")
 
 
 def main() -> None:
     arguments, flags = parse(sys.argv[1:])
     if arguments.command == "show":
-        _show(arguments.folder)
+        _show(arguments.folder, amd_summary=arguments.amd_summary)
     else:
         _run(arguments, flags)
 

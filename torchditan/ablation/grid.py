@@ -28,7 +28,7 @@ from typing import Any
 from torchditan.ablation.resolutions import MODEL, RESOLUTION, published_options, resolution_numbers, resolution_of
 from torchditan.config import Config, ConfigError, did_you_mean, flatten, option_error, validate
 from torchditan.config_loader import TRAIN_CONFIGS, build_config, find_config, options, read_toml
-from torchditan.legacy_config import adopt_legacy
+from torchditan.legacy_config import adopt_file, adopt_legacy
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -287,7 +287,7 @@ def _read_tables(path: Path) -> dict[str, Any]:
 
 
 def _read_base(name: str | None) -> dict[str, Any]:
-    return {} if name is None else adopt_legacy(read_toml(find_config(name)))[0]
+    return {} if name is None else adopt_legacy(adopt_file(read_toml(find_config(name)))[0])[0]
 
 
 def _flatten_table(path: Path, key: str, tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,8 @@ from torchditan.run_directory import write_file
 SCHEMA_VERSION = 1
 CSV_NAME, PARQUET_NAME = "runs_summary.csv", "runs_summary.parquet"
 STATUSES = ("completed", "oom", "error", "timeout", "skipped")
+SKIPPED_AFTER_OOM = "of this cell ran out of memory"
+"""Part of the reason of a run that was skipped because a smaller batch did."""
 
 _BEFORE_AXES: dict[str, type] = {
     "schema_version": int,

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from torchditan.ablation.device import Device, probe
 from torchditan.ablation.grid import BATCH_SIZE, Grid, Run
 from torchditan.ablation.launch import TRAIN_SCRIPT
 from torchditan.ablation.launchers import SLURM_FOLDER, Launcher, Pending
-from torchditan.ablation.ledger import SCHEMA_VERSION, Row, read_ledger, write_ledger
+from torchditan.ablation.ledger import SCHEMA_VERSION, SKIPPED_AFTER_OOM, Row, read_ledger, write_ledger
 from torchditan.ablation.maker import Maker, Watch, maker_of
 from torchditan.config import ConfigError
 from torchditan.run_directory import read_metrics, write_file
@@ -147,6 +147,12 @@ def read_grid(path: Path) -> dict[str, Any]:
     return content
 
 
+def stored_grid(path: Path) -> Grid:
+    """The grid whose folder this is, as its grid.json has it."""
+    content = read_grid(path)
+    return Grid(**{field.name: content[field.name] for field in fields(Grid)})
+
+
 def run_grid(
     grid: Grid,
     *,
@@ -252,7 +258,7 @@ class _Schedule:
             reason = self.refused.get(run.name)
             smaller = out_of_memory.get(run.cell)
             if reason is None and smaller is not None and smaller < run.axes[BATCH_SIZE]:
-                reason = f"{BATCH_SIZE} {smaller} of this cell ran out of memory"
+                reason = f"{BATCH_SIZE} {smaller} {SKIPPED_AFTER_OOM}"
             if reason is None:
                 left.append(run)
             else:

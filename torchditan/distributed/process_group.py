@@ -100,3 +100,9 @@ def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
     """Sum of a tensor over all ranks, in place."""
     dist.all_reduce(value)
     return value
+
+
+def max_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """Elementwise maximum of a tensor over all ranks, in place."""
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value

@@ -15,7 +15,7 @@ from torch import nn
 
 import torchditan.config
 from torchditan.config import did_you_mean, option_error
-from torchditan.models.dit import FLAVORS, PRESETS, DiT, DiTConfig
+from torchditan.models.dit import FLAVORS, PRESETS, DiT, DiTConfig, flavor_size
 from torchditan.models.spec import (
     ClassLabels,
     Condition,
@@ -57,7 +57,7 @@ def build_dit_spec(config: torchditan.config.Model, *, sample_shape: tuple[int, 
         num_classes = 0  # a stand-in for captioned images may have labels too
     channels, height, width = sample_shape
     dit_config = DiTConfig(
-        **dataclasses.asdict(FLAVORS[config.flavor]),
+        **dataclasses.asdict(flavor_size(config.flavor, config.preset)),
         patch_size=config.patch_size,
         input_channels=channels,
         image_size=(height, width),

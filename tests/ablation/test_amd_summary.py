@@ -1,0 +1,142 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The summary of a grid in the columns of AMD's benchmark: each value by hand, each status from a run that had it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_ins import CPU
+
+from torchditan.ablation.__main__ import _show, parse
+from torchditan.ablation.amd_summary import COLUMNS, summary_row, write_amd_summary
+from torchditan.ablation.board import Board
+from torchditan.ablation.grid import Grid, load_grid
+from torchditan.ablation.launchers import LocalLauncher
+from torchditan.ablation.runner import run_grid, stored_grid
+
+FIXED = (
+    "run_id run_name timestamp status git_hash git_user total_elapsed_time avg_loss std_loss avg_loss_tail "
+    "std_loss_tail avg_step_time_total std_step_time_total avg_step_time_gpu std_step_time_gpu avg_fps_gpu std_fps_gpu "
+    "avg_tflops std_tflops num_samples"
+)
+ROW = {
+    "status": "completed",
+    "reason": None,
+    "num_devices": 2,
+    "git_commit": "abc",
+    "started": "2026-01-01T00:00:00+00:00",
+    "elapsed_s": 90.0,
+}
+
+
+def record(step: int, **values: Any) -> dict[str, Any]:
+    """Step n takes n seconds, a quarter of them waiting; two devices share 16 images."""
+    measured = {"step_time_s": float(step), "images_per_second": 16 / step, "data_loading_percent": 25.0}
+    return {"step": step, "loss": 1 / step, "tflops_per_device": 3.0, **measured, **values}
+
+
+def summary(records: list[dict[str, Any]], **row: Any) -> dict[str, Any]:
+    return summary_row(1, "run", {**ROW, **row}, records, git_user="me")
+
+
+def test_the_columns_are_amds() -> None:
+    assert " ".join(COLUMNS) == FIXED and len(COLUMNS) == 20
+
+
+def test_each_column_is_what_its_name_says() -> None:
+    row = summary([record(step) for step in range(1, 21)])
+    steps = range(6, 21)  # five are warm-up
+    assert list(row) == list(COLUMNS)
+    assert row["total_elapsed_time"] == sum(range(1, 21)), "the sum of all steps, warm-up included"
+    expected = {
+        "loss": [1 / step for step in steps],
+        "loss_tail": [1 / step for step in range(11, 21)],
+        "step_time_total": [float(step) for step in steps],
+        "step_time_gpu": [0.75 * step for step in steps],
+        "fps_gpu": [8 / (0.75 * step) for step in steps],
+        "tflops": [3.0] * 15,
+    }
+    for name, values in expected.items():
+        assert row[f"avg_{name}"] == pytest.approx(statistics.fmean(values)), name
+        assert row[f"std_{name}"] == pytest.approx(statistics.pstdev(values)), name
+    assert (row["num_samples"], row["timestamp"], row["git_hash"], row["git_user"]) == (
+        15,
+        "2026-01-01T00:01:30+00:00",
+        "abc",
+        "me",
+    )
+
+
+def test_what_was_not_measured_is_empty() -> None:
+    row = summary([record(step, data_loading_percent=None, tflops_per_device=None) for step in range(1, 9)])
+    assert row["avg_step_time_gpu"] is row["std_step_time_gpu"] is row["avg_fps_gpu"] is row["avg_tflops"] is None
+    assert row["avg_step_time_total"] == 7.0
+    short = summary([record(step) for step in range(1, 5)], status="oom")
+    assert (short["status"], short["total_elapsed_time"], short["num_samples"]) == ("oom", 10.0, 0)
+    assert short["avg_loss"] is short["avg_loss_tail"] is short["avg_step_time_total"] is None
+    diverged = summary([record(step, loss=None if step == 8 else 1.0) for step in range(1, 9)])
+    assert diverged["avg_loss"] is None and diverged["avg_step_time_total"] == 7.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, train_script: Path) -> Path:
+    """A grid of stand-ins that has every status: batch 32 runs out of memory, patch size 4 crashes."""
+    axes: dict[str, list[Any]] = {"parallel": ["1,2"], "model.flavor": ["debugmodel"], "precision": ["float32"]}
+    axes |= {"training.batch_size": [8, 32, 64], "model.patch_size": [2, 4]}
+    grid = load_grid("debug", overrides={"steps": 8, "window": 2, "timeout_s": 30})
+    exclude = [{"model.patch_size": 4, "training.batch_size": [32, 64]}]
+    grid = replace(grid, name="g", axes=axes, exclude=exclude)
+    path = tmp_path / "outputs" / "g"
+    run_grid(
+        grid,
+        path=path,
+        launcher=LocalLauncher(),
+        find_device=lambda: CPU,
+        board=lambda num_runs, name_width: Board(io.StringIO(), num_runs=num_runs, name_width=name_width),
+        script=train_script,
+    )
+    return path
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(path.read_text())))
+
+
+def test_statuses_are_translated(folder: Path) -> None:
+    ledger = (folder / "runs_summary.csv").read_bytes()
+    rows = read(write_amd_summary(stored_grid(folder), folder))
+    assert [row["status"] for row in rows] == ["success", "oom", "oom-skipped", "error"]
+    assert [row["run_id"] for row in rows] == ["1", "2", "3", "4"]
+    assert rows[0]["avg_step_time_total"] == "0.5" and rows[0]["avg_step_time_gpu"] == "", "these say no waiting time"
+    assert rows[2]["total_elapsed_time"] == rows[2]["num_samples"] == rows[2]["timestamp"] == ""
+    assert (folder / "runs_summary.csv").read_bytes() == ledger, "the ledger stays ours"
+
+
+def test_runs_that_are_missing_are_not_run(folder: Path) -> None:
+    grid: Grid = stored_grid(folder)
+    more = replace(grid, axes={**grid.axes, "training.batch_size": [4, 8]}, exclude=[])
+    assert [row["status"] for row in read(write_amd_summary(more, folder))] == [
+        "not_run",
+        "success",
+        "not_run",
+        "error",
+    ]
+
+
+def test_show_writes_it_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, _ = parse(["show", str(folder), "--amd_summary"])
+    _show(arguments.folder, amd_summary=arguments.amd_summary)
+    assert f"{folder}/amd/runs_summary.csv" in capsys.readouterr().out
+    assert len(read(folder / "amd" / "runs_summary.csv")) == 4
+    assert json.loads((folder / "grid.json").read_text())["name"] == "g"
+
+
+def test_run_takes_the_flag() -> None:
+    assert parse(["run", "debug", "--amd_summary"])[0].amd_summary
