@@ -229,11 +229,10 @@ def test_the_newest_file_trains_on_its_latents_and_the_pixel_file_on_images(
     ("file", "flags"),
     [
         (NEWEST, ["--dataset.dataset_name=dummy"]),
-        (ABLATION, ["--dataset.dataset_name=dummy"]),
         (ABLATION, []),
         (PIXELS, ["--dataset.dataset_name=dummy"]),
     ],
-    ids=["newest", "ablation", "ablation without any override of its data", "pixels"],
+    ids=["newest", "ablation, its data as it is", "pixels"],
 )
 def test_its_files_run_on_two_ranks(
     file: str, flags: list[str], run_distributed: RunDistributed, tmp_path: Path

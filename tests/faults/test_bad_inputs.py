@@ -154,7 +154,7 @@ ROWS = [
     ),
     (
         "train --model.preset=offical",
-        'model.preset = "offical": must be one of torchditan, official; did you mean official?',
+        'model.preset = "offical": must be one of torchditan, official, llama3_diffusion; did you mean official?',
     ),
     (
         "train --sampling.guidance_interval=a,b",
