@@ -345,13 +345,13 @@ class CheckpointManager:
 
     def _clean(self, step: int) -> None:
         """Prune the checkpoints before that of `step`, which is published, and delete what was discarded."""
-        if self.keep_latest_k:
+        with contextlib.suppress(OSError):  # of storage that fails; the next start deletes the rest
             # Newer ones are damaged, or this run would stand there: they do not count.
             reached = [path for path in list_checkpoints(self.folder) if step_of(path) <= step]
-            for old in reached[: -self.keep_latest_k]:
-                with contextlib.suppress(OSError):  # a reader may have it open on NFS; the next start removes the rest
+            for old in reached[: -self.keep_latest_k] if self.keep_latest_k else []:
+                with contextlib.suppress(OSError):  # a reader may have it open on NFS
                     remove(old)
-        remove_discarded(self.folder)
+            remove_discarded(self.folder)
 
 
 def publish_checkpoint(
