@@ -126,9 +126,10 @@ class Trainer:
             if config.cache.only:
                 return
         else:
-            self.space = build_sample_space(
-                config.autoencoder, dataset, device=self.device, needs_decoder=config.metrics.enable_sampling
-            )
+            with self.reporting("opening the autoencoder"):
+                self.space = build_sample_space(
+                    config.autoencoder, dataset, device=self.device, needs_decoder=config.metrics.enable_sampling
+                )
         fill_in_from_dataset(config, dataset, sample_shape=self.space.sample_shape)
         assert config.metrics.experiment_name is not None
         path = run_path(config.job.dump_folder, config.metrics.experiment_name)
@@ -270,7 +271,7 @@ class Trainer:
         )
         self.model = cast(Any, sharded)  # it has init_weights, and the methods of an FSDPModule
         self.model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device)
-        with self.reporting("filling the model"):
+        with self.reporting("loading the model"):
             self.model.init_weights(config.training.seed)
         for buffer in self.model.buffers():  # offloading moves parameters alone
             buffer.data = buffer.data.to(self.device)
