@@ -397,7 +397,7 @@ class Trainer:
         lines = [
             f"{config.metrics.experiment_name}: {self.describe_model()}, {count / 1e6:.2f}M parameters, "
             f"{self.parallel_dims.mode} on {self.device.type}, {config.training.mixed_precision_param}",
-            f"{self.dataset.name}: {images} of {shape}",
+            f"on {self.dataset.name}: {images} of {shape}",
             f"{config.training.steps} steps{start}",
             self.batches,
         ]
