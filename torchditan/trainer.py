@@ -17,6 +17,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -401,7 +402,8 @@ class Trainer:
             f"{config.training.steps} steps{start}",
             self.batches,
         ]
-        return "\n".join(textwrap.fill(line, CONSOLE_COLUMNS, subsequent_indent="  ") for line in lines)
+        wrap = partial(textwrap.fill, width=CONSOLE_COLUMNS, subsequent_indent="  ", break_long_words=False)
+        return "\n".join(wrap(line, break_on_hyphens=False) for line in lines)
 
     def describe_model(self) -> str:
         model, lora = self.config.model, self.config.lora
@@ -434,7 +436,7 @@ class Trainer:
             self.save()  # to return to
         if config.metrics.enable_sampling and config.sampling.at_start and progress.step == 0:
             self.sample()
-        if config.training.compile:
+        if config.training.compile and progress.step < config.training.steps:
             self.logger.message("compiling in the first step, about a minute")
         self.logger.timer.restart()
         with profiling(
