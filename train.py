@@ -14,13 +14,15 @@ def main() -> None:
     config = load_config(sys.argv[1:])
 
     from data import build_dataset
+    from torchditan.progress import report_progress
     from torchditan.trainer import Trainer
 
     channels = dataset_channels(config)
-    train = build_dataset(config.dataset, split="train", input_channels=channels)
     validation = None
-    if config.validation.freq:
-        validation = build_dataset(config.dataset, split="validation", input_channels=channels)
+    with report_progress(f"opening {config.dataset.dataset_name}"):
+        train = build_dataset(config.dataset, split="train", input_channels=channels)
+        if config.validation.freq:
+            validation = build_dataset(config.dataset, split="validation", input_channels=channels)
     trainer = Trainer(config, train, validation)
     if not config.job.print_config:
         trainer.run()

@@ -590,6 +590,13 @@ def test_a_mistake_is_one_line(
     [
         ("gone", "no such file or folder; must be a .safetensors file, a run directory, or a checkpoint in one"),
         (".", "holds no config.json; must be a run directory, or a checkpoint in one"),
+        (
+            "emty",
+            "no such file or folder; must be a .safetensors file, a run directory, or a checkpoint in one; "
+            "did you mean empty?",
+        ),
+        ("pipeline", "is a folder that diffusers saved; give it as --model.path, with its --model.name"),
+        ("pipeline/transformer", "is a folder that diffusers saved; give it as --model.path, with its --model.name"),
         ("empty", "empty/checkpoint holds no checkpoint; train with --checkpoint.enable_checkpoint"),
     ],
 )
@@ -598,6 +605,9 @@ def test_a_path_without_weights_is_refused(
 ) -> None:
     (tmp_path / "empty").mkdir()
     shutil.copy(trained / "config.json", tmp_path / "empty")
+    (tmp_path / "pipeline" / "transformer").mkdir(parents=True)
+    (tmp_path / "pipeline" / "model_index.json").write_text("{}")
+    (tmp_path / "pipeline" / "transformer" / "config.json").write_text('{"_class_name": "SD3Transformer2DModel"}')
     outcome = run_script("train.py", *job(tmp_path / "new", f"--checkpoint.initial_load_path={path}"))
     assert (outcome.code, outcome.err) == (2, f'error: checkpoint.initial_load_path = "{path}": {right}\n')
     assert not (tmp_path / "new").exists()

@@ -387,7 +387,7 @@ def check_folder(path: Path, *, mark: str, what: str) -> None:
         ConfigError: it does not exist, is a file, or lacks the mark.
     """
     if not path.exists():
-        raise ConfigError(f"{path} does not exist; must be {what}{_similar_folder(path, mark=mark)}")
+        raise ConfigError(f"{path} does not exist; must be {what}{similar_folder(path, mark=mark)}")
     if not path.is_dir():
         is_inside = (path.parent / mark).is_file()
         hint = f"; did you mean {path.parent}?" if is_inside else ""
@@ -398,7 +398,7 @@ def check_folder(path: Path, *, mark: str, what: str) -> None:
         raise ConfigError(f"{path} is not {what}: it has no {mark}")
 
 
-def _similar_folder(path: Path, *, mark: str) -> str:
+def similar_folder(path: Path, *, mark: str) -> str:
     """`; did you mean outputs/quickstart?`, or nothing: looks next to the path, and in outputs/."""
     folders = [path.parent, path.parent / "outputs"]
     found = {

@@ -18,6 +18,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -136,9 +137,10 @@ class Trainer:
             if config.cache.only:
                 return
         else:
-            self.space = build_sample_space(
-                config.autoencoder, dataset, device=self.device, needs_decoder=config.metrics.enable_sampling
-            )
+            with self.reporting("opening the autoencoder"):
+                self.space = build_sample_space(
+                    config.autoencoder, dataset, device=self.device, needs_decoder=config.metrics.enable_sampling
+                )
         fill_in_from_dataset(config, dataset, sample_shape=self.space.sample_shape)
         asked_batch_size = config.training.batch_size
         keep_global_batch_size(config, path, world_size=self.rank.world_size)
@@ -281,7 +283,7 @@ class Trainer:
         )
         self.model = cast(Any, sharded)  # it has init_weights, and the methods of an FSDPModule
         self.model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device)
-        with self.reporting("filling the model"):
+        with self.reporting("loading the model"):
             self.model.init_weights(config.training.seed)
         for buffer in self.model.buffers():  # offloading moves parameters alone
             buffer.data = buffer.data.to(self.device)
@@ -420,11 +422,12 @@ class Trainer:
         lines = [
             f"{config.metrics.experiment_name}: {self.describe_model()}, {count / 1e6:.2f}M parameters, "
             f"{self.parallel_dims.mode} on {self.device.type}, {config.training.mixed_precision_param}",
-            f"{self.dataset.name}: {images} of {shape}",
+            f"on {self.dataset.name}: {images} of {shape}",
             f"{config.training.steps} steps{start}",
             self.batches,
         ]
-        return "\n".join(textwrap.fill(line, CONSOLE_COLUMNS, subsequent_indent="  ") for line in lines)
+        wrap = partial(textwrap.fill, width=CONSOLE_COLUMNS, subsequent_indent="  ", break_long_words=False)
+        return "\n".join(wrap(line, break_on_hyphens=False) for line in lines)
 
     def describe_model(self) -> str:
         model, lora = self.config.model, self.config.lora
@@ -457,7 +460,7 @@ class Trainer:
             self.save()  # to return to
         if config.metrics.enable_sampling and config.sampling.at_start and progress.step == 0:
             self.sample()
-        if config.training.compile:
+        if config.training.compile and progress.step < config.training.steps:
             self.logger.message("compiling in the first step, about a minute")
         with profiling(
             config.profiling,

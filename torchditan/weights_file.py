@@ -33,7 +33,7 @@ from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict
 from torchditan.distributed.process_group import raise_on_all_ranks
 from torchditan.models.initialization import fill, named_parameters_to_fill
-from torchditan.run_directory import read_config
+from torchditan.run_directory import read_config, similar_folder
 from torchditan.tensor_file import TensorToWrite, open_file, write_weights
 from torchditan.trajectory import differences
 
@@ -256,12 +256,26 @@ def _describe(path: Path) -> StoredWeights:
     if path.is_file():
         return _describe_file(path)
     if not path.exists():
-        right = "a .safetensors file, a run directory, or a checkpoint in one"
+        right = (
+            f"a .safetensors file, a run directory, or a checkpoint in one{similar_folder(path, mark='config.json')}"
+        )
         raise ConfigError(f"{path} no such file or folder; must be {right}")
+    if _is_of_diffusers(path):
+        raise ConfigError(f"{path} is a folder that diffusers saved; give it as --model.path, with its --model.name")
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} holds no config.json; must be a run directory, or a checkpoint in one")
     checkpoint = _find(path)
     return _describe_checkpoint(checkpoint, CheckpointReader(checkpoint), weights=None)
+
+
+def _is_of_diffusers(path: Path) -> bool:
+    if (path / "model_index.json").is_file():
+        return True
+    try:
+        content = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "_class_name" in content
 
 
 def refuse_unknown_convention(stored: StoredWeights, config: Config) -> None:

@@ -462,7 +462,7 @@ ROWS = [
     ),
     (
         "convert_checkpoint export nothing weights2.safetensors",
-        "nothing does not exist; must be a run directory",
+        "nothing is not a run directory: it has no config.json",
     ),
     (
         "convert_checkpoint import gone.safetensors imported",
