@@ -597,7 +597,10 @@ def test_a_mistake_is_one_line(
         ),
         ("pipeline", "is a folder that diffusers saved; give it as --model.path, with its --model.name"),
         ("pipeline/transformer", "is a folder that diffusers saved; give it as --model.path, with its --model.name"),
-        ("empty", "empty/checkpoint holds no checkpoint; train with --checkpoint.enable_checkpoint"),
+        (
+            "empty",
+            "empty/checkpoint holds no checkpoint; let the run finish, or train with --checkpoint.enable_checkpoint",
+        ),
     ],
 )
 def test_a_path_without_weights_is_refused(

@@ -413,8 +413,9 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     """
     checkpoints = {step_of(path): path for path in list_checkpoints(folder)}
     if not checkpoints:
-        right = "let the run finish, or train with --checkpoint.enable_checkpoint to keep some on the way"
-        raise ConfigError(f"{folder} holds no checkpoint; {right}")
+        raise ConfigError(
+            f"{folder} holds no checkpoint; let the run finish, or train with --checkpoint.enable_checkpoint"
+        )
     if step is not None and step not in checkpoints:
         raise option_error("--step", step, f"no such checkpoint in {folder}; there are {sorted(checkpoints)}")
     damages = []
