@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from torchditan.config import ConfigError
+from torchditan.randomness import draw
 from torchditan.stream import (
     Batch,
     BatchPlan,
@@ -319,10 +321,16 @@ class Streamed(Numbers):
         return InOrder(range(rank, 16, world_size))
 
 
-def streamed(rank: int = 0, world_size: int = 1) -> StreamedTraining:
+def streamed(rank: int = 0, world_size: int = 1, *, num_workers: int = 0, pin_memory: bool = False) -> StreamedTraining:
     plan = BatchPlan(batch_size=4, global_batch_size=4 * world_size, rank=rank, world_size=world_size)
     return StreamedTraining(
-        Streamed(), plan=plan, seed=0, num_classes=2, horizontal_flip=None, num_workers=0, pin_memory=False
+        Streamed(),
+        plan=plan,
+        seed=0,
+        num_classes=2,
+        horizontal_flip=None,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
     )
 
 
@@ -353,6 +361,53 @@ def test_a_streamed_source_resumes_from_its_very_end() -> None:
     ((again, _),) = itertools.islice(resumed.batches(16), 1)
     assert again["index"].tolist() == [16, 17, 18, 19]
     assert sorted(again["class_label"].tolist()) == sorted(whole[0]["class_label"].tolist())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_streamed_source_has_the_noise_of_its_positions(num_workers: int) -> None:
+    pytest.importorskip("torchdata")
+    stream = streamed(num_workers=num_workers)
+    pairs = list(itertools.islice(stream.batches(8), 6))  # past the end of the source
+    assert [batch["index"].tolist() for batch, _ in pairs] == [list(range(p, p + 4)) for p in range(8, 32, 4)]
+    for batch, randomness in pairs:
+        expected = draw(0, batch["index"].tolist(), (1, 2, 2))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(randomness[:3], expected[:3], strict=True))
+
+
+def test_a_streamed_source_with_workers_resumes_with_its_noise() -> None:
+    pytest.importorskip("torchdata")
+    stream = streamed(num_workers=2)
+    batches = stream.batches(0)
+    whole = [{**batch, "noise": randomness.noise} for batch, randomness in itertools.islice(batches, 1)]
+    state = stream.state()  # noise of later batches is drawn, none of their samples is taken
+    whole += [{**batch, "noise": randomness.noise} for batch, randomness in itertools.islice(batches, 3)]
+    resumed = streamed(num_workers=2)
+    resumed.load_state(state)
+    tail = [{**batch, "noise": noise.noise} for batch, noise in itertools.islice(resumed.batches(4), 3)]
+    assert_same(by_position(whole[1:]), by_position(tail))
+
+
+def test_noise_of_a_streamed_source_is_drawn_beside_the_training_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchdata")
+    threads, pinned = set(), set()
+
+    def drawn(*arguments: Any, **options: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return draw(*arguments, **options)
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.add(tensor.data_ptr())
+        return tensor
+
+    monkeypatch.setattr("torchditan.stream.draw", drawn)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    for num_workers in (0, 2):
+        threads.clear()
+        stream = streamed(num_workers=num_workers, pin_memory=True)
+        ((batch, randomness),) = itertools.islice(stream.batches(0), 1)
+        assert (threading.main_thread().name in threads) == (num_workers == 0)
+        tensors = [batch["index"], *(tensor for tensor in randomness if tensor is not None)]
+        assert all(tensor.data_ptr() in pinned for tensor in tensors)
 
 
 def test_a_streamed_source_refuses_another_number_of_ranks() -> None:

@@ -197,6 +197,37 @@ def test_deterministic_mode_trains(one_process: Path, tmp_path: Path, train: Tra
     assert largest_difference(curve(tmp_path / "run"), curve(one_process)) < 1e-5
 
 
+def test_deterministic_cublas_is_asked_for_before_anything_can_use_it(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torchditan.trainer
+    from torchditan.config import ConfigError
+
+    found: list[str | None] = []
+
+    def encode(*_: object, **__: object) -> None:
+        found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        raise ConfigError("far enough")
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "as before the test")
+    monkeypatch.setattr(torchditan.trainer, "build_sample_space", encode)
+    for flags in ([], ["--training.deterministic"]):
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+        assert train("run", *flags).code == 2
+    assert found == [None, ":4096:8"]
+
+
+def test_deterministic_mode_does_not_fill_memory_that_is_written_anyway() -> None:
+    from torchditan.trainer import set_determinism
+
+    try:
+        set_determinism(0, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.empty(4096).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_sampling_and_validation_leave_no_trace_in_the_curve(one_process: Path, tmp_path: Path, train: Train) -> None:
     flags = ["--training.steps=20", "--training.batch_size=16", "--metrics.enable_sampling=true"]
     flags += ["--metrics.sample_freq=3", "--validation.freq=4", "--sampling.num_steps=1", "--sampling.max_classes=1"]

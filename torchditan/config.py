@@ -316,11 +316,13 @@ class Float8:
     """Float8 training of the linear layers, through torchao."""
 
     enable_float8_linear: bool = False
-    """Train the linear layers of the blocks in float8 through torchao (compute capability 8.9 or newer)."""
+    """Train the linear layers of the blocks in float8 through torchao (compute capability 8.9 or newer), but for those
+    that see one row per image; use it with --training.compile."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """Scaling granularity of torchao's float8 training."""
     emulate: bool = False
-    """Compute float8 products in higher precision where the device has none; slow, for tests."""
+    """Compute float8 products in higher precision where the device has none, under CUDA's shape rules; slow, for
+    tests."""
 
 
 @dataclass

@@ -20,11 +20,11 @@ import multiprocessing
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from torchditan.preemption import SIGNALS
 from torchditan.randomness import Permutation, Randomness, draw, uniform
 
 Batch = dict[str, torch.Tensor]
+Result = TypeVar("Result")
 
 
 class CorruptImageError(ConfigError):
@@ -376,14 +377,7 @@ class TrainingStream:
     def _read_in_threads(self, positions: Iterator[list[int]]) -> Iterator[tuple[Batch, Randomness] | ConfigError]:
         options = self.loader_options
         ahead = options["num_workers"] * options["prefetch_factor"]
-        pool = ThreadPoolExecutor(options["num_workers"], thread_name_prefix="latents")
-        try:
-            pending = deque(pool.submit(self._load, next(positions)) for _ in range(ahead))
-            while True:
-                pending.append(pool.submit(self._load, next(positions)))
-                yield pending.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        return run_ahead(self._load, positions, num_threads=options["num_workers"], ahead=ahead)
 
     def _load(self, positions: list[int]) -> tuple[Batch, Randomness] | ConfigError:
         item = self.loader_options["collate_fn"](self.stream.__getitems__(positions))
@@ -391,6 +385,20 @@ class TrainingStream:
             return item
         batch, randomness = item
         return {name: tensor.pin_memory() for name, tensor in batch.items()}, randomness.pin_memory()
+
+
+def run_ahead(
+    function: Callable[[list[int]], Result], positions: Iterator[list[int]], *, num_threads: int, ahead: int
+) -> Iterator[Result]:
+    """What `function` makes of the positions of each batch, in order; threads compute the next `ahead` of them."""
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="batches")
+    try:
+        pending = deque(pool.submit(function, next(positions)) for _ in range(ahead))
+        while True:
+            pending.append(pool.submit(function, next(positions)))
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def live_with_rank(worker: int) -> None:
@@ -432,7 +440,8 @@ class StreamedTraining:
 
     Every rank reads its own share of the source, so a checkpoint holds a state for each rank: a resume is exact
     with the same number of ranks and workers, and refused with others. Flips, noise, timesteps and label dropout
-    are keyed to the position in the stream, as everywhere.
+    are keyed to the position in the stream, as everywhere. A worker does not know the positions of its samples, so
+    threads draw the noise, as many as there are workers; without workers it is drawn when its batch is.
     """
 
     def __init__(
@@ -487,7 +496,6 @@ class StreamedTraining:
         """Micro-batches of this rank; `position` names the samples, the loader's state finds them."""
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        positions = self.plan.positions(position)
         while True:
             self._loader = StatefulDataLoader(
                 self.dataset.iterate(rank=self.plan.rank, world_size=self.plan.world_size),
@@ -502,18 +510,35 @@ class StreamedTraining:
             if self._resume_from is not None:
                 self._loader.load_state_dict(self._resume_from)
                 self._resume_from = None
+            # The noise of an epoch has threads of its own, which start after the loader forked its workers.
+            draws = self._draws(position)
             for batch in start_workers(self._loader):
                 is_empty = False
                 if isinstance(batch, ConfigError):
                     raise batch
-                yield self._position(batch, next(positions))
+                index, randomness = next(draws)
+                yield self._with_position(batch, index), randomness
+                position += self.plan.batch_size * self.plan.world_size
+            draws.close()
             if is_empty:
                 right = f"rank {self.plan.rank} finds fewer readable images than a batch of {self.plan.batch_size}"
                 raise option_error("dataset.dataset_name", self.dataset.name, right)
 
-    def _position(self, batch: Batch, index: list[int]) -> tuple[Batch, Randomness]:
+    def _draws(self, position: int) -> Generator[tuple[torch.Tensor, Randomness], None, None]:
+        """Positions (B,) and randomness of this rank's batches, endlessly, from a global position."""
+        positions = self.plan.positions(position)
+        if self.num_workers == 0:
+            yield from map(self._draw, positions)
+        else:
+            yield from run_ahead(self._draw, positions, num_threads=self.num_workers, ahead=self.num_workers)
+
+    def _draw(self, positions: list[int]) -> tuple[torch.Tensor, Randomness]:
+        index = torch.tensor(positions, dtype=torch.int64)
+        randomness = draw(self.seed, positions, self.sample_shape, posterior=self.posterior)
+        return (index.pin_memory(), randomness.pin_memory()) if self.pin_memory else (index, randomness)
+
+    def _with_position(self, batch: Batch, index: torch.Tensor) -> Batch:
         if self.flip:
-            flips = uniform(self.seed, "flip", index) < 0.5  # (B,)
+            flips = uniform(self.seed, "flip", index.numpy()) < 0.5  # (B,)
             batch["sample"][flips] = batch["sample"][flips].flip(-1)
-        batch["index"] = torch.tensor(index, dtype=torch.int64)
-        return batch, draw(self.seed, index, self.sample_shape, posterior=self.posterior)
+        return {**batch, "index": index}

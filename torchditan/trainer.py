@@ -34,7 +34,7 @@ from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict
 from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.parallel_dims import ParallelDims
-from torchditan.distributed.parallelize import CompileOptions, check_backend, parallelize
+from torchditan.distributed.parallelize import CompileOptions, check_backend, compile_advice, parallelize
 from torchditan.distributed.process_group import (
     Rank,
     check_devices,
@@ -74,6 +74,7 @@ from torchditan.resolve import (
 from torchditan.run_directory import RunDirectory, read_status, run_path, write_rank_status
 from torchditan.stream import (
     Batch,
+    GroupedDataset,
     ImageDataset,
     StreamedDataset,
     StreamedTraining,
@@ -105,6 +106,9 @@ class Trainer:
 
     def __init__(self, config: Config, dataset: ImageDataset, validation_dataset: ImageDataset | None = None) -> None:
         self.config = config
+        if config.training.deterministic:
+            # cuBLAS reads it when its handle is made, which encoding captions already does.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self.dataset = dataset
         self.validation_dataset = validation_dataset
         self.rank = Rank.from_environment()
@@ -266,8 +270,15 @@ class Trainer:
 
         with torch.device("meta"):
             model = self.spec.build()
+        float8_layers = None
         if config.float8.enable_float8_linear:
-            convert_to_float8(blocks=self.spec.blocks(model), config=config.float8)
+            float8_layers = convert_to_float8(
+                model=model,
+                spec=self.spec,
+                config=config.float8,
+                batch_size=self.plan.batch_size,
+                varied_shapes=isinstance(self.dataset, GroupedDataset) and len(self.dataset.groups()) > 1,
+            )
         compile_options = CompileOptions(backend=config.compile.backend, mode=config.compile.mode)
         sharded: nn.Module = parallelize(
             model,
@@ -335,6 +346,13 @@ class Trainer:
             elapsed_s=self.progress.elapsed_s,
         )
         self.logger.message(self.describe())
+        if float8_layers is not None:
+            self.logger.message(float8_layers)
+        advice = compile_advice(
+            compiles=config.training.compile, float8=config.float8.enable_float8_linear, device=self.device
+        )
+        if advice is not None:
+            self.logger.message(advice)
         if begun_with is not None:
             self.logger.message(f"begun with the {begun_with}")
         if self.progress.step < config.training.steps:
@@ -788,8 +806,13 @@ class Trainer:
 
 
 def set_determinism(seed: int, *, deterministic: bool) -> None:
-    """Seed torch's own generators (nothing of ours draws from them) and choose deterministic kernels."""
+    """Seed torch's own generators (nothing of ours draws from them) and choose deterministic kernels.
+
+    cuBLAS has to know earlier: see `Trainer.__init__`.
+    """
     torch.manual_seed(seed)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # On by default then, it writes NaN into every tensor from torch.empty: a kernel each, and nothing of ours reads
+        # memory before it is written.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from debugmodels import MODELS, built, inputs_of, pristine, spec_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.overrides import TorchFunctionMode
 
 from torchditan.config import PUBLISHED_FLAVORS, ConfigError, Model
 from torchditan.models import build_model_spec
@@ -267,3 +268,25 @@ def test_the_worked_example_is_the_file_itself():
     pieces = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert len(pieces) > 5
     assert [piece for piece in pieces if piece not in code] == []
+
+
+class HostCopies(TorchFunctionMode):
+    """Counts the tensors made from numbers on the host, each of which the host waits for on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.Tensor.new_tensor):
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "flavor"), MODELS)
+def test_no_forward_copies_numbers_from_the_host(name, flavor):
+    spec = spec_of(name, flavor)
+    model = built(spec)
+    with HostCopies() as copies:
+        model(*inputs_of(spec))
+    assert not copies.found

@@ -82,6 +82,20 @@ def check_backend(backend: str) -> None:
         raise option_error("compile.backend", backend, f"must be one of {', '.join(known)}")
 
 
+def compile_advice(*, compiles: bool, float8: bool, device: torch.device) -> str | None:
+    """One line for a job that torch.compile would make faster, None for others."""
+    if compiles:
+        return None
+    if float8:
+        return (
+            "warning: float8.enable_float8_linear without --training.compile launches about four times as many kernels "
+            "as bfloat16 (each cast is a kernel of its own), and is often slower; add --training.compile"
+        )
+    if device.type == "cuda":
+        return "hint: --training.compile fuses kernels and makes most models faster, for a minute of compiling"
+    return None
+
+
 def compile_blocks(blocks: nn.ModuleList, *, options: CompileOptions) -> None:
     """Compile the forward of every block; blocks of one shape share one compiled graph."""
     import torch._dynamo

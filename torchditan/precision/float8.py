@@ -1,15 +1,31 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Float8 training of the blocks' linear layers, through torchao."""
+"""Float8 training of the blocks' linear layers, through torchao.
+
+Notable:
+- the model itself says which layers gain nothing: one forward on the meta device counts the rows that each layer sees,
+  and layers that see one row per image (modulations) stay as they are, in every family, without a list of names;
+- CUDA's float8 products need an inner dimension that is a multiple of 16. In the weight gradient that is the number of
+  rows, so layers that see another number pad it there with zeros, which add nothing to a sum;
+- emulation refuses the rows that CUDA would refuse.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from torchditan.config import Float8, option_error
+
+if TYPE_CHECKING:
+    from torchditan.models.spec import ModelSpec
+
+_ALIGNMENT = 16
+"""Elements that the inner dimension and the columns of a float8 product are multiples of."""
 
 
 def check_float8(config: Float8, *, device: torch.device) -> None:
@@ -37,19 +53,101 @@ def check_float8(config: Float8, *, device: torch.device) -> None:
         raise option_error(option, True, right)
 
 
-def convert_to_float8(*, blocks: nn.ModuleList, config: Float8) -> None:
+def convert_to_float8(
+    *, model: nn.Module, spec: ModelSpec, config: Float8, batch_size: int, varied_shapes: bool = False
+) -> str:
     """Replace the linear layers of the blocks by torchao's Float8Linear, in place; names stay.
 
-    Layers whose sizes are no multiple of 16 stay as they are, since the hardware's products need that, and so
-    do the adaLN projections, whose single row per image has nothing to gain.
+    Layers that see one row per image stay as they are, since such rows have nothing to gain, and so do layers whose
+    sizes are no multiples of 16, which the hardware's products need.
+
+    Args:
+        model: what `spec` builds.
+        spec: tells which rows each layer sees.
+        config: recipe and emulation.
+        batch_size: samples in one forward pass.
+        varied_shapes: samples of other shapes than `spec.sample_shape` will come too.
+
+    Returns:
+        One line for the log: how many layers were converted, and how many of them pad.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.config import ScalingType
+    from torchao.float8.float8_linear import Float8Linear
 
     options = dataclasses.replace(Float8LinearConfig.from_recipe_name(config.recipe_name), emulate=config.emulate)
+    has_float8_gradient = options.cast_config_input_for_grad_weight.scaling_type is not ScalingType.DISABLED
+    rows_of = rows_of_linears(spec, batch_size=batch_size)
+    blocks = spec.blocks(model)
+    linears = {name: module for name, module in blocks.named_modules() if isinstance(module, nn.Linear)}
+    num_converted, padded_rows = 0, []
+    for name, linear in linears.items():
+        rows = rows_of.get(name, set())
+        if max(rows, default=0) <= batch_size or linear.in_features % _ALIGNMENT or linear.out_features % _ALIGNMENT:
+            continue
+        converted = Float8Linear.from_float(linear, config=options)
+        num_converted += 1
+        is_odd = any(number % _ALIGNMENT for number in rows)
+        if has_float8_gradient and (is_odd or varied_shapes):
+            products = converted.linear_mm_config
+            pads = products.grad_weight._replace(pad_inner_dim=True)
+            converted.linear_mm_config = products._replace(grad_weight=pads)
+            padded_rows += [number for number in rows if number % _ALIGNMENT]
+        elif has_float8_gradient and config.emulate:
+            converted.register_forward_pre_hook(_RefuseOddRows(name))
+        parent, _, own_name = name.rpartition(".")
+        setattr(blocks.get_submodule(parent), own_name, converted)
+    return _summary(
+        num_converted, len(linears), padded_rows=padded_rows, batch_size=batch_size, varied_shapes=varied_shapes
+    )
 
-    def is_converted(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear) or "adaLN_modulation" in name:
-            return False
-        return module.in_features % 16 == 0 and module.out_features % 16 == 0
 
-    convert_to_float8_training(blocks, config=options, module_filter_fn=is_converted)
+def rows_of_linears(spec: ModelSpec, *, batch_size: int) -> dict[str, set[int]]:
+    """Rows that enter each linear layer of the blocks, by its name in `spec.blocks`; layers that never run have none.
+
+    Counted in a forward on the meta device, which computes nothing.
+    """
+    rows: dict[str, set[int]] = {}
+    with torch.device("meta"), torch.no_grad():
+        model = spec.build().to("meta")  # the buffers too
+        for name, module in spec.blocks(model).named_modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(
+                    lambda _module, inputs, name=name: rows.setdefault(name, set()).add(_num_rows(inputs[0]))
+                )
+        model(*spec.example_inputs(batch_size=batch_size))
+    return rows
+
+
+def _num_rows(x: torch.Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _RefuseOddRows:
+    """Forward pre-hook of an emulated layer that does not pad: raises where CUDA's weight gradient would."""
+
+    layer: str
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        rows = _num_rows(inputs[0])
+        if rows % _ALIGNMENT and torch.is_grad_enabled():
+            right = f"must be a multiple of {_ALIGNMENT} for the weight gradient in float8 on CUDA"
+            raise RuntimeError(f"float8: {self.layer} sees {rows} rows; {right}")
+
+
+def _summary(
+    num_converted: int, num_linears: int, *, padded_rows: list[int], batch_size: int, varied_shapes: bool
+) -> str:
+    line = f"float8: {num_converted} of {num_linears} linear layers of the blocks"
+    if varied_shapes:
+        return f"{line}, padded to multiples of {_ALIGNMENT} rows, since samples have several shapes"
+    if not padded_rows:
+        return line
+    needed = [_ALIGNMENT // math.gcd(_ALIGNMENT, rows // math.gcd(rows, batch_size)) for rows in padded_rows]
+    largest = max(padded_rows)
+    fits = math.lcm(*needed)
+    return (
+        f"{line}, {len(padded_rows)} of them padded, since they see up to {largest} rows, not a multiple of "
+        f"{_ALIGNMENT}; a multiple of {fits} as training.batch_size needs no padding"
+    )

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from torchditan.models.published.base import Flavor, PublishedModel, called_with
 from torchditan.models.published.flux import exponential_shift, pack, unpack
@@ -46,6 +47,11 @@ class QwenImage(PublishedModel):
         "debugmodel": Flavor("", _TINY, text_length=8),
         "Qwen-Image": Flavor("Qwen/Qwen-Image", _SIZES, text_length=512),
     }
+
+    def __init__(self, transformer: nn.Module) -> None:
+        super().__init__(transformer)
+        for block in self.blocks():
+            block.attn.processor = MaskedAttention(block.attn.processor)  # type: ignore[union-attr]
 
     @classmethod
     def latent_channels(cls, config: Mapping[str, Any]) -> int:
@@ -82,8 +88,39 @@ class QwenImage(PublishedModel):
                 hidden_states=pack(x),
                 timestep=noise_level,
                 encoder_hidden_states=cond["prompt_embeds"],
-                encoder_hidden_states_mask=cond["prompt_embeds_mask"],
+                attention_kwargs={"text_mask": cond["prompt_embeds_mask"].bool()},
                 img_shapes=[[(1, height // 2, width // 2)]] * x.shape[0],
                 return_dict=False,
             )[0]
         return unpack(packed, height, width)
+
+
+class MaskedAttention:
+    """A block's attention, its mask (B, L) bool of text tokens coming through `attention_kwargs`.
+
+    Of a mask that it is given itself, the transformer computes the captions' lengths. It does not use them, and a
+    number that it copies from the host for them makes the host wait for the device in every forward.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        encoder_hidden_states_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Any = None,
+        text_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert encoder_hidden_states_mask is None
+        return self.processor(
+            attn,
+            hidden_states,
+            encoder_hidden_states,
+            encoder_hidden_states_mask=text_mask,
+            attention_mask=attention_mask,
+            image_rotary_emb=image_rotary_emb,
+        )

@@ -95,8 +95,9 @@ class SDXL(PublishedModel):
 
         The size of the image that the model is also conditioned on is that of x_t, uncropped.
         """
-        height, width = (self.latent_downsampling * size for size in x_t.shape[-2:])
-        sizes = torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32, device=x_t.device)
+        # Filled on the device: a tensor of a list is a copy from the host, which waits for it.
+        sides = [x_t.new_full((len(x_t), 1), self.latent_downsampling * size) for size in x_t.shape[-2:]]
+        size = torch.cat(sides, dim=1)  # (B, 2)
         weights = self.transformer.conv_in.weight.dtype
         return self.transformer(
             x_t,
@@ -104,7 +105,7 @@ class SDXL(PublishedModel):
             encoder_hidden_states=cond["prompt_embeds"].to(weights),  # the blocks take it as it comes
             added_cond_kwargs={
                 "text_embeds": cond["pooled_prompt_embeds"],
-                "time_ids": sizes.expand(x_t.shape[0], -1),
+                "time_ids": torch.cat([size, torch.zeros_like(size), size], dim=1),  # (B, 6)
             },
             return_dict=False,
         )[0]

@@ -1,0 +1,221 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Float8 in every model: which layers it takes, and that every product of them is one that CUDA accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from debugmodels import MODELS, spec_of
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchditan.config import Float8, Model
+from torchditan.distributed.parallelize import CompileOptions, compile_advice, parallelize
+from torchditan.models import build_model_spec
+from torchditan.models.spec import ModelSpec
+from torchditan.precision.float8 import convert_to_float8
+
+pytest.importorskip("torchao")
+pytest.importorskip("diffusers")
+OWN: dict[str, dict[str, Any]] = {
+    "labels": {},
+    "labels in context": {"conditioning": "in_context"},
+    "text in context": {"text": "in_context", "text_tokens": 7, "text_width": 24, "pooled_width": 16},
+    "cross-attention": {"text": "cross_attention", "text_tokens": 7, "text_width": 24},
+    "official": {"preset": "official"},
+}
+NAMES = [*OWN, *(flavor if name == "wan" else name for name, flavor in MODELS)]
+PER_IMAGE = ("adaLN_modulation.1", "norm.linear", "norm1.linear", "norm1_context.linear", "norm1_context.linear_1")
+PER_IMAGE += ("img_mod.1", "txt_mod.1", "time_emb_proj")
+
+
+def spec_by_name(name: str) -> ModelSpec:
+    if name in OWN:
+        config = Model(flavor="debugmodel", patch_size=2, **OWN[name])
+        return build_model_spec(config, sample_shape=(4, 12, 12), num_classes=10)
+    return spec_of("wan", name) if name.startswith("debugmodel") else spec_of(name)
+
+
+def step(model: nn.Module, spec: ModelSpec, *, batch_size: int) -> None:
+    """Forward and backward."""
+    x_t, t, cond = spec.example_inputs(batch_size)
+    model(x_t + torch.linspace(-1, 1, x_t.shape[-1]), t + 0.5, cond).float().square().sum().backward()
+
+
+def filled(spec: ModelSpec) -> nn.Module:
+    """In bfloat16 as FSDP gathers it, on the CPU."""
+    with torch.device("meta"):
+        model: Any = spec.build()
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def layers_in_float8(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    dist.destroy_process_group()
+
+
+class CudaRules:
+    """Stands for `torch._scaled_mm`: computes on the CPU, and asks torch's own rules for CUDA about the sizes."""
+
+    def __init__(self) -> None:
+        self.num_products = 0
+        self.refused: list[str] = []
+        self._product = torch._scaled_mm
+        self._verdicts: dict[Any, str | None] = {}
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+        self.num_products += 1
+        operands = tuple(
+            (tensor.shape, tensor.stride(), tensor.dtype) for tensor in (a, b, options["scale_a"], options["scale_b"])
+        )
+        if operands not in self._verdicts:
+            self._verdicts[operands] = self._verdict(operands, options["out_dtype"])
+        if (verdict := self._verdicts[operands]) is not None:
+            self.refused.append(verdict)
+        return self._product(a, b, **options)
+
+    def _verdict(self, operands: Any, out_dtype: torch.dtype) -> str | None:
+        try:
+            with FakeTensorMode():
+                a, b, scale_a, scale_b = (
+                    torch.empty_strided(shape, stride, dtype=dtype, device="cuda") for shape, stride, dtype in operands
+                )
+                self._product(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype)
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+
+@pytest.fixture
+def rules(monkeypatch: pytest.MonkeyPatch) -> CudaRules:
+    found = CudaRules()
+    monkeypatch.setattr(torch, "_scaled_mm", found)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cuda_accepts_every_product_at_every_batch_size(name: str, rules: CudaRules) -> None:
+    spec = spec_by_name(name)
+    for batch_size in (1, 2, 3, 16):
+        model = filled(spec)
+        convert_to_float8(model=model, spec=spec, config=Float8(True), batch_size=batch_size)
+        rules.num_products = 0
+        step(model, spec, batch_size=batch_size)
+        layers = layers_in_float8(model)
+        assert not rules.refused, (batch_size, rules.refused[0])
+        assert rules.num_products >= 2 * len(layers) > 0
+        assert not any(layer.endswith(PER_IMAGE) for layer in layers), layers
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_cuda_accepts_every_product_of_the_other_recipes(recipe: Any, rules: CudaRules) -> None:
+    spec = spec_by_name("sd3")
+    model = filled(spec)
+    line = convert_to_float8(model=model, spec=spec, config=Float8(True, recipe_name=recipe), batch_size=3)
+    step(model, spec, batch_size=3)
+    assert rules.num_products > 0
+    assert not rules.refused, rules.refused[0]
+    assert ("padded" in line) == (recipe == "rowwise")  # the other one has its weight gradient in bfloat16
+
+
+def test_samples_of_several_shapes_are_accepted_too(rules: CudaRules) -> None:
+    spec = spec_by_name("sd3")
+    model = filled(spec)
+    convert_to_float8(model=model, spec=spec, config=Float8(True), batch_size=2, varied_shapes=True)
+    for size in ((8, 12), (6, 10), (4, 14)):
+        step(model, replace(spec, sample_shape=(16, *size)), batch_size=2)
+    assert not rules.refused, rules.refused[0]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_padding_changes_no_number(recipe: Any) -> None:
+    def gradients(batch_size: int, *, pads: bool) -> dict[str, torch.Tensor]:
+        spec = spec_by_name("sd3")
+        model = filled(spec)
+        config = Float8(True, recipe_name=recipe, emulate=not pads)
+        convert_to_float8(model=model, spec=spec, config=config, batch_size=batch_size, varied_shapes=True)
+        step(model, spec, batch_size=batch_size)
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    plain, padded = gradients(3, pads=False), gradients(3, pads=True)  # torchao's emulation leaves zeros out
+    assert plain.keys() == padded.keys()
+    for name, gradient in plain.items():
+        assert torch.allclose(gradient, padded[name], rtol=0.02, atol=0.02 * gradient.abs().max().item()), name
+        assert gradient.isfinite().all()
+
+
+def test_the_log_says_which_batch_size_needs_no_padding() -> None:
+    spec = spec_by_name("sd3")  # 77 + 8 tokens of text
+
+    def line(batch_size: int) -> str:
+        return convert_to_float8(model=spec.build(), spec=spec, config=Float8(True), batch_size=batch_size)
+
+    assert "33 of 39" in line(2)
+    assert "15 of them padded" in line(2)
+    assert "170 rows" in line(2)
+    assert "a multiple of 16 as training.batch_size" in line(2)
+    assert "padded" not in line(16)
+
+
+def test_emulation_refuses_the_rows_that_cuda_refuses() -> None:
+    spec = spec_by_name("cross-attention")
+    model = filled(spec)
+    convert_to_float8(model=model, spec=spec, config=Float8(True, emulate=True), batch_size=16)  # none of them odd
+    with torch.no_grad():
+        model(*spec.example_inputs(3))  # the forward takes any number of rows
+    with pytest.raises(RuntimeError, match=r"0\.attn\.qkv sees 108 rows; must be a multiple of 16"):
+        step(model, spec, batch_size=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "batch_size", "emulate"), [("sd3", 3, False), ("cross-attention", 4, True)])
+def test_float8_is_right_sharded_checkpointed_and_compiled(
+    name: str, batch_size: int, emulate: bool, mesh: DeviceMesh
+) -> None:
+    torch.compiler.reset()
+    spec = spec_by_name(name)
+
+    def gradients(**options: Any) -> dict[str, torch.Tensor]:
+        with torch.device("meta"):
+            model: Any = spec.build()
+        convert_to_float8(model=model, spec=spec, config=Float8(True, emulate=emulate), batch_size=batch_size)
+        parallelize(model, blocks=spec.blocks(model), mesh=mesh, **options)
+        model.to_empty(device="cpu")
+        model.init_weights(0)
+        step(model, spec, batch_size=batch_size)
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+
+    plain = gradients()
+    compiled = gradients(activation_checkpoint="full", compile=CompileOptions(backend="aot_eager"))
+    assert plain.keys() == compiled.keys()
+    assert all(gradient.isfinite().all() for gradient in plain.values())
+    for key, gradient in plain.items():
+        assert torch.allclose(gradient, compiled[key], rtol=0.02, atol=0.02 * gradient.abs().max().item()), key
+
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def test_float8_without_compile_warns_and_cuda_without_compile_gives_a_hint() -> None:
+    for device in (CUDA, CPU):
+        warning = compile_advice(compiles=False, float8=True, device=device)
+        assert warning is not None and "float8" in warning and "--training.compile" in warning
+        assert compile_advice(compiles=True, float8=True, device=device) is None
+    assert "--training.compile" in (compile_advice(compiles=False, float8=False, device=CUDA) or "")
+    assert compile_advice(compiles=False, float8=False, device=CPU) is None
