@@ -148,7 +148,8 @@ def test_a_value_that_cannot_be_is_one_line(name: str, argument: str, line: str,
 
 def test_a_run_without_a_checkpoint_says_how_to_get_one(outputs: Path, tmp_path: Path, refused: Refuse) -> None:
     (tmp_path / "config.json").write_bytes((outputs / RUN / "config.json").read_bytes())
-    line = f"error: {tmp_path}/checkpoint holds no checkpoint; let the run finish, or train with --checkpoint.enable_checkpoint"
+    remedy = "let the run finish, or train with --checkpoint.enable_checkpoint"
+    line = f"error: {tmp_path}/checkpoint holds no checkpoint; {remedy}"
     assert refused("generate.py", str(tmp_path)) == line
 
 
