@@ -332,6 +332,7 @@ class Trainer:
             self.dataset,
             corrupt_images=options.corrupt_images,
             prefetch_factor=options.prefetch_factor,
+            bucket_order=options.bucket_order,
             **shared,
         )
 
