@@ -25,10 +25,12 @@ def main() -> None:
 
     from data import build_dataset
     from torchditan.config import ConfigError, dataset_channels
+    from torchditan.cpu_threads import set_cpu_threads
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.classifier import accuracy, as_tensors, train_classifier
     from torchditan.trained_model import TrainedModel
 
+    set_cpu_threads()
     trained = TrainedModel.load(args.run, step=args.step, device=Rank(0, 0, 1).device, flags=flags)
     config = trained.config
     if not trained.num_classes:

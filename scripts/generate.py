@@ -94,10 +94,12 @@ def main() -> None:
 
     import torch
 
+    from torchditan.cpu_threads import set_cpu_threads
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.image_grid import save_grid, stills
     from torchditan.trained_model import TrainedModel
 
+    set_cpu_threads()
     trained = TrainedModel.load(
         args.run, step=args.step, weights=args.weights, device=Rank(0, 0, 1).device, flags=flags
     )

@@ -41,6 +41,8 @@ def git_commit() -> str | None:
 
 def hardware(device: str, device_count: int) -> dict[str, Any]:
     """The machine of this process, and the `device_count` devices like `device` that the run has on all machines."""
+    import torch
+
     return {
         "device": device.split(":")[0],
         "device_name": device_name(device),
@@ -48,6 +50,7 @@ def hardware(device: str, device_count: int) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),
+        "cpu_threads": torch.get_num_threads(),  # of each rank
     }
 
 

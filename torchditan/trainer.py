@@ -29,6 +29,7 @@ from torchditan.captions.encode import CaptionedDataset
 from torchditan.checkpoint import CheckpointManager, Progress, check_async_mode
 from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict, trajectory
+from torchditan.cpu_threads import set_cpu_threads
 from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.parallelize import CompileOptions, check_backend, parallelize
@@ -99,6 +100,9 @@ class Trainer:
             shard=config.training.data_parallel_shard_degree,
             world_size=self.rank.world_size,
         )
+        assert config.metrics.experiment_name is not None
+        path = run_path(config.job.dump_folder, config.metrics.experiment_name)
+        self.threads_changed = set_cpu_threads(path)
         check_devices(self.rank)
         check_float8(config.float8, device=self.device)
         if config.training.compile:
@@ -122,8 +126,6 @@ class Trainer:
                 config.autoencoder, dataset, device=self.device, needs_decoder=config.metrics.enable_sampling
             )
         fill_in_from_dataset(config, dataset, sample_shape=self.space.sample_shape)
-        assert config.metrics.experiment_name is not None
-        path = run_path(config.job.dump_folder, config.metrics.experiment_name)
         keep_global_batch_size(config, path, world_size=self.rank.world_size)
         self.plan = resolve_batches(config, self.rank)
         self.spec = model_spec_of(config, sample_shape=self.space.sample_shape, num_classes=len(dataset.class_names))
@@ -309,6 +311,8 @@ class Trainer:
             elapsed_s=self.progress.elapsed_s,
         )
         self.logger.message(self.describe())
+        if self.progress.step and self.threads_changed is not None and self.device.type == "cpu":
+            self.logger.message(self.threads_changed)
         if begun_with is not None:
             self.logger.message(f"begun with the {begun_with}")
         if self.space.missing_decoder is not None:

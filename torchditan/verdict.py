@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from torchditan.command_line import count
 from torchditan.config import ConfigError
+from torchditan.cpu_threads import limit_spinning
 from torchditan.distributed.lost_rank import LOST_RANK, is_of_others
 from torchditan.distributed.parent_death import die_with_launcher
 from torchditan.run_directory import RANKS_VARIABLE, read_rank_statuses, write_rank_status
@@ -76,6 +77,7 @@ def run_job(main: Callable[[], None]) -> int:
     A launcher that asked for it is told how this rank began and ended, whatever happens.
     """
     die_with_launcher()
+    limit_spinning()
     write_rank_status("running")
     try:
         main()
