@@ -5,21 +5,24 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 import torch
 
-from torchditan.config import ConfigError
+from torchditan.config import Config, ConfigError, Dataset
 from torchditan.stream import (
     Batch,
     BatchPlan,
+    BucketOrder,
     CorruptImageError,
     StreamDataset,
     StreamedTraining,
     TrainingStream,
 )
+from torchditan.trainer import Trainer
 
 
 class Numbers:
@@ -276,6 +279,21 @@ def test_the_random_order_is_that_of_the_first_version() -> None:
         *(2, 6, 0, 5, 1, 4, 4, 1, 4, 1, 1, 4, 6, 2, 5, 0, 4, 1, 1, 4),
     ]
     assert stream.locate(np.arange(4000, 4008)).tolist() == [6, 2, 5, 0, 2, 5, 6, 0]
+
+
+@pytest.mark.parametrize("bucket_order", ["epochs", "random"])
+def test_the_trainer_reads_in_the_order_of_its_option(bucket_order: BucketOrder) -> None:
+    job = SimpleNamespace(
+        config=Config(dataset=Dataset(bucket_order=bucket_order, num_workers=0)),
+        dataset=Shapes(),
+        plan=BatchPlan(batch_size=4, global_batch_size=4),
+        space=SimpleNamespace(sample_shape=Shapes.sample_shape, draws_posterior=False),
+        device=torch.device("cpu"),
+    )
+    stream = Trainer.build_stream(cast(Any, job))
+    shown = [batch["sample"][:, 0, 0, 0].tolist() for batch, _ in itertools.islice(stream.batches(0), 7)]
+    order = grouped(Shapes(), bucket_order=bucket_order).locate(np.arange(28)).reshape(7, 4)
+    assert shown == order.tolist()
 
 
 def test_one_shape_alone_keeps_the_order_of_a_plain_dataset() -> None:
