@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Train a diffusion transformer: `python train.py --job.config_file quickstart.toml`, or under torchrun."""
+"""Train a diffusion transformer: `python train.py --job.config_file quickstart.toml` (several ranks: torchrun)."""
 
 from __future__ import annotations
 

@@ -234,8 +234,10 @@ def main() -> None:
 
     import torch
 
+    from torchditan.cpu_threads import set_cpu_threads
     from torchditan.distributed.process_group import Rank, check_devices
 
+    set_cpu_threads()
     rank = Rank.from_environment()
     if arguments.verify:
         verify_all(arguments.out)

@@ -25,11 +25,13 @@ def main() -> None:
 
     from data import build_dataset
     from torchditan.config import ConfigError, dataset_channels
+    from torchditan.cpu_threads import set_cpu_threads
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.classifier import accuracy, as_tensors, train_classifier
     from torchditan.progress import report_progress
     from torchditan.trained_model import TrainedModel
 
+    set_cpu_threads()
     with report_progress(f"loading {args.run}"):
         trained = TrainedModel.load(args.run, step=args.step, device=Rank(0, 0, 1).device, flags=flags)
     config = trained.config

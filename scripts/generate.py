@@ -94,11 +94,13 @@ def main() -> None:
 
     import torch
 
+    from torchditan.cpu_threads import set_cpu_threads
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.image_grid import save_grid, stills
     from torchditan.progress import report_progress
     from torchditan.trained_model import TrainedModel
 
+    set_cpu_threads()
     device = Rank(0, 0, 1).device
     with report_progress(f"loading {args.run}"):
         trained = TrainedModel.load(args.run, step=args.step, weights=args.weights, device=device, flags=flags)

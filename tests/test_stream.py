@@ -6,22 +6,25 @@ from __future__ import annotations
 import itertools
 import threading
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 import torch
 
-from torchditan.config import ConfigError
+from torchditan.config import Config, ConfigError, Dataset
 from torchditan.randomness import draw
 from torchditan.stream import (
     Batch,
     BatchPlan,
+    BucketOrder,
     CorruptImageError,
     StreamDataset,
     StreamedTraining,
     TrainingStream,
 )
+from torchditan.trainer import Trainer
 
 
 class Numbers:
@@ -197,7 +200,7 @@ class Shapes(Numbers):
         return {**item, "sample": sample, "text": torch.full((3,), index), "caption": "a dog"}
 
 
-def grouped(dataset: Any, *, global_batch_size: int = 4, seed: int = 0) -> StreamDataset:
+def grouped(dataset: Any, *, global_batch_size: int = 4, seed: int = 0, **options: Any) -> StreamDataset:
     return StreamDataset(
         dataset,
         seed=seed,
@@ -205,41 +208,94 @@ def grouped(dataset: Any, *, global_batch_size: int = 4, seed: int = 0) -> Strea
         horizontal_flip=False,
         corrupt_images="error",
         global_batch_size=global_batch_size,
+        **options,
     )
 
 
-def test_every_step_has_one_shape_and_a_cycle_shows_every_sample_as_often_as_a_batch_is_large() -> None:
-    dataset = Shapes()
-    indices = grouped(dataset).locate(np.arange(3 * 7 * 4)).reshape(3, 7, 4)  # cycle, step, sample
-    for cycle in indices:
-        assert np.bincount(cycle.ravel(), minlength=7).tolist() == [4] * 7
-        widths = dataset.widths[cycle]
-        assert (widths == widths[:, :1]).all()
-    orders = dataset.widths[indices[:, :, 0]].tolist()
-    assert all(sorted(order) == sorted(dataset.widths.tolist()) for order in orders)
-    assert orders[0] != orders[1] or orders[1] != orders[2]
+WIDTHS = (2,) * 30 + (4,) * 15 + (6,) * 9 + (8,) * 4 + (10,) * 2
 
 
-def test_the_order_of_shapes_is_the_one_that_is_documented() -> None:
-    from torchditan.randomness import Permutation
+@pytest.mark.parametrize("global_batch_size", [1, 3, 4, 16, 100])
+@pytest.mark.parametrize("widths", [WIDTHS, (2, 4, 2, 6, 4, 2, 2)])
+def test_epochs_show_every_sample_once_but_for_less_than_a_batch_of_each_shape(
+    widths: tuple[int, ...], global_batch_size: int
+) -> None:
+    dataset = Shapes(widths)
+    stream, num_epochs = grouped(dataset, global_batch_size=global_batch_size), 40
+    sizes = [len(group) for group in dataset.groups()]
+    seen, step = np.zeros(len(widths), dtype=int), 0
+    for epoch in range(1, num_epochs + 1):
+        end = sum(epoch * size // global_batch_size for size in sizes)
+        indices = stream.locate(np.arange(step * global_batch_size, end * global_batch_size))
+        of_one_step = dataset.widths[indices].reshape(-1, global_batch_size)
+        assert (of_one_step == of_one_step[:, :1]).all()
+        seen += np.bincount(indices, minlength=len(widths))
+        step = end
+        assert seen.max() <= epoch
+        for group in dataset.groups():
+            assert epoch * len(group) - seen[group].sum() == epoch * len(group) % global_batch_size
+            assert seen[group].max() - seen[group].min() <= 1
 
-    dataset, seed, global_batch_size = Shapes(), 5, 3
-    groups, total = dataset.groups(), len(dataset)
 
-    def expected(position: int) -> int:
-        step, row = divmod(position, global_batch_size)
-        slot = int(Permutation(seed, "buckets", step // total, length=total)(np.array([step % total]))[0])
-        owner, offset = 0, 0
-        while slot >= offset + len(groups[owner]):
-            offset += len(groups[owner])
-            owner += 1
-        length = len(groups[owner])
-        place = (step // total * length + slot - offset) * global_batch_size + row
-        shuffle = Permutation(seed, f"shuffle {owner}", place // length, length=length)
-        return int(groups[owner][shuffle(np.array([place % length]))[0]])
+def test_the_images_that_an_epoch_leaves_out_are_others_in_the_next() -> None:
+    dataset = Shapes((2,) * 11 + (4,) * 8)
+    stream = grouped(dataset, global_batch_size=4)
+    left_out = []
+    for epoch in range(6):
+        start, end = (4 * (number * 11 // 4 + number * 2) for number in (epoch, epoch + 1))
+        left_out.append(frozenset(range(11)) - set(stream.locate(np.arange(start, end)).tolist()))
+    assert len(set(left_out)) > 3
 
-    stream = grouped(dataset, global_batch_size=global_batch_size, seed=seed)
-    assert stream.locate(np.arange(100)).tolist() == [expected(position) for position in range(100)]
+
+def test_shapes_are_mixed_within_an_epoch_and_epochs_differ() -> None:
+    dataset = Shapes((2,) * 24 + (4,) * 24)
+    orders = dataset.widths[grouped(dataset).locate(np.arange(0, 4 * 36, 4))].reshape(3, 12).tolist()
+    assert all(sorted(order) == [2] * 6 + [4] * 6 for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    assert all(sum(a != b for a, b in itertools.pairwise(order)) > 2 for order in orders)
+
+
+def test_far_positions_are_found_at_once() -> None:
+    stream = grouped(Shapes(WIDTHS), global_batch_size=4)
+    step = 10**12
+    indices = stream.locate(np.arange(step * 4, step * 4 + 8))
+    assert indices.tolist() == [
+        int(stream.locate(np.array([position]))[0]) for position in range(step * 4, step * 4 + 8)
+    ]
+
+
+def test_the_order_of_epochs_never_changes() -> None:
+    stream = grouped(Shapes(), seed=5)
+    assert stream.locate(np.arange(40)).tolist() == [
+        *(6, 0, 2, 5, 4, 1, 4, 1, 2, 6, 0, 5, 0, 6, 2, 5, 2, 5, 6, 0),
+        *(1, 4, 4, 1, 3, 3, 3, 3, 2, 5, 0, 6, 4, 1, 1, 4, 6, 2, 5, 0),
+    ]
+    assert stream.locate(np.arange(4000, 4008)).tolist() == [2, 6, 5, 0, 2, 5, 6, 0]
+
+
+def test_the_random_order_is_that_of_the_first_version() -> None:
+    """Literal numbers of commit 36e2f02, whose runs continue in their own order."""
+    stream = grouped(Shapes(), seed=5, bucket_order="random")
+    assert stream.locate(np.arange(40)).tolist() == [
+        *(2, 5, 6, 0, 4, 1, 4, 1, 3, 3, 3, 3, 6, 0, 2, 5, 0, 6, 2, 5),
+        *(2, 6, 0, 5, 1, 4, 4, 1, 4, 1, 1, 4, 6, 2, 5, 0, 4, 1, 1, 4),
+    ]
+    assert stream.locate(np.arange(4000, 4008)).tolist() == [6, 2, 5, 0, 2, 5, 6, 0]
+
+
+@pytest.mark.parametrize("bucket_order", ["epochs", "random"])
+def test_the_trainer_reads_in_the_order_of_its_option(bucket_order: BucketOrder) -> None:
+    job = SimpleNamespace(
+        config=Config(dataset=Dataset(bucket_order=bucket_order, num_workers=0)),
+        dataset=Shapes(),
+        plan=BatchPlan(batch_size=4, global_batch_size=4),
+        space=SimpleNamespace(sample_shape=Shapes.sample_shape, draws_posterior=False),
+        device=torch.device("cpu"),
+    )
+    stream = Trainer.build_stream(cast(Any, job))
+    shown = [batch["sample"][:, 0, 0, 0].tolist() for batch, _ in itertools.islice(stream.batches(0), 7)]
+    order = grouped(Shapes(), bucket_order=bucket_order).locate(np.arange(28)).reshape(7, 4)
+    assert shown == order.tolist()
 
 
 def test_one_shape_alone_keeps_the_order_of_a_plain_dataset() -> None:

@@ -165,6 +165,8 @@ class Dataset:
     """Keep about each image's aspect ratio, at about the area of image_size, one size to a step (captions)."""
     bucket_step: int = 64
     """Sides of a bucket are multiples of it, in pixels (captions)."""
+    bucket_order: Literal["epochs", "random"] = "epochs"
+    """With aspect_buckets, show each image once per epoch (epochs), or as runs before this option did (random)."""
     upscale: bool = False
     """Enlarge images that are smaller than their sample, instead of refusing them (captions)."""
     held_out: int | None = None

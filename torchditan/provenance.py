@@ -49,6 +49,8 @@ def _git(*arguments: str) -> str | None:
 
 def hardware(device: str, device_count: int) -> dict[str, Any]:
     """The machine of this process, and the `device_count` devices like `device` that the run has on all machines."""
+    import torch
+
     return {
         "device": device.split(":")[0],
         "device_name": device_name(device),
@@ -56,6 +58,7 @@ def hardware(device: str, device_count: int) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),
+        "cpu_threads": torch.get_num_threads(),  # of each rank
     }
 
 

@@ -15,6 +15,7 @@ Notable:
 
 from __future__ import annotations
 
+import bisect
 import functools
 import multiprocessing
 import signal
@@ -37,6 +38,8 @@ from torchditan.randomness import Permutation, Randomness, draw, uniform
 
 Batch = dict[str, torch.Tensor]
 Result = TypeVar("Result")
+BucketOrder = Literal["epochs", "random"]
+"""Values of `dataset.bucket_order`."""
 
 
 class CorruptImageError(ConfigError):
@@ -170,6 +173,7 @@ class StreamDataset:
         horizontal_flip: bool,
         corrupt_images: Literal["error", "skip"],
         global_batch_size: int | None = None,
+        bucket_order: BucketOrder = "epochs",
     ) -> None:
         self.dataset = dataset
         self.seed = seed
@@ -177,6 +181,7 @@ class StreamDataset:
         self.horizontal_flip = horizontal_flip
         self.corrupt_images = corrupt_images
         self.global_batch_size = global_batch_size
+        self.bucket_order = bucket_order
         groups = dataset.groups() if isinstance(dataset, GroupedDataset) else []
         self.groups = groups if len(groups) > 1 else None
         """Indices of the samples of each shape; None where all have one."""
@@ -191,24 +196,59 @@ class StreamDataset:
         return self._shuffled("shuffle", np.asarray(positions), len(self.dataset))
 
     def _locate_in_groups(self, positions: np.ndarray, groups: list[np.ndarray]) -> np.ndarray:
-        """An order in which the samples of an optimizer step are of one group; each group has steps by its size.
+        """An order in which the samples of an optimizer step are of one group.
 
-        With N samples, a cycle is N steps, shuffled: n_b of them are of group b, which has n_b samples. Each group has
-        a shuffled stream of its own, of which its steps take a global batch after the other; so a cycle shows
-        every sample as often as a global batch has samples.
+        Each group has a shuffled stream of its own, epoch after epoch. Its steps are numbered, and step n of a group
+        takes global batch n of that stream. `bucket_order` decides which step of which group comes when.
         """
         assert self.global_batch_size is not None
-        offsets = np.cumsum([0, *(len(group) for group in groups)])  # (number of groups + 1,), the last is N
+        sizes = np.array([len(group) for group in groups])
         steps, rows = np.divmod(positions, self.global_batch_size)
-        slots = self._shuffled("buckets", steps, int(offsets[-1]))
-        owners = np.searchsorted(offsets, slots, side="right") - 1
+        in_order = self._steps_in_epochs if self.bucket_order == "epochs" else self._steps_at_random
+        owners, numbers = in_order(steps, sizes)
         indices = np.empty(len(positions), dtype=np.int64)
         for owner in np.unique(owners).tolist():
             here, group = owners == owner, groups[owner]
-            turns = steps[here] // offsets[-1] * len(group) + slots[here] - offsets[owner]
-            own_positions = turns * self.global_batch_size + rows[here]
+            own_positions = numbers[here] * self.global_batch_size + rows[here]
             indices[here] = group[self._shuffled(f"shuffle {owner}", own_positions, len(group))]
         return indices
+
+    def _steps_in_epochs(self, steps: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(n,) the group of each step and the number of that step in its group: whole batches, epoch by epoch.
+
+        After E epochs a group of size s has had `E * s // global_batch_size` steps. The images that are left, fewer
+        than a batch, come first in its next step. The steps of an epoch are shuffled.
+        """
+        owners, numbers = np.empty_like(steps), np.empty_like(steps)
+        unique, inverse = np.unique(steps, return_inverse=True)  # mostly one
+        epochs = np.array([self._epoch_of(step, sizes) for step in unique.tolist()])[inverse]
+        for epoch in np.unique(epochs).tolist():
+            here, before = epochs == epoch, self._steps_before(epoch, sizes)
+            offsets = np.cumsum([0, *(self._steps_before(epoch + 1, sizes) - before)])  # (number of groups + 1,)
+            slots = _shuffle(self.seed, "epoch of buckets", epoch, int(offsets[-1]))(steps[here] - before.sum())
+            owners[here] = np.searchsorted(offsets, slots, side="right") - 1
+            numbers[here] = before[owners[here]] + slots - offsets[owners[here]]
+        return owners, numbers
+
+    def _epoch_of(self, step: int, sizes: np.ndarray) -> int:
+        """The last epoch that begins at this step or before; an epoch of very few images may have no step."""
+        assert self.global_batch_size is not None
+        last = (step + len(sizes) + 1) * self.global_batch_size // int(sizes.sum()) + 1
+        return bisect.bisect_right(range(last + 1), step, key=lambda epoch: self._steps_before(epoch, sizes).sum()) - 1
+
+    def _steps_before(self, epoch: int, sizes: np.ndarray) -> np.ndarray:
+        return epoch * sizes // self.global_batch_size  # (number of groups,)
+
+    def _steps_at_random(self, steps: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(n,) the group of each step and the number of that step in its group, as the first version had them.
+
+        With N images a cycle is N steps, shuffled; s of them are of a group of size s. So a cycle shows every image
+        as often as a global batch has images, but a part of it may show some often and others not at all.
+        """
+        offsets = np.cumsum([0, *sizes])  # (number of groups + 1,), the last is N
+        slots = self._shuffled("buckets", steps, int(offsets[-1]))
+        owners = np.searchsorted(offsets, slots, side="right") - 1
+        return owners, steps // offsets[-1] * sizes[owners] + slots - offsets[owners]
 
     def _shuffled(self, purpose: str, positions: np.ndarray, length: int) -> np.ndarray:
         """(n,) what stands at these positions of range(length), shuffled anew in every epoch."""
@@ -324,6 +364,7 @@ class TrainingStream:
         pin_memory: bool,
         sample_shape: tuple[int, ...] | None = None,
         posterior: bool = False,
+        bucket_order: BucketOrder = "epochs",
     ) -> None:
         flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
         self.plan = plan
@@ -334,6 +375,7 @@ class TrainingStream:
             horizontal_flip=flip,
             corrupt_images=corrupt_images,
             global_batch_size=plan.global_batch_size,
+            bucket_order=bucket_order,
         )
         noise_shape: tuple[int, ...] | None = sample_shape or dataset.sample_shape
         if self.stream.groups is not None:

@@ -32,6 +32,7 @@ from torchditan.captions.encode import CaptionedDataset
 from torchditan.checkpoint import CheckpointManager, Progress, check_async_mode, latest_checkpoint
 from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict
+from torchditan.cpu_threads import set_cpu_threads
 from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.parallelize import CompileOptions, check_backend, compile_advice, parallelize
@@ -118,6 +119,9 @@ class Trainer:
             shard=config.training.data_parallel_shard_degree,
             world_size=self.rank.world_size,
         )
+        assert config.metrics.experiment_name is not None
+        path = run_path(config.job.dump_folder, config.metrics.experiment_name)
+        self.threads_changed = set_cpu_threads(path)
         check_devices(self.rank)
         check_float8(config.float8, device=self.device)
         if config.training.compile:
@@ -125,8 +129,6 @@ class Trainer:
         check_async_mode(config, device=self.device)
         check_trackers(config.metrics)
         check_profiling(config.profiling, self.device)
-        assert config.metrics.experiment_name is not None
-        path = run_path(config.job.dump_folder, config.metrics.experiment_name)
         if (kept := keep_values_of_run(config, path)) and self.rank.rank == 0:
             print(f"{path} keeps what it was started with: {', '.join(kept)}", file=sys.stderr)
         if config.cache.only and not isinstance(dataset, CaptionedDataset):
@@ -353,6 +355,8 @@ class Trainer:
         )
         if advice is not None:
             self.logger.message(advice)
+        if self.progress.step and self.threads_changed is not None and self.device.type == "cpu":
+            self.logger.message(self.threads_changed)
         if begun_with is not None:
             self.logger.message(f"begun with the {begun_with}")
         if self.progress.step < config.training.steps:
@@ -384,6 +388,7 @@ class Trainer:
             self.dataset,
             corrupt_images=options.corrupt_images,
             prefetch_factor=options.prefetch_factor,
+            bucket_order=options.bucket_order,
             **shared,
         )
 

@@ -17,6 +17,7 @@ from torchditan.config import Config, flatten
 
 VALUES_BEFORE: dict[str, Any] = {
     "checkpoint.initial_load_convention": None,
+    "dataset.bucket_order": "random",
     "lr_scheduler.decay_until": "last_step",
 }
 """Options added since commit 36e2f02, each with what every run did before it existed.

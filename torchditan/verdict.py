@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from torchditan.command_line import count
 from torchditan.config import ConfigError
+from torchditan.cpu_threads import limit_spinning
 from torchditan.distributed.lost_rank import LOST_RANK, exit_at_once, is_of_others
 from torchditan.distributed.parent_death import die_with_launcher
 from torchditan.run_directory import RANKS_VARIABLE, read_rank_statuses, write_rank_status
@@ -77,6 +78,7 @@ def run_job(main: Callable[[], None]) -> int:
     process group is open exits here, without exit handlers.
     """
     die_with_launcher()
+    limit_spinning()
     write_rank_status("running")
     try:
         main()
