@@ -1,11 +1,13 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Weights of a run to one safetensors file with its configuration, and such a file to a run that can be sampled.
+A full fine-tune of a published model also to a folder that diffusers opens.
 
 python scripts/convert_checkpoint.py export outputs/quickstart quickstart.safetensors
 python scripts/convert_checkpoint.py export outputs/quickstart/checkpoint/step-00000400 raw.safetensors --weights raw
 python scripts/convert_checkpoint.py import quickstart.safetensors outputs/from_a_friend
 python scripts/generate.py outputs/from_a_friend
+python scripts/convert_checkpoint.py export outputs/sd3_medium_full my_sd3 --format diffusers --dtype bfloat16
 
 A new run begins from any of them with --checkpoint.initial_load_path.
 """
@@ -27,35 +29,53 @@ def export_file(argv: list[str]) -> None:
     parser = ScriptParser(__doc__, options=())
     parser.prog, parser.epilog = f"{parser.prog} export", None
     parser.add_argument("source", type=Path, metavar="RUN", help="run directory, or the folder of a checkpoint")
-    parser.add_argument("out", type=Path, metavar="OUT.safetensors", help="file to write")
+    parser.add_argument("out", type=Path, metavar="OUT", help="file to write, of diffusers the folder")
+    parser.add_argument(
+        "--format",
+        choices=("torchditan", "diffusers"),
+        default="torchditan",
+        help="one .safetensors file with the configuration, or a folder for diffusers' pipelines (default: torchditan)",
+    )
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema where the run has them)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
     arguments, rest = parser.parse(argv)
     override(Config(), rest, sections=())  # refuses an argument too many
-    if arguments.out.suffix != ".safetensors" or arguments.out.is_dir():
+    is_folder = arguments.format == "diffusers"
+    if is_folder and arguments.overwrite:
+        raise option_error(
+            "--overwrite", True, "replaces files alone; leave it out, and name a folder that does not exist"
+        )
+    if is_folder and arguments.out.suffix == ".safetensors":
+        raise option_error("OUT", str(arguments.out), "must be the name of a folder with --format diffusers")
+    if not is_folder and (arguments.out.suffix != ".safetensors" or arguments.out.is_dir()):
         raise option_error("OUT", str(arguments.out), "must be a file that ends in .safetensors")
-    if arguments.out.exists() and not arguments.overwrite:
+    if not is_folder and arguments.out.exists() and not arguments.overwrite:
         raise ConfigError(f"{arguments.out} exists; choose another name, or replace it with --overwrite")
 
     from torchditan.progress import report_progress
     from torchditan.tensor_file import DTYPES
-    from torchditan.weights_file import export_weights
 
     start = time.perf_counter()
+    options = {"step": arguments.step, "weights": arguments.weights, "dtype": DTYPES[arguments.dtype]}
     with report_progress(f"exporting {arguments.source}"):
-        stored = export_weights(
-            arguments.source,
-            arguments.out,
-            step=arguments.step,
-            weights=arguments.weights,
-            dtype=DTYPES[arguments.dtype],
-        )
+        if is_folder:
+            from torchditan.pipeline_export import export_pipeline
+
+            exported = export_pipeline(arguments.source, arguments.out, **options)
+            stored, files = exported.weights, [path for path in arguments.out.rglob("*") if path.is_file()]
+        else:
+            from torchditan.weights_file import export_weights
+
+            stored, files = export_weights(arguments.source, arguments.out, **options), [arguments.out]
     print(
         f"{arguments.out}: {stored.weights} weights of {arguments.source}, step {stored.step}, {arguments.dtype}, "
-        f"{arguments.out.stat().st_size / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s"
+        f"{sum(path.stat().st_size for path in files) / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s"
     )
+    if is_folder:
+        why = f" (the transformer alone: {exported.left_out})" if exported.left_out else ""
+        print(f"in diffusers: {exported.how_to_open}{why}")
 
 
 def import_file(argv: list[str]) -> None:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The LoRA of a run as one safetensors file, for diffusers' pipelines or, in kohya's names, for ComfyUI.
+"""The LoRA of a run as one safetensors file, for diffusers' pipelines or in the names of kohya's sd-scripts.
 
 python scripts/export_lora.py outputs/flux_schnell_lora mug.safetensors
-python scripts/export_lora.py outputs/flux_schnell_lora mug_comfy.safetensors --format kohya --dtype bfloat16
+python scripts/export_lora.py outputs/flux_schnell_lora mug_kohya.safetensors --format kohya --dtype bfloat16
 
 In diffusers: pipeline.load_lora_weights("mug.safetensors").
 """
@@ -39,8 +39,9 @@ def main() -> None:
 
     import torch
 
-    from torchditan.lora_export import export_run
+    from torchditan.lora_export import export_run, ignored_by_sd_scripts
     from torchditan.progress import report_progress
+    from torchditan.run_directory import read_config
 
     with report_progress(f"exporting {args.run}"):
         layers, step = export_run(
@@ -51,6 +52,10 @@ def main() -> None:
             weights=args.weights,
             dtype=getattr(torch, args.dtype),
         )
+    ignored = ignored_by_sd_scripts(read_config(args.run)["config"]["model"]["name"], layers)
+    if args.format == "kohya" and ignored:
+        advice = "with it the pictures differ; train without proj_out and norm_out.linear (lora.target_modules)"
+        print(f"warning: sd-scripts ignores {', '.join(ignored)}: {advice}", file=sys.stderr)
     size = args.out.stat().st_size / 1e6
     print(f"{args.out}: LoRA of {len(layers)} layers, step {step}, {args.format} names, {args.dtype}, {size:,.1f} MB")
 

@@ -5,6 +5,7 @@
 python scripts/generate.py outputs/quickstart
 python scripts/generate.py outputs/quickstart --classes 3,5 --sampling.guidance_scale 4 --sampling.sampler heun
 python scripts/generate.py outputs/flux_schnell_lora --prompts "TOK on the moon" "TOK, watercolour" --dtype bfloat16
+python scripts/generate.py outputs/sd3_medium_full --prompts "a red fox" --original
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the `--sampling.*` flags left for the configuration."""
     from torchditan.command_line import RunParser, check_output, count
+    from torchditan.config import option_error
 
     parser = RunParser(__doc__)
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema where the run has them)")
@@ -38,10 +40,15 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--dtype", choices=("float32", "bfloat16"), help="precision (default: float32, of published models the run's)"
     )
     parser.add_argument("--without_lora", action="store_true", help="draw what the base alone makes of it")
+    parser.add_argument(
+        "--original", action="store_true", help="also draw the model that the run began with, from the same noise"
+    )
     parser.add_argument("--out", type=Path, help="PNG to write (default: samples/ of the run)")
     arguments, flags = parser.parse(argv)
     if arguments.out is not None:
         check_output("--out", arguments.out)
+    if arguments.original and arguments.without_lora:
+        raise option_error("--original", True, "draws what --without_lora draws, and the LoRA; leave one out")
     return arguments, flags
 
 
@@ -97,6 +104,7 @@ def main() -> None:
     from torchditan.cpu_threads import set_cpu_threads
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.image_grid import save_grid, stills
+    from torchditan.evaluation.reconstruction import similarity
     from torchditan.progress import report_progress
     from torchditan.trained_model import TrainedModel
 
@@ -107,6 +115,8 @@ def main() -> None:
     config, sampling = trained.config, trained.config.sampling
     if args.without_lora:
         trained.drop_lora()
+    if args.original:
+        trained.check_original()
     if args.dtype is None:
         is_half = trained.spec.name != "dit" and config.training.mixed_precision_param != "float32"
         args.dtype = "bfloat16" if is_half else "float32"
@@ -123,7 +133,15 @@ def main() -> None:
         pictures = stills(trained.to_pixels(samples))
     decoding_seconds = time.perf_counter() - start
 
-    without = "_without_lora" if args.without_lora else ""
+    similarities = ""
+    if args.original:
+        trained.restore_original()
+        originals = trained.generate_rows(rows, samples_per_row=per_row, seed=args.seed, batch_size=args.batch_size)
+        real = stills(trained.to_pixels(originals))
+        found = similarity(pictures, real)
+        similarities = "".join(f", {name.upper()} {value:.4g}" for name, value in found.items())
+
+    without = "_without_lora" if args.without_lora else "_and_original" if args.original else ""
     out = args.out or args.run / "samples" / f"generated_{trained.step:08d}_seed{args.seed}{without}.png"
     out.parent.mkdir(parents=True, exist_ok=True)
     save_grid(
@@ -131,7 +149,7 @@ def main() -> None:
         pictures,
         real,
         rows.names,
-        real_heading=trained.real_heading,
+        real_heading="original" if args.original else trained.real_heading,
         title=f"{config.metrics.experiment_name}, step {trained.step}, {trained.weights} weights, {sampling.sampler} "
         f"{sampling.num_steps} steps, guidance {sampling.guidance_scale:g}"
         + (", without the LoRA" if args.without_lora else ""),
@@ -144,7 +162,8 @@ def main() -> None:
         f"batch {min(count, args.batch_size)}, {args.dtype}"
         + (f"; decoded in {decoding_seconds:.2f} s more" if trained.is_latent else "")
     )
-    print(f"samples{', generated beside real' if real is not None else ''}: {out}")
+    beside = f" next to the original's{similarities}" if args.original else ", generated beside real"
+    print(f"samples{beside if real is not None else ''}: {out}")
 
 
 if __name__ == "__main__":

@@ -220,6 +220,47 @@ def test_own_prompts_are_compared_with_the_original_models_samples(pipelines, ru
     assert "psnr" not in (tmp_path / "out/without/metrics.jsonl").read_text()
 
 
+@pytest.mark.parametrize("kind", ["lora", "full", "continued"])
+def test_the_original_is_drawn_next_to_its_fine_tune(kind, pipelines, run_script, tmp_path) -> None:
+    images, out, drawn = write_balls(tmp_path / "balls"), tmp_path / "out", tmp_path / "drawn.png"
+    options: dict[str, Any] = {"lora.rank": 2} if kind == "lora" else {}
+    if kind == "continued":
+        assert run_script("train.py", *flags("flux", pipelines["flux"], images, tmp_path / "first")).code == 0
+        options = {"checkpoint.initial_load_path": tmp_path / "first/run"}
+    found = flags("flux", pipelines["flux"], images, out, **options, **{"optimizer.lr": 1e-2})
+    assert run_script("train.py", *found).code == 0
+    drawing = ["--prompts", "a red ball", "--sampling.images_per_class=2", f"--out={drawn}"]
+    outcome = run_script("scripts/generate.py", out / "run", *drawing, "--original")
+    assert outcome.code == 0, outcome.err
+    assert "next to the original's, PSNR " in outcome.out and ", SSIM " in outcome.out
+    assert drawn.is_file()
+
+    trained = TrainedModel.load(out / "run", device=CPU)
+    rows = trained.encode_prompts(["a red ball"])
+    trained.restore_original()
+    original = TrainedModel.load(tmp_path / "first/run" if kind == "continued" else out / "run", device=CPU)
+    if kind != "continued":
+        import diffusers
+
+        published = diffusers.FluxTransformer2DModel.from_pretrained(pipelines["flux"] / "transformer").eval()
+        original.model.transformer = published.requires_grad_(False)
+    original.spec = trained.spec
+    ours, theirs = (one.generate_rows(rows, samples_per_row=1, seed=0, batch_size=1) for one in (trained, original))
+    assert torch.equal(ours, theirs)
+
+
+def test_a_run_from_random_weights_has_no_original(pipelines, run_script, tmp_path) -> None:
+    options = {"model.path": "none", "text_encoder.path": pipelines["flux"], "training.steps": 1}
+    found = flags("flux", "none", write_balls(tmp_path / "balls"), tmp_path / "out", **options)
+    assert run_script("train.py", *found).code == 0
+    outcome = run_script("scripts/generate.py", tmp_path / "out/run", "--prompts", "a red ball", "--original")
+    assert outcome.code == 2 and "--original = true" in outcome.err and "random weights" in outcome.err
+    outcome = run_script("scripts/generate.py", tmp_path / "out/run", "--original", "--without_lora")
+    assert outcome.code == 2 and "leave one out" in outcome.err
+    outcome = run_script("scripts/generate.py", tmp_path / "out/run", "--without_lora")
+    assert outcome.code == 2 and "must be --original" in outcome.err
+
+
 BAD = [
     ({"model.path": "nowhere/at/all"}, "does not exist"),
     ({"model.path": "{sd3}"}, "model.path"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,8 +23,13 @@ from safetensors.torch import load_file
 from tiny_published import flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
 
 from torchditan.config import ConfigError
-from torchditan.lora import add_lora, load_assistant, lora_parameters
-from torchditan.lora_export import export_lora
+from torchditan.lora import add_lora, find_target_modules, load_assistant, lora_parameters
+from torchditan.lora_export import export_lora, ignored_by_sd_scripts, original_layer
+from torchditan.models.published import family
+from torchditan.models.published.base import build_transformer
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
 
 FAMILIES = {"flux": (tiny_flux, flux_inputs), "sd3": (tiny_sd3, sd3_inputs)}
 ALL_LINEARS = [r".*"]
@@ -226,6 +231,81 @@ def test_we_read_both_formats_back(family: str, targets: list[str], tmp_path: Pa
         again = seeded(build).eval()
         load_assistant(again, path)
         assert torch.allclose(predict(again, inputs()), predict(model, inputs()), atol=2e-5), format
+
+
+@pytest.mark.parametrize("format", ["diffusers", "kohya"])
+def test_the_embedder_of_sd3_has_the_name_of_sd_scripts(format: Any, tmp_path: Path) -> None:
+    model = trained(tiny_sd3, rank=3, alpha=5, targets=["pos_embed.proj", "to_q"])
+    path = tmp_path / "lora.safetensors"
+    export_lora(dict(model.named_parameters()), model_name="sd3", rank=3, alpha=5, path=path, format=format)
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(path).items() if "embed" in name}
+    assert (
+        shapes
+        == {
+            "kohya": {
+                "lora_unet_x_embedder_proj.lora_down.weight": (3, 4, 2, 2),
+                "lora_unet_x_embedder_proj.lora_up.weight": (32, 3, 1, 1),
+                "lora_unet_x_embedder_proj.alpha": (),
+            },
+            "diffusers": {
+                "transformer.pos_embed.proj.lora_A.weight": (3, 4, 2, 2),
+                "transformer.pos_embed.proj.lora_B.weight": (32, 3, 1, 1),
+            },
+        }[format]
+    )
+    again, published, expected = seeded(tiny_sd3).eval(), seeded(tiny_sd3).eval(), predict(model, sd3_inputs())
+    load_assistant(again, path)
+    assert torch.allclose(predict(again, sd3_inputs()), expected, atol=2e-5)
+    if format == "diffusers":
+        pipeline_around(published).load_lora_weights(str(tmp_path))
+        assert torch.equal(predict(published, sd3_inputs()), expected)
+
+
+def test_a_convolution_is_adapted_only_where_it_is_named() -> None:
+    for targets in (ALL_LINEARS, ["proj"], [r"pos_embed\.pr.*|.*to_q"]):
+        layers = add_lora(tiny_sd3(), rank=2, alpha=2, target_modules=targets)
+        assert layers and "pos_embed.proj" not in layers
+    assert add_lora(tiny_sd3(), rank=2, alpha=2, target_modules=["pos_embed.proj"]) == ["pos_embed.proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "count"),
+    [
+        ("flux", "FLUX.1-dev", 912),
+        ("sd3", "SD3-medium", 711),
+        ("sd3", "SD3.5-medium", 789),
+        ("sd3", "SD3.5-large", 1131),
+    ],
+)
+def test_the_blocks_have_as_many_keys_as_sd_scripts_writes(name: str, flavor: str, count: int) -> None:
+    cls = family(name)
+    smaller = {"pos_embed_max_size": 8} if name == "sd3" else {}  # a table that takes seconds to compute
+    model = build_transformer(cls.model_class, {**cls.flavors[flavor].config, **smaller})
+    layers = find_target_modules(model, [r"(single_)?transformer_blocks\..*"])
+    originals = {original_layer(name, layer) for layer in layers}
+    assert None not in originals
+    assert 3 * len(originals) == count
+
+
+def test_layers_that_sd_scripts_ignores_are_named() -> None:
+    final = ["lora_unet_final_layer_linear", "lora_unet_final_layer_adaLN_modulation_1"]
+    assert ignored_by_sd_scripts("flux", ["transformer_blocks.0.attn.to_q", "proj_out", "norm_out.linear"]) == final
+    assert ignored_by_sd_scripts("flux", ["single_transformer_blocks.0.proj_out", "x_embedder"]) == []
+    assert ignored_by_sd_scripts("sd3", ["proj_out", "norm_out.linear"]) == []
+
+
+@pytest.mark.parametrize(("format", "warns"), [("kohya", True), ("diffusers", False)])
+def test_the_export_of_a_final_layer_warns_in_one_line(
+    format: str, warns: bool, run_script: RunScript, tmp_path: Path
+) -> None:
+    from test_whole_path import job
+
+    flags = ["--lora.rank=2", "--training.steps=1", "--lora.target_modules", "proj_out", "to_q"]
+    assert run_script("train.py", *job("flux", tmp_path / "run", *flags)).code == 0
+    outcome = run_script("scripts/export_lora.py", tmp_path / "run", tmp_path / "a.safetensors", f"--format={format}")
+    assert outcome.code == 0
+    assert outcome.err.count("\n") == warns
+    assert ("sd-scripts ignores lora_unet_final_layer_linear: " in outcome.err) == warns
 
 
 def one_block_of_flux() -> Any:

@@ -131,7 +131,7 @@ def test_a_mistake_is_one_line(name: str, arguments: list[str], line: str, refus
             "generate.py",
             "--training.steps=3",
             "--training.steps is no option of this script; there are --help, --step, --weights, --prompts, --classes, "
-            "--seed, --batch_size, --dtype, --without_lora, --out, --sampling.key, --autoencoder.path, "
+            "--seed, --batch_size, --dtype, --without_lora, --original, --out, --sampling.key, --autoencoder.path, "
             "--text_encoder.path",
         ),
         (

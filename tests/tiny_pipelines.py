@@ -113,6 +113,22 @@ def sd3(seed: int = 0) -> Any:
     )
 
 
+def sdxl(seed: int = 0) -> Any:
+    """A StableDiffusionXLPipeline."""
+    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+
+    torch.manual_seed(seed)
+    return StableDiffusionXLPipeline(
+        scheduler=EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"),
+        text_encoder=clip(16, projects=False),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=clip(16, projects=True),
+        tokenizer_2=clip_tokenizer(),
+        vae=vae(channels=4),
+        unet=transformer("sdxl"),
+    )
+
+
 def wan(*, from_image: bool = False, seed: int = 0) -> Any:
     """A WanPipeline, or a WanImageToVideoPipeline."""
     import diffusers

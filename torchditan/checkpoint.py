@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -65,6 +64,7 @@ from torchditan.checkpoint_staging import Stager
 from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict
 from torchditan.ema import EMA
+from torchditan.model_state import checkpoint_keys, saved_parameters, saved_weights
 from torchditan.trajectory import differences, trajectory
 
 _PROGRESS = "progress.json"
@@ -296,7 +296,9 @@ class CheckpointManager:
         """Load the tensors over those of the run; what went wrong, on any rank."""
         state, damage = self._state(), None
         try:
-            load_safely(state, CheckpointReader(checkpoint), process_group=self.group)
+            reader = CheckpointReader(checkpoint)
+            stored = reader.read_metadata().state_dict_metadata
+            load_safely(_without_new_moments(state, stored), reader, process_group=self.group)
         except DamagedCheckpointError as error:
             damage = str(error)
         damage = self._any_of(damage)
@@ -313,7 +315,7 @@ class CheckpointManager:
     def _state(self) -> dict[str, Any]:
         make_optimizer_state(self.optimizer)
         state: dict[str, Any] = {
-            "model": weights_to_save(self.model, only_trained=self.only_trained),
+            "model": _detached(saved_weights(self.model, only_trained=self.only_trained)),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
         }
         if self.ema is not None:
@@ -370,32 +372,34 @@ def publish_checkpoint(
     publish(partial, target)
 
 
-def weights_to_save(model: nn.Module, *, only_trained: bool) -> dict[str, Any]:
-    """Parameters and buffers by name, or the trained parameters alone."""
-    state = get_model_state_dict(model)
-    if not only_trained:
-        return state
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {name: value for name, value in state.items() if name in trained}
+def _detached(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in weights.items()}
 
 
 def make_optimizer_state(optimizer: Optimizer) -> None:
-    """Give a new optimizer the tensors that a load fills in.
+    """Give an optimizer the tensors that a load fills in, for each parameter that has none.
 
-    torch would do it by one step with a gradient of zeros for every parameter at once. One after the other needs the
-    memory of a single gradient, and the step is taken back: what is saved here is a state before any.
+    A new optimizer has none at all; later, those parameters lack them that no gradient reached (Qwen-Image has some).
+    torch would make them by one step with a gradient of zeros for every parameter at once. One after the other needs
+    the memory of a single gradient, and the step is taken back: what is saved here is a state before any.
     """
-    if optimizer.state:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    without = [parameter for parameter in parameters if parameter not in optimizer.state]
+    if not without:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
+    gradients = [parameter.grad for parameter in parameters]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+    for parameter in parameters:
+        parameter.grad = None
+    for parameter in without:
         parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         parameter.grad = None
-    for state in optimizer.state.values():
-        state["step"].zero_()
+        optimizer.state[parameter]["step"].zero_()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
@@ -461,15 +465,16 @@ def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool, only_trained:
     Raises:
         ConfigError: it has no such weights, or they are not those of the model.
     """
-    weights, key = weights_to_save(model, only_trained=only_trained), "ema" if ema else "model"
+    weights, required = (listed(model, only_trained=only_trained) for listed in (saved_weights, saved_parameters))
     try:
         reader = CheckpointReader(checkpoint)
-        if not any(name.startswith(f"{key}.") for name in reader.read_metadata().state_dict_metadata):
+        keys = checkpoint_keys(reader.read_metadata().state_dict_metadata, ema=ema)
+        if not keys:
             raise option_error("--weights", "ema" if ema else "raw", f"{checkpoint} holds the other ones only")
-        load_safely({key: weights}, reader, no_dist=True)
+        state = {keys.get(name, name): tensor for name, tensor in weights.items() if name in keys or name in required}
+        load_safely(_detached(state), reader, no_dist=True)
     except DamagedCheckpointError as error:
         raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
-    set_model_state_dict(model, weights, options=StateDictOptions(strict=not only_trained))
 
 
 def read_state(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -504,6 +509,16 @@ def load_safely(state: dict[str, Any], reader: CheckpointReader, **options: Any)
         kind = "" if isinstance(cause, DamagedCheckpointError) else f"{type(cause).__name__}: "
         first_line = str(cause).strip().split("\n")[0]
         raise DamagedCheckpointError(f"{kind}{first_line}") from None
+
+
+def _without_new_moments(state: dict[str, Any], stored: Iterable[str]) -> dict[str, Any]:
+    """The state without the moments of parameters for which a checkpoint has none: no gradient had reached them."""
+    prefix = "optimizer.state."
+    have = {key.removeprefix(prefix).rpartition(".")[0] for key in stored if key.startswith(prefix)}
+    if not have:
+        return state  # there must be some
+    moments = {name: value for name, value in state["optimizer"]["state"].items() if name in have}
+    return {**state, "optimizer": {**state["optimizer"], "state": moments}}
 
 
 def _make_anew(partial: Path) -> None:

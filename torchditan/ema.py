@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchditan.distributed.parallelize import drop_gathered_weights
+from torchditan.model_state import saved_parameters
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,11 +26,7 @@ class EMA:
         self.model = model
         self.decay = decay
         self.warmup = warmup
-        self.parameters = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad or not only_trained
-        }
+        self.parameters = saved_parameters(model, only_trained=only_trained)
         self.average = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def decay_at(self, step: int) -> float:

@@ -62,7 +62,7 @@ def add_lora(
         model: usually on the meta device, where the new parameters stay too; elsewhere `init_lora` gives them values.
         rank, alpha: see above.
         target_modules: ends of names of linear layers (`to_q`, `attn.to_out.0`), or regular expressions for whole
-            names. Each must match a layer.
+            names. Each must match a layer. A convolution is named by the end of its name alone (`pos_embed.proj`).
         adapter_name: of this adapter.
 
     Returns:
@@ -79,30 +79,32 @@ def add_lora(
 
 
 def find_target_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Linear layers that any of the patterns names, in the order of the model.
+    """Linear layers that any of the patterns names, and convolutions named by their end, in the order of the model.
 
     Raises:
         ConfigError: a pattern matches none of them, or is no regular expression.
     """
-    names = _linear_layers(model)
+    names, all_names = _layers_of(model, nn.Linear), _layers_of(model, nn.Linear, nn.Conv2d)
     found: set[str] = set()
     for pattern in patterns:
         try:
             whole = re.compile(pattern)
         except re.error as error:
             raise option_error("lora.target_modules", pattern, f"is no regular expression: {error}") from None
-        matching = {name for name in names if f".{name}".endswith(f".{pattern}") or whole.fullmatch(name)}
+        ending = {name for name in all_names if f".{name}".endswith(f".{pattern}")}
+        linear = {name for name in names if name in ending or whole.fullmatch(name)}
+        matching = linear or ending  # a convolution only where it is named, so that patterns mean what they meant
         if not matching:
             ends = ", ".join(sorted({_last_part(name) for name in names}))
             raise option_error("lora.target_modules", pattern, f"matches no linear layer; their names end in {ends}")
         found |= matching
     if not found:
         raise option_error("lora.target_modules", list(patterns), "must name at least one layer")
-    return [name for name in names if name in found]
+    return [name for name in all_names if name in found]
 
 
-def _linear_layers(model: nn.Module) -> list[str]:
-    """Linear layers by their names in the bare model, whether they have adapters or not."""
+def _layers_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
+    """Layers of these kinds by their names in the bare model, whether they have adapters or not."""
     from peft.tuners.lora import LoraLayer
 
     names, wrapped = [], None
@@ -111,7 +113,7 @@ def _linear_layers(model: nn.Module) -> list[str]:
             continue
         if isinstance(module, LoraLayer):
             wrapped = f"{name}."
-        if isinstance(module, LoraLayer | nn.Linear):
+        if isinstance(getattr(module, "base_layer", module), kinds):
             names.append(name)
     return names
 
@@ -229,7 +231,7 @@ def load_assistant(model: nn.Module, source: str | Path | Mapping[str, Tensor]) 
         ConfigError: the file cannot be read, is no LoRA, or one of another model.
     """
     shown = str(source) if isinstance(source, str | Path) else "a state dict"
-    weights = read_adapter(source, _linear_layers(model), option="lora.assistant_path")
+    weights = read_adapter(source, _layers_of(model, nn.Linear, nn.Conv2d), option="lora.assistant_path")
     for name, down in weights.down.items():
         _check_shapes(model, name, down, weights.up[name], shown)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -257,8 +259,10 @@ def _inside_wrapper(model: nn.Module, name: str) -> str:
 
 def _check_shapes(model: nn.Module, name: str, down: Tensor, up: Tensor, shown: str) -> None:
     layer: Any = model.get_submodule(name)
-    if down.dim() != 2 or (down.shape[1], up.shape[0]) != (layer.in_features, layer.out_features):
-        right = f"is of another model: {name} maps {layer.in_features} to {layer.out_features} here"
+    out_size, in_size, *kernel = getattr(layer, "base_layer", layer).weight.shape  # a convolution has a kernel
+    fits_down = down.shape[1:] == (in_size, *kernel)
+    if not (fits_down and (up.shape[0], *up.shape[2:]) == (out_size, *(1 for _ in kernel))):
+        right = f"is of another model: {name} maps {in_size} to {out_size} here"
         raise option_error("lora.assistant_path", shown, f"{right}, {down.shape[-1]} to {up.shape[0]} there")
 
 
@@ -270,7 +274,7 @@ def fill_adapter(model: nn.Module, weights: AdapterWeights, adapter_name: str = 
 
 
 def read_adapter(source: str | Path | Mapping[str, Tensor], layers: Sequence[str], *, option: str) -> AdapterWeights:
-    """The matrices of a LoRA for a model with these linear layers.
+    """The matrices of a LoRA for a model with these linear layers and convolutions.
 
     Names may be diffusers' and peft's (`transformer.<layer>.lora_A.weight`), or kohya's of FLUX and SD3
     (`lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight`). Alpha comes from `<layer>.alpha`, or from diffusers'

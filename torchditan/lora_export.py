@@ -3,12 +3,13 @@
 
 Notable:
 - diffusers: `transformer.<layer>.lora_A.weight` (`unet.` for SDXL) and the adapter's metadata, in which alpha stands.
-  Its loaders refuse `.alpha` tensors beside the metadata, and readers that know no metadata (ComfyUI) take alpha for
-  the rank: they want kohya's names, unless the two are equal;
+  Its loaders refuse `.alpha` tensors together with the metadata. Readers that know no metadata take alpha for the
+  rank: they want kohya's names, unless the two are equal;
 - kohya: `lora_unet_<layer of the original model>.lora_down.weight`, `.lora_up.weight` and `.alpha`. Where the original
   has one layer for several of diffusers' (queries, keys and values), matrices are stacked, block-diagonally in
   `lora_up`, and alpha grows with the rank, so that the product stays what it was;
-- of kohya's FLUX files diffusers reads the blocks, not the embedders and the final layer; ComfyUI reads all.
+- of kohya's FLUX files diffusers reads the blocks, not the embedders and the final layer; sd-scripts ignores the final
+  layer (`ignored_by_sd_scripts`).
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ _SD3_JOINT = {
     "context_block.adaLN_modulation.1": ("norm1_context.linear",),
 }
 _SD3_REST = {
+    "x_embedder.proj": ("pos_embed.proj",),
     "context_embedder": ("context_embedder",),
     "t_embedder.mlp.0": ("time_text_embed.timestep_embedder.linear_1",),
     "t_embedder.mlp.2": ("time_text_embed.timestep_embedder.linear_2",),
@@ -118,6 +120,13 @@ def original_layer(model_name: str, layer: str) -> OriginalLayer | None:
             block = number.group() if number else ""
             return OriginalLayer(name.replace("*", block), tuple(part.replace("*", block) for part in parts))
     return None
+
+
+def ignored_by_sd_scripts(model_name: str, layers: Sequence[str]) -> list[str]:
+    """Those of a LoRA's layers whose kohya names sd-scripts does not load, by these names; pictures differ there."""
+    originals = [original_layer(model_name, layer) for layer in layers] if model_name == "flux" else []
+    names = [f"lora_unet_{original.name.replace('.', '_')}" for original in originals if original is not None]
+    return [name for name in dict.fromkeys(names) if name.startswith("lora_unet_final_layer_")]
 
 
 def rows_of_parts(parts: Sequence[str], unit: int) -> list[int]:

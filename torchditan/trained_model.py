@@ -24,6 +24,7 @@ from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
 from torchditan.models.published import PublishedModel
 from torchditan.resolve import with_empty_caption
 from torchditan.run_directory import read_config
+from torchditan.weights_file import load_initial_weights
 
 
 @dataclass
@@ -81,7 +82,7 @@ class TrainedModel:
         model.to_empty(device=device)
         if config.lora.rank:  # the checkpoint has the LoRA alone
             cast(Any, model).init_weights(config.training.seed)
-        elif isinstance(model, PublishedModel):  # nor has any checkpoint its tables of positions
+        elif isinstance(model, PublishedModel):  # those that are not stored
             model.fill_buffers()
         load_weights(model, checkpoint, ema=weights == "ema", only_trained=config.lora.rank > 0)
         return cls(
@@ -155,8 +156,32 @@ class TrainedModel:
             ConfigError: this run trained no LoRA.
         """
         if not self.config.lora.rank:
-            raise option_error("--without_lora", True, "this run trained all weights; leave it out")
+            raise option_error("--without_lora", True, "this run trained all weights; must be --original")
         set_active_adapters(self.model, [])
+
+    def check_original(self) -> None:
+        """Refuse a run that began with random weights, before anything is drawn.
+
+        Raises:
+            ConfigError: there is no original to go back to.
+        """
+        if self.config.model.path is None and self.config.checkpoint.initial_load_path is None:
+            raise option_error("--original", True, "this run began with random weights; leave it out")
+
+    def restore_original(self) -> None:
+        """Go back, in place, to the model that the run began with: without the LoRA, or with the weights it was given.
+
+        Raises:
+            ConfigError: the weights are no longer there.
+        """
+        if self.config.lora.rank:
+            self.drop_lora()
+            return
+        given = self.config.checkpoint.initial_load_path
+        if given is None:
+            cast(Any, self.model).init_weights(self.config.training.seed)
+        else:
+            load_initial_weights(self.model, given, config=self.config)
 
     @property
     def takes_prompts(self) -> bool:

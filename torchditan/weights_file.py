@@ -11,6 +11,7 @@ Notable:
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,8 @@ from torchditan.checkpoint_files import (
 from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict
 from torchditan.distributed.process_group import raise_on_all_ranks
-from torchditan.models.initialization import fill, named_parameters_to_fill
+from torchditan.model_state import checkpoint_keys, saved_parameters, saved_weights
+from torchditan.models.initialization import fill
 from torchditan.run_directory import read_config, similar_folder
 from torchditan.tensor_file import TensorToWrite, open_file, write_weights
 from torchditan.trajectory import differences
@@ -77,21 +79,44 @@ def export_weights(
     Raises:
         ConfigError: there are no such weights, they are damaged, or the file cannot be written.
     """
-    checkpoint = _find(source, step=step)
-    reader = CheckpointReader(checkpoint)
-    stored = _describe_checkpoint(checkpoint, reader, weights=weights)
-    key = key_of(stored.weights)
-    entries = [
-        TensorToWrite(name, shape, dtype, partial(_read_tensor, reader, f"{key}.{name}"))
-        for name, shape in stored.shapes.items()
-    ]
+    stored, read = open_weights(source, step=step, weights=weights)
+    entries = [TensorToWrite(name, shape, dtype, partial(read, name)) for name, shape in stored.shapes.items()]
     try:
         write_weights(out, entries, _to_metadata(stored))
-    except DamagedCheckpointError as error:
-        raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
     return stored
+
+
+def open_weights(
+    source: Path, *, step: int | None = None, weights: Kind | None = None
+) -> tuple[StoredWeights, Callable[[str], Tensor]]:
+    """The weights of a full training run, without reading them, and what reads one of them by its name.
+
+    Args:
+        source: run directory, or the folder of a checkpoint.
+        step: of a run's checkpoint; None takes the newest.
+        weights: averaged or raw; None takes the averaged ones where the run kept them.
+
+    Raises:
+        ConfigError: there are no such weights, they are damaged, or they are a LoRA's.
+    """
+    checkpoint = _find(source, step=step)
+    reader = CheckpointReader(checkpoint)
+    stored = _describe_checkpoint(checkpoint, reader, weights=weights)
+    assert stored.config is not None
+    if stored.config.get("lora", {}).get("rank"):
+        right = "trained a LoRA; export it with scripts/export_lora.py RUN OUT.safetensors"
+        raise option_error("RUN", str(source), right)
+    keys = checkpoint_keys(reader.read_metadata().state_dict_metadata, ema=stored.weights == "ema")
+
+    def read(name: str) -> Tensor:
+        try:
+            return _read_tensor(reader, keys[name])
+        except DamagedCheckpointError as error:
+            raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
+
+    return stored, read
 
 
 def _read_tensor(reader: CheckpointReader, key: str) -> Tensor:
@@ -151,11 +176,11 @@ def _describe_checkpoint(checkpoint: Path, reader: CheckpointReader, *, weights:
         raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
     if config is None:
         raise ConfigError(f"{checkpoint / 'config.json'} is no configuration of a run")
-    shapes: dict[Kind, dict[str, tuple[int, ...]]] = {"ema": {}, "raw": {}}
-    for name, entry in entries.items():
-        key, _, parameter = name.partition(".")
-        if key in ("ema", "model") and isinstance(entry, TensorStorageMetadata):
-            shapes["ema" if key == "ema" else "raw"][parameter] = tuple(entry.size)
+    tensors = {key: tuple(entry.size) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    shapes: dict[Kind, dict[str, tuple[int, ...]]] = {
+        kind: {name: tensors[key] for name, key in checkpoint_keys(tensors, ema=kind == "ema").items()}
+        for kind in ("ema", "raw")
+    }
     if weights is not None and not shapes[weights]:
         other = "average; must be raw" if weights == "ema" else "raw weights; must be ema"
         raise option_error("--weights", weights, f"this run kept no {other}")
@@ -300,8 +325,13 @@ def refuse_unknown_convention(stored: StoredWeights, config: Config) -> None:
 
 
 def refuse_other_model(model: nn.Module, stored: StoredWeights, differing_options: list[str]) -> None:
-    """All names and shapes must be those of the model."""
-    expected = {name: tuple(parameter.shape) for name, parameter in named_parameters_to_fill(model)}
+    """All names and shapes must be those of the model; only its buffers may be missing."""
+    required = saved_parameters(model)
+    expected = {
+        name: tuple(tensor.shape)
+        for name, tensor in saved_weights(model).items()
+        if name in required or name in stored.shapes
+    }
     there: dict[str, Any] = {name: str(shape) for name, shape in stored.shapes.items()}
     phrases = differences(there, {name: str(shape) for name, shape in expected.items()})
     if phrases:
@@ -325,10 +355,12 @@ def _model_options(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _fill_from_file(model: nn.Module, path: Path) -> None:
-    for name, parameter in named_parameters_to_fill(model):
+    required = saved_parameters(model)
+    for name, tensor in saved_weights(model).items():
         # Opened anew for each: the pages of a memory map that was read count as memory of the process.
         with open_file(path) as file:
-            fill(parameter, file.get_tensor(name))
+            if name in required or name in file.keys():  # noqa: SIM118  it is no mapping
+                fill(tensor, file.get_tensor(name))
 
 
 def key_of(weights: Kind | None) -> str:
