@@ -543,7 +543,7 @@ def test_a_missing_and_an_unknown_tensor_are_named(exported: Path, tmp_path: Pat
         ([], "the first argument is missing; must be export or import, or --help"),
         (["exprt", "run"], "the first argument is exprt; must be export or import, or --help"),
         (["export", "gone", "a.safetensors"], "gone does not exist; must be a run directory"),
-        (["export", "{run}"], "the following arguments are required: OUT.safetensors"),
+        (["export", "{run}"], "the following arguments are required: OUT"),
         (["export", "{run}", "a.pt"], 'OUT = "a.pt": must be a file that ends in .safetensors'),
         (["export", "{run}", "a.safetensors", "b"], "b belongs to no option; options are written --section.key value"),
         (

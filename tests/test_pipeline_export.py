@@ -65,7 +65,9 @@ def predict_as_ours(run: Path, transformer: torch.nn.Module) -> tuple[torch.Tens
         return ours, trained.model(x_t, t, cond)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "sdxl" else ()) for name in PIPELINES]
+)
 def test_the_stock_pipeline_opens_the_folder_and_predicts_the_same(
     name: str, run_script: RunScript, export: Export, tmp_path: Path
 ) -> None:
