@@ -84,6 +84,11 @@ class ImageFolder:
         """Identity of the list of images: their paths in the folder, not their content."""
         return f"paths-{hashlib.sha256(self.paths.tobytes()).hexdigest()[:16]}"
 
+    @property
+    def fingerprint(self) -> str:
+        """A run never continues with other images: a folder that was moved is the same data, another folder is not."""
+        return self.source
+
     def __len__(self) -> int:
         return len(self.paths)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import RunScript
+from PIL import Image
 
 from torchditan.config import Config, flatten
 from torchditan.config_loader import from_dict
@@ -80,6 +81,21 @@ def test_a_key_that_an_old_run_lacks_means_the_value_before_it_existed(monkeypat
     assert differences(there, here) == []
     monkeypatch.setitem(VALUES_BEFORE, "ema.warmup", False)
     assert differences(there, here) == ["ema.warmup is False there and True here"]
+
+
+def test_a_run_on_a_folder_of_images_refuses_other_images(run_script: RunScript, tmp_path: Path) -> None:
+    for folder, name in (("cats", "a"), ("moved_cats", "a"), ("dogs", "b")):
+        for number in range(4):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            Image.new("RGB", (8, 8), (60 * number, 0, 0)).save(tmp_path / folder / f"{name}{number}.png")
+    flags = ["--dataset.dataset_name=folder", "--dataset.image_size=8", "--training.steps"]
+    assert resume(run_script, "pets", *flags, "2", "--dataset.root_dir=cats")[0] == 0
+    code, _, err = resume(run_script, "pets", *flags, "4", "--dataset.root_dir=dogs")
+    assert code == 2
+    assert "dataset.fingerprint is paths-" in err and "--metrics.experiment_name" in err
+    assert resume(run_script, "pets", *flags, "4", "--dataset.root_dir=moved_cats")[0] == 0
+    # Earlier versions recorded no fingerprint of a folder.
+    assert differences({"dataset.fingerprint": None}, {"dataset.fingerprint": "paths-0"}) == []
 
 
 def test_an_old_configuration_is_read_with_the_values_of_its_time(old_run: Path) -> None:

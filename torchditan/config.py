@@ -148,7 +148,7 @@ class Dataset:
     label_key: str = "label"
     """Column of the labels in parquet files and hub datasets."""
     fingerprint: str | None = None
-    """Identity of the data; filled in from the index of latents, and other latents are refused on resume."""
+    """Identity of latents, captions or a folder of images; filled in, and other data is refused on resume."""
     corrupt_images: Literal["error", "skip"] = "error"
     """What an unreadable image does: stop the run naming it, or be replaced by the next one and counted."""
     dummy_fill: Literal["normal", "zeros"] = "normal"

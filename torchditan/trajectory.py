@@ -73,6 +73,10 @@ def trajectory(config: Config) -> dict[str, Any]:
     return found
 
 
+_UNKNOWN_IF_NONE = ("dataset.fingerprint",)
+"""Keys whose stored None means that the run did not record them: the folder dataset has a fingerprint only since."""
+
+
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """What two sets of options do not share, a phrase each: "model.patch_size is 2 there and 4 here".
 
@@ -83,10 +87,11 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     given = _flatten(json.loads(json.dumps(here, default=str)))
     stored = {**{key: value for key, value in VALUES_BEFORE.items() if key in given}, **_flatten(there)}
     absent = "absent"
+    unknown = [key for key in _UNKNOWN_IF_NONE if stored.get(key, absent) is None]
     return [
         f"{key} is {stored.get(key, absent)} there and {given.get(key, absent)} here"
         for key in [*given, *(stored.keys() - given.keys())]
-        if key not in _STORED_BEFORE and stored.get(key, absent) != given.get(key, absent)
+        if key not in (*_STORED_BEFORE, *unknown) and stored.get(key, absent) != given.get(key, absent)
     ]
 
 
