@@ -599,7 +599,8 @@ def test_a_mistake_is_one_line(
         ("pipeline/transformer", "is a folder that diffusers saved; give it as --model.path, with its --model.name"),
         (
             "empty",
-            "empty/checkpoint holds no checkpoint; let the run finish, or train with --checkpoint.enable_checkpoint",
+            "empty/checkpoint holds no checkpoint: the run has not finished, or it was told to keep no weights "
+            "(checkpoint.save_final = false); train with --checkpoint.enable_checkpoint",
         ),
     ],
 )

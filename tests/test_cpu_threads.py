@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from torchditan import cpu_threads
-from torchditan.cpu_threads import cores_per_rank, cpu_quota, is_set_by_user, num_cores
+from torchditan.config import ConfigError
+from torchditan.cpu_threads import check_user_threads, cores_per_rank, cpu_quota, is_set_by_user, num_cores
 from torchditan.run_directory import read_config
 
 if TYPE_CHECKING:
@@ -153,6 +154,16 @@ def free_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch
     monkeypatch.delenv("OMP_NUM_THREADS")
     yield monkeypatch
     torch.set_num_threads(number)
+
+
+@pytest.mark.parametrize("given", ["abc", "0", "-3", "1.5", ""])
+def test_a_number_of_threads_that_openmp_would_ignore_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    with pytest.raises(ConfigError, match=f'OMP_NUM_THREADS = "{given}": must be an integer of at least 1'):
+        check_user_threads()
+    for right in ("1", " 08 ", "4,2"):
+        monkeypatch.setenv("OMP_NUM_THREADS", right)
+        check_user_threads()
 
 
 def test_a_resume_keeps_the_number_of_its_run(

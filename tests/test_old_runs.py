@@ -105,6 +105,24 @@ def test_an_old_configuration_is_read_with_the_values_of_its_time(old_run: Path)
     assert flatten(config).keys() == flatten(Config()).keys()
 
 
+def test_fewer_steps_than_were_trained_are_refused(old_run: Path, run_script: RunScript) -> None:
+    before = (old_run / "config.json").read_bytes()
+    code, _, err = resume(run_script, old_run.name, "--training.steps=1", "--lr_scheduler.schedule=cosine")
+    assert code == 2
+    assert "training.steps = 1" in err and "is at step 2" in err and "--metrics.experiment_name" in err
+    assert (old_run / "config.json").read_bytes() == before
+
+
+def test_options_of_old_runs_without_effect_are_refused_when_given(run_script: RunScript) -> None:
+    for flag, why in (
+        ("dataset.bucket_order=random", "aspect_buckets"),
+        ("lr_scheduler.decay_until=last_step", "cons"),
+    ):
+        code, _, err = resume(run_script, "new", f"--{flag}")
+        assert code == 2
+        assert flag.split("=")[0] in err and why in err and "leave it out" in err
+
+
 @pytest.mark.parametrize("schedule", ["constant", "wsd"])
 def test_a_run_trains_longer_where_its_learning_rates_stay(schedule: str, run_script: RunScript) -> None:
     flags = [f"--lr_scheduler.schedule={schedule}", "--lr_scheduler.decay_ratio=0.5"]

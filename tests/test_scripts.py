@@ -93,8 +93,7 @@ def test_evaluate_says_how_far_it_is_on_stderr_and_keeps_stdout_for_the_result(
 ) -> None:
     from torchditan import progress
 
-    monkeypatch.setattr(progress, "QUIET_S", 0.02)
-    monkeypatch.setattr(progress, "EVERY_S", 0.02)
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
     flags = ["--samples_per_class=2", "--epochs=4"]
     code, output, errors = run_script("scripts/evaluate.py", outputs / RUN, *flags)
     assert code == 0 and json.loads(output)["num_samples"] == 20
@@ -148,9 +147,9 @@ def test_a_value_that_cannot_be_is_one_line(name: str, argument: str, line: str,
 
 def test_a_run_without_a_checkpoint_says_how_to_get_one(outputs: Path, tmp_path: Path, refused: Refuse) -> None:
     (tmp_path / "config.json").write_bytes((outputs / RUN / "config.json").read_bytes())
-    remedy = "let the run finish, or train with --checkpoint.enable_checkpoint"
-    line = f"error: {tmp_path}/checkpoint holds no checkpoint; {remedy}"
-    assert refused("generate.py", str(tmp_path)) == line
+    line = refused("generate.py", str(tmp_path))
+    assert line.startswith(f"error: {tmp_path}/checkpoint holds no checkpoint")
+    assert "checkpoint.save_final = false" in line and line.endswith("train with --checkpoint.enable_checkpoint")
 
 
 def test_weights_that_the_run_did_not_keep_are_refused(outputs: Path, tmp_path: Path, refused: Refuse) -> None:
@@ -184,6 +183,22 @@ def test_a_path_that_is_no_run_is_one_line_that_names_a_similar_one(
         script, *arguments = (word.format(run=path, other=run) for word in command)
         code, out, err = run_script(script, *arguments)
         assert (code, out, err) == (2, "", f"error: {path} {right}\n")
+
+
+def test_a_checkpoint_where_a_run_is_expected_names_its_run(outputs: Path, run_script: RunScript) -> None:
+    checkpoint = next((outputs / RUN / "checkpoint").iterdir())
+    code, _, err = run_script("scripts/generate.py", checkpoint)
+    assert code == 2
+    assert f"must be its run directory: {outputs / RUN} --step {int(checkpoint.name[5:])}" in err
+
+
+def test_files_of_another_kind_are_named(run_script: RunScript, tmp_path: Path) -> None:
+    (tmp_path / "my_jobs").mkdir()
+    (tmp_path / "model.pt").write_bytes(b"PK\x03\x04" + bytes(60))
+    code, _, err = run_script("train.py", "--job.config_file=my_jobs")
+    assert code == 2 and 'job.config_file = "my_jobs": is a folder; must be a TOML file' in err
+    code, _, err = run_script("train.py", "--dataset.dataset_name=latents", "--dataset.root_dir=model.pt")
+    assert code == 2 and "model.pt is a PyTorch file" in err and ".safetensors" in err
 
 
 def test_a_run_named_without_its_folder_is_found_in_outputs(run_script: RunScript, tmp_path: Path) -> None:

@@ -346,7 +346,7 @@ class Checkpoint:
     initial_load_path: str | None = None
     """Begin a new run with these weights: a .safetensors file, a run directory or a checkpoint of one."""
     initial_load_convention: Literal["torchditan"] | None = None
-    """Time and prediction of weights in a file without our configuration: torchditan is what this project trains."""
+    """For weights without our configuration; torchditan: t = 0 is noise, t = 1 data, and they predict the velocity."""
 
 
 @dataclass
@@ -730,9 +730,34 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
 """(where it holds, options that are not read there and stay at their default, what to say), the first one told."""
 
 
+_WITHOUT_EFFECT_IF_GIVEN: list[tuple[Callable[[Config], bool], str, str]] = [
+    (
+        lambda config: not config.dataset.aspect_buckets,
+        "dataset.bucket_order",
+        "has no effect without dataset.aspect_buckets; leave it out",
+    ),
+    (
+        lambda config: config.lr_scheduler.schedule == "constant",
+        "lr_scheduler.decay_until",
+        "has no effect with lr_scheduler.schedule constant; leave it out",
+    ),
+]
+"""The same for options that a resumed older run may hold although they have no effect there (`VALUES_BEFORE`)."""
+
+
 def _validate_effects(config: Config) -> None:
+    _refuse_without_effect(config, _WITHOUT_EFFECT)
+
+
+def validate_given(config: Config) -> None:
+    """`validate`, for the options of a new command: refuses those without effect that a stored run may hold."""
+    validate(config)
+    _refuse_without_effect(config, _WITHOUT_EFFECT_IF_GIVEN)
+
+
+def _refuse_without_effect(config: Config, table: list[tuple[Callable[[Config], bool], str, str]]) -> None:
     values, defaults = flatten(config), flatten(Config())
-    for holds, options, right in _WITHOUT_EFFECT:
+    for holds, options, right in table:
         for option in options.split() if holds(config) else ():
             if values[option] != defaults[option]:
                 raise option_error(option, values[option], right.format(name=config.model.name))

@@ -27,7 +27,16 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from torchditan import config as config_module
-from torchditan.config import Config, ConfigError, did_you_mean, flatten, nearest, option_error, validate
+from torchditan.config import (
+    Config,
+    ConfigError,
+    did_you_mean,
+    flatten,
+    nearest,
+    option_error,
+    validate,
+    validate_given,
+)
 from torchditan.legacy_config import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy, adopt_names
 from torchditan.run_directory import read_config, run_path
 from torchditan.trajectory import with_values_before
@@ -111,7 +120,7 @@ def load_config(argv: list[str]) -> Config:
         config.job.config_file = str(path)
     _fill_in(config)
     notes += [*read_otherwise, *adopt_names(config, given=given, stored=_stored_sections(config))]
-    validate(config)
+    validate_given(config)
     if os.environ.get("RANK", "0") == "0":
         if ignored:
             print(f"warning: ignored, without meaning here: {', '.join(ignored)}", file=sys.stderr)
@@ -285,6 +294,8 @@ def find_config(name: str) -> Path:
     for path in (given, TRAIN_CONFIGS / name, TRAIN_CONFIGS / f"{name}.toml"):
         if name and path.is_file():
             return path.resolve()
+    if name and given.is_dir():
+        raise option_error("job.config_file", name, "is a folder; must be a TOML file, or a name in train_configs/")
     if not TRAIN_CONFIGS.is_dir():
         right = "no such file, and this installation has no train_configs/ to look names up in; give a path"
         raise option_error("job.config_file", name, right)

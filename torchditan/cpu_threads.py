@@ -14,14 +14,28 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 
+from torchditan.config import option_error
 from torchditan.run_directory import read_config
 
 _SPIN_COUNT = 3000
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def check_user_threads() -> None:
+    """Refuse an OMP_NUM_THREADS that OpenMP would ignore. Call it before torch is imported.
+
+    Raises:
+        ConfigError: it is not a positive integer, or a list of them (one for each level of nesting).
+    """
+    given = os.environ.get("OMP_NUM_THREADS")
+    if given is not None and not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", given):
+        right = "must be an integer of at least 1; leave it out to use this process's share of the cores"
+        raise option_error("OMP_NUM_THREADS", given, right)
 
 
 def limit_spinning() -> None:

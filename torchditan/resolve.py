@@ -102,12 +102,16 @@ def check_steps(config: Config, run: Path) -> None:
     """
     if not (run / "config.json").exists():
         return
-    before, steps = flatten_stored(run).get("training.steps"), config.training.steps
-    scheduler = config.lr_scheduler
-    if before in (None, steps) or scheduler.schedule == "constant":
-        return
+    stored, steps, scheduler = flatten_stored(run), config.training.steps, config.lr_scheduler
+    before = stored.get("training.steps")
     checkpoints = list_checkpoints(run / config.checkpoint.folder)
-    done = step_of(checkpoints[-1]) if checkpoints else before
+    done: int = step_of(checkpoints[-1]) if checkpoints else before or 0
+    if checkpoints and steps < done:
+        right = f"{run} is at step {done}; must be {done} or more, or name a new run with --metrics.experiment_name"
+        raise option_error("training.steps", steps, right)
+    is_other = stored.get("lr_scheduler.schedule") != scheduler.schedule  # which the run directory refuses
+    if before in (None, steps) or scheduler.schedule == "constant" or is_other:
+        return
     rates = [learning_rate(done, steps=total, peak=1.0, config=scheduler) for total in (before, steps)]
     if rates[0] == rates[1]:
         return

@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import sys
@@ -427,6 +428,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{file} does not parse: {error}") from None
     config = content.get("config") if isinstance(content, dict) else None
     if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
+        step = re.fullmatch(r"step-0*(\d+)", Path(path).name)
+        if step:
+            run = Path(path).parent.parent
+            raise ConfigError(f"{path} is a checkpoint; must be its run directory: {run} --step {step[1]}")
         raise ConfigError(f"{file} is not that of a run: it holds no configuration")
     return content
 

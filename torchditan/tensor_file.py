@@ -68,7 +68,7 @@ def open_file(path: Path) -> Iterator[Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except SafetensorError:
-        kind = _other_kind(path)
+        kind = other_kind(path)
         if kind is not None:
             raise ConfigError(f"{path} {kind}") from None
         raise ConfigError(f"{path} is no safetensors file, or cut short; copy or export it again") from None
@@ -89,7 +89,7 @@ _OTHER_KINDS = (
 """(first bytes, what to say) of files that are given in place of a safetensors file."""
 
 
-def _other_kind(path: Path) -> str | None:
+def other_kind(path: Path) -> str | None:
     """What a file is that is no safetensors file, and what to do; None where its first bytes do not say."""
     with path.open("rb") as file:
         start = file.read(32)

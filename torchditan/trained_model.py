@@ -160,13 +160,16 @@ class TrainedModel:
         set_active_adapters(self.model, [])
 
     def check_original(self) -> None:
-        """Refuse a run that began with random weights, before anything is drawn.
+        """Refuse a run without an original, before anything is drawn.
 
         Raises:
-            ConfigError: there is no original to go back to.
+            ConfigError: it started with random weights, or those it started with are gone.
         """
-        if self.config.model.path is None and self.config.checkpoint.initial_load_path is None:
+        given = self.config.checkpoint.initial_load_path
+        if self.config.model.path is None and given is None:
             raise option_error("--original", True, "this run began with random weights; leave it out")
+        if given is not None and not self.config.lora.rank and not Path(given).exists():
+            raise option_error("--original", True, f"the run started from {given}, which is gone; leave it out")
 
     def restore_original(self) -> None:
         """Go back, in place, to the model that the run began with: without the LoRA, or with the weights it was given.

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torchditan.command_line import count
 from torchditan.config import ConfigError
-from torchditan.cpu_threads import limit_spinning
+from torchditan.cpu_threads import check_user_threads, limit_spinning
 from torchditan.distributed.lost_rank import LOST_RANK, exit_at_once, is_of_others
 from torchditan.distributed.parent_death import die_with_launcher
 from torchditan.run_directory import RANKS_VARIABLE, read_rank_statuses, write_rank_status
@@ -81,6 +81,7 @@ def run_job(main: Callable[[], None]) -> int:
     limit_spinning()
     write_rank_status("running")
     try:
+        check_user_threads()
         main()
     except SystemExit as stop:
         state = "interrupted" if stop.code == 75 else "error" if stop.code else "completed"

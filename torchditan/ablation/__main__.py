@@ -31,7 +31,8 @@ _AMD_HELP = "write amd/runs_summary.csv too, with the columns of AMD's diffusion
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
+        message = message.removeprefix("argument ")
+        raise ConfigError(message.replace("ignored explicit argument", "takes no value, and was given"))
 
 
 def _parser() -> _Parser:

@@ -41,6 +41,7 @@ from torchditan.autoencoders.latent_index import (
     standardizing,
 )
 from torchditan.config import ConfigError, option_error
+from torchditan.tensor_file import other_kind
 
 LABELS_FILE = "labels.npy"
 LOCK_FILE = ".lock"
@@ -82,7 +83,8 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        raise ConfigError(f"{path} is no safetensors file") from None
+        kind = other_kind(path) or "is no safetensors file"
+        raise ConfigError(f"{path} {kind}") from None
     end = max((place.end for place in places.values()), default=first)
     if end > size:
         raise ConfigError(f"{path} is cut short: it has {size} bytes, and should have {end}")
