@@ -29,7 +29,9 @@ def export_file(argv: list[str]) -> None:
     parser = ScriptParser(__doc__, options=())
     parser.prog, parser.epilog = f"{parser.prog} export", None
     parser.add_argument("source", type=Path, metavar="RUN", help="run directory, or the folder of a checkpoint")
-    parser.add_argument("out", type=Path, metavar="OUT", help="file to write, of diffusers the folder")
+    parser.add_argument(
+        "out", type=Path, metavar="OUT", help="file to write; with --format diffusers the folder to create"
+    )
     parser.add_argument(
         "--format",
         choices=("torchditan", "diffusers"),
@@ -45,7 +47,7 @@ def export_file(argv: list[str]) -> None:
     is_folder = arguments.format == "diffusers"
     if is_folder and arguments.overwrite:
         raise option_error(
-            "--overwrite", True, "replaces files alone; leave it out, and name a folder that does not exist"
+            "--overwrite", True, "replaces only files; leave it out, and name a folder that does not exist"
         )
     if is_folder and arguments.out.suffix == ".safetensors":
         raise option_error("OUT", str(arguments.out), "must be the name of a folder with --format diffusers")

@@ -48,7 +48,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if arguments.out is not None:
         check_output("--out", arguments.out)
     if arguments.original and arguments.without_lora:
-        raise option_error("--original", True, "draws what --without_lora draws, and the LoRA; leave one out")
+        raise option_error("--original", True, "already draws the model without its LoRA; leave --without_lora out")
     return arguments, flags
 
 
@@ -135,7 +135,7 @@ def main() -> None:
 
     similarities = ""
     if args.original:
-        trained.restore_original()
+        print(f"original: {trained.restore_original()}")
         originals = trained.generate_rows(rows, samples_per_row=per_row, seed=args.seed, batch_size=args.batch_size)
         real = stills(trained.to_pixels(originals))
         found = similarity(pictures, real)

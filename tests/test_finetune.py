@@ -256,7 +256,7 @@ def test_a_run_from_random_weights_has_no_original(pipelines, run_script, tmp_pa
     outcome = run_script("scripts/generate.py", tmp_path / "out/run", "--prompts", "a red ball", "--original")
     assert outcome.code == 2 and "--original = true" in outcome.err and "random weights" in outcome.err
     outcome = run_script("scripts/generate.py", tmp_path / "out/run", "--original", "--without_lora")
-    assert outcome.code == 2 and "leave one out" in outcome.err
+    assert outcome.code == 2 and "leave --without_lora out" in outcome.err
     outcome = run_script("scripts/generate.py", tmp_path / "out/run", "--without_lora")
     assert outcome.code == 2 and "must be --original" in outcome.err
 

@@ -57,6 +57,12 @@ def test_a_run_of_commit_36e2f02_resumes_and_follows_its_curve(old_run: Path, ru
     for key in ("loss", "grad_norm", "lr"):
         assert [record[key] for record in curve] == pytest.approx([record[key] for record in expected], rel=1e-5)
     assert read_config(old_run)["trajectory"]["lr_scheduler.decay_until"] == "last_step"
+    # Its config.json is of this version now; it resumes a second time, from an earlier step.
+    (old_run / "checkpoint" / "step-00000006").rename(old_run / "late")
+    code, out, err = resume(run_script, old_run.name, "--training.steps=6", "--lr_scheduler.schedule=cosine")
+    assert code == 0, err
+    assert "resumed at step 4" in out
+    assert [record["loss"] for record in read_metrics(old_run)] == [record["loss"] for record in curve]
 
 
 def test_an_old_run_keeps_its_schedule_when_asked_for_another(old_run: Path, run_script: RunScript) -> None:

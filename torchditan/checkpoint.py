@@ -148,6 +148,7 @@ class CheckpointManager:
         """Why the last write failed, None where it did not."""
         self._writing: threading.Thread | None = None
         self._cleaning: threading.Thread | None = None
+        self._has_more_to_clean = False
         self._published_step = 0
         self._crash: BaseException | None = None
 
@@ -294,10 +295,15 @@ class CheckpointManager:
 
     def _load(self, checkpoint: Path) -> str | None:
         """Load the tensors over those of the run; what went wrong, on any rank."""
-        state, damage = self._state(), None
+        state, damage, stored = self._state(), None, {}
+        reader = CheckpointReader(checkpoint)
         try:
-            reader = CheckpointReader(checkpoint)
             stored = reader.read_metadata().state_dict_metadata
+        except DamagedCheckpointError as error:
+            damage = str(error)
+        if (damage := self._any_of(damage)) is not None:  # agreed before the collectives of a load
+            return damage
+        try:
             load_safely(_without_new_moments(state, stored), reader, process_group=self.group)
         except DamagedCheckpointError as error:
             damage = str(error)
@@ -335,15 +341,19 @@ class CheckpointManager:
             if self._cleaning.is_alive():
                 self.warn(f"deleting old checkpoints in {self.folder}")
             self._cleaning.join()
-            self._clean(self._published_step)  # what came up while the thread was busy
+            self._clean_all()  # what came up as the thread ended
 
     def _start_cleaning(self) -> None:
-        """Have a thread delete what is not needed any more; one that is busy leaves the rest to the next call."""
+        """Have a thread delete what is not needed any more; one that is busy looks again before it ends."""
+        self._has_more_to_clean = True
         if self._cleaning is None or not self._cleaning.is_alive():
-            self._cleaning = threading.Thread(
-                target=self._clean, args=(self._published_step,), name="old checkpoints", daemon=True
-            )
+            self._cleaning = threading.Thread(target=self._clean_all, name="old checkpoints", daemon=True)
             self._cleaning.start()
+
+    def _clean_all(self) -> None:
+        while self._has_more_to_clean:
+            self._has_more_to_clean = False
+            self._clean(self._published_step)
 
     def _clean(self, step: int) -> None:
         """Prune the checkpoints before that of `step`, which is published, and delete what was discarded."""

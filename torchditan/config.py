@@ -166,7 +166,7 @@ class Dataset:
     bucket_step: int = 64
     """Sides of a bucket are multiples of it, in pixels (captions)."""
     bucket_order: Literal["epochs", "random"] = "epochs"
-    """With aspect_buckets, show each image once per epoch (epochs), or as runs before this option did (random)."""
+    """With aspect_buckets: each image once per epoch (epochs), or a random bucket per step, as older runs (random)."""
     upscale: bool = False
     """Enlarge images that are smaller than their sample, instead of refusing them (captions)."""
     held_out: int | None = None
@@ -749,10 +749,14 @@ def _validate_effects(config: Config) -> None:
     _refuse_without_effect(config, _WITHOUT_EFFECT)
 
 
-def validate_given(config: Config) -> None:
-    """`validate`, for the options of a new command: refuses those without effect that a stored run may hold."""
-    validate(config)
-    _refuse_without_effect(config, _WITHOUT_EFFECT_IF_GIVEN)
+def validate_flags(config: Config, flags: Iterable[str]) -> None:
+    """Refuse flags without effect whose values a stored run, or a file made from one, may hold."""
+    _refuse_without_effect(config, [row for row in _WITHOUT_EFFECT_IF_GIVEN if row[1] in flags])
+
+
+def has_effect(config: Config, option: str) -> bool:
+    """Whether one of the options of `VALUES_BEFORE` changes anything under these settings."""
+    return not any(option in options.split() and holds(config) for holds, options, _ in _WITHOUT_EFFECT_IF_GIVEN)
 
 
 def _refuse_without_effect(config: Config, table: list[tuple[Callable[[Config], bool], str, str]]) -> None:

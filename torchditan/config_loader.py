@@ -35,7 +35,7 @@ from torchditan.config import (
     nearest,
     option_error,
     validate,
-    validate_given,
+    validate_flags,
 )
 from torchditan.legacy_config import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy, adopt_names
 from torchditan.run_directory import read_config, run_path
@@ -120,7 +120,8 @@ def load_config(argv: list[str]) -> Config:
         config.job.config_file = str(path)
     _fill_in(config)
     notes += [*read_otherwise, *adopt_names(config, given=given, stored=_stored_sections(config))]
-    validate_given(config)
+    validate(config)
+    validate_flags(config, flags)
     if os.environ.get("RANK", "0") == "0":
         if ignored:
             print(f"warning: ignored, without meaning here: {', '.join(ignored)}", file=sys.stderr)

@@ -146,7 +146,10 @@ def _adopt_dataset(config: Config, *, given: Mapping[str, Any], stored: Mapping[
     elif name == "imagenet" and given.get("model.name") == MODEL_NAME:
         meaning = "pixels; for latents dataset.root_dir must be a .safetensors file"
     elif name == "imagenet_dummy" and not is_old_run:
-        dataset.dataset_name, meaning = "dummy", "zeros, and no file is read; for latents of a file set it to latents"
+        dataset.dataset_name, meaning = (
+            "dummy",
+            "zeros, and no file is read; for latents from a file use --dataset.dataset_name latents",
+        )
         if "dataset.dummy_fill" not in given:
             dataset.dummy_fill = "zeros"
     if is_old_run and dataset.dataset_name in ("imagenet_dummy", "latents"):

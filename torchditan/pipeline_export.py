@@ -141,7 +141,9 @@ def _find_other_parts(config: Config, *, pipeline_class: str, subfolder: str) ->
         return f"{place} holds no {_INDEX}"
     if found != pipeline_class:
         return f"{place} is a {found}"
-    names = [name for name, value in index.items() if isinstance(value, list) and value[0] and name != subfolder]
+    names = [
+        name for name, value in index.items() if isinstance(value, list) and value and value[0] and name != subfolder
+    ]
     folders = {name: folder / name for name in names}
     own_vae = config.autoencoder.path
     if "vae" in folders and own_vae is not None and own_vae != place:

@@ -40,6 +40,8 @@ class Profiler:
 
     def __init__(self, start_step: int, excluded: Callable[[], AbstractContextManager[object]]) -> None:
         self.last_step = start_step
+        self.num_calls = 0
+        """Steps that ended, those included that were rolled back: what torch's profiler counts."""
         self.excluded = excluded
         self.on_step: list[Callable[[], None]] = []
         self.is_slow: list[Callable[[int], bool]] = []
@@ -47,6 +49,7 @@ class Profiler:
     def step(self, step: int) -> None:
         assert step == self.last_step + 1, f"step {step} after {self.last_step}"
         self.last_step = step
+        self.num_calls += 1
         with self.excluded() if any(is_slow(step) for is_slow in self.is_slow) else nullcontext():
             for call in self.on_step:
                 call()
@@ -116,7 +119,7 @@ def _traces(profiler: Profiler, folder: Path, rank: int, device: torch.device, p
     )
     trace.start()
     profiler.on_step.append(trace.step)
-    profiler.is_slow.append(lambda step: _changes_after(step, profile_freq))
+    profiler.is_slow.append(lambda _: _changes_after(first + profiler.num_calls - 1, profile_freq))
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from torchditan.checkpoint_files import list_checkpoints, step_of
-from torchditan.config import Config, flatten, option_error
+from torchditan.config import Config, flatten, has_effect, option_error
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.rows import SampleRows
 from torchditan.models import ModelSpec, TextEmbeddings
@@ -71,8 +71,8 @@ def keep_values_of_run(config: Config, run: Path) -> list[str]:
     """A run that is continued keeps what older versions did where an option was added since.
 
     Returns:
-        The options that were set, a phrase each. One that was given another value than its default stays as it is,
-        and the run directory refuses it.
+        The options that were set and have an effect, a phrase each. One that was given another value than its default
+        stays as it is, and the run directory refuses it.
     """
     if not (run / "config.json").exists():
         return []
@@ -81,10 +81,11 @@ def keep_values_of_run(config: Config, run: Path) -> list[str]:
     kept = []
     for option, before in VALUES_BEFORE.items():
         value = stored.get(option, before)
-        if option not in stored and given[option] == defaults[option] != value:
+        if given[option] == defaults[option] != value:
             section, key = option.split(".")
             setattr(getattr(config, section), key, value)
-            kept.append(f"{option} = {value}")
+            if has_effect(config, option):
+                kept.append(f"{option} = {value}")
     return kept
 
 

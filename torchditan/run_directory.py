@@ -167,7 +167,7 @@ class RunDirectory:
             "trajectory": trajectory,
             "versions": provenance.versions("torch", "torchditan"),
             "git_commit": provenance.git_commit(),
-            "hardware": provenance.hardware(device, world_size),
+            "hardware": {**provenance.hardware(device, world_size), **_kept_threads(stored)},
             "command": sys.argv,
         }
         write_file(self.config_path, _to_json(content, indent=2))
@@ -374,6 +374,12 @@ def _read_rank_status(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return status
+
+
+def _kept_threads(stored: dict[str, Any] | None) -> dict[str, Any]:
+    """The CPU threads that a run started with, which decide its last bits; later resumes return to them."""
+    threads = (stored or {}).get("hardware", {}).get("cpu_threads")
+    return {} if threads is None else {"cpu_threads": threads}
 
 
 def check_folder(path: Path, *, mark: str, what: str) -> None:

@@ -440,7 +440,7 @@ def run_ahead(
             pending.append(pool.submit(function, next(positions)))
             yield pending.popleft().result()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(wait=True, cancel_futures=True)  # the next epoch may fork loader workers at once
 
 
 def live_with_rank(worker: int) -> None:

@@ -171,20 +171,23 @@ class TrainedModel:
         if given is not None and not self.config.lora.rank and not Path(given).exists():
             raise option_error("--original", True, f"the run started from {given}, which is gone; leave it out")
 
-    def restore_original(self) -> None:
-        """Go back, in place, to the model that the run began with: without the LoRA, or with the weights it was given.
+    def restore_original(self) -> str:
+        """Go back, in place, to the model that the run started from: without its LoRA, or with its initial weights.
+
+        Returns:
+            Which weights these are, for the log.
 
         Raises:
             ConfigError: the weights are no longer there.
         """
         if self.config.lora.rank:
             self.drop_lora()
-            return
+            return f"weights of {self.config.model.path}"
         given = self.config.checkpoint.initial_load_path
         if given is None:
             cast(Any, self.model).init_weights(self.config.training.seed)
-        else:
-            load_initial_weights(self.model, given, config=self.config)
+            return f"weights of {self.config.model.path}"
+        return load_initial_weights(self.model, given, config=self.config)
 
     @property
     def takes_prompts(self) -> bool:

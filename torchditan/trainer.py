@@ -214,6 +214,7 @@ class Trainer:
         dist.barrier()
         write_rank_status(status, reason, step=self.progress.step, exit_code=exit_code, **self.memory())
         dist.destroy_process_group()
+        self.watch.close()  # nobody waits for this rank while it deletes
         # A job that is asked to stop has little time left.
         self.checkpoints.close(patience_s=None if status == "completed" else 5)
 
@@ -365,8 +366,12 @@ class Trainer:
         else:
             again = "to train again, name a new run with --metrics.experiment_name"
             self.logger.message(f"step {self.progress.step} was reached before: nothing is left to train; {again}")
-        if config.metrics.enable_sampling and self.grids.why_no_scores is not None:
-            self.logger.message(self.grids.why_no_scores)
+        if config.metrics.enable_sampling:
+            why_no_scores = self.grids.why_no_scores
+            if self.progress.step:
+                why_no_scores = why_no_scores or self.grids.why_no_original(self.run_directory.sample_path(0).parent)
+            if why_no_scores is not None:
+                self.logger.message(why_no_scores)
         if self.space.missing_decoder is not None:
             self.logger.message(f"grids show latent channels, not pictures: {self.space.missing_decoder}")
 
@@ -585,7 +590,8 @@ class Trainer:
             raise Interrupted(f"stopped by {number.name} before any step; the same command begins where this one did")
         reason = f"stopped by {number.name} after step {step}"
         if not checkpoint.enable_checkpoint:
-            raise Interrupted(f"{reason}; without checkpoint.enable_checkpoint nothing was saved")
+            earlier = f"; step {self.saved_step} is saved" if self.saved_step >= 0 else " nothing was saved"
+            raise Interrupted(f"{reason}; without checkpoint.enable_checkpoint{earlier}")
         if step != self.saved_step:
             self.save()
         self.checkpoints.wait()

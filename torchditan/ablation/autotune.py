@@ -297,7 +297,7 @@ def _trial_job(
     trial.job.dump_folder, trial.metrics.experiment_name = str(folder), name
     trial.training.batch_size, trial.training.steps = batch_size, config.autotune.steps
     trial.metrics.log_freq, trial.metrics.enable_sampling = 1, False
-    trial.metrics.enable_tensorboard = trial.metrics.enable_wandb = False
+    trial.metrics.enable_tensorboard = trial.metrics.legacy_tags = trial.metrics.enable_wandb = False
     trial.validation.freq = 0
     trial.checkpoint.enable_checkpoint = trial.checkpoint.save_final = False
     trial.profiling.enable_profiling = trial.profiling.enable_memory_snapshot = False

@@ -70,6 +70,7 @@ _FORCED: dict[str, Any] = {
     "metrics.log_freq": 1,
     "metrics.enable_sampling": False,
     "metrics.enable_tensorboard": False,
+    "metrics.legacy_tags": False,
     "metrics.enable_wandb": False,
     "profiling.enable_profiling": False,
     "profiling.enable_memory_snapshot": False,

@@ -74,6 +74,19 @@ class Grids:
             return f"{missing}, and this run begins with random weights"
         return f"{missing}; --sampling.at_start compares with the samples of the original model"
 
+    def why_no_original(self, folder: Path) -> str | None:
+        """Why a resumed run is not compared with the samples of its original model; None where it is.
+
+        Args:
+            folder: that of the grids.
+        """
+        if not self.has_original or not self.shows_prompts or self.rows.references is not None:
+            return None
+        if self._read_original(folder / ORIGINAL) is not None:
+            return None
+        why = f"{folder / ORIGINAL} is missing, or was drawn with other [sampling] options"
+        return f"no PSNR and SSIM to the original: {why}"
+
     def write(self, path: Path, generated: Tensor, *, step: int) -> dict[str, float]:
         """Write the grid of a step, and measure it against the images that it should look like.
 

@@ -71,7 +71,7 @@ def convert_to_float8(
     Returns:
         One line for the log: how many layers were converted, and how many of them pad.
     """
-    from torchao.float8 import Float8LinearConfig
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.config import ScalingType
     from torchao.float8.float8_linear import Float8Linear
 
@@ -79,14 +79,19 @@ def convert_to_float8(
     has_float8_gradient = options.cast_config_input_for_grad_weight.scaling_type is not ScalingType.DISABLED
     rows_of = rows_of_linears(spec, batch_size=batch_size)
     blocks = spec.blocks(model)
-    linears = {name: module for name, module in blocks.named_modules() if isinstance(module, nn.Linear)}
-    num_converted, padded_rows = 0, []
-    for name, linear in linears.items():
-        rows = rows_of.get(name, set())
-        if max(rows, default=0) <= batch_size or linear.in_features % _ALIGNMENT or linear.out_features % _ALIGNMENT:
-            continue
-        converted = Float8Linear.from_float(linear, config=options)
-        num_converted += 1
+    num_linears = sum(isinstance(module, nn.Linear) for module in blocks.modules())
+
+    def gains(linear: nn.Module, name: str) -> bool:
+        assert isinstance(linear, nn.Linear)
+        fits = linear.in_features % _ALIGNMENT == 0 == linear.out_features % _ALIGNMENT
+        return fits and max(rows_of.get(name, set()), default=0) > batch_size
+
+    # torchao's own entry: it also works around a miscompilation of the compiled backward pass.
+    convert_to_float8_training(blocks, config=options, module_filter_fn=gains)
+    converted_layers = {name: module for name, module in blocks.named_modules() if isinstance(module, Float8Linear)}
+    padded_rows = []
+    for name, converted in converted_layers.items():
+        rows = rows_of[name]
         is_odd = any(number % _ALIGNMENT for number in rows)
         if has_float8_gradient and (is_odd or varied_shapes):
             products = converted.linear_mm_config
@@ -95,10 +100,8 @@ def convert_to_float8(
             padded_rows += [number for number in rows if number % _ALIGNMENT]
         elif has_float8_gradient and config.emulate:
             converted.register_forward_pre_hook(_RefuseOddRows(name))
-        parent, _, own_name = name.rpartition(".")
-        setattr(blocks.get_submodule(parent), own_name, converted)
     return _summary(
-        num_converted, len(linears), padded_rows=padded_rows, batch_size=batch_size, varied_shapes=varied_shapes
+        len(converted_layers), num_linears, padded_rows=padded_rows, batch_size=batch_size, varied_shapes=varied_shapes
     )
 
 
