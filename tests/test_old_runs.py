@@ -10,15 +10,18 @@ from __future__ import annotations
 import json
 import tarfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from conftest import RunScript
 from PIL import Image
 
 from torchditan.config import Config, flatten
 from torchditan.config_loader import from_dict
 from torchditan.run_directory import read_config, read_metrics
 from torchditan.trajectory import TRAJECTORY_KEYS, VALUES_BEFORE, differences, trajectory
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
 
 FIXTURE = Path(__file__).parent / "fixtures" / "run_36e2f02.tar.xz"
 
