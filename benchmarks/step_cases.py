@@ -18,7 +18,7 @@ from torch import nn
 from torchditan.config import EMA as EMAConfig
 from torchditan.config import Diffusion, Model, Optimizer, Training
 from torchditan.diffusion.flow_matching import FlowMatching
-from torchditan.diffusion.timesteps import timestep_sampling
+from torchditan.diffusion.timesteps import Timesteps
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.parallelize import CompileOptions, parallelize
 from torchditan.divergence import DivergenceGuard
@@ -262,7 +262,7 @@ def trainer_step(model: nn.Module, spec: ModelSpec, case: Case) -> Step:
     diffusion, training, ema_config = Diffusion(), Training(), EMAConfig()
     objective = FlowMatching(
         conditioning=spec.conditioning,
-        timesteps=timestep_sampling(
+        timesteps=Timesteps(
             kind=diffusion.timestep_sampling,
             mean=diffusion.logit_normal_mean,
             std=diffusion.logit_normal_std,

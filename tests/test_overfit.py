@@ -10,7 +10,7 @@ import torch
 
 from torchditan.config import Model, Optimizer, Sampling
 from torchditan.diffusion.flow_matching import FlowMatching
-from torchditan.diffusion.timesteps import timestep_sampling
+from torchditan.diffusion.timesteps import Timesteps
 from torchditan.evaluation.generate import generate
 from torchditan.evaluation.rows import SampleRows
 from torchditan.models import build_model_spec
@@ -32,7 +32,7 @@ def test_eight_images_are_memorised_and_sampled_back() -> None:
     model.init_weights(0)
     objective = FlowMatching(
         conditioning=spec.conditioning,
-        timesteps=timestep_sampling(kind="logit_normal"),
+        timesteps=Timesteps(kind="logit_normal"),
         label_dropout=0.0,
     )
     batch = {"sample": x.repeat(4, 1, 1, 1), "class_label": torch.arange(IMAGES).repeat(4)}
@@ -58,8 +58,8 @@ def test_eight_images_are_memorised_and_sampled_back() -> None:
         samples_per_row=1,
         sample_shape=(1, 8, 8),
         conditioning=spec.conditioning,
+        objective=objective,
         sampling=Sampling(guidance_scale=1.0, num_steps=50),
-        timestep_shift=1.0,
         seed=0,
         batch_size=IMAGES,
         device=torch.device("cpu"),

@@ -541,7 +541,7 @@ def test_8_bit_moments_are_torchaos(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [value for state in optimizer.state.values() for value in state.values()]
     inner = [part for value in parts for part in _parts(value)]
     weights = [Weight(name, tuple(value.shape), is_trained=True) for name, value in model.named_parameters()]
-    state = model_state(Parameters(blocks=[], root=weights), num_shards=1, optimizer="AdamW8bit")
+    state = model_state(Parameters(blocks=[], root=weights), num_shards=1, optimizer=config.optimizer)
     assert num_bytes(inner) == state["optimizer"]
 
 

@@ -65,6 +65,7 @@ from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict
 from torchditan.ema import EMA
 from torchditan.model_state import checkpoint_keys, saved_parameters, saved_weights
+from torchditan.optim import optimizer_parts
 from torchditan.trajectory import differences, trajectory
 
 _PROGRESS = "progress.json"
@@ -130,7 +131,7 @@ class CheckpointManager:
         self.folder = folder
         self.model = model
         self.ema = ema
-        self.optimizer = optimizer
+        self.optimizers = optimizer_parts(optimizer)
         self.keep_latest_k = config.checkpoint.keep_latest_k
         self.only_trained = config.lora.rank > 0
         """The frozen weights under a LoRA are where they were published."""
@@ -310,7 +311,7 @@ class CheckpointManager:
         damage = self._any_of(damage)
         if damage is None:
             set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=not self.only_trained))
-            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+            set_optimizer_state_dict(self.model, self.optimizers, state["optimizer"])
         return damage
 
     def _any_of(self, text: str | None) -> str | None:
@@ -319,10 +320,11 @@ class CheckpointManager:
         return next((text for text in texts if text is not None), None)
 
     def _state(self) -> dict[str, Any]:
-        make_optimizer_state(self.optimizer)
+        for optimizer in self.optimizers:
+            make_optimizer_state(optimizer)
         state: dict[str, Any] = {
             "model": _detached(saved_weights(self.model, only_trained=self.only_trained)),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizers),
         }
         if self.ema is not None:
             state["ema"] = self.ema.state_dict()
@@ -391,7 +393,8 @@ def make_optimizer_state(optimizer: Optimizer) -> None:
 
     A new optimizer has none at all; later, those parameters lack them that no gradient reached (Qwen-Image has some).
     torch would make them by one step with a gradient of zeros for every parameter at once. One after the other needs
-    the memory of a single gradient, and the step is taken back: what is saved here is a state before any.
+    the memory of a single gradient. The learning rate of that step is 0, and where the optimizer counts steps the
+    count goes back to 0: what is saved here is a state before any.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     without = [parameter for parameter in parameters if parameter not in optimizer.state]
@@ -407,7 +410,8 @@ def make_optimizer_state(optimizer: Optimizer) -> None:
         parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         parameter.grad = None
-        optimizer.state[parameter]["step"].zero_()
+        if "step" in (made := optimizer.state.get(parameter, {})):
+            made["step"] *= 0  # a tensor or a number
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -491,7 +495,8 @@ def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool, only_trained:
 def read_state(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """Every whole tensor of a checkpoint whose name begins with `prefix`, on the CPU, in one process.
 
-    Names are `model.<parameter>`, `ema.<parameter>` and `optimizer.state.<parameter>.<exp_avg, exp_avg_sq or step>`.
+    Names are `model.<parameter>`, `ema.<parameter>` and `optimizer.state.<parameter>.<what the optimizer calls it>`,
+    exp_avg, exp_avg_sq and step for AdamW.
     """
     reader = CheckpointReader(checkpoint)
     state = {

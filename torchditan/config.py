@@ -4,7 +4,8 @@
 One dataclass per TOML section; its docstring heads the section in `--help`, and the string under a
 field is the help of that option. `validate` holds the rules that need neither data nor devices.
 Reading TOML and the command line is config_loader.py's work. A user's mistake is a `ConfigError`:
-one line that names the option, its value and what would be right. Nothing here imports torch.
+one line that names the option, its value and what would be right. Nothing here imports torch, except that `validate`
+asks the objective, whose own file does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from torchditan.registry import OBJECTIVES, OPTIMIZERS, registered
 
 FLAVOR_NAMES = ("debugmodel", "DiT-Ti", "DiT-S", "DiT-B", "DiT-L", "DiT-XL", "DiT-1B", "DiT-7B")
 """Sizes of models/dit.py, repeated here because that module imports torch; a test compares them."""
@@ -203,7 +206,7 @@ class Autoencoder:
 class Diffusion:
     """The training objective and its timesteps."""
 
-    objective: Literal["flow_matching", "ddpm"] = "flow_matching"
+    objective: Annotated[str, OBJECTIVES] = "flow_matching"
     """Flow matching, x_t = (1 - t) noise + t x with velocity target; or ddpm, 1000 levels with noise target (sdxl)."""
     timestep_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
     """Distribution of training timesteps (t = 0 noise, t = 1 data)."""
@@ -261,7 +264,7 @@ class Training:
 class Optimizer:
     """The update of the weights."""
 
-    name: Literal["AdamW", "AdamW8bit"] = "AdamW"
+    name: Annotated[str, OPTIMIZERS] = "AdamW"
     """AdamW, or torchao's with 8-bit moments; norms, biases and embeddings get no weight decay."""
     lr: float = 1e-4
     """Peak learning rate."""
@@ -655,6 +658,7 @@ def validate(config: Config) -> None:
     _validate_rollback(config)
     _validate_checkpoint(config)
     _validate_optimizer(config)
+    _validate_objective(config)
 
 
 def _validate_model(config: Config) -> None:
@@ -668,15 +672,6 @@ def _validate_model(config: Config) -> None:
         _validate_published(config)
         return
     _validate_own_model(config)
-    if config.diffusion.objective != "flow_matching":
-        right = "is for models that were trained so (sdxl); must be flow_matching"
-        raise option_error("diffusion.objective", config.diffusion.objective, right)
-    learns_sigma = model.preset == "official" if model.learn_sigma is None else model.learn_sigma
-    if learns_sigma and config.diffusion.objective == "flow_matching":
-        right = "flow matching predicts no variance; set --model.learn_sigma=false"
-        if model.learn_sigma is None:
-            raise option_error("model.preset", model.preset, f"learns sigma, and {right}")
-        raise option_error("model.learn_sigma", True, right)
 
 
 _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
@@ -715,16 +710,6 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         lambda config: config.lora.rank == 0,
         "lora.alpha lora.target_modules lora.assistant_path",
         "has no effect with lora.rank 0, which trains all weights",
-    ),
-    (
-        lambda config: config.diffusion.objective == "ddpm",
-        "diffusion.timestep_sampling diffusion.logit_normal_mean diffusion.logit_normal_std sampling.sampler",
-        "has no effect with ddpm, which has levels and a sampler of its own; leave it out",
-    ),
-    (
-        lambda config: config.diffusion.objective == "ddpm" and config.diffusion.timestep_shift != 1,  # 1 is filled in
-        "diffusion.timestep_shift",
-        "has no effect with ddpm, which has levels of its own; leave it out",
     ),
 ]
 """(where it holds, options that are not read there and stay at their default, what to say), the first one told."""
@@ -856,6 +841,15 @@ def _validate_optimizer(config: Config) -> None:
     if config.optimizer.name == "AdamW8bit" and config.checkpoint.async_mode != "disabled":
         right = "AdamW8bit keeps tensors that torch cannot copy aside; must be disabled"
         raise option_error("checkpoint.async_mode", config.checkpoint.async_mode, right)
+
+
+def _validate_objective(config: Config) -> None:
+    """What the objective itself refuses; last, since its file imports torch."""
+    values, defaults = flatten(config), flatten(Config())
+    changed = {option for option, value in values.items() if value != defaults[option]}
+    objective = registered(OBJECTIVES, config.diffusion.objective)
+    for option, right in objective.option_mistakes(config, changed):
+        raise option_error(option, values[option], right)
 
 
 def dataset_channels(config: Config) -> int | None:

@@ -21,10 +21,10 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 from torchditan import config as config_module
 from torchditan.config import (
@@ -73,7 +73,7 @@ class Option:
     """bool, int, float or str; of a list, the type of its elements."""
     is_list: bool
     optional: bool
-    choices: tuple[str, ...]
+    choices: Collection[str]
     """All that a text may be; of a number, words that may stand in its place (`auto`)."""
     default: Any
     help: str
@@ -187,7 +187,7 @@ def options() -> dict[str, Option]:
     docs = _field_docs()
     found = {}
     for section, section_type in typing.get_type_hints(Config).items():
-        hints = typing.get_type_hints(section_type)
+        hints = typing.get_type_hints(section_type, include_extras=True)
         defaults = section_type()
         for field in dataclasses.fields(section_type):
             kind, is_list, optional, choices = _describe(hints[field.name])
@@ -203,9 +203,11 @@ def options() -> dict[str, Option]:
     return found
 
 
-def _describe(hint: Any) -> tuple[type, bool, bool, tuple[str, ...]]:
+def _describe(hint: Any) -> tuple[type, bool, bool, Collection[str]]:
     """(type, is a list, may be None, choices) of a field's annotation."""
     optional = False
+    if typing.get_origin(hint) is Annotated:  # a registry, whose names are the choices
+        return str, False, optional, hint.__metadata__[0]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         optional = type(None) in typing.get_args(hint)
         hint, *words = (part for part in typing.get_args(hint) if part is not type(None))

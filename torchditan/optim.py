@@ -1,9 +1,17 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""AdamW, fused or with 8-bit moments, the learning rate as a function of the step, and gradient clipping."""
+"""Optimizers by groups of parameters, the learning rate as a function of the step, and gradient clipping.
+
+An optimizer is a function from the `[optimizer]` options to a list of `ParameterGroup`, and a line in
+`registry.OPTIMIZERS` (docs/extending.md). Weight decay, saving, resuming and the planner follow from the groups.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,31 +20,158 @@ from torch.distributed.tensor import DTensor
 
 from torchditan.config import LRScheduler, option_error
 from torchditan.config import Optimizer as OptimizerConfig
+from torchditan.registry import OPTIMIZERS, registered
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters, and the optimizer that updates them."""
+
+    optimizer: Callable[..., torch.optim.Optimizer]
+    """A class of torch.optim, or what is called like one: (parameters or groups of them, **options)."""
+    options: dict[str, Any]
+    """Its options. Where `weight_decay` is one of them, norms, biases and embeddings are not decayed."""
+    takes: Callable[[str, torch.Tensor], bool] = lambda name, parameter: True
+    """Whether a parameter (its name and full shape) belongs here; the first group that takes it has it."""
+    lr_scale: float = 1.0
+    """Learning rate of the group, as a multiple of that of the run."""
+    state_bytes: Callable[[tuple[int, ...]], int] | None = None
+    """Bytes of the state of a parameter, or of a rank's shard of it, by its shape, for the planner.
+    None: the planner builds the state of each shape on the meta device and counts."""
+
+
+def parameter_groups(config: OptimizerConfig) -> list[ParameterGroup]:
+    """The groups of the optimizer that `optimizer.name` names."""
+    groups: list[ParameterGroup] = registered(OPTIMIZERS, config.name)(config)
+    return groups
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters, fused or with 8-bit moments; norms, biases and embeddings are not decayed.
+    """The optimizer of the trainable parameters; several where its groups have several (`OptimizerParts`).
 
     Raises:
-        ConfigError: 8-bit moments are torchao's, and it is not installed.
+        ConfigError: it needs a library that is not installed.
     """
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    no_decay = parameters_without_decay(model)
+    groups = parameter_groups(config)
+    members: list[dict[str, nn.Parameter]] = [{} for _ in groups]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (plain if name in no_decay else decayed).append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+            members[_group_of(groups, name, parameter)][name] = parameter
+    no_decay = parameters_without_decay(model)
+    parts = [
+        _build_part(group, parameters, no_decay)
+        for group, parameters in zip(groups, members, strict=True)
+        if parameters
     ]
-    groups = [group for group in groups if group["params"]]
-    if config.name == "AdamW8bit":
-        return _adamw_8bit(groups, config)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    return parts[0] if len(parts) == 1 else OptimizerParts(parts)
 
 
-def _adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _group_of(groups: list[ParameterGroup], name: str, parameter: torch.Tensor) -> int:
+    found = next((number for number, group in enumerate(groups) if group.takes(name, parameter)), None)
+    assert found is not None, f"no group of the optimizer takes {name} {tuple(parameter.shape)}"
+    return found
+
+
+def _build_part(
+    group: ParameterGroup, parameters: dict[str, nn.Parameter], no_decay: set[str]
+) -> torch.optim.Optimizer:
+    decayed = [parameter for name, parameter in parameters.items() if name not in no_decay]
+    plain = [parameter for name, parameter in parameters.items() if name in no_decay]
+    options = dict(group.options)
+    if "weight_decay" not in options:
+        decayed, plain = [*parameters.values()], []
+    split: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+    if (decay := options.pop("weight_decay", None)) is not None:
+        split[0]["weight_decay"] = decay
+    split = [part for part in split if part["params"]]
+    if group.lr_scale != 1:  # a key in every group would make earlier checkpoints incomplete
+        for part in split:
+            part["lr_scale"] = group.lr_scale
+    return group.optimizer(split, **options)
+
+
+class OptimizerParts(torch.optim.Optimizer):
+    """Several optimizers as one, each with parameters of its own."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        # Not `Optimizer.__init__`, which would make groups of its own.
+        self.parts = parts
+        self.defaults = {"fused": all(part.defaults.get("fused") for part in parts)}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Of all parts; a part that loads a checkpoint replaces its own."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self.parts:
+            if self.defaults["fused"]:  # set by DivergenceGuard, read by the fused kernels
+                setattr(part, "found_inf", getattr(self, "found_inf", None))  # noqa: B010
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
+def optimizer_parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that an optimizer consists of: often itself alone."""
+    return optimizer.parts if isinstance(optimizer, OptimizerParts) else [optimizer]
+
+
+def optimizer_state_bytes(config: OptimizerConfig, parameters: Iterable[tuple[str, tuple[int, ...], int]]) -> int:
+    """Bytes of the optimizer's state on one rank, once every parameter was updated.
+
+    Args:
+        config: the `[optimizer]` options.
+        parameters: (name, full shape, rows of dimension 0 that this rank holds) of every trained parameter.
+    """
+    return _state_bytes(OPTIMIZERS[config.name], dataclasses.astuple(config), tuple(parameters))
+
+
+@functools.lru_cache(maxsize=256)
+def _state_bytes(place: str, options: tuple[Any, ...], parameters: tuple[tuple[str, tuple[int, ...], int], ...]) -> int:
+    """`place` is where the registry finds the optimizer, so that another one of the same name is counted anew."""
+    groups = parameter_groups(OptimizerConfig(*options))
+    counted: dict[tuple[int, tuple[int, ...]], int] = {}
+    total = 0
+    for name, shape, rows in parameters:
+        number = _group_of(groups, name, torch.empty(shape, device="meta"))
+        key = number, (rows, *shape[1:])
+        if key not in counted:
+            count = groups[number].state_bytes or functools.partial(_state_bytes_on_meta, groups[number])
+            counted[key] = count(key[1])
+        total += counted[key]
+    return total
+
+
+def _state_bytes_on_meta(group: ParameterGroup, shape: tuple[int, ...]) -> int:
+    """Bytes of the tensors that a first update leaves in the optimizer's state."""
+    parameter = nn.Parameter(torch.empty(shape, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    options = {name: value for name, value in group.options.items() if name != "fused"}  # a kernel of real devices
+    optimizer = group.optimizer([parameter], **options)
+    optimizer.step()
+    tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def adamw(config: OptimizerConfig) -> list[ParameterGroup]:
+    """AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101), fused."""
+    return [ParameterGroup(torch.optim.AdamW, {**_adam_options(config), "fused": True})]
+
+
+def _adam_options(config: OptimizerConfig) -> dict[str, Any]:
+    return {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+
+
+def adamw_8bit(config: OptimizerConfig) -> list[ParameterGroup]:
     """torchao's, whose moments are 8-bit in blocks of 256 with a scale each (Dettmers et al. 2022, arXiv 2110.02861).
 
     Moments of tensors, or of a rank's shards of them, that have under 4096 elements or no whole number of blocks stay
@@ -45,10 +180,22 @@ def _adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.
     Checkpoints hold the 8-bit moments, to the bit; they load on other meshes where the shards end with a block there
     too, as those of published models do.
     """
+    return [ParameterGroup(_sharded_adamw_8bit, _adam_options(config), state_bytes=_state_bytes_of_8_bits)]
+
+
+def _state_bytes_of_8_bits(shape: tuple[int, ...]) -> int:
+    """Two moments of bytes, a scale for every 256 of them and a table of 256 values each; and the step."""
+    size, float32 = math.prod(shape), 4
+    if size < 4096 or size % 256:
+        return 2 * float32 * size + float32
+    return 2 * (size + float32 * (size // 256) + float32 * 256) + float32
+
+
+def _sharded_adamw_8bit(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     try:
         from torchao.optim import AdamW8bit
     except ImportError:
-        raise option_error("optimizer.name", config.name, "needs torchao; pip install 'torchditan[float8]'") from None
+        raise option_error("optimizer.name", "AdamW8bit", "needs torchao; pip install 'torchditan[float8]'") from None
 
     class ShardedAdamW8bit(AdamW8bit):
         def step(self, closure: Any = None) -> Any:
@@ -57,9 +204,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.
             with torch._functorch.config.patch(enable_autograd_cache=False):
                 return super().step(closure)
 
-    optimizer: torch.optim.Optimizer = ShardedAdamW8bit(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps
-    )
+    optimizer: torch.optim.Optimizer = ShardedAdamW8bit(parameters, **options)
 
     def as_tensors(*_: Any) -> None:
         # A number would be compiled into the update, once for each learning rate; torchao refuses it.

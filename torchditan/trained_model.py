@@ -16,6 +16,7 @@ from torchditan.captions.dataset import encode_prompts
 from torchditan.checkpoint import find_checkpoint, load_weights, read_progress
 from torchditan.config import Config, option_error
 from torchditan.config_loader import from_dict, override
+from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.generate import generate
 from torchditan.evaluation.rows import SampleRows
@@ -141,9 +142,8 @@ class TrainedModel:
                 samples_per_row=samples_per_row,
                 sample_shape=self.sample_shape,
                 conditioning=self.spec.conditioning,
-                prediction=self.spec.prediction,
+                objective=build_objective(self.config.diffusion, self.spec),
                 sampling=self.config.sampling,
-                timestep_shift=self.config.diffusion.timestep_shift or 1.0,
                 seed=seed,
                 batch_size=batch_size,
                 device=self.device,

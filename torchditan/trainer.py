@@ -683,7 +683,7 @@ class Trainer:
         config = self.config
         self.lr = learning_rate(step, steps=config.training.steps, peak=config.optimizer.lr, config=config.lr_scheduler)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
+            group["lr"] = self.lr * group.get("lr_scale", 1.0)
 
     def log(self, step: int) -> None:
         self.guard.wait()
@@ -739,9 +739,8 @@ class Trainer:
                 samples_per_row=config.sampling.images_per_class,
                 sample_shape=self.space.sample_shape,
                 conditioning=self.spec.conditioning,
-                prediction=self.spec.prediction,
+                objective=self.objective,
                 sampling=config.sampling,
-                timestep_shift=config.diffusion.timestep_shift or 1.0,
                 seed=config.training.seed,
                 batch_size=config.metrics.sample_batch_size,
                 device=self.device,

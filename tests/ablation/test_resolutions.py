@@ -45,7 +45,7 @@ def test_the_numbers_are_those_of_the_families() -> None:
         cls = family(name)
         assert grid.downsampling == cls.latent_downsampling, name
         assert (grid.temporal_downsampling or 1) == cls.temporal_downsampling, name
-        assert (grid.objective == "ddpm") == (cls.prediction == "noise"), name
+        assert grid.objective == cls.objective, name
         for flavor in cls.flavors.values():
             assert grid.channels == cls.latent_channels(flavor.config), name
             assert (grid.temporal_downsampling is not None) == (len(cls.patch_size(flavor.config)) == 3), name

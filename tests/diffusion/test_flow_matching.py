@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from torchditan.diffusion.flow_matching import FlowMatching
-from torchditan.diffusion.samplers import guided_prediction, solve, timestep_grid
-from torchditan.diffusion.timesteps import shift_timesteps, timestep_sampling
+from torchditan.diffusion.samplers import guided_prediction, solve
+from torchditan.diffusion.timesteps import Timesteps, shift_timesteps
 from torchditan.models import ClassLabels, Unconditional
 from torchditan.randomness import draw
 
@@ -31,7 +31,7 @@ class Recorder(nn.Module):
 def test_loss_is_zero_for_the_true_velocity_and_its_square_for_none() -> None:
     x = torch.randn(5, 2, 4, 4)
     randomness = draw(0, list(range(5)), (2, 4, 4))
-    objective = FlowMatching(conditioning=Unconditional(), timesteps=timestep_sampling(kind="uniform"), label_dropout=0)
+    objective = FlowMatching(conditioning=Unconditional(), timesteps=Timesteps(kind="uniform"), label_dropout=0)
     velocity = x - randomness.noise
     perfect = Recorder(lambda *_: velocity)
     assert objective.loss(perfect, {"sample": x}, randomness).abs().max() == 0
@@ -42,7 +42,7 @@ def test_loss_is_zero_for_the_true_velocity_and_its_square_for_none() -> None:
 def test_the_path_runs_from_noise_at_0_to_data_at_1_in_float32() -> None:
     x = torch.randn(3, 1, 2, 2)
     randomness = draw(0, [0, 1, 2], (1, 2, 2))._replace(timestep=torch.tensor([0.0, 0.25, 1.0]))
-    objective = FlowMatching(conditioning=Unconditional(), timesteps=timestep_sampling(kind="uniform"), label_dropout=0)
+    objective = FlowMatching(conditioning=Unconditional(), timesteps=Timesteps(kind="uniform"), label_dropout=0)
     model = Recorder(lambda x_t, *_: x_t.bfloat16())
     loss = objective.loss(model, {"sample": x}, randomness)
     assert loss.dtype == model.x_t.dtype == model.t.dtype == torch.float32
@@ -53,9 +53,7 @@ def test_the_path_runs_from_noise_at_0_to_data_at_1_in_float32() -> None:
 
 def test_labels_are_dropped_where_the_draw_is_below_the_rate() -> None:
     randomness = draw(0, [0, 1, 2], (1, 2, 2))._replace(label_dropout=torch.tensor([0.05, 0.5, 0.0999]))
-    objective = FlowMatching(
-        conditioning=ClassLabels(10), timesteps=timestep_sampling(kind="uniform"), label_dropout=0.1
-    )
+    objective = FlowMatching(conditioning=ClassLabels(10), timesteps=Timesteps(kind="uniform"), label_dropout=0.1)
     model = Recorder(lambda x_t, *_: x_t)
     batch = {"sample": torch.randn(3, 1, 2, 2), "class_label": torch.tensor([3, 4, 5])}
     objective.loss(model, batch, randomness)
@@ -65,17 +63,17 @@ def test_labels_are_dropped_where_the_draw_is_below_the_rate() -> None:
 
 def test_logit_normal_timesteps_have_the_mean_and_spread_they_are_given() -> None:
     uniform = (torch.arange(20000) + 0.5) / 20000
-    t = timestep_sampling(kind="logit_normal", mean=-0.4, std=1.2)(uniform)
+    t = Timesteps(kind="logit_normal", mean=-0.4, std=1.2)(uniform)
     logit = torch.logit(t.double())
     assert logit.mean().item() == pytest.approx(-0.4, abs=0.01)
     assert logit.std().item() == pytest.approx(1.2, abs=0.01)
-    assert torch.equal(timestep_sampling(kind="uniform")(uniform), uniform)
+    assert torch.equal(Timesteps(kind="uniform")(uniform), uniform)
 
 
 def test_timesteps_stay_in_range_at_the_ends_of_the_draw() -> None:
     ends = torch.tensor([0.0, 1 - 2**-24])
     for kind in ("uniform", "logit_normal"):
-        t = timestep_sampling(kind=kind, shift=3.0)(ends)
+        t = Timesteps(kind=kind, shift=3.0)(ends)
         assert torch.isfinite(t).all()
         assert (t >= 0).all()
         assert (t <= 1).all()
@@ -85,7 +83,7 @@ def test_shift_moves_to_noise_and_keeps_the_ends() -> None:
     t = torch.tensor([0.0, 0.5, 1.0])
     # Noise level 0.5 shifted by 3: 3 * 0.5 / (1 + 2 * 0.5) = 0.75.
     torch.testing.assert_close(shift_timesteps(t, 3.0), torch.tensor([0.0, 0.25, 1.0]))
-    assert timestep_grid(4, shift=1.0) == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert Timesteps(kind="uniform").grid(4) == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
 @pytest.mark.parametrize(("method", "order"), [("euler", 1), ("heun", 2)])
@@ -93,7 +91,7 @@ def test_solvers_converge_with_their_order(method: str, order: int) -> None:
     start = torch.ones(1, dtype=torch.float64)
 
     def error(steps: int) -> float:
-        end = solve(lambda x, t: -x * (1 + t), start, timesteps=timestep_grid(steps), method=method)
+        end = solve(lambda x, t: -x * (1 + t), start, timesteps=Timesteps(kind="uniform").grid(steps), method=method)
         return abs(end.item() - math.exp(-1.5))
 
     assert math.log2(error(20) / error(40)) == pytest.approx(order, abs=0.15)

@@ -11,7 +11,7 @@ import torch
 from debugmodels import GUIDANCE, built, inputs_of, pristine, spec_of
 from torch import nn
 
-from torchditan.diffusion.samplers import timestep_grid
+from torchditan.diffusion.timesteps import Timesteps
 from torchditan.models.published import family
 from torchditan.models.published.flux import exponential_shift, pack, unpack
 from torchditan.models.published.wan import first_frame_condition
@@ -310,7 +310,7 @@ def test_samples_are_drawn_at_the_noise_levels_of_the_pipeline(name, flavor, opt
     if limits:
         mu = calculate_shift(spec.num_tokens, 256, options["max_image_seq_len"], **limits)
     scheduler.set_timesteps(sigmas=EVEN, mu=mu)
-    ours = torch.tensor([1 - t for t in timestep_grid(28, shift=spec.timestep_shift)])
+    ours = torch.tensor([1 - t for t in Timesteps(kind="uniform", shift=spec.timestep_shift).grid(28)])
     assert (scheduler.sigmas - ours).abs().max() < 1e-6
 
 
@@ -321,7 +321,7 @@ def test_exponential_shift_at_its_ends():
 
 def test_where_a_pipeline_visits_other_noise_levels_than_even_steps_shifted():
     """SD3's last step is from the smallest noise level there is, and Wan's steps are even down to 0.001."""
-    ours = torch.tensor([1 - t for t in timestep_grid(28, shift=3.0)])
+    ours = torch.tensor([1 - t for t in Timesteps(kind="uniform", shift=3.0).grid(28)])
     sd3 = euler(shift=3.0)
     sd3.set_timesteps(28)
     assert (sd3.sigmas[0], ours[0]) == (1, 1)

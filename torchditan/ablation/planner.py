@@ -29,7 +29,7 @@ from torchditan.ablation.planner_memory import Instant, Layout, Parameters, mode
 from torchditan.ablation.planner_time import Speed, StepTime, step_time
 from torchditan.ablation.planner_trace import Checkpointing, Kernels, StepTrace, trace_blocks, trace_step
 from torchditan.ablation.resolutions import LATENT_GRIDS
-from torchditan.config import Config, option_error, validate
+from torchditan.config import Config, Diffusion, option_error, validate
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.models import ModelSpec, model_spec_of
@@ -304,7 +304,7 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         num_micro_batches=global_batch_size // (training.batch_size * num_devices),
         ema=_ema(config),
         cpu_offload=training.enable_cpu_offload,
-        optimizer=config.optimizer.name,
+        optimizer=config.optimizer,
     )
     model = TracedModel.of(config, kernels)
     traces = model.traces(config)
@@ -366,11 +366,11 @@ def _checkpointing(config: Config) -> str:
 class TracedModel:
     """What plans of one model share: its parameters, its FLOPs and its traces."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, kernels: Kernels, label_dropout: float) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, kernels: Kernels, diffusion: Diffusion) -> None:
         self.spec = spec
         self.dtype = dtype
         self.kernels: Kernels = kernels
-        self.label_dropout = label_dropout
+        self.diffusion = diffusion
         self.parameters: Parameters = model_parameters(spec)
         self._traces: dict[Checkpointing, list[StepTrace]] = {}
 
@@ -417,7 +417,7 @@ class TracedModel:
                 dtype=self.dtype,
                 checkpointing=kind,
                 kernels=self.kernels,
-                label_dropout=self.label_dropout,
+                diffusion=self.diffusion,
             )
             found = trace()
             self._traces[kind] = found if isinstance(found, list) else [found] * len(self.parameters.blocks)
@@ -432,4 +432,4 @@ def _traced_model(
 
     config = from_dict(json.loads(sections))
     spec = model_spec_of(config, sample_shape=sample_shape, num_classes=num_classes)
-    return TracedModel(spec, dtype, kernels, config.diffusion.label_dropout)
+    return TracedModel(spec, dtype, kernels, config.diffusion)

@@ -7,7 +7,8 @@ Notable:
 - what is gathered and reduced, and when it is let go of, follows FSDP2 of torch 2.11 to 2.13 under parallelize.py:
   one block and the next one's all-gather at a time where there are shards or frozen weights, else everything from
   forward to backward; gradients are reduced in float32 through a copy that the next block's reduction lets go of;
-- AdamW, clipping and EMA work in place: the optimizer step is never the peak;
+- the optimizer's state is counted from what it makes on the meta device, or declares (optim.py);
+- the optimizer, clipping and EMA work in place: the optimizer step is never the peak;
 - frozen weights have no gradient and no moments, and are stored in their own dtype; int8 ones are gathered as int8.
 
 All sizes are in bytes.
@@ -23,9 +24,12 @@ from typing import Literal
 import torch
 
 from torchditan.ablation.planner_trace import Segment, StepTrace
+from torchditan.config import Optimizer
 from torchditan.models.spec import ModelSpec
+from torchditan.optim import optimizer_state_bytes
 
 FLOAT32 = 4
+_ADAMW = Optimizer()
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,12 @@ class Weight:
 
     def local(self, num_shards: int, rank: int) -> int:
         """Elements of one rank's shard; the last ranks may have fewer, or none."""
+        return self.rows(num_shards, rank) * math.prod(self.shape[1:])
+
+    def rows(self, num_shards: int, rank: int) -> int:
+        """Rows of dimension 0 in one rank's shard."""
         chunk = math.ceil(self.shape[0] / num_shards)
-        rows = min(chunk, max(0, self.shape[0] - rank * chunk))
-        return rows * math.prod(self.shape[1:])
+        return min(chunk, max(0, self.shape[0] - rank * chunk))
 
 
 @dataclass(frozen=True)
@@ -94,39 +101,29 @@ def model_state(
     num_shards: int,
     shard_rank: int = 0,
     ema: Literal["none", "all", "trained"] = "all",
-    optimizer: str = "AdamW",
+    optimizer: Optimizer = _ADAMW,
 ) -> dict[str, int]:
-    """Bytes of one rank's local tensors: parameters, gradients, AdamW's moments and step counts, EMA.
+    """Bytes of one rank's local tensors: parameters, gradients, the optimizer's state, EMA.
 
     Args:
         parameters: of the model.
         num_shards: ranks the parameters are sharded over, 1 in DDP.
         shard_rank: which of them; the first has the most.
         ema: weights that there is an average of.
-        optimizer: AdamW, or AdamW8bit.
+        optimizer: its options.
     """
     sizes = {tensor: tensor.local(num_shards, shard_rank) for tensor in parameters.all}
     trained = [tensor for tensor in sizes if tensor.is_trained]
-    moments = _moments_of_8_bits if optimizer == "AdamW8bit" else _moments
     return {
         "parameters": sum(tensor.itemsize * size for tensor, size in sizes.items()),
         "gradients": FLOAT32 * sum(sizes[tensor] for tensor in trained),
-        "optimizer": sum(moments(sizes[tensor]) + FLOAT32 for tensor in trained),
+        "optimizer": optimizer_state_bytes(
+            optimizer, [(tensor.name, tensor.shape, tensor.rows(num_shards, shard_rank)) for tensor in trained]
+        ),
         "ema": sum(tensor.itemsize * size for tensor, size in sizes.items() if ema == "all" or tensor.is_trained)
         if ema != "none"
         else 0,
     }
-
-
-def _moments(size: int) -> int:
-    return 2 * FLOAT32 * size
-
-
-def _moments_of_8_bits(size: int) -> int:
-    """torchao's: bytes, a scale for every 256 of them and a table of 256 values; small or odd tensors stay float32."""
-    if size < 4096 or size % 256:
-        return _moments(size)
-    return 2 * (size + FLOAT32 * (size // 256) + FLOAT32 * 256)
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ class Layout:
     ema: Literal["none", "all", "trained"]
     """Weights that there is an average of."""
     cpu_offload: bool
-    optimizer: str = "AdamW"
+    optimizer: Optimizer
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def describe(plan: Plan, config: Config) -> str:
             "",
             f"time of a step, a model and no measurement: {plan.time.total:.4f} s",
             f"  {plan.time.compute:10.4f} s  forward and backward",
-            f"  {plan.time.update:10.4f} s  clipping, AdamW, EMA",
+            f"  {plan.time.update:10.4f} s  clipping, {config.optimizer.name}, EMA",
             f"  {plan.time.exposed:10.4f} s  collectives that nothing hides, of {plan.time.communication:.4f} s in all",
             f"  {number(plan.images_per_second, 1)} images/s, MFU {number(plan.mfu, 1)}%, "
             f"{plan.flops_per_image / 1e12:.3f} TFLOP an image",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchditan.ablation.planner_devices import Device
-from torchditan.ablation.planner_memory import FLOAT32, Layout, Parameters, Weight
+from torchditan.ablation.planner_memory import FLOAT32, Layout, Parameters, Weight, model_state
 from torchditan.ablation.planner_trace import Segment, StepTrace
 
 PRODUCT_EFFICIENCY = 0.5
@@ -37,9 +37,9 @@ NETWORK_LATENCY_S = 5e-6
 FLOAT8_SPEEDUP = 1.6
 """Of matrix products in float8 over bfloat16, the casts paid; the hardware's peak is 2."""
 
-# Bytes moved for each local element: AdamW reads four and writes three, the norm reads one, clipping reads and writes
-# one; the average reads two and writes one.
-_UPDATE_BYTES = FLOAT32 * (7 + 1 + 2)
+# Bytes moved for each local element: the update reads weight and gradient and writes the weight, the norm reads one,
+# clipping reads and writes one; the average reads two and writes one. The optimizer's state is read and written.
+_UPDATE_BYTES = FLOAT32 * (3 + 1 + 2)
 _EMA_BYTES = FLOAT32 * 3
 
 
@@ -75,7 +75,7 @@ class StepTime:
     compute: float
     """Forward and backward, what FSDP copies among them."""
     update: float
-    """Clipping, AdamW and EMA."""
+    """Clipping, optimizer and EMA."""
     communication: float
     """All collectives, hidden or not."""
     exposed: float
@@ -119,7 +119,8 @@ def step_time(
         communication += 2 * sum(gather) + is_last * (sum(scatter) + sum(replicas) + root_reduce) + root_gather
         exposed += root_gather + gather[0] + is_last * (scatter[0] + replicas[0] + root_reduce)
     local = sum(weight.local(layout.num_shards, 0) for weight in parameters.all if weight.is_trained)
-    update_bytes = local * (_UPDATE_BYTES + (_EMA_BYTES if layout.ema != "none" else 0))
+    state = model_state(parameters, num_shards=layout.num_shards, optimizer=layout.optimizer)
+    update_bytes = local * (_UPDATE_BYTES + (_EMA_BYTES if layout.ema != "none" else 0)) + 2 * state["optimizer"]
     return StepTime(
         compute=compute, update=update_bytes / speed.bytes_per_s, communication=communication, exposed=exposed
     )

@@ -46,6 +46,7 @@ _BATCHES = (2, 4)  # not 1: a dimension of size 1 is contiguous where others are
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _FLASH_TILE = 128
+_DIFFUSION = Diffusion()
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,12 @@ class StepTrace:
 
 
 def trace_step(
-    spec: ModelSpec, *, dtype: torch.dtype, checkpointing: Checkpointing, kernels: Kernels, label_dropout: float = 0.1
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    checkpointing: Checkpointing,
+    kernels: Kernels,
+    diffusion: Diffusion = _DIFFUSION,
 ) -> StepTrace:
     """Trace a step of `spec`, whose blocks are of one kind, with every block checkpointed alike.
 
@@ -100,7 +106,7 @@ def trace_step(
         dtype: of the gathered parameters in forward and backward.
         checkpointing: of the blocks.
         kernels: of which device attention and norms are.
-        label_dropout: of the objective; above 0 the labels are masked.
+        diffusion: the objective and its options; above 0 label dropout masks the labels.
     """
     recorders = []
     for batch in _BATCHES:
@@ -113,7 +119,7 @@ def trace_step(
             dtype=dtype,
             checkpointing=checkpointing,
             kernels=kernels,
-            label_dropout=label_dropout,
+            diffusion=diffusion,
         )
         # Between two blocks only the one's output is left; behind the last, at its hook, its input still is.
         before, last = (recorder.marks[f"forward {i}"][1] for i in range(NUM_KEPT_BLOCKS - 2, NUM_KEPT_BLOCKS))
@@ -131,7 +137,12 @@ def trace_step(
 
 
 def trace_blocks(
-    spec: ModelSpec, *, dtype: torch.dtype, checkpointing: Checkpointing, kernels: Kernels, label_dropout: float = 0.1
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    checkpointing: Checkpointing,
+    kernels: Kernels,
+    diffusion: Diffusion = _DIFFUSION,
 ) -> list[StepTrace]:
     """Trace a step of `spec`, whose blocks may differ, with every block checkpointed alike: the trace of each block.
 
@@ -151,7 +162,7 @@ def trace_blocks(
             dtype=dtype,
             checkpointing=checkpointing,
             kernels=kernels,
-            label_dropout=label_dropout,
+            diffusion=diffusion,
         )
         recorders.append(recorder)
         _complete_marks(recorder, len(blocks))
@@ -232,14 +243,14 @@ def _record(
     dtype: torch.dtype,
     checkpointing: Checkpointing,
     kernels: Kernels,
-    label_dropout: float,
+    diffusion: Diffusion,
 ) -> StepRecorder:
     batch, randomness = _example_batch(spec, batch_size)
     for block in blocks:  # backward switches the mode below off, and recomputes blocks
         block.forward = _with_kernels(kernels, block.forward)
     mode = "selective" if checkpointing == "op" else checkpointing
     apply_activation_checkpoint(blocks, mode=mode, selective_option="op")
-    objective = build_objective(Diffusion(label_dropout=label_dropout), spec)
+    objective = build_objective(diffusion, spec)
     inputs = [*model.parameters(), *model.buffers(), *batch.values()]
     inputs += [tensor for tensor in randomness if tensor is not None]
     recorder = StepRecorder(ignored=inputs)

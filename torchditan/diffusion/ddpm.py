@@ -10,20 +10,28 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from torchditan.diffusion.samplers import Velocity
+from torchditan.diffusion.samplers import Prediction
 from torchditan.randomness import Randomness
 
 if TYPE_CHECKING:
-    from torchditan.models.spec import Conditioning
+    from torchditan.config import Config, Diffusion, Sampling
+    from torchditan.models.spec import Conditioning, ModelSpec
 
 NUM_LEVELS = 1000
 _BETAS = (0.00085, 0.012)
+_NOT_READ = (
+    "diffusion.timestep_sampling",
+    "diffusion.logit_normal_mean",
+    "diffusion.logit_normal_std",
+    "sampling.sampler",
+)
 
 
 def signal_and_noise(level: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,6 +56,21 @@ class DDPM:
     conditioning: Conditioning
     label_dropout: float
 
+    @classmethod
+    def build(cls, config: Diffusion, spec: ModelSpec) -> DDPM:
+        return cls(conditioning=spec.conditioning, label_dropout=config.label_dropout)
+
+    @classmethod
+    def option_mistakes(cls, config: Config, changed: Collection[str]) -> Iterator[tuple[str, str]]:
+        """A model that was not trained so, and the options of other objectives' timesteps and samplers."""
+        if config.model.name != "sdxl":
+            yield "diffusion.objective", "is for models that were trained so (sdxl); must be flow_matching"
+        for option in _NOT_READ:
+            if option in changed:
+                yield option, "has no effect with ddpm, which has levels and a sampler of its own; leave it out"
+        if config.diffusion.timestep_shift not in (None, 1):  # 1 is filled in
+            yield "diffusion.timestep_shift", "has no effect with ddpm, which has levels of its own; leave it out"
+
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness) -> torch.Tensor:
         """Squared error of the predicted noise, averaged over each sample's values: (B,) float32.
 
@@ -64,23 +87,26 @@ class DDPM:
         prediction = model(a * x + s * noise, 1 - level / NUM_LEVELS, cond).float()
         return (prediction - noise).square().flatten(1).mean(1)
 
+    def sample(self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling) -> torch.Tensor:
+        """Deterministic steps through evenly spaced levels (DDIM, Song et al. 2020, arXiv 2010.02502).
 
-def solve_noise(predict: Velocity, noise: torch.Tensor, *, num_steps: int) -> torch.Tensor:
-    """From noise to samples by deterministic steps through evenly spaced levels (DDIM, Song et al. 2020, 2010.02502).
+        Args:
+            predict: (x (B, ...), t) -> the noise in x, guidance included.
+            noise: (B, ...) float32, the state at the highest level.
+            sampling: gives the number of steps.
+        """
+        num_steps = sampling.num_steps
+        levels = [NUM_LEVELS * (num_steps - i) // num_steps - 1 for i in range(num_steps)] + [-1]
+        x = noise
+        for level, next_level in itertools.pairwise(levels):
+            predicted = predict(x, 1 - level / NUM_LEVELS)
+            a, s = (value.item() for value in signal_and_noise(torch.tensor(level)))
+            clean = (x - s * predicted) / a
+            if next_level < 0:
+                return clean
+            a, s = (value.item() for value in signal_and_noise(torch.tensor(next_level)))
+            x = a * clean + s * predicted
+        return x
 
-    Args:
-        predict: (x (B, ...), t) -> the noise in x, guidance included.
-        noise: (B, ...) float32, the state at the highest level.
-        num_steps: evaluations.
-    """
-    levels = [NUM_LEVELS * (num_steps - i) // num_steps - 1 for i in range(num_steps)] + [-1]
-    x = noise
-    for level, next_level in itertools.pairwise(levels):
-        predicted = predict(x, 1 - level / NUM_LEVELS)
-        a, s = (value.item() for value in signal_and_noise(torch.tensor(level)))
-        clean = (x - s * predicted) / a
-        if next_level < 0:
-            return clean
-        a, s = (value.item() for value in signal_and_noise(torch.tensor(next_level)))
-        x = a * clean + s * predicted
-    return x
+    def num_evaluations(self, sampling: Sampling) -> int:
+        return sampling.num_steps

@@ -10,18 +10,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from torchditan.diffusion.timesteps import shift_timesteps
-
 if TYPE_CHECKING:
     from torchditan.models.spec import Condition, Conditioning
 
+Prediction = Callable[[torch.Tensor, float], torch.Tensor]
+"""(x (B, ...) float32, t) -> what the model predicts there (B, ...) float32."""
 Velocity = Callable[[torch.Tensor, float], torch.Tensor]
-"""(x (B, ...) float32, t) -> dx/dt (B, ...) float32; of a DDPM the noise in x."""
-
-
-def timestep_grid(num_steps: int, *, shift: float = 1.0) -> list[float]:
-    """num_steps + 1 timesteps from 0 (noise) to 1 (data), shifted as in training."""
-    return shift_timesteps(torch.linspace(0, 1, num_steps + 1, dtype=torch.float64), shift).tolist()
+"""(x (B, ...) float32, t) -> dx/dt (B, ...) float32."""
 
 
 def solve(
@@ -54,11 +49,11 @@ def guided_prediction(
     guidance_scale: float,
     guidance_interval: tuple[float, float] = (0.0, 1.0),
     guidance_channels: int | None = None,
-) -> Velocity:
+) -> Prediction:
     """Classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598): null + scale (conditional - null).
 
     Args:
-        model: predicts the velocity, or the noise; `forward(x_t, t, cond)`.
+        model: `forward(x_t, t, cond)`; what it predicts is its objective's.
         conditioning: gives the null condition of `cond`.
         cond: the condition of every sample.
         guidance_scale: 1 is no guidance, and costs one evaluation instead of two.

@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
-
-TimestepSampling = Callable[[torch.Tensor], torch.Tensor]
-"""Uniform numbers (B,) float32 in [0, 1) -> timesteps (B,) float32 in [0, 1]."""
 
 
 def shift_timesteps(t: torch.Tensor, shift: float) -> torch.Tensor:
@@ -21,22 +18,30 @@ def shift_timesteps(t: torch.Tensor, shift: float) -> torch.Tensor:
     return t / (t + shift * (1 - t))
 
 
-def timestep_sampling(
-    *, kind: Literal["uniform", "logit_normal"], mean: float = 0.0, std: float = 1.0, shift: float = 1.0
-) -> TimestepSampling:
-    """Build the map from a sample's uniform draw to its timestep, by the inverse of the distribution function.
+@dataclass(frozen=True)
+class Timesteps:
+    """Timesteps of training, by the inverse of their distribution function, and those that samplers step through.
 
     Args:
         kind: uniform, or logit_normal (section 3.1 of Esser et al. 2024): logit(t) ~ N(mean, std^2).
         mean: mean of logit(t); below 0 trains more on noisy samples.
         std: standard deviation of logit(t), positive.
-        shift: see `shift_timesteps`; 1 changes nothing.
+        shift: see `shift_timesteps`, in training and sampling; 1 changes nothing.
     """
 
-    def sample(uniform: torch.Tensor) -> torch.Tensor:
-        t = uniform
-        if kind == "logit_normal":
-            t = torch.sigmoid(mean + std * torch.special.ndtri(uniform))
-        return shift_timesteps(t, shift)
+    kind: Literal["uniform", "logit_normal"]
+    mean: float = 0.0
+    std: float = 1.0
+    shift: float = 1.0
 
-    return sample
+    def __call__(self, uniform: torch.Tensor) -> torch.Tensor:
+        """Uniform numbers (B,) float32 in [0, 1) -> timesteps (B,) float32 in [0, 1]."""
+        t = uniform
+        if self.kind == "logit_normal":
+            t = torch.sigmoid(self.mean + self.std * torch.special.ndtri(uniform))
+        return shift_timesteps(t, self.shift)
+
+    def grid(self, num_steps: int) -> list[float]:
+        """num_steps + 1 timesteps from 0 (noise) to 1 (data)."""
+        even = torch.linspace(0, 1, num_steps + 1, dtype=torch.float64)
+        return shift_timesteps(even, self.shift).tolist()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal
 
 import numpy as np
 import torch
@@ -19,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchditan.config import Sampling
-from torchditan.diffusion.ddpm import solve_noise
-from torchditan.diffusion.samplers import Velocity, guided_prediction, solve, timestep_grid
+from torchditan.diffusion.objectives import Objective
+from torchditan.diffusion.samplers import Prediction, guided_prediction
 from torchditan.evaluation.rows import SampleRows
 from torchditan.models.spec import Conditioning
 from torchditan.progress import Advance, report_progress
@@ -39,9 +38,8 @@ def generate(
     samples_per_row: int,
     sample_shape: tuple[int, ...],
     conditioning: Conditioning,
-    prediction: Literal["velocity", "noise"] = "velocity",
+    objective: Objective,
     sampling: Sampling,
-    timestep_shift: float,
     seed: int,
     batch_size: int,
     device: torch.device,
@@ -55,9 +53,8 @@ def generate(
         samples_per_row: samples of each.
         sample_shape: (C, H, W) or (C, F, H, W).
         conditioning: gives the condition and the null condition.
-        prediction: what the model predicts; the noise of a DDPM has a solver of its own.
+        objective: what the model was trained with, which turns its predictions into samples.
         sampling: solver, steps and guidance.
-        timestep_shift: as in training.
         seed: seed of the starting noise.
         batch_size: samples at once on each rank.
         device: where the model is.
@@ -73,11 +70,9 @@ def generate(
     mine = padded[rank * per_rank : (rank + 1) * per_rank]
 
     samples = []
-    timesteps = timestep_grid(sampling.num_steps, shift=timestep_shift)
     conditioning = conditioning.with_guidance(sampling.embedded_guidance)
     low, high = sampling.guidance_interval
-    evaluations = sampling.num_steps * (2 if sampling.sampler == "heun" and prediction == "velocity" else 1)
-    total = evaluations * -(-per_rank // batch_size)
+    total = objective.num_evaluations(sampling) * -(-per_rank // batch_size)
     with report_progress(f"drawing {len(wanted)} samples", total=total, unit="model steps", say=say) as advance:
         for start in range(0, per_rank, batch_size):
             chunk = mine[start : start + batch_size]
@@ -94,16 +89,13 @@ def generate(
             predict = _counted(predict, advance)
             # Training compiled the blocks for its own batch; other shapes run eagerly instead of recompiling.
             with torch.compiler.set_stance("force_eager"):
-                if prediction == "noise":
-                    samples.append(solve_noise(predict, noise, num_steps=sampling.num_steps))
-                else:
-                    samples.append(solve(predict, noise, timesteps=timesteps, method=sampling.sampler))
+                samples.append(objective.sample(predict, noise, sampling=sampling))
     local = torch.cat(samples)  # (per_rank, C, H, W)
     everything = _gather(local, world_size)[: len(wanted)].cpu()
     return everything.unflatten(0, (len(rows.names), samples_per_row))
 
 
-def _counted(predict: Velocity, advance: Advance) -> Velocity:
+def _counted(predict: Prediction, advance: Advance) -> Prediction:
     def predict_and_count(x: torch.Tensor, t: float) -> torch.Tensor:
         predicted = predict(x, t)
         advance(1)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchditan.autoencoders.latent_space import SampleSpace
-from torchditan.diffusion.flow_matching import Objective
+from torchditan.diffusion.objectives import Objective
 from torchditan.randomness import Randomness, normal
 from torchditan.stream import GroupedDataset, ImageDataset, read_image
 

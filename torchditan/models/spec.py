@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -168,8 +168,6 @@ class ModelSpec:
     """Tokens the image becomes."""
     num_condition_tokens: int
     """Tokens the condition adds to the sequence, or that cross-attention looks at."""
-    prediction: Literal["velocity", "noise"] = "velocity"
-    """What the model predicts: x - noise along a straight path, or the noise of a DDPM."""
     timestep_shift: float = 1.0
     """Shift of the timesteps that its publisher samples with, for samples of this shape."""
     sampling: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()

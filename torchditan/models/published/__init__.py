@@ -140,7 +140,6 @@ def build_published_spec(
         learn_sigma=False,
         num_tokens=num_tokens,
         num_condition_tokens=max(texts, default=0),
-        prediction=cls.prediction,
         timestep_shift=cls.shift(flavor, num_tokens=num_tokens),
         sampling=_without_assistant if lora.assistant_path else lambda model: nullcontext(),
     )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -59,7 +59,8 @@ class PublishedModel(nn.Module):
     """Class of the pipeline, whose text encoders make the conditions and which loads exported LoRAs."""
     subfolder: ClassVar[str] = "transformer"
     """Of the transformer in a saved pipeline."""
-    prediction: ClassVar[Literal["velocity", "noise"]] = "velocity"
+    objective: ClassVar[str] = "flow_matching"
+    """What it was trained with, as `diffusion.objective` names it."""
     block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
     """Where the repeated blocks are."""
     latent_downsampling: ClassVar[int] = 8

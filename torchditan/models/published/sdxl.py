@@ -50,7 +50,7 @@ class SDXL(PublishedModel):
     model_class = "UNet2DConditionModel"
     pipeline_class = "StableDiffusionXLPipeline"
     subfolder = "unet"
-    prediction = "noise"
+    objective = "ddpm"
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=_CLIP_TOKENS, shift=1.0),
         "SDXL": Flavor("stabilityai/stable-diffusion-xl-base-1.0", _SIZES, text_length=_CLIP_TOKENS, shift=1.0),
