@@ -14,6 +14,7 @@ def main() -> None:
     config = load_config(sys.argv[1:])
 
     from data import build_dataset
+    from torchditan.optional_parts import choose_parts
     from torchditan.progress import report_progress
     from torchditan.trainer import Trainer
 
@@ -23,7 +24,7 @@ def main() -> None:
         train = build_dataset(config.dataset, split="train", input_channels=channels)
         if config.validation.freq:
             validation = build_dataset(config.dataset, split="validation", input_channels=channels)
-    trainer = Trainer(config, train, validation)
+    trainer = Trainer(config, train, validation, **choose_parts(config, train))
     if not config.job.print_config:
         trainer.run()
     elif trainer.rank.rank == 0:

@@ -210,7 +210,7 @@ def test_deterministic_cublas_is_asked_for_before_anything_can_use_it(
         raise ConfigError("far enough")
 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "as before the test")
-    monkeypatch.setattr(torchditan.trainer, "build_sample_space", encode)
+    monkeypatch.setattr(torchditan.trainer, "pixel_space", encode)
     for flags in ([], ["--training.deterministic"]):
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
         assert train("run", *flags).code == 2

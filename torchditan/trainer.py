@@ -16,19 +16,16 @@ import shlex
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchditan.autoencoders.latent_space import build_sample_space
-from torchditan.captions.dataset import open_captions
-from torchditan.captions.encode import CaptionedDataset
 from torchditan.checkpoint import CheckpointManager, Progress, check_async_mode, latest_checkpoint
 from torchditan.config import Config, ConfigError, option_error
 from torchditan.config_loader import to_dict
@@ -55,10 +52,7 @@ from torchditan.flops import count_model_flops, peak_flops
 from torchditan.host_memory import keep_freed_memory
 from torchditan.metrics import CONSOLE_COLUMNS, MetricsLogger, check_trackers
 from torchditan.models import TextEmbeddings, model_spec_of
-from torchditan.models.published.weights import find_lora
 from torchditan.optim import build_optimizer, clip_grad_norm, learning_rate
-from torchditan.precision.float8 import check_float8, convert_to_float8
-from torchditan.precision.loss_scaling import LossScaler
 from torchditan.preemption import StopAgreement, StopRequest
 from torchditan.profiling import check_profiling, profiling
 from torchditan.progress import Advance, report_progress
@@ -73,8 +67,10 @@ from torchditan.resolve import (
     with_condition_of,
 )
 from torchditan.run_directory import RunDirectory, read_status, run_path, write_rank_status
+from torchditan.sample_space import SampleSpace, pixel_space
 from torchditan.stream import (
     Batch,
+    CaptionedDataset,
     GroupedDataset,
     ImageDataset,
     StreamedDataset,
@@ -84,7 +80,9 @@ from torchditan.stream import (
 )
 from torchditan.trajectory import trajectory
 from torchditan.verdict import Interrupted, verdict_of
-from torchditan.weights_file import load_initial_weights
+
+if TYPE_CHECKING:
+    from torchditan.precision.loss_scaling import LossScaler
 
 _NOT_SAVED = "checkpoint.enable_checkpoint and checkpoint.save_final are false"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -100,16 +98,29 @@ class Trainer:
         config: the job; what it leaves open is filled in from the dataset.
         dataset: training images.
         validation_dataset: held-out images, needed where `validation.freq` is set.
+        open_captions, open_latents, tune_batch_size, load_initial_weights: parts that only some jobs need; see
+            `optional_parts.choose_parts`.
 
     Raises:
         ConfigError: settings that cannot work together or on this machine.
     """
 
-    def __init__(self, config: Config, dataset: ImageDataset, validation_dataset: ImageDataset | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        dataset: ImageDataset,
+        validation_dataset: ImageDataset | None = None,
+        *,
+        open_captions: Callable[..., Any] | None = None,
+        open_latents: Callable[..., SampleSpace] | None = None,
+        tune_batch_size: Callable[[Config, Rank], int] | None = None,
+        load_initial_weights: Callable[..., str] | None = None,
+    ) -> None:
         self.config = config
         if config.training.deterministic:
             # cuBLAS reads it when its handle is made, which encoding captions already does.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        self.load_initial_weights = load_initial_weights
         self.dataset = dataset
         self.validation_dataset = validation_dataset
         self.rank = Rank.from_environment()
@@ -123,7 +134,10 @@ class Trainer:
         path = run_path(config.job.dump_folder, config.metrics.experiment_name)
         self.threads_changed = set_cpu_threads(path)
         check_devices(self.rank)
-        check_float8(config.float8, device=self.device)
+        if config.float8.enable_float8_linear:
+            from torchditan.precision.float8 import check_float8
+
+            check_float8(config.float8, device=self.device)
         if config.training.compile:
             check_backend(config.compile.backend)
         check_async_mode(config, device=self.device)
@@ -134,24 +148,23 @@ class Trainer:
         if config.cache.only and not isinstance(dataset, CaptionedDataset):
             raise option_error("cache.only", True, f"{dataset.name} has no captions to encode; leave it out")
         if isinstance(dataset, CaptionedDataset):
-            if config.lora.assistant_path is not None and not config.cache.only:
-                find_lora(config.lora.assistant_path)  # a mistake is told before what takes long
-            dataset, validation_dataset, self.space = open_captions(
-                config, dataset, cast(Any, validation_dataset), rank=self.rank
-            )
+            assert open_captions is not None, "optional_parts.choose_parts gives it"
+            dataset, validation_dataset, self.space = open_captions(config, dataset, validation_dataset, rank=self.rank)
             self.dataset, self.validation_dataset = dataset, validation_dataset
             if config.cache.only:
                 return
+        elif open_latents is None:
+            self.space = pixel_space(config.autoencoder, dataset)
         else:
             with self.reporting("opening the autoencoder"):
-                self.space = build_sample_space(
+                self.space = open_latents(
                     config.autoencoder, dataset, device=self.device, needs_decoder=config.metrics.enable_sampling
                 )
         fill_in_from_dataset(config, dataset, sample_shape=self.space.sample_shape)
         asked_batch_size = config.training.batch_size
         keep_global_batch_size(config, path, world_size=self.rank.world_size)
         check_steps(config, path)
-        self.plan = resolve_batches(config, self.rank)
+        self.plan = resolve_batches(config, self.rank, tune_batch_size=tune_batch_size)
         self.batches = describe_batches(self.plan, asked=asked_batch_size)
         self.spec = model_spec_of(config, sample_shape=self.space.sample_shape, num_classes=len(dataset.class_names))
         if config.diffusion.timestep_shift is None:
@@ -274,6 +287,8 @@ class Trainer:
             model = self.spec.build()
         float8_layers = None
         if config.float8.enable_float8_linear:
+            from torchditan.precision.float8 import convert_to_float8
+
             float8_layers = convert_to_float8(
                 model=model,
                 spec=self.spec,
@@ -307,6 +322,8 @@ class Trainer:
         self.guard = DivergenceGuard(self.optimizer)
         self.scaler: LossScaler | None = None
         if config.training.mixed_precision_param == "float16":
+            from torchditan.precision.loss_scaling import LossScaler
+
             self.scaler = LossScaler(self.parameters[0].device)  # of the gradients, with offloading the host
         self.spikes: LossSpikes | None = None
         if config.training.on_nonfinite == "rollback" and config.training.loss_spike_factor:
@@ -402,7 +419,8 @@ class Trainer:
         """
         path, begun_with = self.config.checkpoint.initial_load_path, None
         if not self.load_checkpoint() and path is not None:
-            begun_with = load_initial_weights(self.model, path, config=self.config)
+            assert self.load_initial_weights is not None, "optional_parts.choose_parts gives it"
+            begun_with = self.load_initial_weights(self.model, path, config=self.config)
             if self.ema is not None:
                 self.ema.restart()
         self.run_directory.truncate_metrics(self.progress.step)
