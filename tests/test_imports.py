@@ -95,8 +95,8 @@ def test_the_quickstart_imports_no_optional_part(tmp_path: Path) -> None:
     assert sorted(name for name in modules if belongs_to(name, OPTIONAL_PARTS)) == []
     assert sorted(name for name in modules if name.startswith("data")) == ["data", "data.digits", "data.options"]
     files, lines = count_lines("the quickstart", modules)
-    assert files <= 60
-    assert lines <= 10_000
+    assert files <= 66  # ceilings: what is new has to be needed by every job
+    assert lines <= 11_000
 
 
 def test_a_run_on_latents_imports_only_its_own_autoencoder(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_imports_have_no_cycle_lazy_ones_included() -> None:
     assert cycle is None, " -> ".join(cycle or [])
 
 
-@pytest.mark.parametrize("core", ["trainer", "stream", "diffusion", "models.dit", "models.spec", "distributed"])
+@pytest.mark.parametrize("core", ["trainer", "job", "stream", "diffusion", "models.dit", "models.spec", "distributed"])
 def test_the_core_imports_no_optional_part_not_even_through_others(core: str) -> None:
     """Imports inside functions count."""
     graph = import_graph()

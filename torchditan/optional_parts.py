@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The parts of a job that only some options need: train.py imports those and hands them to the Trainer.
+"""The parts of a job that only some options need: train.py imports those and hands them to `prepare_job`.
 
 The core (trainer, stream, diffusion, models, distributed, checkpoint) imports none of them.
 """
@@ -19,11 +19,11 @@ PARTS = {
     "tune_batch_size": "torchditan.ablation.autotune:resolve_batch_size",
     "load_initial_weights": "torchditan.weights_file:load_initial_weights",
 }
-"""Argument of the Trainer -> `module:function`."""
+"""Argument of `prepare_job` -> `module:function`."""
 
 
 def choose_parts(config: Config, dataset: ImageDataset) -> dict[str, Callable[..., Any]]:
-    """Arguments of the Trainer for this job; imports what they need, and nothing else."""
+    """Arguments of `prepare_job` for this job; imports what they need, and nothing else."""
     is_wanted = {
         "open_captions": isinstance(dataset, CaptionedDataset),
         "open_latents": config.autoencoder.online or getattr(dataset, "index", None) is not None,

@@ -162,7 +162,7 @@ def resolve_batches(
     """
     training = config.training
     if training.batch_size == "auto":
-        assert tune_batch_size is not None, "optional_parts.choose_parts gives it to the trainer"
+        assert tune_batch_size is not None, "optional_parts.choose_parts gives it"
         training.batch_size = tune_batch_size(config, rank)
     if training.batch_size is None:
         training.batch_size = max(1, (training.global_batch_size or 16 * rank.world_size) // rank.world_size)
