@@ -14,8 +14,11 @@ def main() -> None:
     config = load_config(sys.argv[1:])
 
     from data import build_dataset
+    from torchditan.distributed.process_group import Rank
+    from torchditan.job import prepare_job
+    from torchditan.optional_parts import choose_parts
     from torchditan.progress import report_progress
-    from torchditan.trainer import Trainer
+    from torchditan.trainer import run
 
     channels = dataset_channels(config)
     validation = None
@@ -23,11 +26,12 @@ def main() -> None:
         train = build_dataset(config.dataset, split="train", input_channels=channels)
         if config.validation.freq:
             validation = build_dataset(config.dataset, split="validation", input_channels=channels)
-    trainer = Trainer(config, train, validation)
-    if not config.job.print_config:
-        trainer.run()
-    elif trainer.rank.rank == 0:
-        print(to_toml(config))
+    job = prepare_job(config, train, validation, **choose_parts(config, train))
+    if config.job.print_config:
+        if Rank.from_environment().rank == 0:
+            print(to_toml(config))
+    elif job is not None:
+        run(job)
 
 
 if __name__ == "__main__":

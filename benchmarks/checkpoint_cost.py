@@ -35,8 +35,10 @@ from torchditan.checkpoint import CheckpointManager
 from torchditan.checkpoint_files import list_checkpoints
 from torchditan.config import Config, dataset_channels
 from torchditan.config_loader import load_config, to_dict
+from torchditan.job import prepare_job
 from torchditan.preemption import StopRequest
 from torchditan.run_directory import write_file
+from torchditan.supervision import Supervision
 from torchditan.trainer import Trainer
 from torchditan.trajectory import trajectory
 
@@ -85,18 +87,17 @@ def job(folder: Path, flags: list[str], *, async_mode: str) -> Config:
 
 def build(config: Config) -> Trainer:
     """A trainer that stands before its first step."""
-    trainer = Trainer(config, build_dataset(config.dataset, split="train", input_channels=dataset_channels(config)))
-    trainer.run_directory.open(to_dict(config), trajectory=trajectory(config))
-    trainer.stop_request = StopRequest()
-    trainer.build()
-    return trainer
+    job = prepare_job(config, build_dataset(config.dataset, split="train", input_channels=dataset_channels(config)))
+    assert job is not None
+    job.run_directory.open(to_dict(config), trajectory=trajectory(config))
+    return Trainer(job, Supervision(job.rank, job.run_directory), StopRequest())
 
 
 def manager(trainer: Trainer, name: str, *, async_mode: str) -> CheckpointManager:
     config = copy.deepcopy(trainer.config)
     config.checkpoint.async_mode = async_mode  # type: ignore[assignment]
     return CheckpointManager(
-        trainer.run_directory.folder(name),
+        trainer.job.run_directory.folder(name),
         model=trainer.model,
         ema=trainer.ema,
         optimizer=trainer.optimizer,
@@ -123,7 +124,7 @@ def measure(trainer: Trainer, args: argparse.Namespace, *, async_mode: str) -> d
     batches = trainer.open_stream()
     between = manager(trainer, "between", async_mode="disabled")
     beside = manager(trainer, "beside", async_mode=async_mode)
-    file = trainer.run_directory.path / "state.pt"
+    file = trainer.job.run_directory.path / "state.pt"
 
     def train() -> float:
         """Seconds of a step."""
@@ -181,7 +182,7 @@ def main() -> None:
         device = trainer.device.type
         async_mode = args.async_mode or ("async" if device == "cpu" else "async_with_pinned_mem")
         result = measure(trainer, args, async_mode=async_mode)
-        trainer.run_directory.close()
+        trainer.job.run_directory.close()
         dist.destroy_process_group()
     for name, median in result["medians_s"].items():
         print(f"{name:<26} {median:8.3f} s   {median / result['medians_s']['disabled']:6.2f} of a synchronous save")

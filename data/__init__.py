@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The datasets, by name. To add yours: write `data/mine.py` with a `build`, import it, add one line below.
+"""The datasets, by name. To add yours: write `data/mine.py` with a `build`, and add one line below.
 
 `build(config, *, split, input_channels)` returns anything with the attributes of
 `torchditan.stream.ImageDataset`; `build_dataset` then checks it against the options, so a dataset of
@@ -8,28 +8,29 @@ yours is checked like ours. docs/data.md has an example.
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from typing import Any, Literal
 
-from data import captions, cifar10, digits, dummy, earth, emoji, folder, imagenet, latents
 from data.options import height_and_width
 from torchditan import config as options
 from torchditan.config import did_you_mean, option_error
 from torchditan.stream import ImageDataset
 
-DATASETS: dict[str, Callable[..., Any]] = {
-    "captions": captions.build,
-    "cifar10": cifar10.build,
-    "digits": digits.build,
-    "dummy": dummy.build,
-    "earth": earth.build,
-    "emoji": emoji.build,
-    "folder": folder.build,
-    "imagenet": imagenet.build,
-    "imagenet_dummy": latents.build,  # of runs that began when it meant the public file; see legacy_config.py
-    "imagenet_hub": imagenet.build_hub,
-    "latents": latents.build,
+DATASETS: dict[str, str | Callable[..., Any]] = {
+    "captions": "data.captions:build",
+    "cifar10": "data.cifar10:build",
+    "digits": "data.digits:build",
+    "dummy": "data.dummy:build",
+    "earth": "data.earth:build",
+    "emoji": "data.emoji:build",
+    "folder": "data.folder:build",
+    "imagenet": "data.imagenet:build",
+    "imagenet_dummy": "data.latents:build",  # of runs that began when it meant the public file; see legacy_config.py
+    "imagenet_hub": "data.imagenet:build_hub",
+    "latents": "data.latents:build",
 }
+"""`module:function` of each dataset, imported when `dataset.dataset_name` names it; or the function itself."""
 STREAMED = ("cifar10", "imagenet_hub")
 CAPTION_OPTIONS = (
     "caption_key",
@@ -70,7 +71,10 @@ def build_dataset(
         raise option_error("dataset.streaming", True, right)
     if name not in ("captions", "dummy"):
         _refuse_caption_options(config)
-    dataset = DATASETS[name](config, split=split, input_channels=input_channels)
+    build = DATASETS[name]
+    if isinstance(build, str):
+        build = pkgutil.resolve_name(build)
+    dataset = build(config, split=split, input_channels=input_channels)
     _check_shape(config, dataset, input_channels=input_channels)
     if hasattr(dataset, "__len__") and len(dataset) == 0:
         option, value = ("dataset_name", name) if config.root_dir is None else ("root_dir", config.root_dir)

@@ -19,11 +19,11 @@ import tarfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from data.hub import _load as load_hub
 from data.hub import require
-from data.images import IMAGE_SUFFIXES, corrupt_image
+from data.images import IMAGE_SUFFIXES, Encoded, corrupt_image
 from data.videos import VIDEO_SUFFIXES
 from torchditan import config as options
 from torchditan.config import ConfigError, option_error
@@ -31,12 +31,6 @@ from torchditan.config import ConfigError, option_error
 METADATA_FILE = "metadata.jsonl"
 Refusal = Callable[[str], ConfigError]
 """What would be right -> the error that names the option and its value."""
-
-
-class Encoded(Protocol):
-    """A picture or a video that is not decoded yet."""
-
-    def open(self) -> BinaryIO: ...
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from data.buckets import Size, bucket_sizes, nearest_bucket
-from data.caption_sources import Encoded, Entry, Frames, read_bytes, read_entries, read_hub, some
+from data.caption_sources import Entry, Frames, read_bytes, read_entries, read_hub, some
 from data.folder import HELD_OUT_SHARE, Split, find_validation
-from data.images import _FORMATS, DECODE_ERRORS, Crop, corrupt_image, fit, load_sample
+from data.images import _FORMATS, DECODE_ERRORS, Crop, Encoded, corrupt_image, fit, load_sample
 from data.options import existing_path, height_and_width, photo_channels, refuse
 from data.videos import corrupt_video, open_video
 from torchditan import config as options

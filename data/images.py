@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import struct
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal, Protocol
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -30,6 +30,12 @@ IMAGE_SUFFIXES = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".t
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 # What Pillow raises on damaged files.
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
+
+
+class Encoded(Protocol):
+    """A picture or a video that is not decoded yet."""
+
+    def open(self) -> BinaryIO: ...
 
 
 def load_sample(

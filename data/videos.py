@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
 from data.hub import require
+from data.images import Encoded
 from torchditan.stream import CorruptImageError
-
-if TYPE_CHECKING:
-    from data.caption_sources import Encoded
 
 VIDEO_SUFFIXES = frozenset([".gif", ".mov", ".mp4", ".webm"])
 

@@ -61,8 +61,9 @@ def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
 def files_of_autoencoder(options: Autoencoder) -> tuple[str | None, list[str]]:
     """(hub name or None, its files): by name, since a pattern such as *.safetensors brings other folders' too."""
     from torchditan.autoencoders import cosmos, kind_of, published
+    from torchditan.autoencoders.catalogue import PUBLISHED
 
-    entry = published.PUBLISHED.get(options.name or "")
+    entry = PUBLISHED.get(options.name or "")
     if kind_of(options.name or "diffusers") == "cosmos":
         files, folders = cosmos.FILES, [""]
     else:

@@ -22,8 +22,8 @@ from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
 from torchditan.autoencoders import AUTOENCODERS, Autoencoder, open_autoencoder
+from torchditan.autoencoders.catalogue import PUBLISHED
 from torchditan.autoencoders.cosmos import CosmosAutoencoder
-from torchditan.autoencoders.published import PUBLISHED
 from torchditan.config import Autoencoder as AutoencoderConfig
 from torchditan.config import ConfigError
 

@@ -82,6 +82,29 @@ def test_train_py_stays_short() -> None:
     assert len((REPOSITORY / "train.py").read_text().splitlines()) <= 40
 
 
+def test_the_trainer_stays_short() -> None:
+    assert len((REPOSITORY / "torchditan" / "trainer.py").read_text().splitlines()) <= 350
+
+
+@pytest.mark.parametrize("module", ["trainer", "supervision", "periodic_tasks", "run_checkpoints"])
+def test_the_trainer_and_its_parts_are_complete_after_construction(module: str) -> None:
+    """No method but the constructor creates an attribute, and none asks whether one is there."""
+    text = (REPOSITORY / "torchditan" / f"{module}.py").read_text()
+    assert "in vars(self)" not in text and "hasattr(self" not in text
+    for cls in (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)):
+        methods = {node.name: attributes_set_by(node) for node in cls.body if isinstance(node, ast.FunctionDef)}
+        created = methods.pop("__init__", set())
+        assert not set().union(*methods.values()) - created, cls.name
+
+
+def attributes_set_by(method: ast.FunctionDef) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+
+
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "train_configs").glob("*.toml")), ids=lambda file: file.stem)
 def test_every_configuration_trains_a_step(file: Path, tmp_path: Path, run_script: RunScript) -> None:
     """With a small model on random samples: the options of each file go together."""

@@ -24,7 +24,8 @@ from tiny_published import flux_inputs, predict, sd3_inputs, seeded, tiny_flux, 
 
 from torchditan.config import ConfigError
 from torchditan.lora import add_lora, find_target_modules, load_assistant, lora_parameters
-from torchditan.lora_export import export_lora, ignored_by_sd_scripts, original_layer
+from torchditan.lora_export import export_lora, ignored_by_sd_scripts
+from torchditan.lora_layers import original_layer
 from torchditan.models.published import family
 from torchditan.models.published.base import build_transformer
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from torchditan.build import build_stream
 from torchditan.config import Config, ConfigError, Dataset
 from torchditan.randomness import draw
 from torchditan.stream import (
@@ -24,7 +25,6 @@ from torchditan.stream import (
     StreamedTraining,
     TrainingStream,
 )
-from torchditan.trainer import Trainer
 
 
 class Numbers:
@@ -292,7 +292,7 @@ def test_the_trainer_reads_in_the_order_of_its_option(bucket_order: BucketOrder)
         space=SimpleNamespace(sample_shape=Shapes.sample_shape, draws_posterior=False),
         device=torch.device("cpu"),
     )
-    stream = Trainer.build_stream(cast(Any, job))
+    stream = build_stream(cast(Any, job))
     shown = [batch["sample"][:, 0, 0, 0].tolist() for batch, _ in itertools.islice(stream.batches(0), 7)]
     order = grouped(Shapes(), bucket_order=bucket_order).locate(np.arange(28)).reshape(7, 4)
     assert shown == order.tolist()

@@ -200,7 +200,7 @@ def test_deterministic_mode_trains(one_process: Path, tmp_path: Path, train: Tra
 def test_deterministic_cublas_is_asked_for_before_anything_can_use_it(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torchditan.trainer
+    import torchditan.job
     from torchditan.config import ConfigError
 
     found: list[str | None] = []
@@ -210,7 +210,7 @@ def test_deterministic_cublas_is_asked_for_before_anything_can_use_it(
         raise ConfigError("far enough")
 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "as before the test")
-    monkeypatch.setattr(torchditan.trainer, "build_sample_space", encode)
+    monkeypatch.setattr(torchditan.job, "pixel_space", encode)
     for flags in ([], ["--training.deterministic"]):
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
         assert train("run", *flags).code == 2
@@ -218,7 +218,7 @@ def test_deterministic_cublas_is_asked_for_before_anything_can_use_it(
 
 
 def test_deterministic_mode_does_not_fill_memory_that_is_written_anyway() -> None:
-    from torchditan.trainer import set_determinism
+    from torchditan.build import set_determinism
 
     try:
         set_determinism(0, deterministic=True)
@@ -400,6 +400,7 @@ sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *{arguments!r}]
 import train
 from torchditan.diffusion.flow_matching import FlowMatching
+from torchditan.supervision import Supervision
 from torchditan.trainer import Trainer
 from torchditan.verdict import run_job
 
@@ -413,21 +414,24 @@ def poisoned(self, model, batch, randomness):
     return loss(self, model, batch, randomness) * (float("nan") if last and len(calls) == 3 else 1)
 
 FlowMatching.loss = poisoned
+trainers = []
 step = Trainer.set_learning_rate
 
 def remember(self, number):
     self.before = {{name: p.detach().to_local().clone() for name, p in self.model.named_parameters()}}
-    step(self, number)
+    trainers[:] = [self]
+    return step(self, number)
 
 Trainer.set_learning_rate = remember
-failed = Trainer.record_failure
+failed = Supervision.record_failure
 
 def check(self, error):
-    same = all((p.detach().to_local() == self.before[name]).all() for name, p in self.model.named_parameters())
+    model, before = trainers[0].model, trainers[0].before
+    same = all((p.detach().to_local() == before[name]).all() for name, p in model.named_parameters())
     print("weights untouched" if same else "WEIGHTS CHANGED", flush=True)
     failed(self, error)
 
-Trainer.record_failure = check
+Supervision.record_failure = check
 sys.exit(run_job(train.main))
 """
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from torchditan.config import ConfigError, option_error
-from torchditan.lora_export import ORIGINAL_LAYERS, original_layer, rows_of_parts, swap_shift_and_scale
+from torchditan.lora_layers import ORIGINAL_LAYERS, original_layer, rows_of_parts, swap_shift_and_scale
 from torchditan.models.initialization import fill, named_parameters_to_fill, weight_generator
 from torchditan.tensor_file import open_file
 

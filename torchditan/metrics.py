@@ -29,7 +29,6 @@ from urllib.parse import urlparse
 import torch
 
 from torchditan.config import Metrics, option_error
-from torchditan.legacy_tags import legacy_scalars
 from torchditan.run_directory import RunDirectory, read_config
 
 ALWAYS_KEYS = (
@@ -433,6 +432,8 @@ class MetricsLogger:
         if self._tensorboard is not None:
             scalars = {key: value for key, value in numbers.items() if key != "step"}
             if self._has_legacy_tags:
+                from torchditan.legacy_tags import legacy_scalars  # of the option metrics.legacy_tags
+
                 scalars |= legacy_scalars(
                     record,
                     max_loss=max_loss,

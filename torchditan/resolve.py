@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -153,17 +154,21 @@ def stored_global_batch_size(run: Path) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
-def resolve_batches(config: Config, rank: Rank) -> BatchPlan:
+def resolve_batches(
+    config: Config, rank: Rank, *, tune_batch_size: Callable[[Config, Rank], int] | None = None
+) -> BatchPlan:
     """Batches of each rank; fills in what the config leaves open of batch size and global batch size.
+
+    Args:
+        tune_batch_size: finds the number for "auto"; needed where the config asks for it.
 
     Raises:
         ConfigError: the global batch is not divisible by what the ranks take at once.
     """
     training = config.training
     if training.batch_size == "auto":
-        from torchditan.ablation.autotune import resolve_batch_size
-
-        training.batch_size = resolve_batch_size(config, rank)
+        assert tune_batch_size is not None, "optional_parts.choose_parts gives it"
+        training.batch_size = tune_batch_size(config, rank)
     if training.batch_size is None:
         training.batch_size = max(1, (training.global_batch_size or 16 * rank.world_size) // rank.world_size)
     at_once = training.batch_size * rank.world_size

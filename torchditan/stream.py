@@ -91,6 +91,25 @@ class VariedDataset(Protocol):
         ...
 
 
+@runtime_checkable
+class CaptionedDataset(Protocol):
+    """A dataset of captioned images (data/captions.py): the cache encodes it, and becomes the ImageDataset."""
+
+    name: str
+    sample_shape: tuple[int, ...]
+    captions: list[str]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    def caption_variants(self, index: int) -> list[str]: ...
+
+    def shape_of(self, index: int) -> tuple[int, ...]: ...
+
+    def content_key(self, index: int) -> str: ...
+
+
 class StreamedDataset(Protocol):
     """A dataset that can only be read in order."""
 

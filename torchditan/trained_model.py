@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from torchditan.autoencoders.latent_space import SampleSpace, StoredLatents, decode_latents, open_decoder
+from torchditan.autoencoders.latent_space import StoredLatents, decode_latents, open_decoder
 from torchditan.captions.dataset import encode_prompts
 from torchditan.checkpoint import find_checkpoint, load_weights, read_progress
 from torchditan.config import Config, option_error
@@ -25,6 +25,7 @@ from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
 from torchditan.models.published import PublishedModel
 from torchditan.resolve import with_empty_caption
 from torchditan.run_directory import read_config
+from torchditan.sample_space import SampleSpace
 from torchditan.weights_file import load_initial_weights
 
 

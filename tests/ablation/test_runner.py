@@ -455,16 +455,17 @@ def test_the_table_shows_progress_and_the_time_left() -> None:
 
 FAULTS = """
 import os, runpy, sys, time
-from torchditan import trainer
-log = trainer.Trainer.log
-def faulty(self, step):
-    log(self, step)
+from torchditan.periodic_tasks import PeriodicTasks
+log = PeriodicTasks.log
+def faulty(self, result):
+    log(self, result)
+    step = self.progress.step
     patch = self.config.model.patch_size
     if patch == 4 and step == 3 and self.rank.rank == 1:
         raise RuntimeError("a crash on rank 1")
     if patch == 8 and step == 3 and self.rank.rank == 0:
         time.sleep(600)
-trainer.Trainer.log = faulty
+PeriodicTasks.log = faulty
 sys.argv[0] = os.environ["TRAIN"]
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -17,7 +17,7 @@ from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.divergence import LossSpikes
 from torchditan.run_directory import read_metrics, read_status
 from torchditan.stream import TrainingStream
-from torchditan.trainer import Trainer
+from torchditan.supervision import Supervision
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -191,13 +191,13 @@ def test_a_sigterm_does_not_cut_short_a_rank_that_writes_down_why_it_failed(
 ) -> None:
     """torchrun sends it to the others when one rank fails."""
     handlers = []
-    record_failure = Trainer.record_failure
+    record_failure = Supervision.record_failure
 
-    def remember(self: Trainer, error: BaseException) -> None:
+    def remember(self: Supervision, error: BaseException) -> None:
         handlers.append(signal.getsignal(signal.SIGTERM))
         record_failure(self, error)
 
-    monkeypatch.setattr(Trainer, "record_failure", remember)
+    monkeypatch.setattr(Supervision, "record_failure", remember)
     spoil(nan_in_step(2))
     before = signal.getsignal(signal.SIGTERM)
     assert run_script("train.py", *SMALL, "--training.steps=3", "--training.on_nonfinite=stop").code == 1

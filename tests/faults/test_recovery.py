@@ -15,8 +15,8 @@ import torch
 from torchditan.checkpoint import CheckpointManager, read_state
 from torchditan.checkpoint_files import list_checkpoints, step_of, verify
 from torchditan.ema import EMA
+from torchditan.periodic_tasks import PeriodicTasks
 from torchditan.run_directory import RunDirectory, read_config, read_metrics, read_status
-from torchditan.trainer import Trainer
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
@@ -255,15 +255,15 @@ def test_a_disk_that_takes_no_grid_costs_only_the_grid(
 ) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def fill(self: Any, step: int, **options: Any) -> None:
+    def fill(self: Any, result: Any, **options: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2500, limits[1]))  # what the terminal shows is a file here too
         try:
-            due(self, step, **options)
+            due(self, result, **options)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    due = Trainer.do_what_is_due
-    monkeypatch.setattr(Trainer, "do_what_is_due", fill)
+    due = PeriodicTasks.run_periodic_tasks
+    monkeypatch.setattr(PeriodicTasks, "run_periodic_tasks", fill)
     flags = ["--training.steps=3", "--training.batch_size=4"]
     flags += ["--metrics.enable_sampling=true", "--metrics.sample_freq=2", "--sampling.num_steps=1"]
     flags += ["--checkpoint.enable_checkpoint=false", "--checkpoint.save_final=false"]

@@ -32,6 +32,7 @@ from torchditan.ablation.resolutions import LATENT_GRIDS
 from torchditan.config import Config, Diffusion, option_error, validate
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallel_dims import ParallelDims
+from torchditan.flops import count_model_flops
 from torchditan.models import ModelSpec, model_spec_of
 
 GIB = 1024**3
@@ -386,7 +387,7 @@ class TracedModel:
 
     @functools.cached_property
     def flops_per_image(self) -> int:
-        return self.spec.flops().total
+        return count_model_flops(self.spec).total
 
     def batch_bytes(self, batch_size: int) -> float:
         """Samples and noise in float32, and the condition; index, timestep and label dropout are a few bytes."""

@@ -3,21 +3,26 @@
 
 from __future__ import annotations
 
+import pkgutil
+
 import torch
 from torch import Tensor
 
 from torchditan import config as options
-from torchditan.autoencoders import cosmos, published
 from torchditan.autoencoders.autoencoder import Autoencoder
-from torchditan.autoencoders.cosmos import CosmosAutoencoder
+from torchditan.autoencoders.catalogue import PUBLISHED
 from torchditan.autoencoders.haar import DOWNSAMPLINGS, HaarAutoencoder
-from torchditan.autoencoders.hub import find_weights
-from torchditan.autoencoders.published import PUBLISHED, DiffusersAutoencoder
 from torchditan.config import did_you_mean, option_error
 
 __all__ = ["AUTOENCODERS", "Autoencoder", "kind_of", "open_autoencoder"]
 
 AUTOENCODERS = ("haar", "patch", "cosmos", "diffusers", *PUBLISHED)
+OPENERS = {
+    "patch": "torchditan.autoencoders.patch:open_patch",
+    "cosmos": "torchditan.autoencoders.cosmos:open_cosmos",
+    "diffusers": "torchditan.autoencoders.published:open_published",
+}
+"""What opens the autoencoders of each kind that has weights, as `module:function`; imported when one is opened."""
 _PLACES = {
     "patch": "a folder that scripts/train_autoencoder.py wrote, or one of train_configs/autoencoders/, earth say",
     "cosmos": "a folder with encoder.jit and decoder.jit, or a hub name, nvidia/Cosmos-0.1-Tokenizer-CI8x8 say",
@@ -73,7 +78,8 @@ def _open(config: options.Autoencoder, *, device: torch.device, image_channels: 
     if place is None:
         raise option_error("autoencoder.path", None, f"must be given: {_PLACES[config.name]}")
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    autoencoder = _open_kind(kind_of(config.name), place, device=device, dtype=dtype, entry=entry)
+    opener = pkgutil.resolve_name(OPENERS[kind_of(config.name)])
+    autoencoder: Autoencoder = opener(place, device=device, dtype=dtype, entry=entry)
     autoencoder.path = place
     return autoencoder
 
@@ -88,22 +94,6 @@ def _open_haar(config: options.Autoencoder, *, device: torch.device, image_chann
     if config.dtype not in (None, "float32"):
         raise option_error("autoencoder.dtype", config.dtype, "haar is exact in float32 only; leave it out")
     return HaarAutoencoder(downsampling=downsampling, image_channels=image_channels, device=device)
-
-
-def _open_kind(
-    kind: str, place: str, *, device: torch.device, dtype: torch.dtype | None, entry: published.Published | None
-) -> Autoencoder:
-    if kind == "patch":
-        from torchditan.autoencoders.patch import PatchAutoencoder
-
-        return PatchAutoencoder.open(place, device=device, dtype=dtype)
-    if kind == "cosmos":
-        folder = find_weights(place, files=cosmos.FILES)
-        return CosmosAutoencoder.open(folder, device=device, dtype=dtype)
-    first = "" if entry is None else entry.subfolder
-    subfolders = list(dict.fromkeys([first, "", "vae"]))  # a whole pipeline keeps its autoencoder in vae/
-    folder = find_weights(place, files=published.FILES, subfolders=subfolders)
-    return DiffusersAutoencoder.open(folder, device=device, dtype=dtype, published=entry)
 
 
 def _check_image_channels(config: options.Autoencoder, has: int, image_channels: int | None) -> None:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from torchditan.autoencoders.autoencoder import Autoencoder
-from torchditan.autoencoders.hub import first_line
+from torchditan.autoencoders.catalogue import Published
+from torchditan.autoencoders.hub import find_weights, first_line
 from torchditan.autoencoders.torchscript import NotATrace, Trace
 from torchditan.config import ConfigError, option_error
 
@@ -178,3 +179,10 @@ def _word(dtype: torch.dtype | None) -> str:
 
 def _shown(output: Any) -> str:
     return f"{_word(output.dtype)} {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+
+
+def open_cosmos(
+    place: str, *, device: torch.device, dtype: torch.dtype | None, entry: Published | None
+) -> CosmosAutoencoder:
+    """The autoencoder in a folder or on the hub."""
+    return CosmosAutoencoder.open(find_weights(place, files=FILES), device=device, dtype=dtype)

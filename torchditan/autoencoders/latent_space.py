@@ -1,8 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What the model is trained on, and how that becomes pictures: pixels, stored latents, or latents encoded at each step.
+"""Latents as samples: stored ones, or pixels encoded at each step; and how they become pictures.
 
 Notable:
-- the trainer sees one interface; where pixels are trained on, nothing happens;
 - stored latents travel to the device as they are on disk and are dequantised, drawn and normalised there;
 - a decoder is opened for a grid and dropped after it: between grids it holds no memory;
 - what the options leave open is filled in here, so that a run's config.json says all that decoding it needs.
@@ -10,7 +9,6 @@ Notable:
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -20,43 +18,9 @@ from torchditan.autoencoders import AUTOENCODERS, Autoencoder, kind_of, open_aut
 from torchditan.autoencoders.latent_shards import LatentIndex, to_sample
 from torchditan.config import Autoencoder as AutoencoderConfig
 from torchditan.config import ConfigError, did_you_mean, option_error
+from torchditan.sample_space import Batch, SampleSpace, pixel_space
 
-Batch = dict[str, Tensor]
 _DECODE_BATCH_SIZE = 16
-
-
-class SampleSpace:
-    """The samples of a model, between a dataset and its pictures. This one: the dataset's pixels are the samples."""
-
-    draws_posterior: bool = False
-    """Whether `prepare` needs noise for the autoencoder's posterior."""
-    is_encoding: bool = False
-    """Whether `prepare` runs an encoder."""
-    missing_decoder: str | None = None
-    """Why pictures show the channels of latents; None where they are pictures."""
-    real_heading: str = "real"
-    """What the dataset's own samples are called in a grid."""
-
-    def __init__(self, sample_shape: tuple[int, ...]) -> None:
-        self.sample_shape = sample_shape
-        """(C, H, W) of what the model sees."""
-
-    def prepare(self, batch: Batch, posterior: Tensor | None = None) -> Batch:
-        """A batch on the device with `sample` as the model sees it."""
-        return batch
-
-    def shape_in(self, batch: Batch) -> tuple[int, ...]:
-        """Shape of the model's samples in this batch; only aspect-ratio buckets have several."""
-        is_there = "sample" in batch and not self.is_encoding
-        return tuple(batch["sample"].shape[1:]) if is_there else self.sample_shape
-
-    def to_pixels(self, samples: Tensor) -> Tensor:
-        """Samples of the model (..., C, H, W) -> pictures (..., 1 or 3, H', W'), on the CPU."""
-        return samples
-
-    def real_to_pixels(self, samples: Tensor) -> Tensor:
-        """Samples of the dataset (..., C, H, W) -> pictures."""
-        return samples
 
 
 class StoredLatents(SampleSpace):
@@ -181,13 +145,7 @@ def build_sample_space(
             raise option_error("autoencoder.name", None, "must be given to encode pixels (autoencoder.online)")
         autoencoder = open_autoencoder(config, device=device, image_channels=dataset.sample_shape[0])
         return EncodedPixels(config, image_shape=dataset.sample_shape, device=device, autoencoder=autoencoder)
-    if getattr(dataset, "stands_in_for_any", False):
-        vars(config).update(vars(AutoencoderConfig()))
-    for option, value in dataclasses.asdict(config).items():
-        if value not in (None, False):
-            right = f"{dataset.name} holds pixels; encode them first, or at each step with --autoencoder.online"
-            raise option_error(f"autoencoder.{option}", value, right)
-    return SampleSpace(dataset.sample_shape)
+    return pixel_space(config, dataset)
 
 
 def decode_latents(

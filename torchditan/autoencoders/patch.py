@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchditan.autoencoders.autoencoder import Autoencoder
+from torchditan.autoencoders.catalogue import Published
 from torchditan.config import ConfigError, did_you_mean, option_error
 from torchditan.config_loader import TRAIN_CONFIGS
 from torchditan.models.initialization import draw_xavier_uniform
@@ -307,3 +308,10 @@ def _load_weights(network: PatchNetwork, file: Path, *, option_value: str) -> No
             right = f"{name} in {file.name} is {has}, by {CONFIG_FILE} it must be {want}"
             raise option_error("autoencoder.path", option_value, right)
     network.load_state_dict(tensors, assign=True)
+
+
+def open_patch(
+    place: str, *, device: torch.device, dtype: torch.dtype | None, entry: Published | None
+) -> PatchAutoencoder:
+    """The autoencoder in a folder, or one of train_configs/autoencoders/."""
+    return PatchAutoencoder.open(place, device=device, dtype=dtype)

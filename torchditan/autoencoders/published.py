@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Published autoencoders: which there are, and those that diffusers opens (AutoencoderKL and AutoencoderDC).
+"""Published autoencoders that diffusers opens (AutoencoderKL, AutoencoderDC, and those of videos).
 
 Notable:
-- channels, downsampling and normalisation come from the autoencoder's own config.json; the table fills in what that
+- channels, downsampling and normalisation come from the autoencoder's own config.json; the catalogue fills in what that
   leaves open, and refuses another autoencoder under a published name;
 - weights are read from safetensors alone, and every tensor must fit: diffusers would fill a gap with random numbers;
 - a config that says `force_upcast`, or weights that are stored in float32 or float16, compute in float32 (float16
@@ -15,49 +15,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchditan.autoencoders.autoencoder import Autoencoder
-from torchditan.autoencoders.hub import first_line, require
+from torchditan.autoencoders.catalogue import Published
+from torchditan.autoencoders.hub import find_weights, first_line, require
 from torchditan.config import ConfigError, option_error
 
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")
 IMAGE_CLASSES = ("AutoencoderKL", "AutoencoderDC")
 VIDEO_CLASSES = ("AutoencoderKLWan", "AutoencoderKLHunyuanVideo", "AutoencoderKLMochi", "AutoencoderKLQwenImage")
 CLASSES = (*IMAGE_CLASSES, *VIDEO_CLASSES)
-
-
-@dataclass(frozen=True)
-class Published:
-    """A published autoencoder: where it is, and what is known of it before it is fetched."""
-
-    kind: Literal["cosmos", "diffusers"]
-    hub_name: str
-    latent_channels: int
-    downsampling: int
-    shift: float | None = None
-    """Of (z - shift) x scale; None: no normalisation is published."""
-    scale: float | None = None
-    subfolder: str = ""
-
-
-_SD3 = "stabilityai/stable-diffusion-3-medium-diffusers"
-_DC_AE = "mit-han-lab/dc-ae-f32c32-sana-1.0-diffusers"
-
-PUBLISHED = {
-    "sd-vae": Published("diffusers", "stabilityai/sd-vae-ft-ema", 4, 8, 0.0, 0.18215),
-    "sdxl": Published("diffusers", "stabilityai/sdxl-vae", 4, 8, 0.0, 0.13025),
-    "sd3": Published("diffusers", _SD3, 16, 8, 0.0609, 1.5305, subfolder="vae"),
-    "flux": Published("diffusers", "black-forest-labs/FLUX.1-schnell", 16, 8, 0.1159, 0.3611, subfolder="vae"),
-    "dc-ae": Published("diffusers", _DC_AE, 32, 32, 0.0, 0.41407),
-    "cosmos-ci8x8": Published("cosmos", "nvidia/Cosmos-0.1-Tokenizer-CI8x8", 16, 8),
-    "cosmos-ci16x16": Published("cosmos", "nvidia/Cosmos-0.1-Tokenizer-CI16x16", 16, 16),
-}
 
 
 class DiffusersAutoencoder(Autoencoder):
@@ -221,3 +193,12 @@ def _fingerprint(weights: dict[str, Tensor]) -> str:
 
 def _refuse(folder: Path, right: str) -> ConfigError:
     return option_error("autoencoder.path", str(folder), right)
+
+
+def open_published(
+    place: str, *, device: torch.device, dtype: torch.dtype | None, entry: Published | None
+) -> DiffusersAutoencoder:
+    """The autoencoder in a folder, in its `vae/` where it is a whole pipeline, or on the hub; `entry` names it."""
+    first = "" if entry is None else entry.subfolder
+    folder = find_weights(place, files=FILES, subfolders=list(dict.fromkeys([first, "", "vae"])))
+    return DiffusersAutoencoder.open(folder, device=device, dtype=dtype, published=entry)

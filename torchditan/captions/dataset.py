@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from torchditan.autoencoders import Autoencoder
-from torchditan.autoencoders.latent_space import SampleSpace, decode_latents
+from torchditan.autoencoders.latent_space import decode_latents
 from torchditan.captions.cache import TensorCache, hash_of
 from torchditan.captions.encode import (
-    CaptionedDataset,
     Entries,
     TextEncoders,
     batches_of_one_shape,
@@ -28,7 +27,10 @@ from torchditan.config import Config, option_error
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.rows import SampleRows
 from torchditan.models.published import FAMILIES, family_of, patch_size_of
+from torchditan.models.published.weights import find_lora
 from torchditan.randomness import uniform
+from torchditan.sample_space import SampleSpace
+from torchditan.stream import CaptionedDataset
 
 _NUM_PROMPTS = 4
 _IMAGES_AT_ONCE = 4
@@ -140,6 +142,8 @@ def open_captions(
     Raises:
         ConfigError: encoders are missing, or do not belong to the model.
     """
+    if config.lora.assistant_path is not None and not config.cache.only:
+        find_lora(config.lora.assistant_path)  # checks run before slow work
     check_options(config)
     folder = _cache_folder(config)
     encoders = find_text_encoders(config, family_of(config), memory=folder / "files")

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -35,25 +35,6 @@ _SECONDS_PER_FILE = 30.0
 _POLL_SECONDS = 0.5
 
 Entries = dict[str, dict[str, torch.Tensor]]
-
-
-@runtime_checkable
-class CaptionedDataset(Protocol):
-    """What the cache needs of a dataset of captioned images (data/captions.py)."""
-
-    name: str
-    sample_shape: tuple[int, ...]
-    captions: list[str]
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
-    def caption_variants(self, index: int) -> list[str]: ...
-
-    def shape_of(self, index: int) -> tuple[int, ...]: ...
-
-    def content_key(self, index: int) -> str: ...
 
 
 class TextEncoders:

@@ -19,13 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchditan.autoencoders.latent_space import SampleSpace
 from torchditan.config import Config
 from torchditan.evaluation.generate import real_samples
 from torchditan.evaluation.image_grid import add_to_steps, save_grid, stills
-from torchditan.evaluation.reconstruction import similarity, to_8_bit
 from torchditan.evaluation.rows import SampleRows
 from torchditan.run_directory import written_beside
+from torchditan.sample_space import SampleSpace
 from torchditan.stream import ImageDataset
 
 ORIGINAL = "original.npz"
@@ -116,6 +115,8 @@ class Grids:
     def _scores(self, generated: Tensor, original: Path, *, step: int) -> dict[str, float]:
         if not self.shows_prompts:
             return {}
+        from torchditan.evaluation.reconstruction import similarity, to_8_bit  # only a run on captions needs it
+
         if self.rows.references is not None:
             assert self._real is not None
             return similarity(generated, self._real)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import pkgutil
 from collections.abc import Callable
 
 from torch import nn
@@ -113,6 +114,8 @@ def _text_layers(model: nn.Module) -> list[nn.Module]:
 
 
 MODELS: dict[str, Callable[..., ModelSpec]] = {"dit": build_dit_spec}
+PUBLISHED = "torchditan.models.published:build_published_spec"
+"""Builds the spec of all other names; only a job of such a model imports it, with LoRA and int8."""
 
 
 def build_model_spec(
@@ -142,10 +145,7 @@ def build_model_spec(
         right = f"samples have {sample_shape[0]} channel(s); leave it out"
         raise option_error("model.input_channels", config.input_channels, right)
     if config.name not in MODELS:
-        # Imported here: it brings LoRA and int8 along, which need this package.
-        from torchditan.models.published import build_published_spec
-
-        return build_published_spec(
+        return pkgutil.resolve_name(PUBLISHED)(
             config,
             sample_shape=sample_shape,
             lora=lora or torchditan.config.LoRA(),

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from torchditan.flops import ModelFlops, count_model_flops
-
 Condition = dict[str, torch.Tensor]
 
 
@@ -182,7 +180,3 @@ class ModelSpec:
             batch[name] = torch.zeros(batch_size, *shape, dtype=dtype)
         x_t = torch.zeros(batch_size, *self.sample_shape)
         return x_t, torch.zeros(batch_size), self.conditioning.from_batch(batch)
-
-    def flops(self) -> ModelFlops:
-        """FLOPs of one sample's training step."""
-        return count_model_flops(self)

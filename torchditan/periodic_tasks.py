@@ -1,0 +1,204 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What happens between steps: collect garbage, validate, sample, log, save. All ranks do it together.
+
+Its time is kept out of the throughput (`timer.excluded`).
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchditan.diffusion.objectives import Objective
+from torchditan.distributed.process_group import max_over_ranks, sum_over_ranks
+from torchditan.divergence import DivergenceGuard
+from torchditan.ema import EMA
+from torchditan.evaluation.generate import generate
+from torchditan.evaluation.grids import Grids
+from torchditan.evaluation.validation import validation_loss
+from torchditan.job import Job
+from torchditan.metrics import MetricsLogger
+from torchditan.run_checkpoints import RunCheckpoints
+from torchditan.supervision import Supervision
+
+if TYPE_CHECKING:
+    from torchditan.precision.loss_scaling import LossScaler
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step found; the tensors are on the device."""
+
+    loss: torch.Tensor
+    """() mean over this rank's share of the global batch."""
+    grad_norm: torch.Tensor
+    """() over all parameters and ranks, before clipping."""
+    lr: float
+
+
+class PeriodicTasks:
+    """Validation, samples, log records and checkpoints of one run, each at its own frequency."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        model: nn.Module,
+        ema: EMA | None,
+        objective: Objective,
+        guard: DivergenceGuard,
+        scaler: LossScaler | None,
+        logger: MetricsLogger,
+        checkpoints: RunCheckpoints,
+        supervision: Supervision,
+    ) -> None:
+        self.job = job
+        self.config = job.config
+        self.rank = job.rank
+        self.model = model
+        self.ema = ema
+        self.objective = objective
+        self.guard = guard
+        self.scaler = scaler
+        self.logger = logger
+        self.checkpoints = checkpoints
+        self.supervision = supervision
+        self.progress = supervision.progress
+        self.grids = Grids(job.config, job.dataset, job.validation_dataset, space=job.space)
+        self.extra_metrics: dict[str, float] = {}
+        """For the next log record."""
+        self.num_skipped = 0
+        """Images of this rank that could not be read."""
+        self.peak_memory_gib = 0.0
+        self.last_grid: Path | None = None
+
+    def run_periodic_tasks(self, result: StepResult, *, is_first: bool) -> None:
+        """All that is due after the step that was just done; the first one is always logged."""
+        config, step = self.config, self.progress.step
+        if step % config.training.gc_freq == 0:
+            gc.collect(1)
+        if config.validation.freq and self.is_due(config.validation.freq):
+            self.validate()
+        if config.metrics.enable_sampling and self.is_due(config.metrics.sample_freq):
+            self.sample()
+        if is_first or self.extra_metrics or self.is_due(config.metrics.log_freq):
+            self.log(result)
+        if self.is_save_due():
+            self.checkpoints.save()
+
+    def is_due(self, freq: int) -> bool:
+        """Every freq steps and at the last one; a frequency of 0 is the last step alone."""
+        step = self.progress.step
+        return step == self.config.training.steps or (freq > 0 and step % freq == 0)
+
+    def is_save_due(self) -> bool:
+        checkpoint = self.config.checkpoint
+        if checkpoint.enable_checkpoint:
+            return self.is_due(checkpoint.interval)
+        return checkpoint.save_final and self.progress.step == self.config.training.steps
+
+    def log(self, result: StepResult) -> None:
+        self.guard.wait()
+        extra: dict[str, float] = dict(self.extra_metrics)
+        if self.num_skipped:
+            extra["corrupt_images_rank0"] = self.num_skipped
+        if self.scaler is not None:
+            extra["loss_scale"], extra["overflows"] = self.scaler.scale.item(), self.scaler.num_skipped.item()
+        if self.progress.rollbacks:
+            extra["rollbacks"] = self.progress.rollbacks
+        record = self.logger.log(
+            self.progress.step,
+            loss=mean_over_ranks(result.loss, self.rank.world_size).item(),
+            grad_norm=result.grad_norm.item(),
+            lr=result.lr,
+            extra=extra,
+            max_loss=max_over_ranks(result.loss.clone()).item() if self.config.metrics.legacy_tags else None,
+        )
+        self.peak_memory_gib = max(self.peak_memory_gib, record["peak_memory_gib"])
+        self.extra_metrics.clear()
+
+    def memory(self) -> dict[str, Any]:
+        """This rank's own peak in GiB, what the device has, and how often its allocator had to start over."""
+        device = self.job.device
+        if device.type != "cuda":
+            return {"peak_memory_gib": self.peak_memory_gib}
+        capacity = torch.cuda.get_device_properties(device).total_memory / 1024**3
+        retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+        return {"peak_memory_gib": self.peak_memory_gib, "capacity_gib": capacity, "alloc_retries": retries}
+
+    def validate(self) -> None:
+        job = self.job
+        self.supervision.note(self.progress.step, "validation")
+        assert job.validation_dataset is not None
+        with self.logger.timer.excluded("validation"), self.supervision.reporting("validating"):
+            self.extra_metrics["validation_loss"] = validation_loss(
+                self.model,
+                objective=self.objective,
+                dataset=job.validation_dataset,
+                space=job.space,
+                num_images=self.config.validation.num_images,
+                batch_size=job.plan.batch_size,
+                corrupt_images=self.config.dataset.corrupt_images,
+                device=job.device,
+            )
+
+    def sample(self) -> None:
+        """Draw the grid of generated and real images of this step."""
+        self.supervision.note(self.progress.step, "sampling")
+        config = self.config
+        self.guard.wait()
+        averaged = self.ema.swapped_in() if self.ema is not None and config.sampling.use_ema else nullcontext()
+        timeout_seconds, group = self.supervision.timeout_seconds, self.checkpoints.manager.group
+        # Rank 0 decodes while all wait.
+        self.supervision.set_timeout(max(timeout_seconds, config.comm.init_timeout_seconds), but=group)
+        with self.logger.timer.excluded("sampling"), averaged, self.job.spec.sampling(self.model):
+            start = time.perf_counter()
+            generated = self.draw()  # on the CPU: what was queued is done
+            seconds = time.perf_counter() - start
+            if self.rank.rank == 0:
+                with self.supervision.reporting("decoding samples"):
+                    self.write_grid(generated)
+            dist.barrier()
+        self.supervision.set_timeout(timeout_seconds, but=group)
+        if self.progress.step:  # a grid before the first step has no log record
+            self.extra_metrics["seconds_per_image"] = seconds / (generated.shape[0] * generated.shape[1])
+
+    def draw(self) -> torch.Tensor:
+        """Samples of the model for the rows of the grid."""
+        job, config = self.job, self.config
+        return generate(
+            self.model,
+            rows=self.grids.rows,
+            samples_per_row=config.sampling.images_per_class,
+            sample_shape=job.space.sample_shape,
+            conditioning=job.spec.conditioning,
+            objective=self.objective,
+            sampling=config.sampling,
+            seed=config.training.seed,
+            batch_size=config.metrics.sample_batch_size,
+            device=job.device,
+            say=self.logger.message,
+        )
+
+    def write_grid(self, generated: torch.Tensor) -> None:
+        path = self.job.run_directory.sample_path(self.progress.step)
+        try:
+            likeness = self.grids.write(path, self.job.space.to_pixels(generated), step=self.progress.step)
+        except OSError as error:  # a full disk, which costs a picture
+            self.supervision.warn(f"warning: no grid of step {self.progress.step}: {error.strerror}. The run goes on")
+            return
+        if self.progress.step:
+            self.extra_metrics.update(likeness)
+        self.logger.log_image("samples", path, self.progress.step)
+        self.last_grid = path
+
+
+def mean_over_ranks(loss: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Mean () of the ranks' losses ()."""
+    return sum_over_ranks(loss.clone()) / world_size
