@@ -437,13 +437,13 @@ def _unknown_flag(flag: str) -> ConfigError:
 def _from_text(option: Option, text: str | list[str]) -> Any:
     if not option.is_list:
         joined = text if isinstance(text, str) else " ".join(text)
-        return _one_from_text(option, joined or ("true" if option.kind is bool else ""))
+        return value_of_text(option, joined or ("true" if option.kind is bool else ""))
     if option.kind is str:
         return texts_from_words([text] if isinstance(text, str) else text)
     words = re.split(r"[,\s]+", " ".join(text).strip("[] "))
     if option.optional and [word.lower() for word in words] == ["none"]:
         return None
-    return [_one_from_text(option, word) for word in words if word]
+    return [value_of_text(option, word) for word in words if word]
 
 
 def texts_from_words(words: list[str]) -> list[str]:
@@ -458,7 +458,8 @@ def texts_from_words(words: list[str]) -> list[str]:
     return words
 
 
-def _one_from_text(option: Option, text: str) -> Any:
+def value_of_text(option: Option, text: str) -> Any:
+    """One value as a TOML file would have it; text that is no value of the option stays text, and is refused later."""
     if option.kind is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
     try:

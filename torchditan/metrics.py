@@ -21,15 +21,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
-from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any, TextIO
-from urllib.parse import urlparse
 
 import torch
 
 from torchditan.config import Metrics, option_error
-from torchditan.run_directory import RunDirectory, read_config
+from torchditan.run_directory import RunDirectory
+from torchditan.trackers import open_tensorboard, open_wandb
 
 ALWAYS_KEYS = (
     "step",
@@ -302,9 +301,9 @@ class MetricsLogger:
         check_trackers(config)
         self._console = Console(stream or sys.stdout, color=config.enable_color_printing, clock=clock)
         if config.enable_tensorboard:
-            self._tensorboard = _open_tensorboard(run_directory.folder(config.save_tb_folder), start_step)
+            self._tensorboard = open_tensorboard(run_directory.folder(config.save_tb_folder), start_step)
         if config.enable_wandb:
-            self._wandb = _open_wandb(config, run_directory)
+            self._wandb = open_wandb(config, run_directory)
 
     @property
     def elapsed_s(self) -> float:
@@ -364,7 +363,7 @@ class MetricsLogger:
             folder = Path(self._tensorboard.log_dir)
             with self._tensorboard_if_it_can():
                 self._tensorboard.close()
-                self._tensorboard = _open_tensorboard(folder, step)
+                self._tensorboard = open_tensorboard(folder, step)
         self._step = self._logged_step = step
         self.images_seen = self._logged_images = images_seen
         self._first_step = None
@@ -488,39 +487,3 @@ def _require(module: str, option: str, package: str) -> None:
         import_module(module)
     except ImportError:
         raise option_error(option, True, f"needs the {package} package: pip install {package}") from None
-
-
-def _open_tensorboard(folder: Path, start_step: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    # What a killed run wrote after its last checkpoint, or without one, is hidden: those steps come again.
-    return SummaryWriter(str(folder), purge_step=start_step + 1)
-
-
-def _open_wandb(config: Metrics, run_directory: RunDirectory) -> Any:
-    wandb: Any = import_module("wandb")
-    stored = read_config(run_directory.path)
-    run = wandb.init(
-        project=config.wandb_project,
-        name=run_directory.path.name,
-        id=stored["run_id"],  # a resumed run continues its curves
-        resume="allow",
-        dir=str(run_directory.path),
-        config=stored["config"],
-        mode=None if os.environ.get("WANDB_MODE") or _has_wandb_login() else "offline",
-        settings=wandb.Settings(console="off"),  # it would record the progress bar
-    )
-    # After a resume steps come again; as a plain metric they may.
-    run.define_metric("*", step_metric="step")
-    return run
-
-
-def _has_wandb_login() -> bool:
-    """`wandb login` leaves a line in ~/.netrc; asked here because wandb itself would prompt for a key."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        return netrc().authenticators(host) is not None
-    except (OSError, NetrcParseError):
-        return False

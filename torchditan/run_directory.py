@@ -310,21 +310,10 @@ class RunDirectory:
             raise option_error("job.dump_folder", str(self.path.parent), right) from None
         self._created = missing
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(lock, 200).decode().strip()
+            take_lock(lock, self.path, holder="process", remedy="name this run with --metrics.experiment_name")
+        except ConfigError:
             os.close(lock)
-            raise ConfigError(
-                f"{self.path} is in use by process {holder}; wait for it, or name this run with "
-                "--metrics.experiment_name"
-            ) from None
-        except OSError as error:
-            # Some cluster file systems are mounted without locks; that is no reason not to train.
-            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                raise
-            print(f"warning: {self.path} cannot be locked ({error.strerror})", file=sys.stderr)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"PID {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            raise
         self._lock = lock
         self._drop_lock_in_forks()
 
@@ -339,6 +328,32 @@ class RunDirectory:
                 directory._lock = None
 
         os.register_at_fork(after_in_child=drop)
+
+
+def take_lock(lock: int, folder: Path, *, holder: str, remedy: str) -> None:
+    """Lock an open file of `folder` until this process ends, and write into it who holds it.
+
+    Args:
+        lock: file descriptor, open for reading and writing.
+        folder: what is locked.
+        holder: what kind of process locks such folders, for the message.
+        remedy: what else to do than wait, for the message.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.read(lock, 200).decode().strip()
+        raise ConfigError(f"{folder} is in use by {holder} {pid}; wait for it, or {remedy}") from None
+    except OSError as error:
+        # Some cluster file systems are mounted without locks; that is no reason not to train.
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        print(f"warning: {folder} cannot be locked ({error.strerror})", file=sys.stderr)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"PID {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 def write_rank_status(state: str, reason: str | None = None, **extra: Any) -> None:

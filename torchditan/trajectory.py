@@ -84,8 +84,8 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         there: stored options; one that is missing has its value of before it was added.
         here: options of this command.
     """
-    given = _flatten(json.loads(json.dumps(here, default=str)))
-    stored = {**{key: value for key, value in VALUES_BEFORE.items() if key in given}, **_flatten(there)}
+    given = flatten_tree(json.loads(json.dumps(here, default=str)))
+    stored = {**{key: value for key, value in VALUES_BEFORE.items() if key in given}, **flatten_tree(there)}
     absent = "absent"
     unknown = [key for key in _UNKNOWN_IF_NONE if stored.get(key, absent) is None]
     return [
@@ -100,9 +100,10 @@ def with_values_before(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**VALUES_BEFORE, **values}
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, by dotted names: `{"training.steps": 10, ...}`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        flat.update(_flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
+        flat.update(flatten_tree(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
     return flat

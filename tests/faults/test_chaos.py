@@ -1,9 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""scripts/chaos.py: its plans cover every fault, its checks see each kind of damage, and a few real runs survive."""
+"""chaos.py: its plans cover every fault, its checks see each kind of damage, and a few real runs survive."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
@@ -15,28 +14,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import chaos
 import pytest
 import torch
 
 from torchditan.checkpoint import Progress
 from torchditan.run_directory import RANKS_VARIABLE, write_rank_status
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "chaos.py"
-
-
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("chaos", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["chaos"] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-chaos = load_script()
 PACE = chaos.Pace(start_up_s=4.0, step_s=0.25, ending_s=1.0)
 ALL_OF_ONE = chaos.Kill(target="all", rank=0, aim="training", moment=0.5, delay_s=0.0)
 
@@ -299,10 +285,10 @@ def test_results_of_another_seed_are_refused_and_none_is_repeated(tmp_path: Path
     results = chaos.Results(tmp_path, seed=3)
     for number in (1, 0):
         results.add({**result_of(number), "folder": None, "layouts": ["one"]})
-    finished = run_script("scripts/chaos.py", "--num_runs=2", "--seed=3", f"--folder={tmp_path}")
+    finished = run_script("tests/faults/chaos.py", "--num_runs=2", "--seed=3", f"--folder={tmp_path}")
     assert (finished.code, finished.err) == (0, "")
     assert json.loads((tmp_path / "summary.json").read_text())["passed"] == 2
-    refused = run_script("scripts/chaos.py", "--num_runs=2", "--seed=4", f"--folder={tmp_path}")
+    refused = run_script("tests/faults/chaos.py", "--num_runs=2", "--seed=4", f"--folder={tmp_path}")
     assert refused.err == f"error: --seed = 4: {tmp_path} holds runs of seed 3; name another folder\n"
     assert refused.code == 2
 
@@ -310,7 +296,7 @@ def test_results_of_another_seed_are_refused_and_none_is_repeated(tmp_path: Path
 def test_a_failed_run_ends_the_script_with_1_and_is_named(tmp_path: Path, run_script: Any) -> None:
     results = chaos.Results(tmp_path, seed=0)
     results.add({**result_of(0, curve="loss of step 7"), "folder": "somewhere"})
-    finished = run_script("scripts/chaos.py", "--num_runs=1", f"--folder={tmp_path}")
+    finished = run_script("tests/faults/chaos.py", "--num_runs=1", f"--folder={tmp_path}")
     assert finished.code == 1
     assert finished.err == "error: run 0 failed: see above, and the folders named there\n"
 
@@ -326,7 +312,7 @@ def test_a_failed_run_ends_the_script_with_1_and_is_named(tmp_path: Path, run_sc
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(tmp_path: Path, run_script: Any, argument: str, line: str) -> None:
-    assert run_script("scripts/chaos.py", argument) == (2, "", f"error: {line}\n")
+    assert run_script("tests/faults/chaos.py", argument) == (2, "", f"error: {line}\n")
     assert not list(tmp_path.iterdir())
 
 
@@ -334,7 +320,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(tmp_path: Path, run_script: An
 def test_killed_runs_end_as_if_never_stopped(tmp_path: Path) -> None:
     """One on two ranks, one alone and one elastic; more with `CHAOS_RUNS=10 pytest tests/faults -m slow`."""
     num_runs = os.environ.get("CHAOS_RUNS", "3")
-    command = [sys.executable, str(SCRIPT), f"--num_runs={num_runs}", "--seed=1524", f"--folder={tmp_path}"]
+    command = [sys.executable, chaos.__file__, f"--num_runs={num_runs}", "--seed=1524", f"--folder={tmp_path}"]
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -11,16 +11,14 @@ from __future__ import annotations
 import base64
 import html
 import io
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from torchditan.ablation import compare_cells as cells
 from torchditan.ablation import page
 from torchditan.ablation.compare import (
     SAME_CURVE,
     Comparison,
-    CurvePair,
     Run,
     Sampling,
     Standing,
@@ -31,7 +29,6 @@ from torchditan.ablation.compare_plots import MOST_POINTS, Panel, Points, curves
 from torchditan.ablation.findings import Finding
 from torchditan.ablation.sanity import count
 
-_UNKNOWN = "not measured"
 _SPEED_UP = "speed\N{NON-BREAKING HYPHEN}up"
 _MOST_LINES = 6
 _MOST_PIXELS = 1200  # side of an embedded picture
@@ -41,7 +38,6 @@ _KINDS = {
     "drawing": "how samples are drawn",
     "running": "how it is run",
 }
-_STATES = {"oom": "out of memory", "running": "running, or killed", "error": "failed"}
 
 
 def write_comparison(folders: Sequence[Path], out: Path, labels: Sequence[str] | None = None) -> Path:
@@ -83,7 +79,8 @@ def _facts(comparison: Comparison) -> str:
     runs = comparison.runs
     started = sorted(str(run.content["started"])[:10] for run in runs if run.content.get("started"))
     text = f"{'; '.join(dict.fromkeys(run.hardware for run in runs))}. "
-    text += f"torch {_distinct(_version(run, 'torch') for run in runs)}, commit {_distinct(map(_commit, runs))}"
+    versions = cells.distinct(cells.version(run, "torch") for run in runs)
+    text += f"torch {versions}, commit {cells.distinct(map(cells.commit, runs))}"
     text += f", run {' to '.join(dict.fromkeys((started[0], started[-1])))}. " if started else ". "
     return f'<p class="facts">{html.escape(text)}</p>'
 
@@ -96,13 +93,13 @@ def _speed_card(comparison: Comparison) -> str:
     rates.sort(key=lambda pair: pair[1], reverse=True)
     (fastest, most), (slowest, least) = rates[0], rates[-1]
     sentences = [
-        f"{run.label}: {_figure(rate)} images/s on {run.hardware}; {count(run.steps or 0, 'step')} in "
-        f"{_duration(run.elapsed_s)}, all told."
+        f"{run.label}: {cells.figure(rate)} images/s on {run.hardware}; {count(run.steps or 0, 'step')} in "
+        f"{cells.duration(run.elapsed_s)}, all told."
         for run, rate in rates[:_MOST_LINES]
     ]
     if len(rates) > _MOST_LINES:
         sentences.append(f"{len(rates) - _MOST_LINES} more are in the table.")
-    answer = f"{fastest.label}: {_ratio(most / least)} times as fast as {slowest.label}."
+    answer = f"{fastest.label}: {cells.ratio(most / least)} times as fast as {slowest.label}."
     return _card(question, answer, sentences, "first")
 
 
@@ -113,13 +110,13 @@ def _job_card(comparison: Comparison) -> str:
         names[setting.kind].append(setting.name)
     if job := names["job"]:
         answer = f"No: {count(len(job), 'setting')} of the job {'differs' if len(job) == 1 else 'differ'}."
-        text = f"What is learned differs in {_shorten(job)}: this is a comparison of different jobs."
+        text = f"What is learned differs in {cells.shorten(job)}: this is a comparison of different jobs."
         return _card(question, answer, [text], "warn")
     sentences = ["Every setting that decides what is learned is the same."]
     if names["path"]:
-        sentences = [f"Paths differ, which may lead to the same weights or to others: {_shorten(names['path'])}."]
+        sentences = [f"Paths differ, which may lead to the same weights or to others: {cells.shorten(names['path'])}."]
     if names["running"]:
-        sentences.append(f"They were run with other {_shorten(names['running'])}.")
+        sentences.append(f"They were run with other {cells.shorten(names['running'])}.")
     return _card(question, "Yes, as far as their settings say." if names["path"] else "Yes.", sentences)
 
 
@@ -131,7 +128,7 @@ def _agreement_card(comparison: Comparison) -> str:
         return _card(question, "These runs cannot tell.", [why])
     worst = max(known, key=lambda pair: pair.difference or 0.0)
     text = (
-        f"The losses of {worst.first.label} and {worst.second.label} differ by up to {_relative(worst)}, at step "
+        f"The losses of {worst.first.label} and {worst.second.label} differ by up to {cells.relative(worst)}, at step "
         f"{worst.step:,} of the {count(worst.num_steps, 'step')} that both logged."
     )
     parted = [pair.parted_at for pair in known if pair.parted_at is not None]
@@ -139,7 +136,7 @@ def _agreement_card(comparison: Comparison) -> str:
         verb = "differs" if len(parted) == 1 else "differ"
         answer = f"No: {len(parted)} of {count(len(known), 'pair')} {verb} by more than {SAME_CURVE:g}."
         return _card(question, answer, [text, f"The first such difference is at step {min(parted):,}."], "warn")
-    return _card(question, f"Yes, within {_relative(worst)}." if worst.difference else "Yes, exactly.", [text])
+    return _card(question, f"Yes, within {cells.relative(worst)}." if worst.difference else "Yes, exactly.", [text])
 
 
 def _quality_card(comparison: Comparison) -> str:
@@ -155,19 +152,19 @@ def _quality_card(comparison: Comparison) -> str:
     sentences = [
         f"{run.label}: {_no_scores(run)}."
         if sampling is None
-        else f"{run.label}: {_scores(sampling)}, drawn at step {sampling.step:,}."
+        else f"{run.label}: {cells.scores(sampling)}, drawn at step {sampling.step:,}."
         for run, sampling in samplings[:_MOST_LINES]
     ]
     drawing = [setting.name for setting in comparison.settings if setting.kind == "drawing"]
     if drawing:
-        sentences.append(f"They were drawn with other {_shorten(drawing)}.")
+        sentences.append(f"They were drawn with other {cells.shorten(drawing)}.")
     scores = [(run, sampling.psnr) for run, sampling in samplings if sampling and sampling.psnr is not None]
     if len(scores) < 2:
         return _card(question, "These runs cannot tell.", sentences, "warn" if drawing else "")
     best, most = max(scores, key=lambda pair: pair[1])
     lead = most - min(psnr for _, psnr in scores)
     answer = f"{best.label}, by {lead:.2f} dB." if lead >= 0.005 else "They are equal."
-    answer = f"After {_duration(comparison.equal_time_s)}: {answer}"
+    answer = f"After {cells.duration(comparison.equal_time_s)}: {answer}"
     return _card(question, answer, sentences, "warn" if drawing else "")
 
 
@@ -175,7 +172,7 @@ def _distance_card(comparison: Comparison) -> str:
     """Scores against the original model's samples say how far a fine-tune moved, not how good it is."""
     standings = [(run, comparison.at_equal_step(run).sampling) for run in comparison.runs[:_MOST_LINES]]
     sentences = [
-        f"{run.label}: {_no_scores(run)}." if sampling is None else f"{run.label}: {_scores(sampling)}."
+        f"{run.label}: {_no_scores(run)}." if sampling is None else f"{run.label}: {cells.scores(sampling)}."
         for run, sampling in standings
     ]
     sentences.append("The lower, the further; neither is better as such.")
@@ -187,10 +184,13 @@ def _distance_card(comparison: Comparison) -> str:
 def _why_no_scores(comparison: Comparison) -> str:
     if any(run.draws_own_prompts for run in comparison.runs):
         return (
-            f"PSNR and SSIM: {_UNKNOWN}. The runs draw their own prompts, which have no real images; with "
+            f"PSNR and SSIM: {cells.UNKNOWN}. The runs draw their own prompts, which have no real images; with "
             "sampling.at_start they are compared with the original model's samples."
         )
-    return f"PSNR and SSIM: {_UNKNOWN}. They need held-out images with captions; a class has no image to compare with."
+    return (
+        f"PSNR and SSIM: {cells.UNKNOWN}. They need held-out images with captions; "
+        "a class has no image to compare with."
+    )
 
 
 def _card(question: str, answer: str, sentences: list[str], kind: str = "") -> str:
@@ -205,11 +205,25 @@ def _runs_section(comparison: Comparison) -> str:
     rows = []
     for run in comparison.runs:
         ratio = comparison.speed_up(run)
-        row = [run.label, run.hardware, _text(run.world_size), _text(run.parallel_mode), _text(run.global_batch_size)]
-        row += [_text(run.precision), _steps(run), _duration(run.elapsed_s), _figure(run.steps_per_second)]
-        row += [_figure(run.images_per_second), _UNKNOWN if ratio is None else f"{_ratio(ratio)}\N{NO-BREAK SPACE}x"]
-        row += [_figure(run.seconds_per_image), _figure(run.peak_memory_gib), _loss(run.loss)]
-        row += [*([_loss(run.validation_loss)] if has_validation else []), _state(run)]
+        row = [
+            run.label,
+            run.hardware,
+            cells.text(run.world_size),
+            cells.text(run.parallel_mode),
+            cells.text(run.global_batch_size),
+        ]
+        row += [
+            cells.text(run.precision),
+            cells.steps(run),
+            cells.duration(run.elapsed_s),
+            cells.figure(run.steps_per_second),
+        ]
+        row += [
+            cells.figure(run.images_per_second),
+            cells.UNKNOWN if ratio is None else f"{cells.ratio(ratio)}\N{NO-BREAK SPACE}x",
+        ]
+        row += [cells.figure(run.seconds_per_image), cells.figure(run.peak_memory_gib), cells.loss(run.loss)]
+        row += [*([cells.loss(run.validation_loss)] if has_validation else []), cells.state(run)]
         rows.append(row)
     numeric = {"world size", "global batch", *headers[6:-1]}
     text = f'<div class="runs">{page.table(headers, rows, numeric=numeric)}</div>'
@@ -239,7 +253,7 @@ def _equal_section(comparison: Comparison) -> str:
     if comparison.equal_time_s is None:
         text += page.none("No run has logged a line.")
     else:
-        limit = _duration(comparison.equal_time_s)
+        limit = cells.duration(comparison.equal_time_s)
         text += f"<p>After {limit}, the most that all reached. Scores are of the last samples drawn by then.</p>"
         rows = [
             [
@@ -260,7 +274,7 @@ def _equal_section(comparison: Comparison) -> str:
         rows = [
             [
                 run.label,
-                "not reached" if standing.elapsed_s is None else _duration(standing.elapsed_s),
+                "not reached" if standing.elapsed_s is None else cells.duration(standing.elapsed_s),
                 *_standing(run, standing),
             ]
             for run, standing in ((run, comparison.at_equal_step(run)) for run in comparison.runs)
@@ -282,10 +296,10 @@ def _score_curves(comparison: Comparison, key: str, title: str) -> str:
     unit, seconds = time_unit(comparison)
     most = max(len(by_step(run)) for run in comparison.runs)
     if most < 2:
-        why = "measured once at most; see the tables" if most else _UNKNOWN
+        why = "measured once at most; see the tables" if most else cells.UNKNOWN
         return page.none(f"{title.removesuffix(' in dB')} over time: {why}.")
     panels = (Panel("iterations", title, by_step), Panel(unit, title, by_time))
-    return page.plot(curves_figure(comparison, panels, mode="lines+markers"), f"{key}-plot", _UNKNOWN)
+    return page.plot(curves_figure(comparison, panels, mode="lines+markers"), f"{key}-plot", cells.UNKNOWN)
 
 
 def _what_is_shared(comparison: Comparison) -> str:
@@ -299,17 +313,17 @@ def _standing(run: Run, standing: Standing) -> list[str]:
     """Loss, validation loss, PSNR and SSIM, or why they are not there."""
     sampling = standing.sampling
     missing = _no_scores(run)
-    no_validation = "none by then" if run.validation_loss is not None else _UNKNOWN
+    no_validation = "none by then" if run.validation_loss is not None else cells.UNKNOWN
     return [
-        "not logged" if standing.loss is None else _loss(standing.loss),
-        no_validation if standing.validation_loss is None else _loss(standing.validation_loss),
-        missing if sampling is None else _decimals(sampling.psnr, 2),
-        missing if sampling is None else _decimals(sampling.ssim, 4),
+        "not logged" if standing.loss is None else cells.loss(standing.loss),
+        no_validation if standing.validation_loss is None else cells.loss(standing.validation_loss),
+        missing if sampling is None else cells.decimals(sampling.psnr, 2),
+        missing if sampling is None else cells.decimals(sampling.ssim, 4),
     ]
 
 
 def _no_scores(run: Run) -> str:
-    return "none by then" if any(sampling.is_scored for sampling in run.samplings) else _UNKNOWN
+    return "none by then" if any(sampling.is_scored for sampling in run.samplings) else cells.UNKNOWN
 
 
 def _measured(run: Run, key: str) -> list[tuple[int, float]]:
@@ -322,7 +336,7 @@ def _measured(run: Run, key: str) -> list[tuple[int, float]]:
 def _samples_section(comparison: Comparison) -> str:
     if not any(run.pictures for run in comparison.runs):
         return page.none("No run has drawn samples.")
-    step, limit = comparison.picture_step, _duration(comparison.equal_time_s)
+    step, limit = comparison.picture_step, cells.duration(comparison.equal_time_s)
     if step is None:
         text = page.none("There is no step at which all drew samples.")
     else:
@@ -339,8 +353,8 @@ def _side_by_side(comparison: Comparison, choose: Callable[[Run], Sampling | Non
         if sampling is None or sampling.picture is None:
             when, content = "", page.none("No samples by then." if run.pictures else "No samples were drawn.")
         else:
-            after = "" if sampling.elapsed_s is None else f", {_duration(sampling.elapsed_s)}"
-            when = f"step {sampling.step:,}{after}" + (f", {_scores(sampling)}" if sampling.is_scored else "")
+            after = "" if sampling.elapsed_s is None else f", {cells.duration(sampling.elapsed_s)}"
+            when = f"step {sampling.step:,}{after}" + (f", {cells.scores(sampling)}" if sampling.is_scored else "")
             uri = _data_uri(sampling.picture)
             name = html.escape(f"Samples of {run.label}, {when}")
             content = page.none("Its picture cannot be read.") if uri is None else f'<img src="{uri}" alt="{name}">'
@@ -371,7 +385,8 @@ def _settings_section(comparison: Comparison) -> str:
     if not comparison.settings:
         return page.none("They share every setting but names and folders.")
     rows = [
-        [setting.name, _KINDS[setting.kind], *map(_setting_value, setting.values)] for setting in comparison.settings
+        [setting.name, _KINDS[setting.kind], *map(cells.setting_value, setting.values)]
+        for setting in comparison.settings
     ]
     headers = ["setting", "decides", *(run.label for run in comparison.runs)]
     text = ""
@@ -395,7 +410,7 @@ def _agreement_section(comparison: Comparison) -> str:
             pair.first.label,
             pair.second.label,
             f"{pair.num_steps:,}",
-            _UNKNOWN if pair.difference is None else _relative(pair),
+            cells.UNKNOWN if pair.difference is None else cells.relative(pair),
             "" if pair.step is None else f"{pair.step:,}",
             "" if pair.difference is None else "nowhere" if pair.parted_at is None else f"{pair.parted_at:,}",
         ]
@@ -409,14 +424,14 @@ def _origin_section(comparison: Comparison) -> str:
     rows = [
         [
             run.label,
-            _text(run.machine.get("device_name")),
-            _text(run.machine.get("cpu")),
-            _text(run.machine.get("cpu_count")),
-            _text(run.machine.get("hostname")),
-            _version(run, "torch"),
-            _version(run, "python"),
-            _commit(run),
-            _text(run.content.get("started"))[:16].replace("T", " "),
+            cells.text(run.machine.get("device_name")),
+            cells.text(run.machine.get("cpu")),
+            cells.text(run.machine.get("cpu_count")),
+            cells.text(run.machine.get("hostname")),
+            cells.version(run, "torch"),
+            cells.version(run, "python"),
+            cells.commit(run),
+            cells.text(run.content.get("started"))[:16].replace("T", " "),
             "yes" if run.was_resumed else "no",
         ]
         for run in comparison.runs
@@ -441,87 +456,3 @@ def _method_section(comparison: Comparison) -> str:
         "thinned out. compare.csv, beside "
         "this file, has the numbers.</p>"
     )
-
-
-def _duration(seconds: float | None) -> str:
-    """`3.55 s`, `12 min 5 s`, `3 h 12 min`; it breaks between its units only."""
-    if seconds is None:
-        return _UNKNOWN
-    if seconds < 100:
-        parts = [f"{seconds:.3g} s"]
-    elif seconds < 7200:
-        parts = [f"{round(seconds) // 60} min", f"{round(seconds) % 60} s"]
-    else:
-        parts = [f"{seconds // 3600:,.0f} h", f"{seconds % 3600 // 60:.0f} min"]
-    return " ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts)
-
-
-def _figure(value: float | None) -> str:
-    """Three digits or more."""
-    if value is None:
-        return _UNKNOWN
-    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
-
-
-def _ratio(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else _figure(value)
-
-
-def _decimals(value: float | None, digits: int) -> str:
-    return _UNKNOWN if value is None else f"{value:.{digits}f}"
-
-
-def _loss(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{value:#.4g}"
-
-
-def _text(value: Any) -> str:
-    return "unknown" if value is None else str(value)
-
-
-def _steps(run: Run) -> str:
-    planned = "?" if run.planned_steps is None else f"{run.planned_steps:,}"
-    return (
-        "none"
-        if run.steps is None
-        else f"{run.steps:,}"
-        if run.steps == run.planned_steps
-        else f"{run.steps:,} of {planned}"
-    )
-
-
-def _state(run: Run) -> str:
-    return _STATES.get(run.state, run.state) + (", resumed" if run.was_resumed else "")
-
-
-def _scores(sampling: Sampling) -> str:
-    known = [
-        f"{sampling.psnr:.2f} dB" if sampling.psnr is not None else "",
-        f"SSIM {sampling.ssim:.4f}" if sampling.ssim is not None else "",
-    ]
-    return ", ".join(filter(None, known))
-
-
-def _relative(pair: CurvePair) -> str:
-    return f"{pair.difference:.1e}" if pair.difference else "0"
-
-
-def _setting_value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _version(run: Run, package: str) -> str:
-    return _text(run.content.get("versions", {}).get(package))
-
-
-def _commit(run: Run) -> str:
-    commit = run.content.get("git_commit") or "unknown"
-    return str(commit[:12]) + ("-dirty" if commit.endswith("-dirty") else "")
-
-
-def _distinct(values: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(values))
-
-
-def _shorten(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -27,8 +27,9 @@ from typing import Any
 
 from torchditan.ablation.resolutions import MODEL, RESOLUTION, published_options, resolution_numbers, resolution_of
 from torchditan.config import Config, ConfigError, did_you_mean, flatten, option_error, validate
-from torchditan.config_loader import TRAIN_CONFIGS, build_config, find_config, options, read_toml
+from torchditan.config_loader import TRAIN_CONFIGS, build_config, find_config, options, read_toml, value_of_text
 from torchditan.legacy_config import adopt_file, adopt_legacy
+from torchditan.trajectory import flatten_tree
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -258,7 +259,7 @@ def load_grid(
         base=tables.get("base"),
         axes={**file_axes, **(axes or {})},
         settings={**_flatten_table(path, "settings", tables), **overrides},
-        exclude=[_flatten(rule) for rule in tables.get("exclude", [])],
+        exclude=[flatten_tree(rule) for rule in tables.get("exclude", [])],
         **{key: tables[key] for key in _KEYS[1:] if tables.get(key) is not None},
     )
     _check_numbers(grid)
@@ -295,16 +296,7 @@ def _flatten_table(path: Path, key: str, tables: Mapping[str, Any]) -> dict[str,
     table = tables.get(key, {})
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: {key} must be a table, [{key}]")
-    return _flatten(table)
-
-
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys, which TOML reads as nested tables, as the names of options again."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        name = f"{prefix}{key}"
-        flat.update(_flatten(value, f"{name}.") if isinstance(value, dict) else {name: value})
-    return flat
+    return flatten_tree(table)
 
 
 def _check_numbers(grid: Grid) -> None:
@@ -458,12 +450,7 @@ def _parse_value(axis: str, text: str) -> Any:
     option = options().get(_FRACTION if axis == CHECKPOINT_FRACTION else axis)
     if option is None or text == "none":
         return text
-    if option.kind is bool:
-        return {"true": True, "false": False}.get(text.lower(), text)
-    try:
-        return option.kind(text)
-    except ValueError:
-        return text
+    return value_of_text(option, text)
 
 
 def parse_setting(option: str, text: str) -> Any:

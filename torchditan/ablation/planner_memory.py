@@ -23,7 +23,7 @@ from typing import Literal
 
 import torch
 
-from torchditan.ablation.planner_trace import Segment, StepTrace
+from torchditan.ablation.planner_trace import StepTrace
 from torchditan.config import Optimizer
 from torchditan.models.spec import ModelSpec
 from torchditan.optim import optimizer_state_bytes
@@ -199,124 +199,138 @@ def timeline(
         batch_bytes: the batch and its noise.
         workspace: what the libraries of the device hold from the allocator.
     """
-    state = dict.fromkeys(("parameters", "gradients", "optimizer", "ema"), 0)
-    if not layout.cpu_offload:
-        state = model_state(parameters, num_shards=layout.num_shards, ema=layout.ema, optimizer=layout.optimizer)
-    blocks = [_unit(block, layout) for block in parameters.blocks]
-    root = _unit(parameters.root, layout)
-    num_blocks = len(blocks)
-    has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in block)
-    is_resharded = layout.num_shards > 1 or has_frozen  # as parallelize.py decides it
-    # Until the last micro-batch every rank keeps its gradients unsharded, in the dtype of the reduction.
-    unsharded = [
-        layout.reduce_bytes * unit.gradient // layout.param_bytes if layout.num_micro_batches > 1 else 0
-        for unit in blocks
-    ]
-    root_unsharded = layout.reduce_bytes * root.gradient // layout.param_bytes if layout.num_micro_batches > 1 else 0
-    instants: list[Instant] = []
+    step = _Step(parameters, layout, batch_bytes=batch_bytes, workspace=workspace)
+    step.forward(traces, batch_size)
+    step.backward(traces, batch_size)
+    step.update()
+    return step.instants
 
-    def add(label: str, *, gathered: float, kept: float, working: float, first: int, reduction: float = 0) -> None:
-        """`first`: blocks below it are not reduced yet."""
-        shards = 0.0 if layout.cpu_offload else sum(unit.shard for unit in blocks[first:])
+
+class _Step:
+    """A step that records its moments while its three parts are called in order."""
+
+    def __init__(self, parameters: Parameters, layout: Layout, *, batch_bytes: float, workspace: float) -> None:
+        self.instants: list[Instant] = []
+        self.kept = 0.0
+        """Activations that wait for the backward pass."""
+        self.layout = layout
+        self.blocks = [_unit(block, layout) for block in parameters.blocks]
+        self.root = _unit(parameters.root, layout)
+        state = dict.fromkeys(("parameters", "gradients", "optimizer", "ema"), 0)
+        if not layout.cpu_offload:
+            state = model_state(parameters, num_shards=layout.num_shards, ema=layout.ema, optimizer=layout.optimizer)
+        self.constant: dict[str, float] = {name: state[name] for name in ("parameters", "optimizer", "ema")}
+        self.constant |= {"buffers": parameters.buffer_bytes, "batch": batch_bytes, "libraries": workspace}
+        has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in block)
+        self.is_resharded = layout.num_shards > 1 or has_frozen  # as parallelize.py decides it
+
+    def forward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
+        embed, head = traces[0].embed, traces[-1].head
+        self._add("forward, embedders", gathered=self.root.gathered, working=embed.peak(batch_size))
+        self.kept += embed.left(batch_size)
+        for i, trace in enumerate(traces):
+            label = f"block {i + 1} of {len(self.blocks)}"
+            if self.is_resharded:
+                self._add(f"gathering of {label}", gathered=self._gathered_in_gather(i))
+            working = trace.forward.peak(batch_size)
+            self._add(f"forward of {label}", gathered=self._gathered_in_forward(i), working=working)
+            self.kept += trace.forward.left(batch_size)
+        gathered = self._gathered_in_backward(len(self.blocks), own=False)
+        self._add("final layer and loss", gathered=gathered, working=head.peak(batch_size))
+        self.kept += head.left(batch_size)
+
+    def backward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
+        reduction = 0  # the input of the last block's, which the next one lets go of
+        for i, block in reversed(list(enumerate(self.blocks))):
+            label = f"block {i + 1} of {len(self.blocks)}"
+            self._add(
+                f"backward of {label}",
+                gathered=self._gathered_in_backward(i),
+                working=traces[i].backward.peak(batch_size),
+                first_reduced=i + 1,
+                reduction=reduction,
+            )
+            self.kept += traces[i].backward.left(batch_size)
+            reduction = block.reduced
+            self._add(
+                f"reduction of {label}",
+                gathered=self._gathered_in_backward(i, own=False),
+                working=self._working_in_reduction(block),
+                first_reduced=i + 1,
+                reduction=reduction,
+            )
+        self._add(
+            "backward of the embedders",
+            gathered=self.root.gathered,
+            working=traces[0].tail.peak(batch_size),
+            first_reduced=0,
+            reduction=reduction,
+        )
+        self.kept += traces[0].tail.left(batch_size)
+        self._add("reduction of the rest", gathered=0, first_reduced=0, reduction=self.root.reduced)
+
+    def update(self) -> None:
+        self.kept = 0.0
+        working = 0 if self.layout.cpu_offload else self.root.shard
+        self._add("optimizer step", gathered=0, working=working, first_reduced=0)
+
+    def _add(
+        self,
+        label: str,
+        *,
+        gathered: float,
+        working: float = 0,
+        first_reduced: int | None = None,
+        reduction: float = 0,
+    ) -> None:
+        """Record a moment. The gradients of the blocks from `first_reduced` on are reduced; None: of no block yet."""
+        layout = self.layout
+        first = len(self.blocks) if first_reduced is None else first_reduced
+        reduced, unreduced = self.blocks[first:], self.blocks[:first]
+        shards = 0 if layout.cpu_offload else sum(block.shard for block in reduced)
+        unsharded = sum(self._unsharded(unit) for unit in (*unreduced, self.root))
         held_back = 0.0
         if layout.num_replicas > 1 and layout.reduce_bytes != FLOAT32:  # FSDP holds what was summed over replicas
-            held_back = sum(unit.reduced / layout.num_shards for unit in blocks[first:])
-        instants.append(
-            Instant(
-                label,
-                {
-                    "parameters": state["parameters"],
-                    "gathered parameters": gathered,
-                    "gradients": shards + sum(unsharded[:first]) + root_unsharded,
-                    "gradient reduction": reduction + held_back,
-                    "optimizer": state["optimizer"],
-                    "ema": state["ema"],
-                    "buffers": parameters.buffer_bytes,
-                    "activations": kept,
-                    "working memory": working,
-                    "batch": batch_bytes,
-                    "libraries": workspace,
-                },
-            )
-        )
+            held_back = sum(block.reduced / layout.num_shards for block in reduced)
+        parts = {
+            "parameters": self.constant["parameters"],
+            "gathered parameters": gathered,
+            "gradients": shards + unsharded,
+            "gradient reduction": reduction + held_back,
+            "optimizer": self.constant["optimizer"],
+            "ema": self.constant["ema"],
+            "buffers": self.constant["buffers"],
+            "activations": self.kept,
+            "working memory": working,
+            "batch": self.constant["batch"],
+            "libraries": self.constant["libraries"],
+        }
+        self.instants.append(Instant(label, parts))
 
-    def left(segment: Segment) -> float:
-        return segment.left(batch_size)
+    def _unsharded(self, unit: _Unit) -> int:
+        """Until the last micro-batch every rank keeps its gradients unsharded, in the dtype of the reduction."""
+        if self.layout.num_micro_batches == 1:
+            return 0
+        return self.layout.reduce_bytes * unit.gradient // self.layout.param_bytes
 
-    def gathered_in_forward(i: int) -> float:
-        if is_resharded:  # the result of an all-gather stays until the next one was copied out of its own
-            return root.gathered + (2 if layout.num_shards > 1 else 1) * blocks[i].gathered
-        return root.gathered + sum(unit.gathered for unit in blocks[: i + 1])
+    def _gathered_in_gather(self, i: int) -> float:
+        before = self.blocks[i - 1].gathered if i > 0 else self.root.gathered
+        return self.root.gathered + before + self.blocks[i].gathered * (1 + 1 / self.layout.num_shards)
 
-    def gathered_in_gather(i: int) -> float:
-        before = blocks[i - 1].gathered if i > 0 else root.gathered
-        return root.gathered + before + blocks[i].gathered * (1 + 1 / layout.num_shards)
+    def _gathered_in_forward(self, i: int) -> float:
+        if self.is_resharded:  # the result of an all-gather stays until the next one was copied out of its own
+            return self.root.gathered + (2 if self.layout.num_shards > 1 else 1) * self.blocks[i].gathered
+        return self.root.gathered + sum(block.gathered for block in self.blocks[: i + 1])
 
-    kept = 0.0
-    add(
-        "forward, embedders",
-        gathered=root.gathered,
-        kept=kept,
-        working=traces[0].embed.peak(batch_size),
-        first=num_blocks,
-    )
-    kept += left(traces[0].embed)
-    for i, trace in enumerate(traces):
-        working = trace.forward.peak(batch_size)
-        label = f"block {i + 1} of {num_blocks}"
-        if is_resharded:
-            add(f"gathering of {label}", gathered=gathered_in_gather(i), kept=kept, working=0, first=num_blocks)
-        add(f"forward of {label}", gathered=gathered_in_forward(i), kept=kept, working=working, first=num_blocks)
-        kept += left(trace.forward)
-
-    def gathered_in_backward(i: int, *, own: bool = True) -> float:
+    def _gathered_in_backward(self, i: int, *, own: bool = True) -> float:
         """While block i goes backward the one before it is gathered; own: block i still is."""
-        if is_resharded:
-            ahead = blocks[i - 1].gathered if i > 0 and layout.num_shards > 1 else 0
-            return root.gathered + ahead + (blocks[i].gathered if own else 0)
-        return root.gathered + sum(unit.gathered for unit in blocks[: i + own])
+        if self.is_resharded:
+            ahead = self.blocks[i - 1].gathered if i > 0 and self.layout.num_shards > 1 else 0
+            return self.root.gathered + ahead + (self.blocks[i].gathered if own else 0)
+        return self.root.gathered + sum(block.gathered for block in self.blocks[: i + own])
 
-    add(
-        "final layer and loss",
-        gathered=gathered_in_backward(num_blocks, own=False),
-        kept=kept,
-        working=traces[-1].head.peak(batch_size),
-        first=num_blocks,
-    )
-    kept += left(traces[-1].head)
-    reduction = 0.0
-    for i in reversed(range(num_blocks)):
-        label = f"backward of block {i + 1} of {num_blocks}"
-        working = traces[i].backward.peak(batch_size)
-        add(
-            label,
-            gathered=gathered_in_backward(i),
-            kept=kept,
-            working=working,
-            first=i + 1,
-            reduction=reduction,
-        )
-        kept += left(traces[i].backward)
-        reduction = blocks[i].reduced
-        own_gradient = 0 if layout.num_micro_batches > 1 else blocks[i].gradient
-        output = blocks[i].shard + (reduction / layout.num_shards if layout.reduce_bytes != FLOAT32 else 0)
-        add(
-            f"reduction of block {i + 1} of {num_blocks}",
-            gathered=gathered_in_backward(i, own=False),
-            kept=kept,
-            working=max(own_gradient, output - unsharded[i]),
-            first=i + 1,
-            reduction=reduction,
-        )
-    tail = traces[0].tail
-    add(
-        "backward of the embedders",
-        gathered=root.gathered,
-        kept=kept,
-        working=tail.peak(batch_size),
-        first=0,
-        reduction=reduction,
-    )
-    add("reduction of the rest", gathered=0, kept=kept + left(tail), working=0, first=0, reduction=root.reduced)
-    add("optimizer step", gathered=0, kept=0, working=0 if layout.cpu_offload else root.shard, first=0)
-    return instants
+    def _working_in_reduction(self, block: _Unit) -> float:
+        own_gradient = 0 if self.layout.num_micro_batches > 1 else block.gradient
+        is_cast = self.layout.reduce_bytes != FLOAT32
+        output = block.shard + (block.reduced / self.layout.num_shards if is_cast else 0)
+        return max(own_gradient, output - self._unsharded(block))

@@ -12,11 +12,8 @@ Notable:
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +30,7 @@ from torchditan.ablation.launchers import SLURM_FOLDER, Launcher, Pending
 from torchditan.ablation.ledger import SCHEMA_VERSION, SKIPPED_AFTER_OOM, Row, read_ledger, write_ledger
 from torchditan.ablation.maker import Maker, Watch, maker_of
 from torchditan.config import ConfigError
-from torchditan.run_directory import read_metrics, write_file
+from torchditan.run_directory import read_metrics, take_lock, write_file
 
 GRID_NAME = "grid.json"
 RETRIED = ("error", "timeout")
@@ -64,7 +61,7 @@ class GridFolder:
         except OSError as error:
             raise ConfigError(f"{self.path} is no folder that can be written ({error.strerror})") from None
         try:
-            _lock(lock, self.path)
+            take_lock(lock, self.path, holder="runner", remedy="name a new folder with --name")
             # Again under the lock: another runner may have taken the folder in between.
             self._refuse_other_content()
             self.rows = {row["run_name"]: row for row in read_ledger(self.path, axes=self.grid.columns)}
@@ -109,23 +106,6 @@ class GridFolder:
                 f"{self.path} holds another grid: {key} is {json.dumps(was)} there and {json.dumps(now)} here; "
                 "name a new folder with --name"
             )
-
-
-def _lock(lock: int, path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(lock, 200).decode().strip()
-        raise ConfigError(
-            f"{path} is in use by runner {holder}; wait for it, or name a new folder with --name"
-        ) from None
-    except OSError as error:
-        # Some cluster file systems are mounted without locks.
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-            raise
-        print(f"warning: {path} cannot be locked ({error.strerror})", file=sys.stderr)
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"PID {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 def read_grid(path: Path) -> dict[str, Any]:

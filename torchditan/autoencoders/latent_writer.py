@@ -43,6 +43,7 @@ from torchditan.autoencoders.latent_index import (
 from torchditan.autoencoders.latent_shards import LABELS_FILE, LOCK_FILE, MappedFile, size_problems
 from torchditan.config import ConfigError, option_error
 from torchditan.run_directory import write_file
+from torchditan.trajectory import flatten_tree
 
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -193,7 +194,7 @@ class LatentWriter:
         return encoding_from_json(values, where=path)
 
     def _refuse_other(self, stored: Encoding) -> None:
-        there, here = (_flatten(encoding_to_json(encoding)) for encoding in (stored, self.encoding))
+        there, here = (flatten_tree(encoding_to_json(encoding)) for encoding in (stored, self.encoding))
         differing = [
             f"{key} is {_shown(there[key])} there and {_shown(here[key])} here"
             for key in here
@@ -288,10 +289,3 @@ def _shown(value: Any) -> str:
 
 def _to_json(values: dict[str, Any]) -> bytes:
     return (json.dumps(values, indent=1, ensure_ascii=False) + "\n").encode()
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return flat

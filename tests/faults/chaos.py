@@ -2,7 +2,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Kill small runs at random and start them again: what survives, what is equal to the bit, what a kill costs.
 
-python scripts/chaos.py --num_runs 200 --seed 0 --folder outputs/chaos
+python tests/faults/chaos.py --num_runs 200 --seed 0 --folder outputs/chaos
 
 Each run is killed one to five times by SIGKILL (torchrun alone, one rank alone, or every process), each time started
 again with the same command, and then compared with a run that was never stopped. In a third of the runs the mode and
@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from torchditan import provenance
 from torchditan.ablation.launch import TRAIN_SCRIPT, Job, end_processes, environment, processes_of
