@@ -111,7 +111,7 @@ subprocess.run([sys.executable, "-c", "from torchditan.cpu_threads import *; pri
 @pytest.mark.parametrize(("given", "expected"), [({"OMP_NUM_THREADS": "1"}, "True"), ({}, "False")])
 def test_what_torchrun_sets_is_not_the_users(given: dict[str, str], expected: str) -> None:
     kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {**kept, **given, "PYTHONPATH": path}
     command = [sys.executable, "-c", LAUNCHER]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -136,7 +136,7 @@ def test_threads_spin_shortly_unless_the_user_says_how_they_wait() -> None:
     kept = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
 
     def shown(**given: str) -> str:
-        path = {"PYTHONPATH": str(Path(__file__).parents[1])}
+        path = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
         command = [sys.executable, "-c", code]
         result = subprocess.run(command, env={**kept, **path, **given}, capture_output=True, text=True, check=True)
         return result.stdout.strip()

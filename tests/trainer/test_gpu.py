@@ -11,7 +11,7 @@ import pytest
 
 from torchditan.run_directory import read_metrics
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = [
     "--model.flavor=debugmodel",
     "--training.batch_size=16",

@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Runs of older versions resume, and options evolve; a run may train longer where its schedule allows it.
 
-`fixtures/run_36e2f02.tar.xz` is a run that commit 36e2f02 trained for 6 steps (`curve.json`), cut back to its
+`tests/fixtures/run_36e2f02.tar.xz` is a run that commit 36e2f02 trained for 6 steps (`curve.json`), cut back to its
 checkpoint of step 2.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import tarfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from conftest import RunScript
 from PIL import Image
 
 from torchditan.config import Config, flatten
@@ -20,7 +20,10 @@ from torchditan.config_loader import from_dict
 from torchditan.run_directory import read_config, read_metrics
 from torchditan.trajectory import TRAJECTORY_KEYS, VALUES_BEFORE, differences, trajectory
 
-FIXTURE = Path(__file__).parent / "fixtures" / "run_36e2f02.tar.xz"
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "run_36e2f02.tar.xz"
 
 SETTINGS = [
     "--model.flavor=debugmodel",

@@ -13,7 +13,7 @@ from torchditan.legacy_config import LEGACY_KEYS, RENAMED_KEYS
 from torchditan.metrics import ALWAYS_KEYS
 from torchditan.run_directory import STATES
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [path for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")) if path.exists()]
 SECTIONS = {option.split(".")[0] for option in options()}
 
@@ -64,3 +64,11 @@ def test_the_training_step_names_functions_that_exist() -> None:
     assert len(names) > 5
     absent = [name for name in names if not re.search(rf"(?:def|class) {name.split('.')[-1]}\b", code)]
     assert absent == []
+
+
+def test_the_tests_that_pages_name_exist() -> None:
+    """docs/LOG.md is history: it keeps the names of its day."""
+    pages = [*(page for page in PAGES if page.name != "LOG.md"), REPOSITORY / "CONTRIBUTING.md"]
+    named = {name for page in pages for name in re.findall(r"tests/[\w/]+\.py", page.read_text(encoding="utf-8"))}
+    assert named
+    assert [name for name in sorted(named) if not (REPOSITORY / name).exists()] == []

@@ -137,7 +137,7 @@ def test_two_ranks_follow_the_curve_of_one(
         "ddp": ["--training.batch_size=2", "--training.data_parallel_replicate_degree=2"],
     }
     jobs = [job(tmp_path / way, balls, mochi, *shared, *flags, "--training.steps=6") for way, flags in ways.items()]
-    result = run_distributed(["tests/test_training.py", json.dumps(jobs)], 2)
+    result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], 2)
     assert result.returncode == 0, result.stderr
     expected = [record["loss"] for record in read_metrics(alone)]
     for way in ways:

@@ -19,7 +19,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.conftest import RunScript
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 OPTIONAL = {
     "cosmos_tokenizer",
     "datasets",

@@ -24,7 +24,7 @@ from torchditan.run_directory import read_config, read_metrics
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
 
-FILES = Path(__file__).parent / "fixtures" / "course"
+FILES = Path(__file__).resolve().parents[1] / "fixtures" / "course"
 NEWEST, ABLATION, PIXELS = (
     str(FILES / f"{name}.toml")
     for name in ("llama3_latent_diffusion", "llama3_latent_diffusion_ablate", "llama3_diffusion")

@@ -23,7 +23,7 @@ from torchditan.run_directory import read_config, read_metrics, read_status
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunDistributed, RunScript
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = [
     "--model.flavor=debugmodel",
     "--model.patch_size=2",
@@ -146,7 +146,7 @@ def test_one_curve_in_every_mode(
 ) -> None:
     runs = [tmp_path / str(number) for number in range(len(MODES[world_size]))]
     jobs = [job(run, "--training.steps=20", *flags) for run, flags in zip(runs, MODES[world_size], strict=True)]
-    result = run_distributed(["tests/test_training.py", json.dumps(jobs)], world_size)
+    result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], world_size)
     assert result.returncode == 0, result.stderr
     for run, flags in zip(runs, MODES[world_size], strict=True):
         difference = largest_difference(curve(run), curve(one_process))
@@ -388,7 +388,7 @@ def test_compiled_blocks_follow_the_curve_in_every_checkpointing_mode(
         batch = f"--training.batch_size={16 // world_size}"
         flags = ["--training.steps=20", "--training.compile", batch]
         jobs = [job(tmp_path / name, *flags, *mode) for name, mode in modes.items()]
-        result = run_distributed(["tests/test_training.py", json.dumps(jobs)], world_size, timeout=400)
+        result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], world_size, timeout=400)
         assert result.returncode == 0, result.stderr
         for name in modes:
             assert largest_difference(curve(tmp_path / name), curve(one_process)) < 1e-5, name

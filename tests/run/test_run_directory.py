@@ -130,7 +130,7 @@ def test_sigkill_drops_the_lock_even_while_a_forked_worker_lives(tmp_path):
         "if os.fork() == 0: print(os.getpid(), flush=True)\n"
         "time.sleep(60)\n"
     )
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "x")], stdout=subprocess.PIPE, text=True, cwd=root
     )

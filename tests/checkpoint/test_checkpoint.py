@@ -25,7 +25,7 @@ from torchditan.config import Config
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 MakeManager = Callable[[Config], CheckpointManager]
 

@@ -11,7 +11,7 @@ import pytest
 
 from torchditan.config import Autoencoder, Config, Dataset, LoRA, Model, TextEncoder
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "download_assets.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "download_assets.py"
 PIPELINE = [
     "model_index.json",
     "flux1-schnell.safetensors",

@@ -27,7 +27,7 @@ from torchditan.autoencoders.published import PUBLISHED
 from torchditan.config import Autoencoder as AutoencoderConfig
 from torchditan.config import ConfigError
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 PUBLISHED_NUMBERS = {
     "sd-vae": ("stabilityai/sd-vae-ft-ema", "", 4, 8, 0.0, 0.18215),

@@ -193,6 +193,8 @@ def test_weights_with_buffers_continue_on_two_ranks(run_distributed: RunDistribu
     shards = ["--training.data_parallel_shard_degree=2", "--training.batch_size=1"]
     again = ["--training.steps=1", "--optimizer.lr=0", f"--checkpoint.initial_load_path={tmp_path / 'run'}"]
     jobs = [job("sd3", tmp_path / "run", *shards), job("sd3", tmp_path / "again", *shards, *again)]
-    result = run_distributed(["tests/test_training.py", json.dumps([list(map(str, flags)) for flags in jobs])], 2)
+    result = run_distributed(
+        ["tests/trainer/test_training.py", json.dumps([list(map(str, flags)) for flags in jobs])], 2
+    )
     assert result.returncode == 0, result.stderr
     assert_same(opened(tmp_path / "again").model.state_dict(), opened(tmp_path / "run").model.state_dict())

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from course_toml import COURSE_TOML
 from PIL import Image
 from safetensors.torch import save_file
-from test_config import COURSE_TOML
 
 from torchditan import config as options
 from torchditan.autoencoders import latent_space
@@ -32,7 +32,7 @@ from torchditan.stream import BatchPlan, TrainingStream
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 TINY = [
     "--model.flavor=debugmodel",

@@ -36,7 +36,7 @@ from torchditan.stream import CorruptImageError
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = "scripts/encode_latents.py"
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 

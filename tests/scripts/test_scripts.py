@@ -17,7 +17,7 @@ from PIL import Image
 if TYPE_CHECKING:
     from tests.conftest import RunScript
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 RUN = "a run"
 
 

@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """A user's mistake that data, ranks, device or disk show: one line, exit code 2, nothing left behind.
 
-Mistakes that the configuration alone shows are in test_bad_input.py. Most jobs run in this process, by the code
-that `python train.py` runs; a few in processes of their own, under torchrun too.
+Mistakes that the configuration alone shows are in test_configuration_errors.py. Most jobs run in this process, by the
+code that `python train.py` runs; a few in processes of their own, under torchrun too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchditan.stream import StreamDataset
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
 
-TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 DATASETS = "captions, cifar10, digits, dummy, earth, emoji, folder, imagenet, imagenet_dummy, imagenet_hub, latents"
 SMALL = ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--training.batch_size=2"]
 SMALL += ["--training.steps=4", "--metrics.log_freq=1", "--metrics.enable_sampling=false"]

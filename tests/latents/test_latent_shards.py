@@ -421,7 +421,7 @@ def test_index_and_json_say_the_same(folder: Path) -> None:
 
 
 def test_the_loader_benchmark_compares_with_plain_reads(tmp_path: Path) -> None:
-    script = Path(__file__).resolve().parent.parent / "benchmarks" / "latent_loader.py"
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "latent_loader.py"
     flags = ["--num_images=64", "--shard_size=16", "--batch_size=8", "--num_batches=4", "--rounds=1", "--num_workers=0"]
     command = [sys.executable, str(script), *flags, f"--folder={tmp_path}", f"--out={tmp_path / 'x.json'}"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Jobs that cannot be, run by their real entry points: the whole line of each, exit code 2, and nothing written.
 
-What the configuration alone shows is in tests/test_bad_input.py too, and other jobs in tests/test_bad_jobs.py; no row
-here repeats one of theirs.
+What the configuration alone shows is in test_configuration_errors.py too, and other jobs in test_job_errors.py; no
+row here repeats one of theirs.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))  # a folder of scripts, not a package
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # a folder of scripts, not a package
 
 import step_cases
 import step_measure
 import step_time
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "step_time.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "step_time.py"
 CPU = torch.device("cpu")
 OURS = step_cases.Case("ours", "debugmodel", "official", "fp32", "eager", "bare")
 DIFFUSERS = step_cases.Case("diffusers", "debugmodel", "diffusers", "fp32", "eager", "bare")
@@ -205,7 +205,7 @@ def test_lora_against_full_writes_all_three_cases(tmp_path: Path) -> None:
     out = tmp_path / "lora.json"
     command = [
         sys.executable,
-        str(Path(__file__).resolve().parents[1] / "benchmarks/lora_against_full.py"),
+        str(Path(__file__).resolve().parents[2] / "benchmarks/lora_against_full.py"),
         "--steps=3",
         f"--out={out}",
     ]

@@ -37,7 +37,7 @@ from torchditan.weights_file import (
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = "scripts/convert_checkpoint.py"
 TINY = [
     "--model.flavor=debugmodel",
@@ -153,7 +153,7 @@ def test_any_sharding_exports_and_begins_with_the_same_weights(
         job(run, *FSDP, *AT_REST, f"--checkpoint.initial_load_path={source}")
         for run, source in zip(runs, sources, strict=True)
     ]
-    result = run_distributed(["tests/test_training.py", json.dumps(jobs)], 2)
+    result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], 2)
     assert result.returncode == 0, result.stderr
     of_one, of_two = (weights_in(run, step=3, key="ema") for run in (trained, two))
     expected = [of_one, of_one, of_two, weights_in(two, step=2, key="ema")]
@@ -683,7 +683,7 @@ def main(run: Path) -> None:
 MEASURE = """
 import resource, sys
 from pathlib import Path
-sys.path[:0] = [{repository!r}, {repository!r} + '/tests']
+sys.path[:0] = [{repository!r}, {repository!r} + '/tests/weights']
 from torchditan.imported_run import import_weights
 from torchditan.tensor_file import DTYPES
 from torchditan.weights_file import export_weights, load_initial_weights, load_weights_file
@@ -711,7 +711,7 @@ def test_no_conversion_takes_more_memory_than_the_model(
     world_size: int, tmp_path: Path, run_distributed: RunDistributed
 ) -> None:
     run, file, half, imported = (tmp_path / name for name in ("run", "a.safetensors", "b.safetensors", "imported"))
-    result = run_distributed(["tests/test_convert_checkpoint.py", run], world_size, timeout=600)
+    result = run_distributed(["tests/weights/test_convert_checkpoint.py", run], world_size, timeout=600)
     assert result.returncode == 0, result.stderr
     size = sum(parameter.numel() * 4 for parameter in large_model().parameters())
     peaks = {"export": peak_of(f"export_weights(Path({str(run)!r}), Path({str(file)!r}))")}
