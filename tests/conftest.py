@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tests of ranks and precision compare CPU runs, also on a machine with a GPU; tests/test_gpu.py is for that.
+# Tests of ranks and precision compare CPU runs, also on a machine with a GPU; tests/trainer/test_gpu.py is for that.
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 RunDistributed = Callable[..., "subprocess.CompletedProcess[str]"]

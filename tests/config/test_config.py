@@ -1,0 +1,300 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Options from TOML and command line: what is accepted, what it becomes, and what --help says."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from course_toml import COURSE_TOML
+
+from torchditan.config import FLAVOR_NAMES, Config, ConfigError, flatten
+from torchditan.config_loader import TRAIN_CONFIGS, from_dict, load_config, options, to_dict, to_toml
+from torchditan.trajectory import trajectory
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# The flags that the course project's ablation scripts pass.
+ABLATION_FLAGS = [
+    "--training.mixed_precision_param=bfloat16",
+    "--training.data_parallel_replicate_degree=2",
+    "--training.data_parallel_shard_degree=4",
+    "--model.flavor=DiT-L",
+    "--model.patch_size=8",
+    "--training.batch_size=16",
+    "--activation_checkpoint.mode=selective",
+    "--activation_checkpoint.selective_ac_option=2",
+    "--metrics.experiment_name=dit-l_bs16_ps8_actselective_ctrue_dbfloat16_p2,4",
+    "--metrics.enable_tensorboard",
+    "--metrics.save_tb_folder=dit-l_bs16_ps8_actselective_ctrue_dbfloat16_p2,4",
+    "--metrics.log_freq=10",
+    "--training.compile",
+    "--float8.enable_float8_linear",
+]
+
+
+# The keys and values of the course project's TOML files.
+def write_toml(folder: Path, text: str) -> str:
+    path = folder / "job.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def run_python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True)
+
+
+def test_flags_of_the_ablation_scripts_parse_as_they_are() -> None:
+    config = load_config(ABLATION_FLAGS)
+    assert config.training.mixed_precision_param == "bfloat16"
+    assert config.training.data_parallel_replicate_degree == 2
+    assert config.training.data_parallel_shard_degree == 4
+    assert config.model.flavor == "DiT-L"
+    assert config.model.patch_size == 8
+    assert config.training.batch_size == 16
+    assert config.activation_checkpoint.mode == "selective"
+    assert config.activation_checkpoint.selective_ac_option == "2"
+    assert config.metrics.experiment_name == "dit-l_bs16_ps8_actselective_ctrue_dbfloat16_p2,4"
+    assert config.metrics.save_tb_folder == config.metrics.experiment_name
+    assert config.metrics.enable_tensorboard is True
+    assert config.metrics.log_freq == 10
+    assert config.training.compile is True
+    assert config.float8.enable_float8_linear is True
+
+
+def test_toml_of_the_course_project_loads_with_one_warning_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(["--job.config_file", write_toml(tmp_path, COURSE_TOML), *ABLATION_FLAGS])
+    warning = capsys.readouterr().err
+    assert warning.splitlines()[0] == (
+        "warning: ignored, without meaning here: job.use_for_integration_test, dataset.batch_size, "
+        "model.tokenizer_path, training.seq_len, training.tensor_parallel_degree, training.dataset, "
+        "experimental.context_parallel_degree, experimental.pipeline_parallel_degree, "
+        "experimental.enable_async_tensor_parallel, checkpoint.interval_type, "
+        "checkpoint.model_weights_only, checkpoint.export_dtype"
+    )
+    assert config.model.name == "dit"
+    assert config.lr_scheduler.warmup_steps == 100
+    assert config.dataset.dataset_name == "dummy"
+    assert config.training.batch_size == 16
+
+
+def test_only_rank_0_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    load_config(["--job.config_file", write_toml(tmp_path, COURSE_TOML)])
+    assert capsys.readouterr().err == ""
+
+
+def test_keys_of_the_course_project_work_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--training.warmup_steps=7", "--training.tensor_parallel_degree", "1", "--model.tokenizer_path=a b"]
+    config = load_config([*flags, "--job.use_for_integration_test"])
+    assert config.lr_scheduler.warmup_steps == 7
+    assert capsys.readouterr().err.startswith("warning: ignored, without meaning here: ")
+
+
+def test_batch_size_left_to_the_command_line_is_taken_from_it(tmp_path: Path) -> None:
+    file = write_toml(tmp_path, "[training]\nbatch_size = -1\n")
+    assert load_config(["--job.config_file", file, "--training.batch_size=4"]).training.batch_size == 4
+    assert load_config(["--job.config_file", file]).training.batch_size is None
+    with pytest.raises(ConfigError, match=r"training\.batch_size = -2: must be at least 1"):
+        load_config(["--job.config_file", file, "--training.batch_size=-2"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "option", "expected"),
+    [
+        (["--training.compile"], "training.compile", True),
+        (["--training.compile", "true"], "training.compile", True),
+        (["--training.compile", "false"], "training.compile", False),
+        (["--training.compile=True"], "training.compile", True),
+        (["--metrics.enable_sampling=false"], "metrics.enable_sampling", False),
+        (["--metrics.enable_sampling=False"], "metrics.enable_sampling", False),
+        (["--training.compile", "--training.steps=3"], "training.compile", True),
+        (["--training.steps", "3", "--training.steps=4"], "training.steps", 4),
+        (["--training.data_parallel_shard_degree", "-1"], "training.data_parallel_shard_degree", -1),
+        (["--optimizer.lr", "3"], "optimizer.lr", 3.0),
+        (["--optimizer.lr=3e-4"], "optimizer.lr", 3e-4),
+        (["--diffusion.logit_normal_mean", "-0.5"], "diffusion.logit_normal_mean", -0.5),
+        (["--dataset.image_size", "32", "48"], "dataset.image_size", [32, 48]),
+        (["--dataset.image_size", "32"], "dataset.image_size", [32, 32]),
+        (["--dataset.image_size=32"], "dataset.image_size", [32, 32]),
+        (["--dataset.image_size=32,48"], "dataset.image_size", [32, 48]),
+        (["--dataset.image_size=[32, 48]"], "dataset.image_size", [32, 48]),
+        (["--dataset.image_size", "[32,", "48]"], "dataset.image_size", [32, 48]),
+        (["--dataset.image_size", "none"], "dataset.image_size", None),
+        (["--sampling.guidance_interval", "0.3", "1"], "sampling.guidance_interval", [0.3, 1.0]),
+        (["--model.qk_norm=none"], "model.qk_norm", None),
+        (["--model.qk_norm"], "model.qk_norm", True),
+        (["--training.global_batch_size=None"], "training.global_batch_size", None),
+        (["--dataset.root_dir=100%"], "dataset.root_dir", "100%"),
+        (["--activation_checkpoint.selective_ac_option=op"], "activation_checkpoint.selective_ac_option", "op"),
+    ],
+)
+def test_flag_becomes_typed_value(flags: list[str], option: str, expected: object) -> None:
+    value = flatten(load_config(flags))[option]
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("line", "option", "expected"),
+    [
+        ("[optimizer]\nlr = 1", "optimizer.lr", 1.0),
+        ("[dataset]\nimage_size = 32", "dataset.image_size", [32, 32]),
+        ("[dataset]\nimage_size = [32, 48]", "dataset.image_size", [32, 48]),
+        ("[sampling]\nguidance_interval = [0, 1]", "sampling.guidance_interval", [0.0, 1.0]),
+        ("[dataset]\nroot_dir = 'none'", "dataset.root_dir", None),
+        (
+            "[activation_checkpoint]\nselective_ac_option = 3",
+            "activation_checkpoint.selective_ac_option",
+            "3",
+        ),
+    ],
+)
+def test_toml_becomes_typed_value(tmp_path: Path, line: str, option: str, expected: object) -> None:
+    value = flatten(load_config(["--job.config_file", write_toml(tmp_path, line)]))[option]
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_flags_go_over_the_toml(tmp_path: Path) -> None:
+    file = write_toml(tmp_path, "[training]\nsteps = 5\nbatch_size = 3\n")
+    config = load_config(["--training.steps=7", "--job.config_file", file])
+    assert (config.training.steps, config.training.batch_size) == (7, 3)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart.toml"])
+def test_config_is_found_by_name_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(["--job.config_file", name])
+    assert config.dataset.dataset_name == "digits"
+    assert config.job.config_file == str(TRAIN_CONFIGS / "quickstart.toml")
+
+
+def test_local_file_comes_before_a_name_in_train_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "quickstart.toml").write_text("[training]\nsteps = 3\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert load_config(["--job.config_file", "quickstart.toml"]).training.steps == 3
+
+
+def test_installation_without_train_configs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchditan.config_loader.TRAIN_CONFIGS", tmp_path / "absent")
+    with pytest.raises(ConfigError, match=r"this installation has no train_configs/"):
+        load_config(["--job.config_file", "quickstart"])
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in TRAIN_CONFIGS.glob("*.toml")))
+def test_shipped_config_loads_without_a_warning(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_config(["--job.config_file", name]).metrics.experiment_name == name
+    assert capsys.readouterr().err == ""
+
+
+def test_run_is_named_after_the_config_file_or_dataset_and_flavor() -> None:
+    assert load_config(["--job.config_file", "quickstart"]).metrics.experiment_name == "quickstart"
+    assert load_config(["--model.flavor=DiT-B"]).metrics.experiment_name == "digits-dit-b"
+    assert load_config(["--metrics.experiment_name=mine"]).metrics.experiment_name == "mine"
+
+
+def test_every_option_and_section_has_a_sentence_of_help() -> None:
+    assert list(options()) == list(flatten(Config()))
+    for option in options().values():
+        assert option.help.endswith("."), option.name
+    for section in vars(Config()).values():
+        assert section.__doc__.endswith("."), type(section).__name__
+
+
+def test_help_names_every_option_and_imports_no_torch(tmp_path: Path) -> None:
+    code = """
+import sys
+from torchditan.config_loader import load_config
+try:
+    load_config(["--help"])
+except SystemExit as stop:
+    assert stop.code == 0
+print("torch imported:", "torch" in sys.modules)
+"""
+    result = run_python(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+    words = result.stdout.split()
+    assert [option for option in options() if f"--{option}" not in words] == []
+    assert "torch imported: False" in result.stdout
+    assert "tokenizer_path" not in result.stdout
+    assert result.stdout.startswith("usage: python train.py --job.config_file NAME")
+    assert max(map(len, result.stdout.splitlines())) <= 110
+
+
+def test_importing_torchditan_imports_no_torch(tmp_path: Path) -> None:
+    result = run_python("import sys, torchditan; print('torch' in sys.modules)", tmp_path)
+    assert result.stdout == "False\n"
+
+
+def test_flavor_names_are_those_of_the_model_file() -> None:
+    from torchditan.models.dit import FLAVORS
+
+    assert tuple(FLAVORS) == FLAVOR_NAMES
+
+
+def test_resolved_config_survives_json() -> None:
+    config = load_config(["--job.config_file", "earth", "--training.seed=7"])
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_trajectory_changes_with_what_is_learned_and_with_nothing_else() -> None:
+    before = trajectory(load_config([]))
+    for flag in (
+        "--model.flavor=DiT-B",
+        "--dataset.image_size=16",
+        "--diffusion.label_dropout=0",
+        "--optimizer.lr=1",
+        "--lr_scheduler.warmup_steps=5",
+        "--training.global_batch_size=32",
+        "--training.seed=1",
+        "--training.max_norm=2",
+        "--training.mixed_precision_param=float32",
+        "--ema.decay=0.9",
+        "--float8.enable_float8_linear",
+    ):
+        assert trajectory(load_config([flag])) != before, flag
+    for flag in (
+        "--dataset.root_dir=elsewhere",
+        "--dataset.num_workers=7",
+        "--training.data_parallel_replicate_degree=2",
+        "--training.compile",
+        "--training.steps=7",
+        "--training.batch_size=8",
+        "--activation_checkpoint.mode=full",
+        "--checkpoint.interval=3",
+        "--metrics.log_freq=3",
+    ):
+        assert trajectory(load_config([flag])) == before, flag
+
+
+def test_core_modules_import_no_optional_library_at_the_top() -> None:
+    optional = {"diffusers", "transformers", "peft", "torchao", "datasets", "torchdata", "wandb", "sklearn"}
+    for path in (REPOSITORY / "torchditan").rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not optional & {name.split(".")[0] for name in names}, path
+            assert "data" not in {name.split(".")[0] for name in names}, path
+
+
+def test_the_printed_configuration_reads_back_as_itself(tmp_path: Path) -> None:
+    config = load_config(
+        ["--optimizer.lr=3e-5", "--dataset.image_size=8", '--job.description=say "a\\b" é', "--ema.enable=false"]
+    )
+    path = tmp_path / "printed.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    again = load_config(["--job.config_file", str(path)])
+    again.job.config_file = None
+    assert again == config

@@ -1,0 +1,271 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The course project's files, flags and names mean here what they meant there."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from torchditan import config_loader
+from torchditan.ablation.grid import load_grid
+from torchditan.config import Config, ConfigError
+from torchditan.config_loader import load_config
+from torchditan.legacy_config import FLAVORS, LEGACY_KEYS, PRESET
+from torchditan.models import build_model_spec
+from torchditan.models.dit import LLAMA3_FLAVORS
+from torchditan.run_directory import read_config, read_metrics
+
+if TYPE_CHECKING:
+    from tests.conftest import RunDistributed, RunScript
+
+FILES = Path(__file__).resolve().parents[1] / "fixtures" / "course"
+NEWEST, ABLATION, PIXELS = (
+    str(FILES / f"{name}.toml")
+    for name in ("llama3_latent_diffusion", "llama3_latent_diffusion_ablate", "llama3_diffusion")
+)
+QUICK = ["--model.flavor=debugmodel", "--training.steps=2", "--training.batch_size=2", "--dataset.num_workers=0"]
+QUICK += ["--metrics.enable_sampling=false"]
+
+
+def load(file: str | None, *flags: str) -> Config:
+    return load_config([*([f"--job.config_file={file}"] if file else []), *flags])
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def notes(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+
+
+def test_the_newest_file_loads_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    config = load(NEWEST)
+    warning, *rest = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: ignored") and "dataset.batch_size" in warning
+    assert len(rest) == 1 and "dataset.dataset_name imagenet" in rest[0] and "latents" in rest[0]
+    assert (config.model.name, config.model.flavor, config.model.preset) == ("dit", "DiT-L", "torchditan")
+    assert (config.dataset.dataset_name, config.lr_scheduler.warmup_steps) == ("latents", 100)
+    assert (config.training.batch_size, config.metrics.save_tb_folder) == (16, "tb_new")
+
+
+def test_the_ablation_file_leaves_its_batch_open_and_its_flavor_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    config = load(ABLATION)
+    assert config.training.batch_size is None
+    assert config.model.flavor == "DiT-L"
+    assert (config.dataset.dataset_name, config.dataset.dummy_fill) == ("dummy", "zeros")
+    flavor, batch_size, dataset = notes(capsys)
+    assert "DiT-0.5B" in flavor and "batch_size -1" in batch_size and "imagenet_dummy" in dataset
+
+
+def test_its_flavor_is_known_with_its_model_alone() -> None:
+    with pytest.raises(ConfigError, match=r'model\.flavor = "DiT-0\.5B"'):
+        load(None, "--model.flavor=DiT-0.5B")
+
+
+@pytest.mark.parametrize("value", ["1", "16", "-1"])
+def test_a_key_that_changed_nothing_is_ignored_at_any_value(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    load(NEWEST, f"--dataset.batch_size={value}", f"--training.seq_len={value}", "--checkpoint.export_dtype=bfloat16")
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert all(key in warning for key in ("dataset.batch_size", "training.seq_len", "checkpoint.export_dtype"))
+
+
+def test_a_key_that_asks_for_what_is_not_supported_is_refused_unless_a_flag_overrides_it(tmp_path: Path) -> None:
+    text = Path(NEWEST).read_text().replace("tensor_parallel_degree = 1", "tensor_parallel_degree = 2")
+    file = tmp_path / "two.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"training\.tensor_parallel_degree = 2: .*not supported"):
+        load(str(file))
+    load(str(file), "--training.tensor_parallel_degree=1")
+    for key in ("optimizer.early_step_in_backward", "memory_estimation.enabled", "checkpoint.model_weights_only"):
+        with pytest.raises(ConfigError, match=key):
+            load(NEWEST, f"--{key}")
+
+
+@pytest.mark.parametrize("file", [NEWEST, ABLATION, PIXELS])
+def test_a_flag_overrides_any_key(file: str, tmp_path: Path) -> None:
+    config = load(
+        file, "--dataset.batch_size=4", "--training.batch_size=2", "--training.warmup_steps=7", "--dataset.root_dir=x"
+    )
+    assert (config.training.batch_size, config.lr_scheduler.warmup_steps, config.dataset.root_dir) == (2, 7, "x")
+    assert load(file, "--lr_scheduler.warmup_steps=8").lr_scheduler.warmup_steps == 8
+    ours = tmp_path / "ours.toml"
+    ours.write_text("[lr_scheduler]\nwarmup_steps = 3\n")
+    assert load(str(ours), "--training.warmup_steps=9").lr_scheduler.warmup_steps == 9
+
+
+def test_both_names_in_one_place_must_agree() -> None:
+    with pytest.raises(ConfigError, match=r"training\.warmup_steps is lr_scheduler\.warmup_steps here"):
+        load(NEWEST, "--training.warmup_steps=7", "--lr_scheduler.warmup_steps=8")
+
+
+def test_one_by_one_ranks_in_its_files_are_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert load(NEWEST).training.data_parallel_shard_degree == -1
+    assert not any("shard_degree" in line for line in notes(capsys)), "on one rank it is the same"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = load(NEWEST)
+    assert (config.training.data_parallel_replicate_degree, config.training.data_parallel_shard_degree) == (1, -1)
+    assert any("data_parallel_shard_degree 1" in line for line in notes(capsys))
+    assert load(NEWEST, "--training.data_parallel_shard_degree=1").training.data_parallel_shard_degree == 1
+    assert not any("shard_degree" in line for line in notes(capsys)), "a flag is taken as it is"
+
+
+@pytest.mark.parametrize(
+    ("name", "root", "expected", "word"),
+    [
+        ("imagenet", "/data/latents.safetensors", "latents", "latents"),
+        ("imagenet", "/data/imagenet", "imagenet", "pixels"),
+        ("imagenet_pixel", "/data/imagenet", "imagenet", "pixels"),
+        ("imagenet_dummy", "/data/latents.safetensors", "dummy", "zeros"),
+        ("imagenet_dummy", None, "dummy", "zeros"),
+    ],
+)
+def test_its_dataset_names_mean_what_they_meant(
+    name: str, root: str | None, expected: str, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [f"--dataset.dataset_name={name}", *([f"--dataset.root_dir={root}"] if root else [])]
+    config = load(None, "--model.name=llama3_diffusion", *flags)
+    assert config.dataset.dataset_name == expected
+    (line,) = notes(capsys)
+    assert name in line and word in line
+
+
+def test_zeros_can_be_asked_to_be_noise() -> None:
+    config = load(None, "--dataset.dataset_name=imagenet_dummy", "--dataset.dummy_fill=normal")
+    assert config.dataset.dummy_fill == "normal"
+
+
+def test_our_own_names_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    load(None, "--dataset.dataset_name=digits", "--model.preset=official", "--model.learn_sigma=false")
+    load(None, "--dataset.dataset_name=imagenet", "--dataset.root_dir=images")
+    assert capsys.readouterr().err == ""
+
+
+def test_its_flavors_have_its_head_counts() -> None:
+    sizes = {}
+    for flavor in ("debugmodel", "DiT-S", "DiT-L", "DiT-1B", "DiT-7B"):
+        section = load(NEWEST, f"--model.flavor={flavor}").model
+        config: Any = build_model_spec(section, sample_shape=(16, 32, 32), num_classes=1000).config
+        sizes[flavor] = (config.depth, config.width, config.num_heads)
+    assert sizes == {
+        "debugmodel": (8, 256, 16),
+        "DiT-S": (12, 384, 8),
+        "DiT-L": (24, 1024, 16),
+        "DiT-1B": (32, 1536, 32),
+        "DiT-7B": (60, 2560, 64),
+    }
+    assert tuple(LLAMA3_FLAVORS) == FLAVORS
+    ours: Any = build_model_spec(load(None).model, sample_shape=(16, 32, 32), num_classes=1000).config
+    assert (ours.depth, ours.width, ours.num_heads) == (12, 384, 6), "our own flavors stay as they are"
+
+
+def write_public(path: Path, size: int = 32) -> None:
+    """A small file with the contents of the public one."""
+    latents = torch.randint(-128, 128, (8, 16, size, size), dtype=torch.int8)
+    save_file({"latents": latents, "labels": torch.arange(8, dtype=torch.int16)}, path)
+
+
+@pytest.mark.parametrize("preset", ["torchditan", PRESET])
+def test_a_run_keeps_the_sizes_it_was_begun_with(preset: str, run_script: RunScript) -> None:
+    name = ["--model.name=dit", f"--model.preset={preset}"]
+    flags = ["--model.patch_size=4", "--dataset.dataset_name=digits", "--metrics.experiment_name=run"]
+    flags += ["--checkpoint.enable_checkpoint", *QUICK]
+    assert run_script("train.py", *flags, *name).code == 0
+    again = run_script("train.py", *flags, "--model.name=llama3_diffusion", "--training.steps=3")
+    assert again.code == 0, again.err
+    assert "resumed at step 2" in again.out
+    assert ("keeps them" in again.err) == (preset == "torchditan")
+
+
+def test_a_run_begun_with_imagenet_dummy_as_the_public_file_resumes(
+    run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_public(tmp_path / "imagenet_ci8x8.safetensors")
+    flags = ["--model.patch_size=8", "--metrics.experiment_name=run", "--checkpoint.enable_checkpoint", *QUICK]
+    with monkeypatch.context() as before:  # commit 36e2f02 read the name so, and stored it as it was typed
+        before.setattr(config_loader, "adopt_names", lambda config, **_: [])
+        first = run_script("train.py", *flags, "--dataset.dataset_name=imagenet_dummy")
+    assert first.code == 0, first.err
+    for name in ("imagenet_dummy", "latents"):
+        steps = 3 if name == "imagenet_dummy" else 4
+        again = run_script("train.py", *flags, f"--dataset.dataset_name={name}", f"--training.steps={steps}")
+        assert again.code == 0, again.err
+        assert f"resumed at step {steps - 1}" in again.out
+        assert "the public file" in again.err
+    assert read_config(tmp_path / "outputs" / "run")["config"]["dataset"]["dataset_name"] == "imagenet_dummy"
+
+
+def test_the_newest_file_trains_on_its_latents_and_the_pixel_file_on_images(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    write_public(tmp_path / "imagenet_ci8x8.safetensors")
+    small = [*QUICK, "--model.patch_size=8", "--metrics.experiment_name=latents"]
+    latents = run_script(
+        "train.py", f"--job.config_file={NEWEST}", "--dataset.root_dir=imagenet_ci8x8.safetensors", *small
+    )
+    assert latents.code == 0, latents.err
+    assert read_config(tmp_path / "outputs" / "latents")["config"]["autoencoder"]["name"] == "cosmos-ci8x8"
+    for number in range(4):
+        path = tmp_path / "imagenet" / "train" / f"n{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (70, 70), (60 * number, 0, 0)).save(path)
+    small = [*QUICK, "--model.patch_size=16", "--metrics.experiment_name=pixels"]
+    pixels = run_script("train.py", f"--job.config_file={PIXELS}", "--dataset.root_dir=imagenet", *small)
+    assert pixels.code == 0, pixels.err
+    assert "images of 3x64x64" in pixels.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "flags"),
+    [
+        (NEWEST, ["--dataset.dataset_name=dummy"]),
+        (ABLATION, []),
+        (PIXELS, ["--dataset.dataset_name=dummy"]),
+    ],
+    ids=["newest", "ablation, its data as it is", "pixels"],
+)
+def test_its_files_run_on_two_ranks(
+    file: str, flags: list[str], run_distributed: RunDistributed, tmp_path: Path
+) -> None:
+    small = ["--model.flavor=debugmodel", "--training.steps=2", "--metrics.enable_sampling=false"]
+    small += ["--model.patch_size=8", "--dataset.num_workers=0", "--metrics.legacy_tags"]
+    result = run_distributed(["train.py", "--job.config_file", file, *flags, *small], 2, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    run = tmp_path / "outputs" / "dit"
+    stored = read_config(run)["config"]
+    assert stored["training"]["global_batch_size"] == 32, "16 images per rank"
+    assert "FSDP over 2 ranks" in result.stdout
+    assert all(math.isfinite(record["loss"]) for record in read_metrics(run))
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(run / stored["metrics"]["save_tb_folder"])).Reload()
+    mean, largest = (events.Scalars(f"loss_metrics/global_{name}_loss")[-1].value for name in ("avg", "max"))
+    assert largest > mean == pytest.approx(read_metrics(run)[-1]["loss"]), "two ranks have other images"
+
+
+def test_a_grid_takes_its_ablation_file_as_base(tmp_path: Path) -> None:
+    grid = tmp_path / "mine.toml"
+    grid.write_text(f'base = "{ABLATION}"\nsteps = 6\nwindow = 2\n[axes]\ntraining.batch_size = [4, 8]\n')
+    small, large = load_grid(str(grid)).runs()
+    assert small.name == "dit-l_bs4_ps2_actselective_cfalse_dbfloat16_p1,1"
+    assert (large.config.training.batch_size, large.config.model.flavor) == (8, "DiT-L")
+
+
+def test_legacy_tags_without_tensorboard_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.legacy_tags = true: .*enable_tensorboard"):
+        load(None, "--metrics.legacy_tags")
+
+
+def test_every_key_of_its_files_is_an_option_or_known() -> None:
+    for file in (NEWEST, ABLATION, PIXELS):
+        load(file)
+    assert all(rule is None or isinstance(rule[1], str) for rule in LEGACY_KEYS.values())

@@ -1,0 +1,200 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A full fine-tune from its first step to its continuation, for every family: the same weights all the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from torchditan import checkpoint
+from torchditan.randomness import normal
+from torchditan.trained_model import TrainedModel
+
+pytest.importorskip("diffusers")
+
+if TYPE_CHECKING:
+    from tests.conftest import RunDistributed, RunScript
+
+TEXT = ["--model.text=in_context", "--model.text_tokens=4", "--model.text_width=8", "--model.pooled_width=6"]
+VIDEO = ["--dataset.num_frames=2", "--dataset.num_classes=0"]
+MODELS = {
+    "dit": ["--model.patch_size=2", "--model.input_channels=1", "--dataset.num_classes=3"],
+    "dit, text": ["--model.patch_size=2", "--model.input_channels=1", "--dataset.num_classes=0", *TEXT],
+    "flux": ["--model.input_channels=16", "--dataset.num_classes=0"],
+    "sd3": ["--model.input_channels=16", "--dataset.num_classes=0"],
+    "sdxl": ["--model.input_channels=4", "--dataset.num_classes=0", "--diffusion.objective=ddpm"],
+    "mochi": ["--model.input_channels=12", *VIDEO],
+    "hunyuan_video": ["--model.input_channels=16", *VIDEO],
+    "wan": ["--model.input_channels=16", *VIDEO],
+    "qwen_image": ["--model.input_channels=16", "--dataset.num_classes=0"],
+}
+CONVERT = "scripts/convert_checkpoint.py"
+
+Weights = dict[str, torch.Tensor]
+
+
+def job(model: str, run: Path, *flags: str) -> list[str]:
+    """Two steps of a tiny model on random samples."""
+    common = {
+        "model.name": model.partition(",")[0],
+        "model.flavor": "debugmodel",
+        "dataset.dataset_name": "dummy",
+        "dataset.image_size": 8,
+        "dataset.num_workers": 0,
+        "dataset.dummy_size": 8,
+        "training.batch_size": 2,
+        "training.steps": 2,
+        "training.mixed_precision_param": "float32",
+        "optimizer.lr": 1e-2,
+        "metrics.enable_sampling": "false",
+        "checkpoint.enable_checkpoint": "true",
+        "checkpoint.interval": 1,
+        "sampling.num_steps": 2,
+        "job.dump_folder": run.parent,
+        "metrics.experiment_name": run.name,
+    }
+    return [*(f"--{option}={value}" for option, value in common.items()), *MODELS[model], *flags]
+
+
+def opened(run: Path) -> TrainedModel:
+    return TrainedModel.load(run, device=torch.device("cpu"))
+
+
+def drawn(trained: TrainedModel) -> torch.Tensor:
+    """Samples of a random condition."""
+    from torchditan.evaluation.rows import SampleRows
+
+    if trained.num_classes:
+        rows = SampleRows.of_classes([0, 1], class_names=["zero", "one"])
+    else:
+        rows = SampleRows(["a", "b"], [0, 1], random_condition(trained))
+    with torch.no_grad():
+        return trained.generate_rows(rows, samples_per_row=1, seed=0, batch_size=2)
+
+
+def random_condition(trained: TrainedModel) -> Weights:
+    found = {}
+    for name, (shape, dtype) in trained.spec.conditioning.tensors.items():
+        value = normal(0, name, [0, 1], shape)
+        found[name] = value if dtype.is_floating_point else torch.ones_like(value, dtype=dtype)
+    return found
+
+
+def assert_same(left: Weights, right: Weights) -> None:
+    assert left.keys() == right.keys()
+    assert [name for name, value in left.items() if not torch.equal(value, right[name])] == []
+
+
+QUICK = [("dit", True), ("flux", False), ("sd3", True), ("sd3", False)]
+CASES = [
+    pytest.param(model, ema, marks=[] if (model, ema) in QUICK else pytest.mark.slow, id=f"{model}, {kind}")
+    for model in MODELS
+    for ema, kind in ((True, "ema"), (False, "raw"))
+]
+
+
+@pytest.mark.parametrize(("model", "ema"), CASES)
+def test_train_save_resume_generate_export_import_continue(
+    model: str, ema: bool, run_script: RunScript, tmp_path: Path
+) -> None:
+    def train(name: str, *flags: str) -> str:
+        outcome = run_script("train.py", *job(model, tmp_path / name, f"--ema.enable={ema}".lower(), *flags))
+        assert outcome.code == 0, outcome.err
+        return outcome.out
+
+    def convert(*arguments: object) -> None:
+        outcome = run_script(CONVERT, *arguments)
+        assert (outcome.code, outcome.err) == (0, "")
+
+    train("run")
+    trained = opened(tmp_path / "run")
+    weights, samples = trained.model.state_dict(), drawn(trained)
+    assert trained.weights == ("ema" if ema else "raw") and samples.abs().sum() > 0
+
+    shutil.rmtree(tmp_path / "run/checkpoint/step-00000002")
+    assert "resumed at step 1" in train("run")
+    assert_same(opened(tmp_path / "run").model.state_dict(), weights)
+
+    convert("export", tmp_path / "run", tmp_path / "file.safetensors")
+    assert_same(load_file(tmp_path / "file.safetensors"), weights)
+    convert("import", tmp_path / "file.safetensors", tmp_path / "imported")
+    imported = opened(tmp_path / "imported")
+    assert_same(imported.model.state_dict(), weights)
+    assert torch.equal(drawn(imported), samples)
+    convert("export", tmp_path / "imported", tmp_path / "again.safetensors")
+    assert_same(load_file(tmp_path / "again.safetensors"), weights)
+
+    if not model.startswith("dit"):
+        import diffusers
+
+        convert("export", tmp_path / "run", tmp_path / "folder", "--format=diffusers")
+        theirs = diffusers.AutoModel.from_pretrained(str(tmp_path / "folder"))
+        assert type(theirs) is type(trained.model.transformer)
+        assert_same({f"transformer.{name}": tensor for name, tensor in theirs.state_dict().items()}, weights)
+        trained.model.transformer = theirs.eval().requires_grad_(False)  # which decides how torch multiplies
+        assert torch.equal(drawn(trained), samples)
+
+    for source in ("run", "file.safetensors"):
+        name = f"from_{source}"
+        line = train(name, "--training.steps=1", "--optimizer.lr=0", f"--checkpoint.initial_load_path={source}")
+        assert "begun with the weights of " in line
+        assert_same(opened(tmp_path / name).model.state_dict(), weights)
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "completed"
+
+
+def test_averaged_weights_exported_without_buffers_are_complete(run_script: RunScript, tmp_path: Path) -> None:
+    """As commit 36e2f02 wrote them: SD3's table of positions was in no average."""
+    buffer, path = "transformer.pos_embed.pos_embed", tmp_path / "old.safetensors"
+    assert run_script("train.py", *job("sd3", tmp_path / "run")).code == 0
+    assert run_script(CONVERT, "export", tmp_path / "run", tmp_path / "new.safetensors").code == 0
+    weights = load_file(tmp_path / "new.safetensors")
+    with safe_open(tmp_path / "new.safetensors", framework="pt") as file:
+        save_file({name: value for name, value in weights.items() if name != buffer}, path, metadata=file.metadata())
+    assert run_script(CONVERT, "import", path, tmp_path / "imported").code == 0
+    assert_same(opened(tmp_path / "imported").model.state_dict(), weights)
+    flags = ["--training.steps=1", "--optimizer.lr=0"]
+    for source in (path, tmp_path / "imported"):
+        run = tmp_path / f"from_{source.stem}"
+        outcome = run_script("train.py", *job("sd3", run, *flags, f"--checkpoint.initial_load_path={source}"))
+        assert outcome.code == 0, outcome.err
+        assert_same(opened(run).model.state_dict(), weights)
+    assert run_script(CONVERT, "export", tmp_path / "imported", tmp_path / "folder", "--format=diffusers").code == 0
+    written = load_file(tmp_path / "folder/diffusion_pytorch_model.safetensors")
+    assert_same({f"transformer.{name}": value for name, value in written.items()}, weights)
+
+
+def test_a_checkpoint_without_the_moments_of_unused_parameters_continues(
+    run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As commit 36e2f02 wrote them: no gradient reaches the last block's text stream of Qwen-Image."""
+    make = checkpoint.make_optimizer_state
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "make_optimizer_state", lambda found: None if found.state else make(found))
+        assert run_script("train.py", *job("qwen_image", tmp_path / "run")).code == 0
+    state = checkpoint.read_state(tmp_path / "run/checkpoint/step-00000002")
+    unused = "transformer.transformer_blocks.2.attn.to_add_out.weight"
+    assert f"model.{unused}" in state and f"optimizer.state.{unused}.exp_avg" not in state
+    weights = opened(tmp_path / "run").model.state_dict()
+    shutil.rmtree(tmp_path / "run/checkpoint/step-00000002")
+    outcome = run_script("train.py", *job("qwen_image", tmp_path / "run"))
+    assert outcome.code == 0 and "resumed at step 1" in outcome.out, outcome.err
+    assert_same(opened(tmp_path / "run").model.state_dict(), weights)
+
+
+@pytest.mark.slow
+def test_weights_with_buffers_continue_on_two_ranks(run_distributed: RunDistributed, tmp_path: Path) -> None:
+    shards = ["--training.data_parallel_shard_degree=2", "--training.batch_size=1"]
+    again = ["--training.steps=1", "--optimizer.lr=0", f"--checkpoint.initial_load_path={tmp_path / 'run'}"]
+    jobs = [job("sd3", tmp_path / "run", *shards), job("sd3", tmp_path / "again", *shards, *again)]
+    result = run_distributed(
+        ["tests/trainer/test_training.py", json.dumps([list(map(str, flags)) for flags in jobs])], 2
+    )
+    assert result.returncode == 0, result.stderr
+    assert_same(opened(tmp_path / "again").model.state_dict(), opened(tmp_path / "run").model.state_dict())

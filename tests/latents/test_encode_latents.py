@@ -1,0 +1,676 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Encoding a dataset into shards: the same bytes whatever ranks, workers and interruptions, and what stops it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from torchditan.autoencoders import latent_writer
+from torchditan.autoencoders.autoencoder import Autoencoder
+from torchditan.autoencoders.encoding import describe_encoding, encode
+from torchditan.autoencoders.latent_index import Encoding, LatentIndex, read_index
+from torchditan.autoencoders.latent_shards import LatentShards, to_sample, verify
+from torchditan.autoencoders.latent_writer import LatentWriter, shard_file
+from torchditan.config import ConfigError
+from torchditan.distributed.process_group import Rank
+from torchditan.stream import CorruptImageError
+
+if TYPE_CHECKING:
+    from tests.conftest import RunDistributed, RunScript
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = "scripts/encode_latents.py"
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+class Corners(Autoencoder):
+    """Upper left pixel and mean of each 2 x 2 cell: the latents of a mirrored image are not the mirrored latents."""
+
+    name = "corners"
+    path = None
+    fingerprint = "corners-1"
+    image_channels = 3
+    latent_channels = 2
+    downsampling = 2
+    dtype = torch.float32
+    device = torch.device("cpu")
+    has_posterior = True
+    times = 1.0
+
+    def _moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        mean = torch.stack([images[:, 0, ::2, ::2], torch.nn.functional.avg_pool2d(images, 2).mean(1)], dim=1)
+        return mean * self.times, mean - 3
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        raise AssertionError("encoding decodes nothing")
+
+
+class Noise:
+    """Image i is noise of its own with label i % 3; `broken` ones cannot be read."""
+
+    name = "noise"
+    sample_shape = (3, 4, 6)
+    class_names: ClassVar[list[str]] = ["a", "b", "c"]
+    horizontal_flip = True
+
+    def __init__(self, length: int = 11, *, broken: tuple[int, ...] = ()) -> None:
+        self.length = length
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index in self.broken:
+            raise CorruptImageError(f"images/{index}.png: not a readable image")
+        draws = torch.Generator().manual_seed(index)
+        return {"sample": torch.rand(self.sample_shape, generator=draws) * 2 - 1, "class_label": index % 3}
+
+
+def begin(
+    folder: Path, dataset: Noise | None = None, autoencoder: Autoencoder | None = None, **settings: Any
+) -> LatentWriter:
+    options = {"split": "train", "crop": "center", "dtype": "bf16", "flipped": True, "posterior": False}
+    encoding = describe_encoding(
+        dataset or Noise(), autoencoder or Corners(), **{**options, "shard_size": 4, **settings}
+    )
+    writer = LatentWriter(folder, encoding)
+    writer.open()
+    return writer
+
+
+def run(
+    folder: Path,
+    dataset: Noise | None = None,
+    autoencoder: Autoencoder | None = None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    num_workers: int = 0,
+    report: Callable[[int], None] = lambda count: None,
+    **settings: Any,
+) -> LatentIndex | None:
+    """Encode as the script does; batches of three, shards of four."""
+    return encode(
+        dataset or Noise(),
+        autoencoder or Corners(),
+        begin(folder, dataset, autoencoder, **settings),
+        rank=Rank(rank, rank, world_size),
+        batch_size=3,
+        num_workers=num_workers,
+        prefetch_factor=2,
+        report=report,
+    )
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def images(dataset: Noise, numbers: list[int]) -> Tensor:
+    return torch.stack([dataset[number]["sample"] for number in numbers])
+
+
+def test_a_shard_holds_the_mean_of_image_and_mirrored_image(tmp_path: Path) -> None:
+    dataset = Noise()
+    index = run(tmp_path, posterior=True)
+    assert index is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "index.json",
+        "labels.npy",
+        *(shard_file(number) for number in range(3)),
+    ]
+    mean, logvar = Corners().moments(images(dataset, [8, 9, 10]))
+    mirrored, mirrored_logvar = Corners().moments(images(dataset, [8, 9, 10]).flip(-1))
+    assert not torch.equal(mirrored, mean.flip(-1))
+    last = load_file(tmp_path / shard_file(2))
+    assert logvar is not None and mirrored_logvar is not None
+    for name, tensor in (
+        ("latents", mean),
+        ("latents_flipped", mirrored),
+        ("logvar", logvar),
+        ("logvar_flipped", mirrored_logvar),
+    ):
+        assert torch.equal(last[name], tensor.bfloat16())
+    assert last["index"].tolist() == [8, 9, 10]
+    assert last["labels"].tolist() == [2, 0, 1]
+    assert np.load(tmp_path / "labels.npy").tolist() == [number % 3 for number in range(11)]
+
+
+def test_the_index_says_what_the_latents_are_of(tmp_path: Path) -> None:
+    index = run(tmp_path, crop="adm")
+    assert index is not None and index == read_index(tmp_path)
+    assert (index.dataset, index.split, index.crop, index.num_source_images) == ("noise", "train", "adm", 11)
+    assert (index.image_size, index.latent_shape, index.downsampling) == ((4, 6), (2, 2, 3), 2)
+    assert (index.autoencoder_name, index.autoencoder_path, index.fingerprint) == ("corners", None, "corners-1")
+    assert (index.class_names, index.flipped, index.posterior, index.image_channels) == (
+        ("a", "b", "c"),
+        True,
+        False,
+        3,
+    )
+    assert verify(tmp_path) == []
+
+
+def test_int8_is_within_half_a_step_of_the_mean(tmp_path: Path) -> None:
+    dataset = Noise()
+    run(tmp_path, dtype="int8")
+    shards = LatentShards.open(tmp_path)
+    raw = shards.read(np.arange(11), np.zeros(11, dtype=bool))
+    found = to_sample(raw, shift=torch.zeros(2), scale=torch.ones(2))
+    exact, _ = Corners().moments(images(dataset, list(range(11))))
+    step = raw["latent_scale"][:, :, None, None]
+    assert raw["latent"].dtype == torch.int8
+    assert ((found - exact).abs() <= step / 2 * 1.001).all()
+    maxima = [max(abs(int(value)) for value in load_file(tmp_path / shard_file(0))[name].flatten()) for name in NAMES]
+    assert max(maxima) == 127, "the scale is the largest value's"
+
+
+NAMES = ("latents", "latents_flipped")
+
+
+def test_trained_latents_have_zero_mean_and_unit_variance(tmp_path: Path) -> None:
+    index = run(tmp_path, Noise(400), shard_size=64)
+    assert index is not None
+    shards = LatentShards.open(tmp_path)
+    shift, scale = torch.tensor(index.shift), torch.tensor(index.scale)
+    both = [
+        to_sample(shards.read(np.arange(400), np.full(400, flip)), shift=shift, scale=scale) for flip in (False, True)
+    ]
+    values = torch.cat(both).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(values.mean(1), torch.zeros(2), atol=1e-4, rtol=0)
+    torch.testing.assert_close(values.std(1), torch.ones(2), atol=1e-3, rtol=0)
+
+
+def test_a_published_normalisation_is_kept(tmp_path: Path) -> None:
+    autoencoder = Corners()
+    autoencoder.set_normalization(shift=torch.tensor([0.25, 0.5]), scale=torch.tensor([2.0, 4.0]))
+    index = run(tmp_path, autoencoder=autoencoder)
+    assert index is not None
+    assert (index.shift, index.scale, index.normalization) == ((0.25, 0.5), (2.0, 4.0), "published")
+
+
+def test_corrupt_images_are_skipped_counted_and_listed(tmp_path: Path) -> None:
+    index = run(tmp_path, Noise(broken=(1, 4, 5, 6, 7, 10)))
+    assert index is not None
+    assert (index.num_images, index.num_skipped) == (5, 6)
+    assert [shard.num_images for shard in index.shards] == [3, 0, 2]
+    listed = [entry for shard in index.shards for entry in shard.skipped]
+    assert listed[:2] == [
+        (1, "images/1.png: not a readable image"),
+        (4, "images/4.png: not a readable image"),
+    ]
+    shards = LatentShards.open(tmp_path)
+    assert shards.labels is not None and shards.labels.tolist() == [0, 2, 0, 2, 0]
+    exact, _ = Corners().moments(images(Noise(), [0, 2, 3, 8, 9]))
+    assert torch.equal(shards.read(np.arange(5), np.zeros(5, dtype=bool))["latent"], exact.bfloat16())
+    assert verify(tmp_path) == []
+
+
+def test_a_dataset_without_labels_stores_none(tmp_path: Path) -> None:
+    class Unlabelled(Noise):
+        class_names: ClassVar[list[str]] = []
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"sample": super().__getitem__(index)["sample"]}
+
+    run(tmp_path, Unlabelled())
+    assert not (tmp_path / "labels.npy").exists()
+    assert "labels" not in load_file(tmp_path / shard_file(0))
+    assert LatentShards.open(tmp_path).labels is None
+    assert verify(tmp_path) == []
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_ranks_and_workers_change_no_byte(tmp_path: Path, dtype: str) -> None:
+    dataset = Noise(22, broken=(3, 9))
+    run(tmp_path / "one", dataset, dtype=dtype)
+    expected = hashes(tmp_path / "one")
+    for world_size, num_workers in ((1, 2), (2, 0), (4, 1), (9, 0)):
+        folder = tmp_path / f"{world_size}x{num_workers}"
+        indices = [
+            run(folder, dataset, rank=rank, world_size=world_size, num_workers=num_workers, dtype=dtype)
+            for rank in reversed(range(world_size))
+        ]
+        assert hashes(folder) == expected, (world_size, num_workers)
+        assert indices[-1] is not None, "the last rank writes the index"
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_an_encoding_stopped_at_any_write_ends_with_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped before and after each rename, with the part written beside left lying there."""
+    dataset = Noise(broken=(5,))
+    run(tmp_path / "undisturbed", dataset)
+    expected = hashes(tmp_path / "undisturbed")
+    write_file = latent_writer.write_file
+    num_writes = 9  # settings, three shards and their records, labels, index
+    for stop in range(2 * num_writes):
+        count = 0
+
+        def write(path: Path, data: bytes, stop: int = stop) -> None:
+            nonlocal count
+            number, count = count, count + 1
+            if number == stop // 2:
+                if stop % 2:
+                    write_file(path, data)
+                else:
+                    path.parent.mkdir(exist_ok=True, parents=True)
+                    path.with_name(f".{path.name}.12345.partial").write_bytes(data[: len(data) // 2])
+                raise Killed
+            write_file(path, data)
+
+        folder = tmp_path / str(stop)
+        with monkeypatch.context() as patch:
+            patch.setattr(latent_writer, "write_file", write)
+            with pytest.raises(Killed):
+                run(folder, dataset)
+        if stop < 2 * num_writes - 1:  # the last stop comes after the index was renamed into its place
+            with pytest.raises(ConfigError, match=r"not finished|holds no latents"):
+                LatentShards.open(folder)
+        run(folder, dataset)
+        assert hashes(folder) == expected, stop
+    assert count == num_writes
+
+
+def test_a_rerun_encodes_only_what_is_missing(tmp_path: Path) -> None:
+    encoded: list[int] = []
+    writer = begin(tmp_path)
+    run(tmp_path, rank=1, world_size=2)  # the second of three shards
+    assert writer.missing() == [0, 2]
+    run(tmp_path, report=encoded.append)
+    assert sum(encoded) == 7
+    before = hashes(tmp_path)
+    index = run(tmp_path, report=encoded.append)
+    assert index is not None and sum(encoded) == 7 and hashes(tmp_path) == before
+
+
+def test_lost_and_short_shards_and_labels_of_a_finished_folder_are_repaired(tmp_path: Path) -> None:
+    dataset = Noise(broken=(5,))
+    run(tmp_path, dataset)
+    before = hashes(tmp_path)
+    for damage in (
+        lambda: (tmp_path / shard_file(1)).unlink(),
+        lambda: os.truncate(tmp_path / shard_file(2), 100),
+        lambda: (tmp_path / "labels.npy").unlink(),
+        lambda: [path.unlink() for path in tmp_path.glob("shard-*")],
+    ):
+        damage()
+        assert run(tmp_path, dataset) is not None
+        assert hashes(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"dtype": "int8"}, "dtype is bf16 there and int8 here"),
+        ({"flipped": False}, "flipped is True there and False here"),
+        ({"posterior": True}, "posterior is False there and True here"),
+        ({"shard_size": 5}, "shard_size is 4 there and 5 here"),
+        ({"crop": "adm"}, "crop is center there and adm here"),
+        ({"dataset": Noise(12)}, "num_source_images is 11 there and 12 here"),
+        ({"autoencoder": "other"}, "autoencoder.fingerprint is corners-1 there and corners-2 here"),
+    ],
+)
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_other_settings_are_refused_by_name(
+    tmp_path: Path, settings: dict[str, Any], line: str, is_finished: bool
+) -> None:
+    if settings.get("autoencoder") == "other":
+        settings = {"autoencoder": Corners()}
+        settings["autoencoder"].fingerprint = "corners-2"
+    run(tmp_path, rank=0, world_size=1 if is_finished else 2)
+    before = hashes(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        run(tmp_path, **settings)
+    assert str(error.value) == (
+        f"{tmp_path} holds latents with other settings: {line}. Use its settings to go on with it, else another folder"
+    )
+    assert hashes(tmp_path) == before
+
+
+def test_another_list_of_images_is_refused(tmp_path: Path) -> None:
+    dataset, renamed = Noise(), Noise()
+    dataset.source, renamed.source = "paths-1", "paths-2"  # type: ignore[attr-defined]
+    run(tmp_path, dataset)
+    with pytest.raises(ConfigError, match="source is paths-1 there and paths-2 here"):
+        begin(tmp_path, renamed)
+
+
+def test_another_precision_of_the_autoencoder_is_refused(tmp_path: Path) -> None:
+    run(tmp_path)
+    other = Corners()
+    other.dtype = torch.bfloat16
+    with pytest.raises(ConfigError, match=r"autoencoder.dtype is float32 there and bfloat16 here"):
+        begin(tmp_path, autoencoder=other)
+
+
+def test_a_rank_that_looks_while_another_finishes_has_nothing_left_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finishing = begin(tmp_path)
+    encode_all_but_the_index(finishing, monkeypatch)
+    late = begin(tmp_path)
+    finishing.finalise()
+    assert late.missing() == []
+    assert late.finalise() is not None
+    assert sorted(hashes(tmp_path)) == ["index.json", "labels.npy", *(shard_file(number) for number in range(3))]
+
+
+def encode_all_but_the_index(writer: LatentWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "finalise", lambda: None)
+        encode(
+            Noise(),
+            Corners(),
+            writer,
+            rank=Rank(0, 0, 1),
+            batch_size=3,
+            num_workers=0,
+            prefetch_factor=2,
+            report=lambda count: None,
+        )
+
+
+def test_a_folder_of_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "n01440764").mkdir()
+    with pytest.raises(ConfigError, match="holds other files; latents need a folder of their own"):
+        run(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["n01440764"]
+
+
+def test_without_a_readable_image_there_is_no_index(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no readable image among 5; images/0\.png: not a"):
+        run(tmp_path, Noise(5, broken=(0, 1, 2, 3, 4)))
+    assert not (tmp_path / "index.json").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_latents_that_are_not_finite_are_refused(tmp_path: Path, dtype: str) -> None:
+    autoencoder = Corners()
+    autoencoder.times = float("nan")
+    with pytest.raises(
+        ConfigError, match=r"autoencoder\.dtype = none: the autoencoder gives numbers that are not finite"
+    ):
+        run(tmp_path, autoencoder=autoencoder, dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == ["encoding.json"]
+
+
+def test_an_error_of_the_dataset_is_one_line_with_and_without_workers(tmp_path: Path) -> None:
+    class Refusing(Noise):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            raise ConfigError("dataset.root_dir: is gone")
+
+    for num_workers in (0, 1):
+        with pytest.raises(ConfigError) as error:
+            run(tmp_path, Refusing(), num_workers=num_workers)
+        assert str(error.value) == "dataset.root_dir: is gone"
+
+
+def test_a_full_disk_is_one_line_and_leaves_whole_shards_only(tmp_path: Path) -> None:
+    dataset = Noise(11, broken=(0, 1, 2))  # the first shard is the smallest
+    run(tmp_path / "undisturbed", dataset)
+    sizes = [(tmp_path / "undisturbed" / shard_file(number)).stat().st_size for number in range(3)]
+    assert sizes[0] < sizes[1]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sizes[1] - 1, limits[1]))
+    try:
+        with pytest.raises(ConfigError) as error:
+            run(tmp_path / "full", dataset)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(error.value) == (
+        f"the disk is full: {tmp_path / 'full' / shard_file(1)} cannot be written (File too large); make room and "
+        "rerun the same command, the shards that are whole stay"
+    )
+    found = sorted(path.name for path in (tmp_path / "full").iterdir())
+    assert found == [".lock", "encoding.json", "shard-00000.json", shard_file(0)]
+    run(tmp_path / "full", dataset)
+    assert hashes(tmp_path / "full") == hashes(tmp_path / "undisturbed")
+
+
+def test_images_that_do_not_fit_the_autoencoder_are_refused(tmp_path: Path) -> None:
+    dataset = Noise()
+    dataset.sample_shape = (3, 4, 5)
+    with pytest.raises(ConfigError, match=r"dataset.image_size = \[4, 5\]: must be a multiple of 2"):
+        run(tmp_path, dataset)
+    dataset.sample_shape = (1, 4, 6)
+    with pytest.raises(ConfigError, match="corners reads 3 channel\\(s\\), and noise has 1"):
+        run(tmp_path, dataset)
+    autoencoder = Corners()
+    autoencoder.has_posterior = False
+    with pytest.raises(ConfigError, match="--posterior = true: corners gives no variance; leave it out"):
+        run(tmp_path, autoencoder=autoencoder, posterior=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+# The script
+
+
+DIGITS = ["--dataset.dataset_name=digits", "--autoencoder.name=haar", "--dataset.num_workers=0"]
+
+
+def test_a_dataset_becomes_two_folders_that_verify(run_script: RunScript, tmp_path: Path) -> None:
+    code, output, errors = run_script(SCRIPT, "out", *DIGITS, "--shard_size=500")
+    assert (code, errors) == (0, "")
+    assert [line.split(";")[0] for line in output.splitlines()] == [
+        "out/train: complete, 1,498 latents of 16 x 2 x 2 in 0.2 MB",
+        "out/validation: complete, 299 latents of 16 x 2 x 2 in 0.0 MB",
+    ]
+    assert "images/s" in output
+    code, output, errors = run_script(SCRIPT, "out", *DIGITS, "--shard_size=500")
+    assert (code, errors) == (0, "") and "images/s" not in output, "nothing was left to do"
+    assert run_script(SCRIPT, "out", "--verify") == (
+        0,
+        "out/train: 1,498 latents in 3 shards, all as they were encoded\n"
+        "out/validation: 299 latents in 1 shards, all as they were encoded\n",
+        "",
+    )
+    (tmp_path / "out" / "validation" / "labels.npy").unlink()
+    (tmp_path / "out" / "train" / shard_file(2)).unlink()
+    code, output, errors = run_script(SCRIPT, "out", "--verify")
+    assert (code, output) == (2, "")
+    assert errors.splitlines() == [
+        "error: out/train/shard-00002.safetensors is missing; rerun the command that encoded it",
+        "error: out/validation/labels.npy is missing; rerun the command that encoded it",
+    ]
+
+
+def test_mirrored_latents_are_stored_of_training_images_where_the_dataset_allows(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    (tmp_path / "photos").mkdir()
+    for number in range(6):
+        Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(tmp_path / "photos" / f"{number}.png")
+    folder = ["--dataset.dataset_name=folder", "--dataset.root_dir=photos", "--dataset.image_size=8"]
+    folder += ["--autoencoder.name=haar", "--dataset.num_workers=0"]
+    assert run_script(SCRIPT, "a", *folder)[0] == run_script(SCRIPT, "b", *folder, "--no_flip", "--split=train")[0] == 0
+    assert [read_index(tmp_path / name).flipped for name in ("a/train", "a/validation", "b/train")] == [
+        True,
+        False,
+        False,
+    ]
+    assert not (tmp_path / "b" / "validation").exists()
+
+
+def test_a_corrupt_file_is_counted_whatever_corrupt_images_says(run_script: RunScript, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for number in range(4):
+        Image.new("RGB", (8, 8)).save(tmp_path / "photos" / f"{number}.png")
+    (tmp_path / "photos" / "4.png").write_bytes(b"no image")
+    flags = ["--dataset.dataset_name=folder", "--dataset.root_dir=photos", "--dataset.image_size=8", "--split=train"]
+    code, output, errors = run_script(SCRIPT, "out", *flags, "--autoencoder.name=haar", "--dataset.num_workers=0")
+    assert (code, errors) == (0, "")
+    assert "1 unreadable images skipped (listed in index.json)" in output
+    skipped = json.loads((tmp_path / "out/train/index.json").read_bytes())["shards"][0]["skipped"]
+    assert len(skipped) == 1 and "photos/4.png: not a readable image" in skipped[0]["reason"]
+
+
+def write_public(path: Path) -> Tensor:
+    latents = torch.randint(-127, 128, (10, 16, 2, 2), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    save_file({"latents": latents, "labels": (torch.arange(10) % 4).short()}, path)
+    return latents
+
+
+def test_the_public_file_is_converted_exactly(run_script: RunScript, tmp_path: Path) -> None:
+    latents = write_public(tmp_path / "imagenet_ci8x8.safetensors")
+    code, output, errors = run_script(SCRIPT, "out", "--convert=imagenet_ci8x8.safetensors", "--shard_size=4")
+    assert (code, errors) == (0, "")
+    assert output.startswith("out/train: complete, 10 latents of 16 x 2 x 2 in 0.0 MB")
+    converted, public = (
+        LatentShards.open(tmp_path / "out/train"),
+        LatentShards.open(tmp_path / "imagenet_ci8x8.safetensors"),
+    )
+    rows, flips = np.arange(10), np.zeros(10, dtype=bool)
+    assert torch.equal(converted.read(rows, flips)["latent"], latents)
+    assert torch.equal(converted.read(rows, flips)["latent_scale"], public.read(rows, flips)["latent_scale"])
+    assert converted.labels is not None and converted.labels.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert converted.index.mean == pytest.approx(public.index.mean, abs=1e-6)
+    same = ("autoencoder_name", "fingerprint", "class_names", "image_size", "dtype", "flipped")
+    assert all(getattr(converted.index, name) == getattr(public.index, name) for name in same)
+    assert len(converted.index.shards) == 3
+    assert verify(tmp_path / "out/train") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "the following arguments are required: out"),
+        (["--dtype=int8"], "OUT, the folder to write, comes first: encode_latents.py OUT --dataset.dataset_name NAME"),
+        (["out", "--dtyp=int8"], "--dtyp is no option of this script; did you mean --dtype?"),
+        (["out", "--shard_size=0"], "--shard_size: '0' must be an integer of at least 1"),
+        (["out", "--split=test"], '--split = "test": must be train, validation or train,validation'),
+        (
+            ["out", "--training.steps=3"],
+            "--training.steps is no option of this script; there are --help, --split, --dtype, --no_flip, --posterior, "
+            "--batch_size, --shard_size, --convert, --verify, --dataset.key, --autoencoder.key",
+        ),
+        (["out"], "autoencoder.name = none: must say which autoencoder encodes the images, haar say"),
+        (
+            ["out", *DIGITS, "--autoencoder.online"],
+            "autoencoder.online = true: is decided when training; leave it out here",
+        ),
+        (
+            ["out", "--autoencoder.name=haar", "--dataset.dataset_name=imagenet_hub", "--dataset.streaming"],
+            "dataset.streaming = true: cannot be encoded: shards need to know their images; download the dataset by "
+            "leaving it out",
+        ),
+        (
+            ["out", "--autoencoder.name=haar", "--dataset.dataset_name=latents"],
+            'dataset.dataset_name = "latents": is encoded already; --convert makes shards of the public ImageNet file',
+        ),
+        (
+            ["out", *DIGITS, "--autoencoder.downsampling=8", "--posterior"],
+            "--posterior = true: haar gives no variance; leave it out",
+        ),
+        (["out", "--convert=gone"], '--convert = "gone": is no file; must be imagenet_ci8x8.safetensors'),
+        (
+            ["out", "--convert=x", "--split=train,validation"],
+            '--split = "train,validation": must be train or validation: a file is one of them',
+        ),
+        (
+            ["gone", "--verify"],
+            'dataset.root_dir = "gone": holds no latents (it has no index.json); encode them with '
+            "scripts/encode_latents.py",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(run_script: RunScript, tmp_path: Path, arguments: list[str], line: str) -> None:
+    assert run_script(SCRIPT, *arguments) == (2, "", f"error: {line}\n")
+    assert list(tmp_path.iterdir()) == [], "nothing half-written"
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(run_script: RunScript, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    code, _, errors = run_script(SCRIPT, "out", *DIGITS)
+    assert (code, errors) == (2, "error: out/train/encoding.json cannot be written: Not a directory\n")
+
+
+def earth_command(out: Path) -> list[str]:
+    flags = ["--dataset.dataset_name=earth", "--autoencoder.name=haar", "--split=train", "--shard_size=64"]
+    return [sys.executable, str(REPOSITORY / SCRIPT), str(out), *flags, "--dataset.num_workers=0", "--batch_size=8"]
+
+
+@pytest.mark.slow
+def test_an_encoding_killed_three_times_at_random_ends_byte_identical(tmp_path: Path) -> None:
+    environment = {**os.environ, **WITHOUT_GPU}
+    subprocess.run(earth_command(tmp_path / "undisturbed"), env=environment, check=True, capture_output=True)
+    draws = random.Random()
+    for _ in range(3):
+        process = subprocess.Popen(earth_command(tmp_path / "killed"), env=environment, stdout=subprocess.DEVNULL)
+        already = len(list((tmp_path / "killed" / "train").glob("shard-*.safetensors")))
+        while len(list((tmp_path / "killed" / "train").glob("shard-*.safetensors"))) <= already + 5:
+            time.sleep(0.01)
+            assert process.poll() is None
+        time.sleep(draws.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with pytest.raises(ConfigError, match="not finished"):
+        LatentShards.open(tmp_path / "killed" / "train")
+    subprocess.run(earth_command(tmp_path / "killed"), env=environment, check=True, capture_output=True)
+    assert hashes(tmp_path / "killed") == hashes(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_write_the_bytes_of_one_process(tmp_path: Path, run_distributed: RunDistributed) -> None:
+    subprocess.run(earth_command(tmp_path / "one"), env={**os.environ, **WITHOUT_GPU}, check=True, capture_output=True)
+    for world_size in (2, 4):
+        flags = earth_command(tmp_path / str(world_size))[2:]
+        result = run_distributed([SCRIPT, *flags], world_size)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count(": complete, ") >= 1
+        assert hashes(tmp_path / str(world_size)) == hashes(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_a_rank_is_one_line_of_its_own(tmp_path: Path, run_distributed: RunDistributed) -> None:
+    """The second shard, which rank 1 writes, is a folder already: it alone cannot write."""
+    target = tmp_path / "out" / "train"
+    LatentWriter(target, describe_encoding_of_earth()).open()
+    (target / shard_file(1)).mkdir()
+    result = run_distributed([SCRIPT, *earth_command(tmp_path / "out")[2:]], 2)
+    assert result.returncode != 0
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert lines == [f"error: rank 1: {target / shard_file(1)} cannot be written: Is a directory"]
+
+
+def describe_encoding_of_earth() -> Encoding:
+    from data import build_dataset
+    from torchditan import config as options
+    from torchditan.autoencoders import open_autoencoder
+
+    dataset = build_dataset(options.Dataset(dataset_name="earth"), split="train")
+    autoencoder = open_autoencoder(options.Autoencoder(name="haar"), device=torch.device("cpu"))
+    return describe_encoding(
+        dataset,
+        autoencoder,
+        split="train",
+        crop="center",
+        dtype="bf16",
+        flipped=True,
+        posterior=False,
+        shard_size=64,
+    )

@@ -1,0 +1,438 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Shards of latents: what is read is what was written, at any size, and what is wrong with a folder is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save, save_file
+
+from torchditan.autoencoders import latent_index
+from torchditan.autoencoders.latent_index import Encoding, LatentIndex, index_to_json, read_index
+from torchditan.autoencoders.latent_shards import LatentShards, to_sample, verify
+from torchditan.autoencoders.latent_writer import LatentWriter, Shard, shard_file
+from torchditan.config import ConfigError
+
+SHAPE = (4, 2, 3)
+ENCODING = Encoding(
+    dataset="made up",
+    split="train",
+    num_source_images=10,
+    source=None,
+    image_size=(16, 24),
+    crop="center",
+    autoencoder_name="none",
+    autoencoder_path=None,
+    downsampling=8,
+    fingerprint="none-1",
+    image_channels=3,
+    autoencoder_dtype=None,
+    latent_shape=SHAPE,
+    dtype="bf16",
+    flipped=True,
+    posterior=True,
+    shard_size=4,
+    class_names=("a", "b", "c"),
+    published_shift=None,
+    published_scale=None,
+)
+
+
+def write(folder: Path, shards: list[dict[str, torch.Tensor]], **settings: Any) -> LatentIndex:
+    encoding = dataclasses.replace(ENCODING, num_source_images=4 * len(shards), **settings)
+    writer = LatentWriter(folder, encoding)
+    writer.open()
+    for number, tensors in enumerate(shards):
+        writer.write(number, Shard(tensors, ()))
+    index = writer.finalise()
+    assert index is not None
+    return index
+
+
+def make(count: int, number: int, *, dtype: str = "bf16") -> dict[str, torch.Tensor]:
+    """A shard of `count` random latents."""
+    draws = torch.Generator().manual_seed(number)
+    tensors: dict[str, torch.Tensor] = {
+        name: torch.randn(count, *SHAPE, generator=draws).bfloat16()
+        for name in ("latents", "latents_flipped", "logvar", "logvar_flipped")
+    }
+    if dtype == "int8":
+        for name in ("latents", "latents_flipped"):
+            tensors[name] = torch.randint(-127, 128, (count, *SHAPE), generator=draws, dtype=torch.int8)
+        tensors["scale"] = torch.rand(SHAPE[0], generator=draws) + 0.1
+    tensors["labels"] = torch.arange(count) % 3
+    tensors["index"] = torch.arange(4 * number, 4 * number + count)
+    return tensors
+
+
+COUNTS = (4, 0, 3, 4)
+"""Latents of four shards: in the second no image was readable, in the third one was not."""
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_any_batch_is_read_as_it_was_written(tmp_path: Path, dtype: str) -> None:
+    written = [make(count, number, dtype=dtype) for number, count in enumerate(COUNTS)]
+    write(tmp_path, written, dtype=dtype)
+    shards = LatentShards.open(tmp_path)
+    assert len(shards) == 11
+    draws = np.random.default_rng(0)
+    indices, flips = draws.integers(0, 11, size=64), draws.random(64) < 0.5
+    read = shards.read(indices, flips, with_logvar=True)
+    for name in ("latents", "logvar"):
+        both = [torch.cat([shard[f"{name}{suffix}"] for shard in written]) for suffix in ("", "_flipped")]
+        expected = torch.stack([both[int(flip)][index] for index, flip in zip(indices, flips, strict=True)])
+        assert torch.equal(read[{"latents": "latent", "logvar": "logvar"}[name]], expected)
+    assert np.array_equal(np.asarray(shards.labels), torch.cat([shard["labels"] for shard in written]).numpy())
+    assert ("latent_scale" in read) == (dtype == "int8")
+    if dtype == "int8":
+        owners = np.repeat([0, 2, 3], [4, 3, 4])[indices]
+        assert torch.equal(read["latent_scale"], torch.stack([written[owner]["scale"] for owner in owners]))
+
+
+def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
+    write(tmp_path, [make(4, 0)])
+    assert set(LatentShards.open(tmp_path).read(np.arange(4), np.zeros(4, dtype=bool))) == {"latent"}
+
+
+def test_statistics_are_those_of_the_latents_as_they_are_read(tmp_path: Path) -> None:
+    for dtype in ("bf16", "int8"):
+        folder = tmp_path / dtype
+        index = write(folder, [make(count, number, dtype=dtype) for number, count in enumerate(COUNTS)], dtype=dtype)
+        shards = LatentShards.open(folder)
+        rows = np.arange(11)
+        zero, one = torch.zeros(4), torch.ones(4)
+        read = [to_sample(shards.read(rows, np.full(11, flip)), shift=zero, scale=one) for flip in (False, True)]
+        values = torch.cat(read).double().transpose(0, 1).flatten(1)
+        torch.testing.assert_close(torch.tensor(index.mean).double(), values.mean(1), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(torch.tensor(index.std).double(), values.std(1, correction=0), atol=1e-6, rtol=1e-5)
+        assert index.shift == index.mean and index.scale == tuple(1 / std for std in index.std)
+        assert index.normalization == "statistics"
+
+
+def test_a_published_normalisation_goes_before_statistics(tmp_path: Path) -> None:
+    index = write(tmp_path, [make(4, 0)], published_shift=(0.5,) * 4, published_scale=(2.0,) * 4)
+    assert (index.shift, index.scale, index.normalization) == ((0.5,) * 4, (2.0,) * 4, "published")
+    assert index.mean != index.shift
+
+
+def test_a_channel_without_variance_is_not_divided_by_zero(tmp_path: Path) -> None:
+    tensors = make(4, 0)
+    for name in ("latents", "latents_flipped"):
+        tensors[name][:, 1] = 3.0
+    index = write(tmp_path, [tensors])
+    assert (index.shift[1], index.scale[1]) == (3.0, 1.0)
+
+
+def test_a_sample_is_dequantised_drawn_and_normalised() -> None:
+    shift, scale = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 4.0])
+    raw = {
+        "latent": torch.tensor([[[[10]], [[-20]]]], dtype=torch.int8),
+        "latent_scale": torch.tensor([[0.5, 0.1]]),
+        "logvar": torch.tensor([[[[2.0]], [[-400.0]]]]).bfloat16(),
+    }
+    mean = to_sample(raw, shift=shift, scale=scale)
+    torch.testing.assert_close(mean.flatten(), torch.tensor([(5 - 1) * 0.5, (-2 + 2) * 4.0]))
+    noise = torch.tensor([[[[3.0]], [[1e6]]]])
+    drawn = to_sample(raw, shift=shift, scale=scale, posterior_noise=noise)
+    expected = [(5 + np.exp(1.0) * 3 - 1) * 0.5, np.exp(-15.0) * 1e6 * 4.0]  # logvar is clamped to -30
+    torch.testing.assert_close(drawn.flatten(), torch.tensor(expected, dtype=torch.float32))
+
+
+def test_a_worker_that_is_not_forked_opens_the_files_itself(tmp_path: Path) -> None:
+    write(tmp_path, [make(4, 0), make(4, 1)])
+    shards = LatentShards.open(tmp_path)
+    rows, flips = np.arange(8), np.arange(8) % 2 == 0
+    expected = shards.read(rows, flips)["latent"]
+    pickled = pickle.dumps(shards)
+    assert len(pickled) < 500
+    assert torch.equal(pickle.loads(pickled).read(rows, flips)["latent"], expected)
+
+
+def test_more_shards_than_open_files_are_read(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    tensors = make(1, 0)
+    data = save(tensors)
+    index = write(tmp_path, [tensors], shard_size=4)
+    shards = []
+    for number in range(400):
+        (tmp_path / shard_file(number)).write_bytes(data)
+        shards.append(dataclasses.replace(index.shards[0], file=shard_file(number)))
+    many = dataclasses.replace(index, num_images=400, shards=tuple(shards))
+    (tmp_path / "index.json").write_text(json.dumps(index_to_json(many)))
+    np.save(tmp_path / "labels.npy", np.zeros(400, dtype=np.int32))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, limits[1]))
+        read = LatentShards.open(tmp_path).read(np.arange(400), np.zeros(400, dtype=bool))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert torch.equal(read["latent"], tensors["latents"].expand(400, *SHAPE))
+
+
+def private_memory() -> int:
+    """Bytes that this process shares with no file."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
+
+
+def test_imagenet_opens_in_a_moment_and_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+    """1.28 M entries in 160 shards; the files are holes of the right size."""
+    num_images, num_shards, shape = 1_281_167, 160, (4, 32, 32)
+    shard_size = -(-num_images // num_shards)
+    row = 2 * int(np.prod(shape))
+    small = write(tmp_path, [make(4, 0)])
+    records = []
+    for number in range(num_shards):
+        count = min(shard_size, num_images - number * shard_size)
+        header = json.dumps(
+            {
+                name: {
+                    "dtype": "BF16",
+                    "shape": [count, *shape],
+                    "data_offsets": [i * count * row, (i + 1) * count * row],
+                }
+                for i, name in enumerate(("latents", "latents_flipped"))
+            }
+        ).encode()
+        size = 8 + len(header) + 2 * count * row
+        with open(tmp_path / shard_file(number), "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(size)
+        records.append(dataclasses.replace(small.shards[0], file=shard_file(number), num_images=count, bytes=size))
+    index = dataclasses.replace(
+        small, num_images=num_images, latent_shape=shape, posterior=False, shards=tuple(records)
+    )
+    (tmp_path / "index.json").write_text(json.dumps(index_to_json(index)))
+    np.lib.format.open_memmap(tmp_path / "labels.npy", mode="w+", dtype=np.int32, shape=(num_images,)).flush()
+    before, start = private_memory(), time.perf_counter()
+    shards = LatentShards.open(tmp_path)
+    assert time.perf_counter() - start < 2
+    indices = np.random.default_rng(0).integers(0, num_images, size=2048)
+    for batch in indices.reshape(8, 256):
+        shards.read(batch, batch % 2 == 0)
+    assert private_memory() - before < 16 * 2**20
+    assert len(shards) == num_images
+
+
+def write_public(path: Path, latents: torch.Tensor, labels: torch.Tensor) -> Path:
+    save_file({"latents": latents, "labels": labels}, path)
+    return path
+
+
+def test_the_public_file_is_read_as_it_is(tmp_path: Path) -> None:
+    latents = torch.randint(-127, 128, (6, 16, 4, 4), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    path = write_public(tmp_path / "imagenet_ci8x8.safetensors", latents, torch.tensor([3, 0, 1, 2, 3, 9]).short())
+    shards = LatentShards.open(path)
+    index = shards.index
+    assert (index.latent_shape, index.image_size, index.num_images) == ((16, 4, 4), (32, 32), 6)
+    assert (index.autoencoder_name, index.fingerprint, index.downsampling) == ("cosmos-ci8x8", None, 8)
+    assert (index.flipped, index.posterior, index.normalization) == (False, False, "statistics")
+    assert len(index.class_names) == 10 and index.class_names[3] == "class 3"
+    raw = shards.read(np.array([5, 2]), np.zeros(2, dtype=bool))
+    sample = to_sample(raw, shift=torch.zeros(16), scale=torch.ones(16))
+    torch.testing.assert_close(sample, latents[[5, 2]].float() * 16 / 255)
+    values = (latents.double() * 16 / 255).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(torch.tensor(index.mean).double(), values.mean(1), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(torch.tensor(index.std).double(), values.std(1, correction=0), atol=1e-6, rtol=1e-5)
+
+
+def test_statistics_of_the_public_file_come_from_evenly_spaced_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchditan.autoencoders.latent_shards._PUBLIC_SAMPLES", 3)
+    latents = torch.arange(7, dtype=torch.int8).reshape(7, 1, 1, 1).expand(7, 2, 1, 1).contiguous()
+    path = write_public(tmp_path / "a.safetensors", latents, torch.zeros(7, dtype=torch.int16))
+    assert LatentShards.open(path).index.mean == pytest.approx([(0 + 2 + 4) / 3 * 16 / 255] * 2)
+
+
+def test_the_public_file_of_imagenets_size_opens_in_a_moment(tmp_path: Path) -> None:
+    """The file is a hole of 21 GB."""
+    count, shape = 1_281_167, (16, 32, 32)
+    end = count * int(np.prod(shape))
+    tensors = {
+        "latents": {"dtype": "I8", "shape": [count, *shape], "data_offsets": [0, end]},
+        "labels": {"dtype": "I16", "shape": [count], "data_offsets": [end, end + 2 * count]},
+    }
+    header = json.dumps(tensors).encode()
+    path = tmp_path / "imagenet_ci8x8.safetensors"
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end + 2 * count)
+    before, start = private_memory(), time.perf_counter()
+    assert len(LatentShards.open(path)) == count
+    assert time.perf_counter() - start < 2
+    assert private_memory() - before < 128 * 2**20
+
+
+def refuse(path: Path, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        LatentShards.open(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"latents": torch.zeros(2, 4, 4, 4)}, r"must hold int8 `latents`.*it has latents F32 \[2, 4, 4, 4\]"),
+        ({"latents": torch.zeros(2, 4, 4, 4, dtype=torch.int8)}, "integer `labels`"),
+        ({"latents": torch.zeros(2, 4, dtype=torch.int8), "labels": torch.zeros(2).short()}, "must hold int8"),
+        ({"latents": torch.zeros(2, 4, 4, 4, dtype=torch.int8), "labels": torch.zeros(3).short()}, "must hold int8"),
+        ({"latents": torch.zeros(0, 4, 4, 4, dtype=torch.int8), "labels": torch.zeros(0).short()}, "holds no latents"),
+    ],
+)
+def test_another_safetensors_file_is_refused(tmp_path: Path, tensors: dict[str, torch.Tensor], message: str) -> None:
+    save_file(tensors, tmp_path / "a.safetensors")
+    refuse(tmp_path / "a.safetensors", message)
+
+
+def test_what_is_no_safetensors_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    for content in (b"", b"\x89PNG", b"\xff" * 64, (2).to_bytes(8, "little") + b"[]"):
+        path.write_bytes(content)
+        refuse(path, "a.safetensors is no safetensors file")
+    whole = save({"latents": torch.zeros(2, 4, 4, 4, dtype=torch.int8), "labels": torch.zeros(2).short()})
+    path.write_bytes(whole[:-1])
+    refuse(path, f"is cut short: it has {len(whole) - 1} bytes, and should have {len(whole)}")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "latents", [make(4, 0), make(4, 1)])
+    return tmp_path / "latents"
+
+
+def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    values = json.loads((folder / "index.json").read_bytes())
+    change(values)
+    (folder / "index.json").write_text(json.dumps(values))
+
+
+def test_a_missing_or_short_shard_is_named_with_its_repair(folder: Path) -> None:
+    shard = folder / shard_file(1)
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    refuse(folder, f"{shard.name} has {len(content) - 1} bytes, not {len(content)}; rerun the command that encoded it")
+    shard.unlink()
+    refuse(folder, f"{shard.name} is missing; rerun the command that encoded it")
+
+
+def test_missing_and_damaged_labels_are_named(folder: Path) -> None:
+    np.save(folder / "labels.npy", np.zeros(3, dtype=np.int32))
+    refuse(folder, "labels.npy has 3 labels, not 8; rerun")
+    (folder / "labels.npy").write_bytes(b"x")
+    refuse(folder, "labels.npy is damaged; rerun")
+    (folder / "labels.npy").unlink()
+    refuse(folder, "labels.npy is missing; rerun")
+
+
+def test_an_index_of_a_newer_version_is_refused(folder: Path) -> None:
+    change_index(folder, lambda values: values.update(format_version=latent_index.FORMAT_VERSION + 1))
+    refuse(folder, "index.json is of format 2, and this TorchDiTan reads up to 1; update TorchDiTan")
+
+
+def test_a_damaged_index_is_named(folder: Path) -> None:
+    for change in (
+        lambda values: values.pop("shards"),
+        lambda values: values.pop("format_version"),
+        lambda values: values["shards"][0].pop("file"),
+        lambda values: values.update(dtype="float8"),
+        lambda values: values.update(autoencoder=None),
+    ):
+        before = (folder / "index.json").read_bytes()
+        change_index(folder, change)
+        refuse(folder, "index.json is damaged")
+        (folder / "index.json").write_bytes(before)
+    (folder / "index.json").write_text('{"format_version": 1,')
+    refuse(folder, "index.json is damaged")
+
+
+def test_a_folder_without_an_index_says_whether_it_is_unfinished(folder: Path) -> None:
+    (folder / "index.json").unlink()
+    refuse(folder, r"holds no latents \(it has no index.json\); encode them with scripts/encode_latents.py")
+    (folder / "encoding.json").write_text("{}")
+    refuse(folder, "its encoding is not finished; rerun the command that encoded it")
+
+
+def test_a_shard_that_is_not_its_indexs_is_named_when_it_is_met(folder: Path) -> None:
+    shard = folder / shard_file(1)
+    content = save({**make(4, 1), "latents": torch.zeros(4, *SHAPE, dtype=torch.float16)})
+    change_index(folder, lambda values: values["shards"][1].update(bytes=len(content)))
+    shard.write_bytes(content)
+    shards = LatentShards.open(folder)
+    shards.read(np.arange(4), np.zeros(4, dtype=bool))
+    with pytest.raises(ConfigError, match=f"{shard.name} is not the shard that its index describes: latents differs"):
+        shards.read(np.array([4]), np.zeros(1, dtype=bool))
+
+
+def test_verify_finds_nothing_wrong_with_what_was_written(folder: Path) -> None:
+    assert verify(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda folder: (folder / shard_file(0)).unlink(), "shard-00000.safetensors is missing; rerun"),
+        (lambda folder: append(folder / shard_file(1), b"x"), "shard-00001.safetensors has [0-9]+ bytes, not"),
+        (lambda folder: flip_last_bit(folder / shard_file(1)), "shard-00001.safetensors is not what was encoded"),
+        (lambda folder: (folder / "notes.txt").write_text("x"), "notes.txt does not belong to these latents"),
+        (lambda folder: (folder / "labels.npy").unlink(), "labels.npy is missing"),
+        (lambda folder: np.save(folder / "labels.npy", np.zeros(8, np.int32)), "labels.npy differs from the labels in"),
+        (lambda folder: (folder / "index.json").unlink(), "holds no latents"),
+    ],
+)
+def test_verify_names_what_is_wrong(folder: Path, damage: Callable[[Path], Any], problem: str) -> None:
+    damage(folder)
+    (found,) = verify(folder)
+    assert re.search(problem, found), found
+    assert str(folder) in found and "\n" not in found
+
+
+def test_verify_names_labels_without_a_class(tmp_path: Path) -> None:
+    write(tmp_path, [make(4, 0)], class_names=("a", "b"))
+    (found,) = verify(tmp_path)
+    assert found.endswith("labels.npy has labels outside 0 to 1, its classes")
+
+
+def append(path: Path, data: bytes) -> None:
+    path.write_bytes(path.read_bytes() + data)
+
+
+def flip_last_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_index_and_json_say_the_same(folder: Path) -> None:
+    index = read_index(folder)
+    assert latent_index.index_from_json(json.loads(json.dumps(index_to_json(index))), where=folder) == index
+
+
+def test_the_loader_benchmark_compares_with_plain_reads(tmp_path: Path) -> None:
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "latent_loader.py"
+    flags = ["--num_images=64", "--shard_size=16", "--batch_size=8", "--num_batches=4", "--rounds=1", "--num_workers=0"]
+    command = [sys.executable, str(script), *flags, f"--folder={tmp_path}", f"--out={tmp_path / 'x.json'}"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads((tmp_path / "x.json").read_bytes())["rows"]
+    assert [row["variant"].split(",")[0] for row in rows] == [
+        "plain",
+        "shards",
+        "shards and labels",
+        "stream",
+        "stream",
+    ]
+    assert all(row["images_per_second"] > 0 for row in rows) and rows[0]["of_plain"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"], "the latents are gone"

@@ -1,0 +1,347 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Training in a latent space: stored latents and online encoding through the trainer, pictures, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from course_toml import COURSE_TOML
+from PIL import Image
+from safetensors.torch import save_file
+
+from torchditan import config as options
+from torchditan.autoencoders import latent_space
+from torchditan.autoencoders.latent_space import build_sample_space, decode_latents
+from torchditan.config import ConfigError
+from torchditan.evaluation.image_grid import save_grid
+from torchditan.run_directory import read_config, read_metrics
+from torchditan.stream import BatchPlan, TrainingStream
+
+if TYPE_CHECKING:
+    from tests.conftest import RunDistributed, RunScript
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+TINY = [
+    "--model.flavor=debugmodel",
+    "--model.patch_size=1",
+    "--dataset.num_workers=0",
+    "--training.mixed_precision_param=float32",
+    "--training.global_batch_size=16",
+    "--training.steps=6",
+    "--optimizer.lr=1e-3",
+    "--metrics.log_freq=1",
+    "--sampling.num_steps=2",
+    "--sampling.images_per_class=2",
+    "--sampling.max_classes=3",
+]
+
+
+def in_own_process(script: str, *arguments: Any, cwd: Path) -> str:
+    """What a script of the repository printed."""
+    command = [sys.executable, str(REPOSITORY / script), *map(str, arguments)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def job(run: Path, *flags: str) -> list[str]:
+    return [*TINY, *flags, f"--job.dump_folder={run.parent}", f"--metrics.experiment_name={run.name}"]
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The digits in haar latents, (4, 4, 4) each."""
+    folder = tmp_path_factory.mktemp("latents")
+    source = ["--dataset.dataset_name=digits", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]
+    source += ["--dataset.horizontal_flip=true"]
+    in_own_process("scripts/encode_latents.py", folder / "digits", *source, cwd=folder)
+    return folder / "digits"
+
+
+def open_latents(folder: Path, **settings: Any) -> Any:
+    from data import build_dataset
+
+    section = options.Dataset(dataset_name="latents", root_dir=str(folder), **settings)
+    return build_dataset(section, split="train")
+
+
+@pytest.fixture(scope="module")
+def stored_run(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("stored") / "run"
+    flags = ["--dataset.dataset_name=latents", f"--dataset.root_dir={latents}", "--validation.freq=3"]
+    flags += ["--checkpoint.enable_checkpoint", "--dataset.horizontal_flip=false"]
+    assert "on latents" in in_own_process("train.py", *job(run, *flags), cwd=run.parent)
+    return run
+
+
+def test_a_run_on_stored_latents_trains_and_draws_pictures(stored_run: Path) -> None:
+    records = read_metrics(stored_run)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert "validation_loss" in records[-1] and "encoding_percent" not in records[-1]
+    assert is_picture(stored_run / "samples" / "step_00000006.png")
+
+
+def is_picture(path: Path) -> bool:
+    """Digits of 8 px are shown at 64; a grid of bare latents would show 4 x 4 cells of 16."""
+    grid = np.asarray(Image.open(path).convert("L"), dtype=np.int16)
+    cells = grid[100:, 100:]
+    edges = np.abs(np.diff(cells, axis=1)).max(axis=0) > 24  # columns where something changes
+    places = np.flatnonzero(edges)
+    return 8 in np.diff(places)  # neighbouring pixels of an enlarged digit
+
+
+def test_a_run_on_latents_says_all_that_decoding_needs(stored_run: Path, latents: Path) -> None:
+    section = read_config(stored_run)["config"]["autoencoder"]
+    index = open_latents(latents).index
+    assert (section["name"], section["downsampling"], section["fingerprint"]) == ("haar", 2, index.fingerprint)
+    assert section["shift"] == list(index.shift) and section["scale"] == list(index.scale)
+
+
+def test_online_encoding_follows_the_curve_of_stored_latents(
+    stored_run: Path, tmp_path: Path, run_script: RunScript
+) -> None:
+    stored = read_config(stored_run)["config"]["autoencoder"]
+    flags = ["--autoencoder.online", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]
+    flags += [f"--autoencoder.{key}={','.join(map(str, stored[key]))}" for key in ("shift", "scale")]
+    flags += ["--dataset.dataset_name=digits", "--dataset.horizontal_flip=false"]
+    result = run_script("train.py", *job(tmp_path / "online", *flags))
+    assert result.code == 0, result.err
+    assert "1x8x8, encoded to 4x4x4" in result.out
+    for online, offline in zip(read_metrics(tmp_path / "online"), read_metrics(stored_run), strict=True):
+        assert online["loss"] == pytest.approx(offline["loss"], rel=2e-3), "bf16 shards round by 2^-9"
+        assert 0 < online["encoding_percent"] < 100
+        if online["step_time_s"]:
+            by_speed = online["tflops_per_device"] / online["images_per_second"]
+            assert by_speed == pytest.approx(offline["tflops_per_device"] / offline["images_per_second"]), "model only"
+    assert is_picture(tmp_path / "online" / "samples" / "step_00000006.png")
+
+
+def test_an_online_run_resumes_and_its_model_generates_pictures(tmp_path: Path, run_script: RunScript) -> None:
+    flags = ["--dataset.dataset_name=digits", "--autoencoder.online", "--autoencoder.name=haar"]
+    flags += ["--autoencoder.downsampling=2", "--autoencoder.shift=0", "--autoencoder.scale=1"]
+    flags += ["--checkpoint.enable_checkpoint", "--metrics.enable_sampling=false"]
+    assert run_script("train.py", *job(tmp_path / "run", *flags, "--training.steps=4")).code == 0
+    result = run_script("train.py", *job(tmp_path / "run", *flags))
+    assert "resumed at step 4" in result.out, result.err
+    drawn = run_script("scripts/generate.py", "run", "--out=grid.png")
+    assert drawn.code == 0, drawn.err
+    assert "decoded in" in drawn.out
+    assert is_picture(tmp_path / "grid.png")
+
+
+def test_a_run_refuses_to_go_on_with_other_latents(stored_run: Path, run_script: RunScript) -> None:
+    source = ["--dataset.dataset_name=digits", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]
+    source += ["--dataset.horizontal_flip=true", "--dtype=int8"]
+    assert run_script("scripts/encode_latents.py", "other", *source).code == 0
+    flags = ["--dataset.dataset_name=latents", "--dataset.root_dir=other", "--validation.freq=3"]
+    flags += ["--checkpoint.enable_checkpoint", "--dataset.horizontal_flip=false"]
+    result = run_script("train.py", *job(stored_run, *flags))
+    assert result.code == 2
+    assert "dataset.fingerprint is latents-" in result.err and result.err.count("\n") == 1
+
+
+def test_latents_that_were_moved_are_the_same_latents(latents: Path, tmp_path: Path) -> None:
+    shutil.copytree(latents, tmp_path / "moved")
+    assert open_latents(tmp_path / "moved").fingerprint == open_latents(latents).fingerprint
+
+
+def test_online_encoding_holds_no_decoder() -> None:
+    from data import build_dataset
+
+    digits = build_dataset(options.Dataset(dataset_name="earth", image_size=[32, 32]), split="validation")
+    section = options.Autoencoder(name="patch", path="earth", online=True)
+    space = build_sample_space(section, digits, device=CPU, needs_decoder=True)
+    assert isinstance(space, latent_space.EncodedPixels)
+    held = {name.split(".")[0] for name, _ in space.autoencoder.network.named_parameters()}  # type: ignore[attr-defined]
+    assert held == {"encoder"}
+    batch = space.prepare({"sample": digits[0]["sample"][None]})
+    assert (space.to_pixels(batch["sample"])[0] - digits[0]["sample"]).abs().mean() < 0.05
+
+
+def test_generate_decodes_latents(stored_run: Path, tmp_path: Path, run_script: RunScript) -> None:
+    result = run_script("scripts/generate.py", stored_run, "--out=grid.png")
+    assert result.code == 0, result.err
+    assert is_picture(tmp_path / "grid.png")
+
+
+@pytest.mark.slow
+def test_one_curve_on_latents_with_any_ranks_and_workers(
+    stored_run: Path, latents: Path, tmp_path: Path, run_distributed: RunDistributed
+) -> None:
+    data = ["--dataset.dataset_name=latents", f"--dataset.root_dir={latents}", "--dataset.horizontal_flip=false"]
+    for world_size, workers in ((2, 2), (4, 0)):
+        name = f"ranks{world_size}"
+        flags = [*data, f"--dataset.num_workers={workers}", "--metrics.enable_sampling=false"]
+        result = run_distributed(["train.py", *job(tmp_path / name, *flags)], world_size)
+        assert result.returncode == 0, result.stderr
+        for here, there in zip(read_metrics(tmp_path / name), read_metrics(stored_run), strict=True):
+            assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
+
+
+def rows(dataset: Any, *, rank: int, world_size: int, num_workers: int) -> dict[int, tuple[bytes, bytes, int]]:
+    plan = BatchPlan(batch_size=24 // world_size, global_batch_size=24, rank=rank, world_size=world_size)
+    stream = TrainingStream(
+        dataset,
+        plan=plan,
+        seed=3,
+        num_classes=10,
+        horizontal_flip=None,
+        corrupt_images="error",
+        num_workers=num_workers,
+        prefetch_factor=2,
+        pin_memory=False,
+    )
+    found = {}
+    for batch, randomness in itertools.islice(stream.batches(1488), 3):  # across the end of the first epoch, 1,498
+        for row, position in enumerate(batch["index"].tolist()):
+            latent = batch["latent"][row].view(torch.uint8).numpy().tobytes()
+            found[position] = (latent, randomness.noise[row].numpy().tobytes(), int(batch["class_label"][row]))
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_ranks_and_workers_read_the_same_bytes(latents: Path, num_workers: int) -> None:
+    dataset = open_latents(latents)
+    alone = rows(dataset, rank=0, world_size=1, num_workers=0)
+    together: dict[int, tuple[bytes, bytes, int]] = {}
+    for rank in range(4):
+        together.update(rows(dataset, rank=rank, world_size=4, num_workers=num_workers))
+    assert alone == together
+    assert sorted(alone) == list(range(1488, 1488 + 72))
+
+
+def test_a_mirrored_sample_is_the_latent_of_the_mirrored_image(latents: Path) -> None:
+    from data import build_dataset
+
+    dataset = open_latents(latents)
+    space = build_sample_space(options.Autoencoder(), dataset, device=CPU, needs_decoder=True)
+    batch = space.prepare(dataset.read_batch(np.array([5, 5]), np.array([False, True])))
+    pictures = space.to_pixels(batch["sample"])
+    real = build_dataset(options.Dataset(dataset_name="digits"), split="train")[5]["sample"]
+    assert (pictures[0] - real).abs().max() < 0.02  # bf16
+    assert (pictures[1] - real.flip(-1)).abs().max() < 0.02
+
+
+def test_no_decoder_is_held_between_grids(latents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[weakref.ref[Any]] = []
+    real_open = latent_space.open_autoencoder
+
+    def remember(*arguments: Any, **keywords: Any) -> Any:
+        autoencoder = real_open(*arguments, **keywords)
+        opened.append(weakref.ref(autoencoder))
+        return autoencoder
+
+    monkeypatch.setattr(latent_space, "open_autoencoder", remember)
+    dataset = open_latents(latents)
+    space = build_sample_space(options.Autoencoder(), dataset, device=CPU, needs_decoder=True)
+    assert space.to_pixels(torch.zeros(2, 3, 4, 4, 4)).shape == (2, 3, 1, 8, 8)
+    gc.collect()
+    assert len(opened) == 2 and all(reference() is None for reference in opened)
+
+
+def test_the_posterior_is_drawn_from_mean_and_variance() -> None:
+    from torchditan.autoencoders.latent_shards import to_sample
+
+    raw = {"latent": torch.full((1, 2, 1, 1), 3.0), "logvar": torch.full((1, 2, 1, 1), float(np.log(4.0)))}
+    noise = torch.tensor([[[[1.0]], [[-1.0]]]])
+    shift, scale = torch.tensor([1.0, 1.0]), torch.tensor([0.5, 1.0])
+    drawn = to_sample(raw, shift=shift, scale=scale, posterior_noise=noise)
+    assert drawn.flatten().tolist() == pytest.approx([(3 + 2 - 1) * 0.5, (3 - 2 - 1) * 1.0])
+
+
+def refused(match: str, *, dataset: Any, needs_decoder: bool = True, **section: Any) -> None:
+    with pytest.raises(ConfigError, match=match) as caught:
+        build_sample_space(options.Autoencoder(**section), dataset, device=CPU, needs_decoder=needs_decoder)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_the_section_cannot_mean_is_refused_in_one_line(latents: Path) -> None:
+    from data import build_dataset
+
+    stored = open_latents(latents)
+    pixels = build_dataset(options.Dataset(dataset_name="digits"), split="train")
+    refused("autoencoder.online = true: latents holds latents", dataset=stored, online=True, name="haar")
+    refused('autoencoder.name = "haar": digits holds pixels; encode them', dataset=pixels, name="haar")
+    refused("autoencoder.name = none: must be given", dataset=pixels, online=True)
+    refused("autoencoder.scale = none: haar publishes no normalisation", dataset=pixels, online=True, name="haar")
+    refused("sample_posterior = true: these latents hold no variance", dataset=stored, sample_posterior=True)
+    normalised = {"shift": [0.0], "scale": [1.0], "online": True, "name": "haar"}
+    refused("sample_posterior = true: haar gives no variance", dataset=pixels, sample_posterior=True, **normalised)
+    refused("autoencoder.scale = .* normalised by their index; leave it out", dataset=stored, scale=[1.0])
+    refused('autoencoder.name = "sd-vae": these latents come from haar', dataset=stored, name="sd-vae")
+    refused("did you mean haar", dataset=stored, name="harr", needs_decoder=False)
+    refused("these latents have 2; leave it out", dataset=stored, downsampling=4)
+    refused("these latents come from haar", dataset=stored, fingerprint="patch-0123456789abcdef")
+
+
+def test_a_decoder_of_other_latents_is_refused(latents: Path) -> None:
+    dataset = open_latents(latents)
+    other = dataclasses.replace(dataset.index, fingerprint="patch-0123456789abcdef")
+    dataset.index = other
+    refused("latents come from patch-0123456789abcdef, this decoder is haar", dataset=dataset, name="haar")
+
+
+def test_a_decoder_that_only_the_latents_name_may_be_missing(latents: Path, tmp_path: Path) -> None:
+    dataset = open_latents(latents)
+    gone = str(tmp_path / "gone")
+    dataset.index = dataclasses.replace(dataset.index, autoencoder_name="patch", autoencoder_path=gone)
+    space = build_sample_space(options.Autoencoder(), dataset, device=CPU, needs_decoder=True)
+    assert space.missing_decoder is not None and "gone" in space.missing_decoder
+    latents_themselves = torch.rand(1, 2, 4, 4, 4)
+    assert torch.equal(space.to_pixels(latents_themselves), latents_themselves)
+    save_grid(tmp_path / "grid.png", latents_themselves.repeat(3, 4, 1, 1, 1), None, ["a", "b", "c"], title="latents")
+    assert not is_picture(tmp_path / "grid.png")
+    refused("gone", dataset=dataset, name="patch", path=gone)
+
+
+def test_channels_that_disagree_with_the_model_are_refused(
+    latents: Path, tmp_path: Path, run_script: RunScript
+) -> None:
+    flags = ["--dataset.dataset_name=latents", f"--dataset.root_dir={latents}", "--model.input_channels=16"]
+    result = run_script("train.py", *job(tmp_path / "run", *flags))
+    assert result.code == 2
+    assert result.err.startswith("error: model.input_channels = 16: ") and "4 channel" in result.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("config", ["llama3_latent_diffusion", "course.toml"])
+def test_the_jobs_of_the_course_project_train_on_the_public_file_as_it_is(
+    tmp_path: Path, config: str, run_script: RunScript
+) -> None:
+    size = 64 if config == "course.toml" else 32
+    latents = torch.randint(-128, 128, (6, 16, size, size), dtype=torch.int8)
+    labels = torch.tensor([0, 999, 5, 5, 1, 2], dtype=torch.int16)
+    save_file({"latents": latents, "labels": labels}, tmp_path / "imagenet_ci8x8.safetensors")
+    (tmp_path / "course.toml").write_text(COURSE_TOML, encoding="utf-8")
+    flags = [f"--job.config_file={config}", "--training.steps=1", "--training.batch_size=2", "--dataset.num_workers=0"]
+    flags += ["--model.flavor=debugmodel", "--model.patch_size=8", "--metrics.enable_sampling=false"]
+    if config == "course.toml":  # its own root_dir is another machine's
+        flags += ["--dataset.dataset_name=imagenet", "--dataset.root_dir=imagenet_ci8x8.safetensors"]
+    result = run_script("train.py", *flags, f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=run")
+    assert result.code == 0, result.err
+    section = read_config(tmp_path / "run")["config"]["autoencoder"]
+    assert section["name"] == "cosmos-ci8x8"
+    values = latents.double() * 16 / 255
+    assert section["shift"] == pytest.approx(values.mean((0, 2, 3)).tolist(), abs=1e-6)
+    assert section["scale"] == pytest.approx((1 / values.std((0, 2, 3), correction=0)).tolist(), rel=1e-6)
+
+
+def test_decoding_keeps_the_leading_dimensions_and_any_batch() -> None:
+    section = options.Autoencoder(name="haar", downsampling=2, shift=[0.0], scale=[1.0])
+    pictures = torch.rand(3, 7, 3, 8, 8) * 2 - 1
+    from torchditan.autoencoders import open_autoencoder
+
+    latents = open_autoencoder(section, device=CPU).encode(pictures.flatten(0, 1)).unflatten(0, (3, 7))
+    assert torch.allclose(decode_latents(section, latents, device=CPU), pictures, atol=1e-5)

@@ -1,0 +1,74 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What the documentation promises of the code: files, options, keys and exit codes that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from torchditan.config_loader import options
+from torchditan.legacy_config import LEGACY_KEYS, RENAMED_KEYS
+from torchditan.metrics import ALWAYS_KEYS
+from torchditan.run_directory import STATES
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = [path for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")) if path.exists()]
+SECTIONS = {option.split(".")[0] for option in options()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"--([a-z_0-9]+\.[a-z_0-9]+)", text))
+    named |= {name for name in re.findall(r"`([a-z_0-9]+\.[a-z_0-9]+)[` ]", text) if name.split(".")[0] in SECTIONS}
+    named = {name for name in named if name.split(".")[0] not in ("axes", "settings", "slurm")}  # of the grid runner
+    files = {name for name in named if name.endswith((".json", ".jsonl", ".py", ".toml"))}
+    assert named - files - options().keys() - LEGACY_KEYS.keys() - RENAMED_KEYS.keys() - {"sampling.key"} == set()
+
+
+def test_one_process_is_started_with_python() -> None:
+    """torchrun is for several ranks: after Ctrl-C it prints a traceback of its own."""
+    files = [page for page in PAGES if page.name not in ("README.md", "LOG.md")]
+    files += (REPOSITORY / "train_configs").rglob("*.toml")
+    wrong = [file.name for file in files if re.search(r"torchrun (?:train|scripts)", file.read_text(encoding="utf-8"))]
+    assert wrong == []
+
+
+def test_the_configuration_page_is_complete() -> None:
+    text = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
+    absent = [name for name in (*ALWAYS_KEYS, *LEGACY_KEYS, *STATES) if f"`{name}`" not in text]
+    assert absent == []
+
+
+def test_the_training_step_names_the_position_that_the_stream_starts_at() -> None:
+    trainer = (REPOSITORY / "torchditan" / "trainer.py").read_text(encoding="utf-8")
+    (position,) = re.findall(r"stream\.batches\(self\.(progress\.\w+)\)", trainer)
+    page = (REPOSITORY / "docs" / "training_step.md").read_text(encoding="utf-8")
+    assert re.findall(r"`(progress\.\w+)` of the training stream", page) == [position]
+
+
+def test_the_training_step_names_functions_that_exist() -> None:
+    page = REPOSITORY / "docs" / "training_step.md"
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "torchditan").rglob("*.py"))
+    names = re.findall(r"`((?:[A-Z][A-Za-z]+|[A-Za-z]+\.[a-z_]+))`", page.read_text(encoding="utf-8"))
+    names = [name for name in names if not name.split(".")[0].islower()]  # options and files are tested above
+    assert len(names) > 5
+    absent = [name for name in names if not re.search(rf"(?:def|class) {name.split('.')[-1]}\b", code)]
+    assert absent == []
+
+
+def test_the_tests_that_pages_name_exist() -> None:
+    """docs/LOG.md is history: it keeps the names of its day."""
+    pages = [*(page for page in PAGES if page.name != "LOG.md"), REPOSITORY / "CONTRIBUTING.md"]
+    named = {name for page in pages for name in re.findall(r"tests/[\w/]+\.py", page.read_text(encoding="utf-8"))}
+    assert named
+    assert [name for name in sorted(named) if not (REPOSITORY / name).exists()] == []

@@ -1,0 +1,124 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The rooms of the house: what may import what, and what stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+OPTIONAL = {
+    "cosmos_tokenizer",
+    "datasets",
+    "diffusers",
+    "huggingface_hub",
+    "pandas",
+    "peft",
+    "plotly",
+    "pyarrow",
+    "submitit",
+    "tensorboard",
+    "torchao",
+    "torchdata",
+    "transformers",
+    "wandb",
+}
+
+
+def imports(file: Path, *, at_top: bool = False) -> set[str]:
+    tree = ast.parse(file.read_text())
+    nodes = tree.body if at_top else list(ast.walk(tree))
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def python_files(folder: str) -> list[Path]:
+    return sorted((REPOSITORY / folder).rglob("*.py"))
+
+
+def test_torchditan_never_imports_data() -> None:
+    for file in python_files("torchditan"):
+        assert not {name for name in imports(file) if name == "data" or name.startswith("data.")}, file
+
+
+@pytest.mark.parametrize("room", ["models", "diffusion", "distributed"])
+def test_inner_rooms_know_no_trainer_no_parser_and_no_logger(room: str) -> None:
+    outer = {f"torchditan.{name}" for name in ("trainer", "config_loader", "metrics", "run_directory", "checkpoint")}
+    for file in python_files(f"torchditan/{room}"):
+        assert not imports(file) & outer, file
+
+
+def test_optional_libraries_are_imported_where_they_are_used() -> None:
+    for file in [*python_files("torchditan"), *python_files("data"), REPOSITORY / "train.py"]:
+        top = {name.split(".")[0] for name in imports(file, at_top=True)}
+        assert not top & OPTIONAL, file
+
+
+def test_importing_the_package_imports_no_torch_and_help_neither() -> None:
+    for command in ("import torchditan", "import torchditan.config_loader, torchditan.verdict"):
+        script = f"import sys; {command}; sys.exit('torch' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY).returncode == 0, command
+
+
+def test_train_py_stays_short() -> None:
+    assert len((REPOSITORY / "train.py").read_text().splitlines()) <= 40
+
+
+def test_the_trainer_stays_short() -> None:
+    assert len((REPOSITORY / "torchditan" / "trainer.py").read_text().splitlines()) <= 350
+
+
+@pytest.mark.parametrize("module", ["trainer", "supervision", "periodic_tasks", "run_checkpoints"])
+def test_the_trainer_and_its_parts_are_complete_after_construction(module: str) -> None:
+    """No method but the constructor creates an attribute, and none asks whether one is there."""
+    text = (REPOSITORY / "torchditan" / f"{module}.py").read_text()
+    assert "in vars(self)" not in text and "hasattr(self" not in text
+    for cls in (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)):
+        methods = {node.name: attributes_set_by(node) for node in cls.body if isinstance(node, ast.FunctionDef)}
+        created = methods.pop("__init__", set())
+        assert not set().union(*methods.values()) - created, cls.name
+
+
+def attributes_set_by(method: ast.FunctionDef) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "train_configs").glob("*.toml")), ids=lambda file: file.stem)
+def test_every_configuration_trains_a_step(file: Path, tmp_path: Path, run_script: RunScript) -> None:
+    """With a small model on random samples: the options of each file go together."""
+    flags = ["--dataset.dataset_name=dummy", "--dataset.image_size=16", "--model.flavor=debugmodel"]
+    flags += ["--training.steps=1", "--training.batch_size=2", "--training.global_batch_size=2"]
+    flags += ["--validation.num_images=2", "--sampling.num_steps=1", "--sampling.max_classes=1"]
+    flags += ["--dataset.num_workers=0", f"--job.dump_folder={tmp_path}"]
+    with file.open("rb") as stream:
+        tables = tomllib.load(stream)
+    if tables["model"].get("path"):  # a published model: weights are drawn, and its latents have 16 channels
+        for module in ("diffusers", "peft", "torchao"):
+            pytest.importorskip(module)
+        flags += ["--model.path=none", "--lora.assistant_path=none", "--model.input_channels=16"]
+        flags += ["--dataset.aspect_buckets=false", "--optimizer.name=AdamW"]
+    result = run_script("train.py", "--job.config_file", file.stem, *flags)
+    assert result.code == 0, result.err
+    assert (tmp_path / file.stem / "metrics.jsonl").exists()

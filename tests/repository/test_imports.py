@@ -1,0 +1,173 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What a job imports of `torchditan` and `data`, measured in its own process, and that imports have no cycle.
+
+`pytest tests/repository/test_imports.py -s` prints the number of files and lines.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+OPTIONAL_PARTS = {
+    "data.captions",
+    "data.hub",
+    "data.latents",
+    "torchditan.ablation",
+    "torchditan.autoencoders",
+    "torchditan.captions",
+    "torchditan.evaluation.reconstruction",
+    "torchditan.imported_run",
+    "torchditan.lora",
+    "torchditan.lora_export",
+    "torchditan.lora_layers",
+    "torchditan.models.published",
+    "torchditan.pipeline_export",
+    "torchditan.plan",
+    "torchditan.precision",
+    "torchditan.trained_model",
+    "torchditan.weights_file",
+}
+"""Modules, and packages with all in them, that a job imports only where an option asks for them."""
+LATENTS = {
+    "data.latents",
+    "torchditan.autoencoders",
+    "torchditan.autoencoders.autoencoder",
+    "torchditan.autoencoders.catalogue",
+    "torchditan.autoencoders.haar",
+    "torchditan.autoencoders.latent_index",
+    "torchditan.autoencoders.latent_shards",
+    "torchditan.autoencoders.latent_space",
+}
+"""What a run on stored haar latents adds."""
+TINY = (
+    "--training.steps=2",
+    "--training.global_batch_size=4",
+    "--dataset.num_workers=0",
+    "--model.flavor=debugmodel",
+    "--model.patch_size=1",
+    "--sampling.num_steps=2",
+    "--sampling.max_classes=2",
+    "--sampling.images_per_class=1",
+    "--validation.num_images=4",
+)
+TRAIN_AND_LIST = """
+import json, runpy, sys
+sys.argv = ["train.py", *sys.argv[1:]]
+try:
+    runpy.run_path("train.py", run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+names = [name for name in sys.modules if name.split(".")[0] in ("data", "torchditan")]
+print(json.dumps({name: sys.modules[name].__file__ for name in names}))
+"""
+
+
+def modules_of(*flags: str) -> dict[str, str]:
+    """Name -> file of all that `python train.py` with these flags imports of this repository."""
+    command = [sys.executable, "-c", TRAIN_AND_LIST, *flags]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
+    run = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    modules: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
+    return modules
+
+
+def belongs_to(name: str, parts: set[str]) -> bool:
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+
+def count_lines(what: str, modules: dict[str, str]) -> tuple[int, int]:
+    lines = sum(len(Path(file).read_text(encoding="utf-8").splitlines()) for file in modules.values())
+    print(f"{what} imports {len(modules)} files, {lines} lines")
+    return len(modules), lines
+
+
+def test_the_quickstart_imports_no_optional_part(tmp_path: Path) -> None:
+    modules = modules_of("--job.config_file=quickstart", *TINY, f"--job.dump_folder={tmp_path}")
+    assert (tmp_path / "quickstart" / "samples" / "step_00000002.png").exists()  # it sampled too
+    assert sorted(name for name in modules if belongs_to(name, OPTIONAL_PARTS)) == []
+    assert sorted(name for name in modules if name.startswith("data")) == ["data", "data.digits", "data.options"]
+    files, lines = count_lines("the quickstart", modules)
+    assert files <= 66  # ceilings: what is new has to be needed by every job
+    assert lines <= 11_000
+
+
+def test_a_run_on_latents_imports_only_its_own_autoencoder(tmp_path: Path) -> None:
+    encode = [sys.executable, "scripts/encode_latents.py", str(tmp_path / "latents"), "--dataset.dataset_name=digits"]
+    encode += ["--autoencoder.name=haar", "--autoencoder.downsampling=2"]
+    subprocess.run(encode, cwd=REPOSITORY, check=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    data = ("--dataset.dataset_name=latents", f"--dataset.root_dir={tmp_path / 'latents'}")
+    modules = modules_of("--job.config_file=quickstart", *TINY, *data, f"--job.dump_folder={tmp_path}")
+    assert {name for name in modules if belongs_to(name, OPTIONAL_PARTS)} == LATENTS
+    count_lines("a run on latents", modules)
+
+
+def imports_of(tree: ast.AST, known: set[str]) -> set[str]:
+    """Modules of `known` that a file imports: at the top, in a function, or for type checkers only."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert node.level == 0, "imports name the whole module"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & known or {node.module}
+    return found & known
+
+
+def import_graph() -> dict[str, set[str]]:
+    files = {}
+    for file in [*(REPOSITORY / "torchditan").rglob("*.py"), *(REPOSITORY / "data").rglob("*.py")]:
+        name = ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
+        files[name.removesuffix(".__init__")] = file
+    return {name: imports_of(ast.parse(file.read_text(encoding="utf-8")), set(files)) for name, file in files.items()}
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str] | None:
+    """Modules that import each other in a circle, the first one again at the end; None where there are none."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str] | None:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return None
+        for imported in sorted(graph[name]):
+            if (cycle := visit(imported, [*path, name])) is not None:
+                return cycle
+        done.add(name)
+        return None
+
+    for name in sorted(graph):
+        if (cycle := visit(name, [])) is not None:
+            return cycle
+    return None
+
+
+def test_imports_have_no_cycle_lazy_ones_included() -> None:
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    cycle = cycle_in(import_graph())
+    assert cycle is None, " -> ".join(cycle or [])
+
+
+@pytest.mark.parametrize("core", ["trainer", "job", "stream", "diffusion", "models.dit", "models.spec", "distributed"])
+def test_the_core_imports_no_optional_part_not_even_through_others(core: str) -> None:
+    """Imports inside functions count."""
+    graph = import_graph()
+    reached: set[str] = set()
+    waiting = [name for name in graph if belongs_to(name, {f"torchditan.{core}"})]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += graph[name]
+    # Chosen by an option inside a function: the two precisions, and the scores of a grid of captions.
+    chosen = {"torchditan.precision", "torchditan.evaluation.reconstruction", "torchditan.autoencoders.autoencoder"}
+    assert sorted(name for name in reached if belongs_to(name, OPTIONAL_PARTS - chosen) and name not in chosen) == []

@@ -1,0 +1,204 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The number of CPU threads: from affinity, quota and ranks of the machine; kept by a resume."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from torchditan import cpu_threads
+from torchditan.config import ConfigError
+from torchditan.cpu_threads import check_user_threads, cores_per_rank, cpu_quota, is_set_by_user, num_cores
+from torchditan.run_directory import read_config
+
+if TYPE_CHECKING:
+    from tests.conftest import Outcome, RunScript
+
+
+def write(root: Path, **files: str) -> None:
+    """`write(root, **{"group/cpu.max": "max 100000"})`."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+
+
+def quota_of(root: Path, membership: str, **files: str) -> float:
+    write(root, membership=membership, **{f"cgroup/{name}": text for name, text in files.items()})
+    return cpu_quota(root / "membership", root / "cgroup")
+
+
+V1 = "cpu.cfs_{}_us".format
+V1_GROUP = {f"cpu,cpuacct/{V1('quota')}": "-1", f"cpu,cpuacct/{V1('period')}": "100000"}
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        ("0::/", {"cpu.max": "250000 100000"}, 2.5),
+        ("0::/", {"cpu.max": "max 100000"}, math.inf),
+        ("0::/", {}, math.inf),
+        ("0::/slice/job", {"slice/cpu.max": "400000 100000", "slice/job/cpu.max": "max 100000"}, 4),
+        ("0::/slice/job", {"slice/cpu.max": "400000 100000", "slice/job/cpu.max": "150000 50000"}, 3),
+        ("0::/docker/outside", {"cpu.max": "200000 100000"}, 2),  # a container sees its own group as the root
+        ("0::/../sibling", {"sibling/cpu.max": "100000 100000"}, 1),
+        ("0::/", {"cpu.max": "torn"}, math.inf),
+        ("4:memory:/job\n3:cpu,cpuacct:/job\n0::/", V1_GROUP, math.inf),
+        ("3:cpu,cpuacct:/job", {**V1_GROUP, f"cpu,cpuacct/job/{V1('quota')}": "300000"}, math.inf),
+        (
+            "3:cpu,cpuacct:/job",
+            {**V1_GROUP, f"cpu,cpuacct/job/{V1('quota')}": "300000", f"cpu,cpuacct/job/{V1('period')}": "100000"},
+            3,
+        ),
+        ("2:cpuset:/job", {f"cpuset/job/{V1('quota')}": "1", f"cpuset/job/{V1('period')}": "1"}, math.inf),
+    ],
+)
+def test_the_quota_is_the_tightest_of_the_cgroups(
+    membership: str, files: dict[str, str], expected: float, tmp_path: Path
+) -> None:
+    assert quota_of(tmp_path, membership, **files) == expected
+
+
+def test_without_cgroups_there_is_no_quota(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path / "absent", tmp_path) == math.inf
+
+
+def test_two_hyperthreads_are_one_core(tmp_path: Path) -> None:
+    siblings = {0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5"}
+    write(tmp_path, **{f"cpu{cpu}/topology/thread_siblings_list": text for cpu, text in siblings.items()})
+    assert num_cores({0, 1, 4, 5}, tmp_path) == 2
+    assert num_cores({0, 4}, tmp_path) == 1
+    assert num_cores({7, 8, 9}, tmp_path) == 3  # the system does not say
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota", "ranks", "expected"),
+    [(8, math.inf, 1, 8), (8, math.inf, 2, 4), (8, 2.5, 1, 2), (8, 2.5, 2, 1), (8, 0.5, 1, 1), (3, math.inf, 2, 1)],
+)
+def test_ranks_share_the_cores_that_affinity_and_quota_leave(
+    cores: int, quota: float, ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_threads, "num_cores", lambda cpus: cores)
+    monkeypatch.setattr(cpu_threads, "cpu_quota", lambda: quota)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert cores_per_rank() == expected
+
+
+def test_the_affinity_of_this_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 3}, raising=False)
+    monkeypatch.setattr(cpu_threads, "num_cores", len)
+    monkeypatch.setattr(cpu_threads, "cpu_quota", lambda: math.inf)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert cores_per_rank() == 3
+
+
+LAUNCHER = """
+import os, subprocess, sys
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+os.environ["TORCHELASTIC_RUN_ID"] = "none"
+subprocess.run([sys.executable, "-c", "from torchditan.cpu_threads import *; print(is_set_by_user())"], check=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("given", "expected"), [({"OMP_NUM_THREADS": "1"}, "True"), ({}, "False")])
+def test_what_torchrun_sets_is_not_the_users(given: dict[str, str], expected: str) -> None:
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = {**kept, **given, "PYTHONPATH": path}
+    command = [sys.executable, "-c", LAUNCHER]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == expected
+
+
+def test_without_torchrun_the_variable_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert is_set_by_user()  # conftest.py sets it
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert not is_set_by_user()
+
+
+def test_threads_spin_shortly_unless_the_user_says_how_they_wait() -> None:
+    code = textwrap.dedent("""
+        import os, sys
+        from torchditan.cpu_threads import limit_spinning
+        limit_spinning()
+        assert "torch" not in sys.modules
+        print(os.environ.get("GOMP_SPINCOUNT"))
+    """)
+    kept = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+
+    def shown(**given: str) -> str:
+        path = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        command = [sys.executable, "-c", code]
+        result = subprocess.run(command, env={**kept, **path, **given}, capture_output=True, text=True, check=True)
+        return result.stdout.strip()
+
+    assert shown() == "3000"
+    assert shown(GOMP_SPINCOUNT="7") == "7"
+    assert shown(OMP_WAIT_POLICY="active") == "None"
+
+
+@pytest.fixture
+def free_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """OMP_NUM_THREADS is not set; torch's number is put back afterwards."""
+    number = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    yield monkeypatch
+    torch.set_num_threads(number)
+
+
+@pytest.mark.parametrize("given", ["abc", "0", "-3", "1.5", ""])
+def test_a_number_of_threads_that_openmp_would_ignore_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    with pytest.raises(ConfigError, match=f'OMP_NUM_THREADS = "{given}": must be an integer of at least 1'):
+        check_user_threads()
+    for right in ("1", " 08 ", "4,2"):
+        monkeypatch.setenv("OMP_NUM_THREADS", right)
+        check_user_threads()
+
+
+def test_a_resume_keeps_the_number_of_its_run(
+    free_threads: pytest.MonkeyPatch, run_script: RunScript, tmp_path: Path
+) -> None:
+    def train(steps: int, cores: int) -> Outcome:
+        free_threads.setattr(cpu_threads, "cores_per_rank", lambda: cores)
+        options = {
+            "model.flavor": "debugmodel",
+            "dataset.num_workers": 0,
+            "training.batch_size": 2,
+            "training.steps": steps,
+            "metrics.enable_sampling": "false",
+            "metrics.experiment_name": "run",
+            "checkpoint.enable_checkpoint": "true",
+        }
+        return run_script("train.py", *(f"--{name}={value}" for name, value in options.items()))
+
+    def recorded() -> int:
+        return read_config(tmp_path / "outputs" / "run")["hardware"]["cpu_threads"]
+
+    assert train(2, cores=3).code == 0
+    assert recorded() == torch.get_num_threads() == 3
+    more = train(4, cores=5)
+    assert recorded() == torch.get_num_threads() == 3
+    assert "CPU threads" not in more.out + more.err
+    fewer = train(6, cores=2)
+    assert torch.get_num_threads() == 2 and recorded() == 3
+    assert "2 CPU threads per rank (fewer cores for each rank), 3 when the run began" in fewer.out + fewer.err
+    free_threads.setenv("OMP_NUM_THREADS", "4")
+    torch.set_num_threads(4)  # as torch would on import
+    users = train(8, cores=2)
+    assert torch.get_num_threads() == 4 and recorded() == 3
+    assert "4 CPU threads per rank (OMP_NUM_THREADS), 3 when the run began" in users.out + users.err
+    free_threads.delenv("OMP_NUM_THREADS")
+    again = train(10, cores=5)
+    assert torch.get_num_threads() == recorded() == 3
+    assert "CPU threads" not in again.out + again.err

@@ -1,0 +1,310 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A run keeps to its folder, never mixes with another, and leaves no half-written file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchditan import run_directory
+from torchditan.config import ConfigError
+from torchditan.run_directory import RunDirectory, read_config, read_metrics, read_status, run_path
+
+CONFIG = {"model": {"patch_size": 2}, "metrics": {"log_freq": 10, "save_tb_folder": "tensorboard"}}
+TRAJECTORY = {"model": {"patch_size": 2}, "optimizer": {"lr": 1e-4, "betas": (0.9, 0.999)}}
+
+
+def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.fixture
+def run(tmp_path):
+    directory = RunDirectory(tmp_path / "outputs" / "x", is_writer=True)
+    directory.open(CONFIG, trajectory=TRAJECTORY, world_size=2)
+    yield directory
+    directory.close()
+
+
+def test_nothing_is_created_before_open(tmp_path):
+    directory = RunDirectory(tmp_path / "outputs" / "x", is_writer=True)
+    directory.write_status("error", "refused before it began")
+    assert directory.sample_path(100) == tmp_path / "outputs" / "x" / "samples" / "step_00000100.png"
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_config_json_holds_config_versions_and_hardware(run):
+    stored = read_config(run.path)
+    assert stored["config"] == CONFIG
+    assert stored["trajectory"]["optimizer"] == {"lr": 1e-4, "betas": [0.9, 0.999]}
+    assert stored["versions"].keys() == {"python", "torch", "torchditan"}
+    assert stored["hardware"]["device"] == "cpu" and stored["hardware"]["device_count"] == 2
+    assert stored["hardware"]["device_name"] and stored["hardware"]["hostname"]
+    assert "git_commit" in stored
+
+
+def test_same_trajectory_resumes_with_other_settings_beside_it(run):
+    first = read_config(run.path)
+    run.close()
+    again = RunDirectory(run.path, is_writer=True)
+    other = {**CONFIG, "metrics": {**CONFIG["metrics"], "log_freq": 1}}
+    again.open(other, trajectory=TRAJECTORY, world_size=4)
+    second = read_config(run.path)
+    again.close()
+    assert second["config"]["metrics"]["log_freq"] == 1 and second["hardware"]["device_count"] == 4
+    assert second["run_id"] == first["run_id"] and second["created"] == first["created"]
+
+
+def test_other_trajectory_is_refused_naming_keys_and_both_values(run):
+    run.append_metrics({"step": 1})
+    run.write_status("completed")
+    run.close()
+    before = snapshot(run.path)
+    other = {"model": {"patch_size": 4}, "optimizer": {"lr": 1e-4, "betas": (0.9, 0.999)}, "seed": 3}
+    again = RunDirectory(run.path, is_writer=True)
+    with pytest.raises(ConfigError) as refused:
+        again.open(CONFIG, trajectory=other)
+    again.write_status("error", "must not reach the other run")
+    message = str(refused.value)
+    assert "model.patch_size is 2 there and 4 here" in message
+    assert "seed is absent there and 3 here" in message
+    assert "optimizer" not in message
+    assert "resume" in message and "--metrics.experiment_name" in message and "\n" not in message
+    assert snapshot(run.path) == before
+
+
+def test_refused_folder_without_lock_file_gets_none(run):
+    run.close()
+    (run.path / ".lock").unlink()
+    with pytest.raises(ConfigError):
+        RunDirectory(run.path, is_writer=True).open(CONFIG, trajectory={"seed": 1})
+    assert not (run.path / ".lock").exists()
+
+
+def test_what_a_killed_process_had_half_written_is_removed(run):
+    run.close()
+    (run.path / "samples").mkdir()
+    left = [run.path / ".status.json.here-1.partial", run.path / "samples" / ".step_00000001.png.here-1.partial"]
+    for path in left:
+        path.write_text("{")
+    again = RunDirectory(run.path, is_writer=True)
+    again.open(CONFIG, trajectory=TRAJECTORY)
+    again.close()
+    assert not any(path.exists() for path in left)
+
+
+def test_metrics_of_unknown_origin_are_never_continued(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        RunDirectory(tmp_path, is_writer=True).open(CONFIG, trajectory=TRAJECTORY)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_unwritable_place_is_a_users_mistake(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"job\.dump_folder"):
+        RunDirectory(tmp_path / "file" / "x", is_writer=True).open(CONFIG, trajectory=TRAJECTORY)
+
+
+def test_second_run_in_the_same_folder_is_refused_naming_the_process(run):
+    before = snapshot(run.path)
+    with pytest.raises(ConfigError, match=rf"x is in use by process PID {os.getpid()} on "):
+        RunDirectory(run.path, is_writer=True).open(CONFIG, trajectory=TRAJECTORY)
+    assert snapshot(run.path) == before
+
+
+def test_sigkill_drops_the_lock_even_while_a_forked_worker_lives(tmp_path):
+    code = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from torchditan.run_directory import RunDirectory\n"
+        "run = RunDirectory(Path(sys.argv[1]), is_writer=True)\n"
+        "run.open({}, trajectory={'seed': 0})\n"
+        "if os.fork() == 0: print(os.getpid(), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "x")], stdout=subprocess.PIPE, text=True, cwd=root
+    )
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    again = RunDirectory(tmp_path / "x", is_writer=True)
+    try:
+        with pytest.raises(ConfigError, match=f"PID {process.pid} "):
+            again.open({}, trajectory={"seed": 0})
+        process.kill()
+        process.wait()
+        os.kill(worker, 0)  # still there
+        again.open({}, trajectory={"seed": 0})
+    finally:
+        process.kill()
+        os.kill(worker, signal.SIGKILL)
+        process.stdout.close()
+        again.close()
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    directory = RunDirectory(tmp_path / "x", is_writer=False)
+    directory.open(CONFIG, trajectory=TRAJECTORY)
+    directory.append_metrics({"step": 1})
+    directory.truncate_metrics(0)
+    directory.write_status("running")
+    directory.discard()
+    directory.close()
+    assert not (tmp_path / "x").exists()
+
+
+def test_discard_leaves_nothing_of_a_new_run(tmp_path):
+    directory = RunDirectory(tmp_path / "outputs" / "x", is_writer=True)
+    directory.open(CONFIG, trajectory=TRAJECTORY)
+    directory.write_status("running")
+    directory.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_discard_keeps_what_was_there_before(tmp_path):
+    (tmp_path / "launcher.log").write_text("mine")
+    directory = RunDirectory(tmp_path, is_writer=True)
+    directory.open(CONFIG, trajectory=TRAJECTORY)
+    directory.discard()
+    assert [path.name for path in tmp_path.iterdir()] == ["launcher.log"]
+
+
+@pytest.mark.parametrize("evidence", ["metrics.jsonl", "checkpoint/step-00000010/x", "samples/step_00000010.png"])
+def test_discard_keeps_a_run_that_trained(run, evidence):
+    (run.path / evidence).parent.mkdir(parents=True, exist_ok=True)
+    (run.path / evidence).write_text("trained")
+    run.discard()
+    assert (run.path / evidence).exists() and run.config_path.exists()
+
+
+def test_discard_leaves_a_resumed_run_as_it_was(run):
+    run.write_status("completed", step=3)
+    run.close()
+    before = {name: content for name, (content, _) in snapshot(run.path).items()}
+    again = RunDirectory(run.path, is_writer=True)
+    again.open({**CONFIG, "job": {"description": "again"}}, trajectory=TRAJECTORY)
+    again.write_status("running", step=0)
+    again.discard()
+    assert {name: content for name, (content, _) in snapshot(run.path).items()} == before
+
+
+def test_status_says_state_reason_step_time_rank(run):
+    run.write_status("oom", "tried to allocate 2 GiB", step=7, rank=3, exit_code=3)
+    status = read_status(run.path)
+    assert status.pop("time").startswith("20")
+    assert status == {
+        "state": "oom",
+        "reason": "tried to allocate 2 GiB",
+        "step": 7,
+        "rank": 3,
+        "exit_code": 3,
+    }
+
+
+def test_status_of_a_run_without_one_is_none(run):
+    assert read_status(run.path) is None
+
+
+def test_metrics_lines_are_valid_json_and_readable_at_once(run):
+    run.append_metrics({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "nested": [float("-inf")]})
+    text = run.metrics_path.read_text()
+
+    def reject(token: str) -> None:
+        raise AssertionError(token)
+
+    assert text.endswith("\n")
+    assert json.loads(text, parse_constant=reject) == {
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+        "nested": [None],
+    }
+    run.append_metrics({"step": 2})
+    assert [record["step"] for record in read_metrics(run.path)] == [1, 2]
+
+
+def test_resume_drops_later_steps_and_a_torn_line(run):
+    for step in (10, 20, 30):
+        run.append_metrics({"step": step, "loss": 1 / 3})
+    run.close()
+    kept = run.metrics_path.read_bytes().splitlines(keepends=True)[:2]
+    with open(run.metrics_path, "a") as file:
+        file.write('{"step": 40, "lo')
+    again = RunDirectory(run.path, is_writer=True)
+    again.open(CONFIG, trajectory=TRAJECTORY)
+    again.truncate_metrics(20)
+    assert run.metrics_path.read_bytes() == b"".join(kept)
+    again.append_metrics({"step": 21})
+    again.close()
+    assert [record["step"] for record in read_metrics(run.path)] == [10, 20, 21]
+
+
+def test_readers_skip_the_line_a_kill_tore(run):
+    run.append_metrics({"step": 1})
+    with open(run.metrics_path, "ab") as file:
+        file.write('{"step": 2, "name": "ä'.encode()[:-1])
+    assert read_metrics(run.path) == [{"step": 1}]
+
+
+def test_a_run_without_metrics_reads_as_empty(tmp_path):
+    assert read_metrics(tmp_path) == []
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        read_config(tmp_path)
+
+
+def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "status.json"
+    run_directory.write_file(path, b"old")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(run_directory.os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        run_directory.write_file(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("value", ["/tmp/elsewhere", "../other", "a/../../b", "", "."])
+def test_folder_option_outside_the_run_is_refused_by_name(tmp_path, value):
+    config = {"metrics": {"save_tb_folder": value}}
+    with pytest.raises(ConfigError, match=r"metrics\.save_tb_folder = "):
+        RunDirectory(tmp_path / "x", is_writer=True).open(config, trajectory=TRAJECTORY)
+    assert not (tmp_path / "x").exists()
+
+
+def test_folder_option_must_not_take_a_name_of_the_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"checkpoint\.folder = \"samples\""):
+        RunDirectory(tmp_path / "x", is_writer=True).open({"checkpoint": {"folder": "samples"}}, trajectory=TRAJECTORY)
+
+
+def test_experiment_name_stays_in_the_dump_folder():
+    name = "dit-l_bs16_ps2_actselective_ctrue_dbfloat16_p1,8"
+    assert run_path("./outputs", name) == Path("outputs") / name
+    for value in ("..", "/etc", "a/../../b", ""):
+        with pytest.raises(ConfigError, match=r"metrics\.experiment_name"):
+            run_path("outputs", value)
+
+
+def test_a_run_begun_anew_keeps_what_the_earlier_attempt_measured(run):
+    for attempt in (1, 2, 3):
+        run.truncate_metrics(0)
+        run.append_metrics({"step": 1, "loss": attempt})
+        run._metrics.close()
+        run._metrics = None
+    assert [record["loss"] for record in read_metrics(run.path)] == [3]
+    earlier = [(run.path / f"metrics.jsonl.{number}").read_text() for number in (1, 2)]
+    assert ['"loss": 1' in earlier[0], '"loss": 2' in earlier[1]] == [True, True]

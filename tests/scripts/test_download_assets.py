@@ -1,0 +1,83 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What scripts/download_assets.py brings of a repository on the hub: what the job needs, not what lies beside it."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchditan.config import Autoencoder, Config, Dataset, LoRA, Model, TextEncoder
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "download_assets.py"
+PIPELINE = [
+    "model_index.json",
+    "flux1-schnell.safetensors",
+    "ae.safetensors",
+    "scheduler/scheduler_config.json",
+    "text_encoder/config.json",
+    "text_encoder/model.safetensors",
+    "tokenizer/vocab.json",
+    "transformer/config.json",
+    "transformer/diffusion_pytorch_model-00001-of-00003.safetensors",
+    "transformer/diffusion_pytorch_model.safetensors.index.json",
+    "vae/config.json",
+    "vae/diffusion_pytorch_model.safetensors",
+]
+ALONE = ["config.json", "diffusion_pytorch_model.bin", "diffusion_pytorch_model.safetensors", "sdxl_vae.safetensors"]
+COSMOS = ["config.json", "autoencoder.jit", "encoder.jit", "decoder.jit", "model.pt"]
+
+
+def brought(repository: list[str], **sections: Any) -> dict[str, tuple[str, list[str]]]:
+    """Option -> (hub name, those of the files that come), as the hub's client filters them."""
+    filter_repo_objects = pytest.importorskip("huggingface_hub.utils").filter_repo_objects
+    assets = runpy.run_path(str(SCRIPT))["wanted"](Config(**sections))
+    return {
+        option: (name, list(filter_repo_objects(repository, allow_patterns=patterns)))
+        for option, name, patterns in assets
+    }
+
+
+VAE = ["vae/config.json", "vae/diffusion_pytorch_model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("options", "repository", "files"),
+    [
+        ({"name": "flux"}, PIPELINE, VAE),
+        ({"name": "sdxl"}, ALONE, ["config.json", "diffusion_pytorch_model.safetensors"]),
+        ({"name": "cosmos-ci8x8"}, COSMOS, ["encoder.jit", "decoder.jit"]),
+        ({"name": "cosmos", "path": "some/tokenizer"}, COSMOS, ["encoder.jit", "decoder.jit"]),
+        ({"name": "flux", "path": "some/pipeline"}, PIPELINE, VAE),
+        ({"path": "some/pipeline"}, PIPELINE, VAE),
+        ({"name": "diffusers", "path": "some/vae"}, ALONE, ["config.json", "diffusion_pytorch_model.safetensors"]),
+    ],
+)
+def test_an_autoencoder_brings_its_own_files_alone(
+    options: dict[str, str], repository: list[str], files: list[str]
+) -> None:
+    found = brought(repository, autoencoder=Autoencoder(**options))
+    assert found.keys() == {"autoencoder.path"}
+    assert sorted(found["autoencoder.path"][1]) == sorted(files)
+
+
+def test_an_autoencoder_without_weights_brings_nothing() -> None:
+    assert brought(PIPELINE, autoencoder=Autoencoder(name="haar")) == {}
+
+
+def test_text_encoders_bring_no_transformer_and_no_second_autoencoder() -> None:
+    sections = {"dataset": Dataset(dataset_name="captions"), "text_encoder": TextEncoder(path="some/pipeline")}
+    text = PIPELINE[:1] + PIPELINE[3:7]
+    found = brought(PIPELINE, **sections, autoencoder=Autoencoder(name="flux"))
+    assert (found["text_encoder.path"][1], found["autoencoder.path"][1]) == (text, VAE)
+    assert brought(PIPELINE, **sections)["text_encoder.path"][1] == text + VAE
+
+
+def test_a_published_model_brings_its_pipeline_but_not_its_single_file() -> None:
+    model = Model(name="flux", flavor="FLUX.1-schnell", path="some/pipeline")
+    lora = LoRA(rank=4, assistant_path="some/adapter")
+    found = brought(PIPELINE, model=model, lora=lora, dataset=Dataset(dataset_name="captions"))
+    assert found["model.path"][1] == [name for name in PIPELINE if name not in PIPELINE[1:3]]
+    assert found["lora.assistant_path"][0] == "some/adapter"

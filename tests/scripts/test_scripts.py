@@ -1,0 +1,241 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""scripts/: generate and evaluate on a tiny trained run, from another folder; the launcher's arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from PIL import Image
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+RUN = "a run"
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of three steps, with a checkpoint."""
+    folder = tmp_path_factory.mktemp("outputs")
+    flags = ["--model.flavor=debugmodel", "--training.steps=3", "--training.batch_size=4", "--dataset.num_workers=0"]
+    flags += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2", "--metrics.enable_sampling=false"]
+    flags += ["--sampling.num_steps=2", f"--job.dump_folder={folder}", f"--metrics.experiment_name={RUN}"]
+    command = [sys.executable, str(SCRIPTS.parent / "train.py"), *flags]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return folder
+
+
+Refuse = Callable[..., str]
+
+
+@pytest.fixture
+def refused(outputs: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch) -> Refuse:
+    """`refused("generate.py", RUN, "--step=7")`: the one line with which a script ends."""
+    monkeypatch.chdir(outputs)
+
+    def run(name: str, *arguments: str) -> str:
+        code, output, errors = run_script(f"scripts/{name}", *arguments)
+        assert (code, output) == (2, "")
+        (line,) = errors.splitlines()
+        return line
+
+    return run
+
+
+def test_generate_draws_a_grid_from_the_newest_checkpoint(
+    outputs: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(outputs)
+    code, output, errors = run_script("scripts/generate.py", RUN)
+    assert (code, errors) == (0, "")
+    grid = outputs / RUN / "samples" / "generated_00000003_seed0.png"
+    timing, where = output.splitlines()
+    assert timing.startswith("80 images in ")
+    assert where == f"samples, generated beside real: {grid.relative_to(outputs)}"
+    assert Image.open(grid).size[1] > 10 * 48, "ten classes"
+
+
+def test_generate_draws_what_it_was_asked_for(outputs: Path, tmp_path: Path, run_script: RunScript) -> None:
+    arguments = [
+        str(outputs / RUN),
+        "--step=2",
+        "--weights=raw",
+        "--classes=3,5",
+        f"--out={tmp_path / 'x' / 'grid.png'}",
+    ]
+    arguments += ["--sampling.images_per_class=2", "--sampling.sampler=heun", "--batch_size=3", "--seed=4"]
+    code, output, errors = run_script("scripts/generate.py", *arguments)
+    assert (code, errors) == (0, "")
+    assert output.startswith("4 images in ")
+    assert Image.open(tmp_path / "x" / "grid.png").size[1] < 5 * 48, "two classes"
+
+
+def test_evaluate_counts_the_classes_that_a_classifier_recognises(outputs: Path, run_script: RunScript) -> None:
+    code, output, errors = run_script("scripts/evaluate.py", outputs / RUN, "--samples_per_class=2", "--epochs=4")
+    assert (code, errors) == (0, "")
+    report = json.loads(output)
+    assert (report["step"], report["num_samples"], report["chance"]) == (3, 20, 0.1)
+    assert list(report["per_class"]) == list("0123456789")
+    assert 0 <= report["accuracy_generated"] <= 1
+    assert report["accuracy_held_out_real"] > 0.5, "the classifier learns the real images"
+
+
+def test_evaluate_says_how_far_it_is_on_stderr_and_keeps_stdout_for_the_result(
+    outputs: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchditan import progress
+
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    flags = ["--samples_per_class=2", "--epochs=4"]
+    code, output, errors = run_script("scripts/evaluate.py", outputs / RUN, *flags)
+    assert code == 0 and json.loads(output)["num_samples"] == 20
+    for what in (f"loading {outputs / RUN}: ", "training the classifier: ", "drawing 20 samples: "):
+        assert any(line.startswith(what) for line in errors.splitlines()), what
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["gone"], "gone does not exist; must be a run directory"),
+        ([], "the following arguments are required: run"),
+        ([RUN, "--step=7"], f"--step = 7: no such checkpoint in {RUN}/checkpoint; there are [2, 3]"),
+        ([RUN, "--step=x"], "--step: invalid int value: 'x'"),
+        ([RUN, "--stepp=1"], "--stepp is no option of this script; did you mean --step?"),
+        ([RUN, "--sampling.num_step=1"], "sampling.num_step is no option; did you mean sampling.num_steps?"),
+        ([RUN, "--sampling.num_steps=0"], "sampling.num_steps = 0: must be at least 1"),
+        ([RUN, "extra"], "extra belongs to no option; options are written --section.key value"),
+    ],
+)
+@pytest.mark.parametrize("name", ["generate.py", "evaluate.py"])
+def test_a_mistake_is_one_line(name: str, arguments: list[str], line: str, refused: Refuse) -> None:
+    assert refused(name, *arguments) == f"error: {line}"
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "line"),
+    [
+        ("generate.py", "--classes=3,x", '--classes = "3,x": must be labels from 0 to 9, 3,5 say'),
+        ("generate.py", "--classes=3,10", '--classes = "3,10": must be labels from 0 to 9, 3,5 say'),
+        ("generate.py", "--classes=", '--classes = "": must be labels from 0 to 9, 3,5 say'),
+        ("generate.py", "--batch_size=0", "--batch_size: '0' must be an integer of at least 1"),
+        (
+            "generate.py",
+            "--training.steps=3",
+            "--training.steps is no option of this script; there are --help, --step, --weights, --prompts, --classes, "
+            "--seed, --batch_size, --dtype, --without_lora, --original, --out, --sampling.key, --autoencoder.path, "
+            "--text_encoder.path",
+        ),
+        (
+            "generate.py",
+            "--guidance_scale=4",
+            "--guidance_scale is no option of this script; did you mean --sampling.guidance_scale?",
+        ),
+        ("evaluate.py", "--epochs=few", "--epochs: 'few' must be an integer of at least 1"),
+    ],
+)
+def test_a_value_that_cannot_be_is_one_line(name: str, argument: str, line: str, refused: Refuse) -> None:
+    assert refused(name, RUN, argument) == f"error: {line}"
+
+
+def test_a_run_without_a_checkpoint_says_how_to_get_one(outputs: Path, tmp_path: Path, refused: Refuse) -> None:
+    (tmp_path / "config.json").write_bytes((outputs / RUN / "config.json").read_bytes())
+    line = refused("generate.py", str(tmp_path))
+    assert line.startswith(f"error: {tmp_path}/checkpoint holds no checkpoint")
+    assert "checkpoint.save_final = false" in line and line.endswith("train with --checkpoint.enable_checkpoint")
+
+
+def test_weights_that_the_run_did_not_keep_are_refused(outputs: Path, tmp_path: Path, refused: Refuse) -> None:
+    content = json.loads((outputs / RUN / "config.json").read_text())
+    content["config"]["ema"]["enable"] = False
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    line = 'error: --weights = "ema": this run kept no average; must be raw'
+    assert refused("generate.py", str(tmp_path), "--weights=ema") == line
+
+
+TAKES_A_RUN = [
+    ("scripts/generate.py", "{run}"),
+    ("scripts/evaluate.py", "{run}"),
+    ("scripts/export_lora.py", "{run}", "lora.safetensors"),
+    ("scripts/convert_checkpoint.py", "export", "{run}", "weights.safetensors"),
+    ("optimization_analysis.py", "--compare", "{run}", "{other}"),
+]
+
+
+@pytest.mark.parametrize("command", TAKES_A_RUN, ids=lambda command: Path(command[0]).stem)
+def test_a_path_that_is_no_run_is_one_line_that_names_a_similar_one(
+    command: tuple[str, ...], outputs: Path, run_script: RunScript
+) -> None:
+    run = outputs / RUN
+    for path, right in (
+        (run / "config.json", f"is a file; must be a run directory; did you mean {run}?"),
+        (run / "metrics.jsonl" / "x", "does not exist; must be a run directory"),
+        (outputs / "a rum", f"does not exist; must be a run directory; did you mean {run}?"),
+        (outputs, "is not a run directory: it has no config.json"),
+    ):
+        script, *arguments = (word.format(run=path, other=run) for word in command)
+        code, out, err = run_script(script, *arguments)
+        assert (code, out, err) == (2, "", f"error: {path} {right}\n")
+
+
+def test_a_checkpoint_where_a_run_is_expected_names_its_run(outputs: Path, run_script: RunScript) -> None:
+    checkpoint = next((outputs / RUN / "checkpoint").iterdir())
+    code, _, err = run_script("scripts/generate.py", checkpoint)
+    assert code == 2
+    assert f"must be its run directory: {outputs / RUN} --step {int(checkpoint.name[5:])}" in err
+
+
+def test_files_of_another_kind_are_named(run_script: RunScript, tmp_path: Path) -> None:
+    (tmp_path / "my_jobs").mkdir()
+    (tmp_path / "model.pt").write_bytes(b"PK\x03\x04" + bytes(60))
+    code, _, err = run_script("train.py", "--job.config_file=my_jobs")
+    assert code == 2 and 'job.config_file = "my_jobs": is a folder; must be a TOML file' in err
+    code, _, err = run_script("train.py", "--dataset.dataset_name=latents", "--dataset.root_dir=model.pt")
+    assert code == 2 and "model.pt is a PyTorch file" in err and ".safetensors" in err
+
+
+def test_a_run_named_without_its_folder_is_found_in_outputs(run_script: RunScript, tmp_path: Path) -> None:
+    (tmp_path / "outputs" / "quickstart").mkdir(parents=True)
+    (tmp_path / "outputs" / "quickstart" / "config.json").write_text("{}")
+    assert run_script("scripts/generate.py", "quickstart").err.endswith("; did you mean outputs/quickstart?\n")
+
+
+def launch(folder: Path, *arguments: str, **environment: str) -> list[str]:
+    """What scripts/train_latent_diffusion.sh makes of it: the arguments of torchrun, which only prints them here."""
+    torchrun = folder / "bin" / "torchrun"
+    torchrun.parent.mkdir(exist_ok=True)
+    torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    torchrun.chmod(0o755)
+    kept = {key: value for key, value in os.environ.items() if key not in ("NGPU", "CONFIG_FILE", "LOG_RANK")}
+    path = f"{torchrun.parent}{os.pathsep}{os.environ['PATH']}"
+    result = subprocess.run(
+        [str(SCRIPTS / "train_latent_diffusion.sh"), *arguments],
+        cwd=folder,
+        env={**kept, "PATH": path, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1, result.stderr  # no rank began, let alone completed
+    return result.stdout.splitlines()
+
+
+def test_the_launcher_trains_the_course_projects_job_on_one_gpu(tmp_path: Path) -> None:
+    arguments = launch(tmp_path)
+    assert "--nproc_per_node=1" in arguments
+    assert "--local-ranks-filter=0" in arguments
+    assert arguments[-2:] == [str(SCRIPTS.parent / "train.py"), "--job.config_file=llama3_latent_diffusion.toml"]
+
+
+def test_the_launcher_passes_environment_and_arguments_on(tmp_path: Path) -> None:
+    further = ["--training.steps=100", "--job.description", "two words"]
+    arguments = launch(tmp_path, *further, NGPU="8", CONFIG_FILE="my jobs/a.toml", LOG_RANK="0,3")
+    assert "--nproc_per_node=8" in arguments
+    assert "--local-ranks-filter=0,3" in arguments
+    assert arguments[-4:] == ["--job.config_file=my jobs/a.toml", *further]

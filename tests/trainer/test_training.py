@@ -1,0 +1,464 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Whole runs through train.py: one loss curve in every mode, resume, precisions, the non-finite stop, samples.
+
+Run as a script under torchrun (`main`), this file does several jobs of train.py with the same ranks, one after another:
+to start ranks takes longer than twenty steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from torchditan.run_directory import read_config, read_metrics, read_status
+
+if TYPE_CHECKING:
+    from tests.conftest import Outcome, RunDistributed, RunScript
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TINY = [
+    "--model.flavor=debugmodel",
+    "--model.patch_size=2",
+    "--dataset.num_workers=0",
+    "--training.mixed_precision_param=float32",
+    "--training.global_batch_size=16",
+    "--optimizer.lr=1e-3",
+    "--metrics.log_freq=1",
+    "--metrics.enable_sampling=false",
+]
+
+
+Train = Callable[..., "Outcome"]
+
+
+@pytest.fixture
+def train(run_script: RunScript, tmp_path: Path) -> Train:
+    """`train("run", "--training.steps=9")`: a run of the tiny model in `tmp_path`, in this process."""
+
+    def run(name: str, *flags: str) -> Outcome:
+        return run_script("train.py", *job(tmp_path / name, *flags))
+
+    return run
+
+
+def job(run: Path, *flags: str) -> list[str]:
+    return [*TINY, *flags, f"--job.dump_folder={run.parent}", f"--metrics.experiment_name={run.name}"]
+
+
+def test_the_first_lines_say_how_a_global_batch_is_accumulated(train: Train) -> None:
+    outcome = train("run", "--training.steps=1", "--training.batch_size=4", "--checkpoint.enable_checkpoint")
+    assert "batch_size 4 x 4 micro-batches x 1 rank = global batch 16\n" in outcome.out, outcome.err
+    assert max(map(len, outcome.out.splitlines()[:4])) <= 100
+    flags = ["--training.steps=2", "--training.batch_size=6", "--training.global_batch_size=none"]
+    outcome = train("run", *flags, "--checkpoint.enable_checkpoint")
+    assert "batch_size 4 x 4 micro-batches x 1 rank = global batch 16 (batch_size 6 does not divide" in outcome.out
+
+
+def test_class_conditional_samples_have_no_psnr(train: Train, tmp_path: Path) -> None:
+    """A sample of a class need not look like any one image of it."""
+    flags = ["--training.steps=1", "--metrics.enable_sampling", "--sampling.num_steps=1", "--sampling.max_classes=2"]
+    assert train("run", *flags).code == 0
+    (record,) = read_metrics(tmp_path / "run")
+    assert "seconds_per_image" in record
+    assert not [key for key in record if "psnr" in key or "ssim" in key]
+
+
+def test_slow_work_of_a_run_is_not_silent(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchditan import progress
+
+    monkeypatch.setattr(progress, "QUIET_S", 0.005)
+    monkeypatch.setattr(progress, "EVERY_S", 0.005)
+    flags = ["--training.steps=1", "--validation.freq=1", "--metrics.enable_sampling", "--sampling.num_steps=4"]
+    outcome = train("run", *flags, "--training.compile", "--compile.backend=eager")
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    for what in ("compiling in the first step, about a minute", "compiling: ", "validating: ", "drawing 80 samples: "):
+        assert any(line.startswith(what) for line in lines), (what, lines)
+
+
+def curve(run: Path) -> list[tuple[float, float]]:
+    return [(record["loss"], record["grad_norm"]) for record in read_metrics(run)]
+
+
+def largest_difference(left: list[tuple[float, float]], right: list[tuple[float, float]]) -> float:
+    assert len(left) == len(right) > 0
+    pairs = [(a, b) for row_a, row_b in zip(left, right, strict=True) for a, b in zip(row_a, row_b, strict=True)]
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 steps in one process, the curve that every other mode has to follow."""
+    run = tmp_path_factory.mktemp("one_process") / "run"
+    flags = job(run, "--training.steps=20", "--training.batch_size=16", "--checkpoint.enable_checkpoint")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, REPOSITORY / "train.py", *flags], cwd=run.parent, env=environment, check=True)
+    return run
+
+
+NONE, FULL = "--activation_checkpoint.mode=none", "--activation_checkpoint.mode=full"
+NTH = "--activation_checkpoint.mode=selective"
+OP = "--activation_checkpoint.selective_ac_option=op"
+
+
+REPLICATE = "--training.data_parallel_replicate_degree"
+MODES = {
+    1: [[f"{REPLICATE}=1", "--training.batch_size=4", NTH]],
+    2: [
+        [f"{REPLICATE}=2", "--training.batch_size=8", NONE],
+        [f"{REPLICATE}=1", "--training.batch_size=4", FULL],
+        [f"{REPLICATE}=2", "--training.batch_size=2", NTH, OP],
+        [f"{REPLICATE}=1", "--training.batch_size=8", NONE],
+    ],
+    4: [
+        [f"{REPLICATE}=4", "--training.batch_size=4", FULL],
+        [f"{REPLICATE}=4", "--training.batch_size=1", NONE],
+        [f"{REPLICATE}=1", "--training.batch_size=4", NTH, OP],
+        [f"{REPLICATE}=1", "--training.batch_size=2", NONE],
+        [f"{REPLICATE}=2", "--training.batch_size=4", NONE],
+        [f"{REPLICATE}=2", "--training.batch_size=2", NTH],
+    ],
+}
+
+
+def main(jobs: list[list[str]]) -> None:
+
+    import train
+    from torchditan.verdict import run_job
+
+    for flags in jobs:
+        sys.argv[1:] = flags
+        if code := run_job(train.main):
+            sys.exit(code)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_one_curve_in_every_mode(
+    world_size: int, one_process: Path, tmp_path: Path, run_distributed: RunDistributed
+) -> None:
+    runs = [tmp_path / str(number) for number in range(len(MODES[world_size]))]
+    jobs = [job(run, "--training.steps=20", *flags) for run, flags in zip(runs, MODES[world_size], strict=True)]
+    result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], world_size)
+    assert result.returncode == 0, result.stderr
+    for run, flags in zip(runs, MODES[world_size], strict=True):
+        difference = largest_difference(curve(run), curve(one_process))
+        print(f"{world_size} {flags}: largest relative difference {difference:.1e}")  # shown by pytest -s
+        assert difference < 1e-5, flags
+
+
+def test_rerunning_the_command_continues_bitwise(one_process: Path, tmp_path: Path, train: Train) -> None:
+    flags = ["--training.batch_size=16", "--checkpoint.enable_checkpoint", "--checkpoint.interval=10"]
+    assert train("run", "--training.steps=13", *flags).code == 0
+    # As if killed after step 13: its checkpoint is gone, its metrics are not.
+    checkpoints = tmp_path / "run" / "checkpoint"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000010", "step-00000013"]
+    (checkpoints / "step-00000013").rename(tmp_path / "gone")
+    result = train("run", "--training.steps=20", *flags)
+    assert "resumed at step 10" in result.out
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == list(range(1, 21))
+    assert curve(tmp_path / "run") == curve(one_process)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000010", "step-00000020"]
+    assert read_status(tmp_path / "run")["state"] == "completed"
+    for weights in ("ema", "raw"):
+        resumed, uninterrupted = (load(run, weights) for run in (tmp_path / "run", one_process))
+        assert all(torch.equal(resumed[name], uninterrupted[name]) for name in uninterrupted), weights
+
+
+def load(run: Path, weights: str) -> dict[str, torch.Tensor]:
+    from torchditan.trained_model import TrainedModel
+
+    return TrainedModel.load(run, step=20, weights=weights, device=torch.device("cpu")).model.state_dict()
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_other_ranks_and_another_mesh(
+    one_process: Path, tmp_path: Path, run_distributed: RunDistributed
+) -> None:
+    flags = job(tmp_path / "run", "--checkpoint.enable_checkpoint")
+    legs = ((7, 2, 1), (14, 4, 2), (20, 1, 1))  # FSDP over 2, HSDP over 2 x 2, one process
+    for steps, world_size, replicate in legs:
+        degrees = f"--training.data_parallel_replicate_degree={replicate}"
+        result = run_distributed(["train.py", *flags, f"--training.steps={steps}", degrees], world_size)
+        assert result.returncode == 0, result.stderr
+    assert largest_difference(curve(tmp_path / "run"), curve(one_process)) < 1e-5
+
+
+def test_deterministic_mode_trains(one_process: Path, tmp_path: Path, train: Train) -> None:
+    result = train("run", "--training.steps=20", "--training.batch_size=16", "--training.deterministic")
+    assert result.code == 0, result.err
+    assert largest_difference(curve(tmp_path / "run"), curve(one_process)) < 1e-5
+
+
+def test_deterministic_cublas_is_asked_for_before_anything_can_use_it(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torchditan.job
+    from torchditan.config import ConfigError
+
+    found: list[str | None] = []
+
+    def encode(*_: object, **__: object) -> None:
+        found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        raise ConfigError("far enough")
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "as before the test")
+    monkeypatch.setattr(torchditan.job, "pixel_space", encode)
+    for flags in ([], ["--training.deterministic"]):
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+        assert train("run", *flags).code == 2
+    assert found == [None, ":4096:8"]
+
+
+def test_deterministic_mode_does_not_fill_memory_that_is_written_anyway() -> None:
+    from torchditan.build import set_determinism
+
+    try:
+        set_determinism(0, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.empty(4096).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_sampling_and_validation_leave_no_trace_in_the_curve(one_process: Path, tmp_path: Path, train: Train) -> None:
+    flags = ["--training.steps=20", "--training.batch_size=16", "--metrics.enable_sampling=true"]
+    flags += ["--metrics.sample_freq=3", "--validation.freq=4", "--sampling.num_steps=1", "--sampling.max_classes=1"]
+    result = train("run", *flags)
+    assert result.code == 0, result.err
+    assert curve(tmp_path / "run") == curve(one_process)
+
+
+def test_training_samples_from_the_averaged_weights(tmp_path: Path, train: Train, run_script: RunScript) -> None:
+    """The grid drawn while training is the one that scripts/generate.py draws from the checkpoint's EMA."""
+    from PIL import Image, ImageChops
+
+    flags = ["--training.steps=8", "--training.batch_size=16", "--metrics.enable_sampling=true", "--validation.freq=2"]
+    flags += ["--checkpoint.enable_checkpoint", "--optimizer.lr=1e-2", "--ema.warmup=false", "--ema.decay=0.9"]
+    assert train("run", *flags, "--sampling.num_steps=4").code == 0
+    for weights in ("ema", "raw"):
+        flags = ["--seed=0", f"--out={weights}.png", f"--weights={weights}"]
+        assert run_script("scripts/generate.py", "run", *flags).code == 0
+    drawn, averaged, raw = (
+        Image.open(tmp_path / name).convert("L").crop((0, 60, 500, 700))
+        for name in ("run/samples/step_00000008.png", "ema.png", "raw.png")
+    )
+    assert ImageChops.difference(drawn, averaged).getextrema()[1] <= 1
+    assert ImageChops.difference(drawn, raw).getextrema()[1] > 10
+
+
+def test_rerunning_a_finished_run_changes_nothing(tmp_path: Path, train: Train) -> None:
+    flags = ["--training.steps=2", "--training.batch_size=16", "--checkpoint.enable_checkpoint"]
+    assert train("run", *flags).code == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    again = train("run", *flags)
+    assert again.code == 0
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.fixture
+def finished(tmp_path: Path, train: Train) -> Outcome:
+    """`run`: three steps with the default options for checkpoints."""
+    outcome = train("run", "--training.steps=3", "--training.batch_size=16")
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def test_without_checkpoints_the_final_weights_are_kept_and_usable(
+    finished: Outcome, tmp_path: Path, train: Train, run_script: RunScript
+) -> None:
+    run = tmp_path / "run"
+    assert [path.name for path in (run / "checkpoint").iterdir()] == ["step-00000003"]
+    *_, where, how = finished.out.splitlines()
+    assert where.endswith(f"{run}/checkpoint/step-00000003")
+    assert how.endswith(f"python scripts/generate.py {run}")
+    assert run_script("scripts/generate.py", run, "--sampling.num_steps=1", "--classes=1").code == 0
+    assert run_script("scripts/convert_checkpoint.py", "export", run, "weights.safetensors").code == 0
+    for weights in (run, "weights.safetensors"):
+        begun = train(
+            f"from-{weights}".replace("/", "-"), "--training.steps=1", f"--checkpoint.initial_load_path={weights}"
+        )
+        assert begun.code == 0 and "begun with" in begun.out
+
+
+def test_a_finished_run_never_starts_again_over_its_final_weights(
+    finished: Outcome, one_process: Path, tmp_path: Path, train: Train
+) -> None:
+    run = tmp_path / "run"
+    before = {path: path.read_bytes() for path in [run / "metrics.jsonl", *(run / "checkpoint").rglob("*.*")]}
+    for flags in ([], ["--checkpoint.enable_checkpoint"], ["--checkpoint.save_final=false"]):
+        again = train("run", "--training.steps=3", "--training.batch_size=16", *flags)
+        assert again.code == 0
+        assert "step 3 was reached before: nothing is left to train" in again.out
+        assert "--metrics.experiment_name" in again.out
+        assert all(path.read_bytes() == content for path, content in before.items())
+        assert f"python scripts/generate.py {run}" in again.out.splitlines()[-1]
+    longer = train("run", "--training.steps=5", "--training.batch_size=16")
+    assert "resumed at step 3" in longer.out
+    assert curve(run) == curve(one_process)[:5]
+    assert sorted(path.name for path in (run / "checkpoint").iterdir()) == ["step-00000003", "step-00000005"]
+
+
+def test_a_run_that_keeps_no_weights_says_so_before_and_after(tmp_path: Path, train: Train) -> None:
+    result = train("run", "--training.steps=2", "--training.batch_size=16", "--checkpoint.save_final=false")
+    assert result.code == 0
+    assert not (tmp_path / "run" / "checkpoint").exists()
+    lines = result.out.splitlines()
+    first_step = next(number for number, line in enumerate(lines) if line.startswith("step"))
+    for line in (" ".join(lines[:first_step]), lines[-1]):
+        assert "no weights" in line and "checkpoint.save_final" in line and "checkpoint.enable_checkpoint" in line
+
+
+def test_the_run_directory_holds_what_it_promises(tmp_path: Path, train: Train) -> None:
+    flags = ["--training.steps=3", "--training.batch_size=16", "--metrics.enable_tensorboard", "--validation.freq=2"]
+    flags += ["--metrics.enable_sampling=true", "--sampling.num_steps=2", "--metrics.sample_freq=2"]
+    result = train("run", *flags)
+    assert result.code == 0, result.err
+    run = tmp_path / "run"
+    assert sorted(path.name for path in (run / "samples").iterdir()) == ["step_00000002.png", "step_00000003.png"]
+    assert f"generated beside real: {run}/samples/step_00000003.png" in result.out
+    assert list((run / "tensorboard").glob("events.*"))
+    records = read_metrics(run)
+    assert [record["images_seen"] for record in records] == [16, 32, 48]
+    assert [("validation_loss" in record) for record in records] == [False, True, True]
+    assert all(record["mfu"] is None and record["images_per_second"] > 0 for record in records)
+    stored = read_config(run)["config"]
+    assert stored["model"]["input_channels"] == 1
+    assert stored["dataset"]["image_size"] == [8, 8]
+    assert stored["dataset"]["num_classes"] == 10
+
+
+def test_ranks_draw_the_same_samples_as_one_process(
+    tmp_path: Path, train: Train, run_distributed: RunDistributed
+) -> None:
+    flags = ["--training.steps=1", "--metrics.enable_sampling=true", "--sampling.num_steps=3"]
+    flags += ["--sampling.images_per_class=3", "--sampling.max_classes=3", "--metrics.sample_batch_size=2"]
+    assert train("one", *flags, "--training.batch_size=16").code == 0
+    result = run_distributed(["train.py", *job(tmp_path / "two", *flags, "--training.batch_size=8")], 2)
+    assert result.returncode == 0, result.stderr
+    from PIL import Image, ImageChops
+
+    one, two = (Image.open(tmp_path / name / "samples" / "step_00000001.png").convert("L") for name in ("one", "two"))
+    width, height = one.size
+    below_the_title = (0, height // 4, width, height)
+    difference = ImageChops.difference(one.crop(below_the_title), two.crop(below_the_title))
+    assert difference.getextrema()[1] <= 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--training.mixed_precision_param=bfloat16"],
+        ["--training.mixed_precision_param=bfloat16", "--training.mixed_precision_reduce=bfloat16"],
+        ["--float8.enable_float8_linear", "--float8.emulate"],
+        pytest.param(
+            ["--float8.enable_float8_linear", "--float8.emulate", "--float8.recipe_name=rowwise"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_each_precision_changes_the_numbers_a_little(
+    flags: list[str], one_process: Path, tmp_path: Path, train: Train
+) -> None:
+    if "--float8.enable_float8_linear" in flags:
+        pytest.importorskip("torchao")
+    result = train("run", "--training.steps=20", "--training.batch_size=16", *flags)
+    assert result.code == 0, result.err
+    assert 1e-6 < largest_difference(curve(tmp_path / "run"), curve(one_process)) < 0.1
+
+
+def test_cpu_offload_changes_no_number(one_process: Path, tmp_path: Path, train: Train) -> None:
+    result = train("run", "--training.steps=20", "--training.batch_size=16", "--training.enable_cpu_offload")
+    assert result.code == 0, result.err
+    assert largest_difference(curve(tmp_path / "run"), curve(one_process)) < 1e-5
+
+
+@pytest.mark.slow
+def test_compiled_blocks_follow_the_curve_in_every_checkpointing_mode(
+    one_process: Path, tmp_path: Path, run_distributed: RunDistributed
+) -> None:
+    for world_size, modes in ((1, {"all": [NONE], "op": [NTH, OP]}), (2, {"nth": [NTH]})):
+        batch = f"--training.batch_size={16 // world_size}"
+        flags = ["--training.steps=20", "--training.compile", batch]
+        jobs = [job(tmp_path / name, *flags, *mode) for name, mode in modes.items()]
+        result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], world_size, timeout=400)
+        assert result.returncode == 0, result.stderr
+        for name in modes:
+            assert largest_difference(curve(tmp_path / name), curve(one_process)) < 1e-5, name
+
+
+POISONED = """
+import os, sys
+sys.path.insert(0, {repository!r})
+sys.argv = ["train.py", *{arguments!r}]
+import train
+from torchditan.diffusion.flow_matching import FlowMatching
+from torchditan.supervision import Supervision
+from torchditan.trainer import Trainer
+from torchditan.verdict import run_job
+
+loss = FlowMatching.loss
+calls = []
+
+def poisoned(self, model, batch, randomness):
+    # A NaN in the loss of the third step, on the last rank alone.
+    calls.append(1)
+    last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+    return loss(self, model, batch, randomness) * (float("nan") if last and len(calls) == 3 else 1)
+
+FlowMatching.loss = poisoned
+trainers = []
+step = Trainer.set_learning_rate
+
+def remember(self, number):
+    self.before = {{name: p.detach().to_local().clone() for name, p in self.model.named_parameters()}}
+    trainers[:] = [self]
+    return step(self, number)
+
+Trainer.set_learning_rate = remember
+failed = Supervision.record_failure
+
+def check(self, error):
+    model, before = trainers[0].model, trainers[0].before
+    same = all((p.detach().to_local() == before[name]).all() for name, p in model.named_parameters())
+    print("weights untouched" if same else "WEIGHTS CHANGED", flush=True)
+    failed(self, error)
+
+Supervision.record_failure = check
+sys.exit(run_job(train.main))
+"""
+
+
+@pytest.mark.parametrize(("world_size", "replicate"), [(1, 1), (2, 1), (2, 2)])
+def test_a_nan_on_one_rank_reaches_no_weight_and_stops_the_run_by_step(
+    world_size: int, replicate: int, tmp_path: Path, run_distributed: RunDistributed
+) -> None:
+    arguments = [*TINY, "--training.steps=9", f"--training.batch_size={16 // world_size}"]
+    arguments += [f"--training.data_parallel_replicate_degree={replicate}"]
+    arguments += [f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=run"]
+    script = tmp_path / "poisoned.py"
+    script.write_text(POISONED.format(repository=str(REPOSITORY), arguments=arguments))
+    result = run_distributed([script], world_size)
+    assert result.returncode == 1
+    assert "WEIGHTS CHANGED" not in result.stdout
+    assert "weights untouched" in result.stdout, result.stdout + result.stderr
+    status = read_status(tmp_path / "run")
+    assert status["state"] == "error"
+    assert "step 3: the gradient is not finite" in status["reason"]
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_a_command_without_torchrun_leaves_no_process_group_files(one_process: Path) -> None:
+    assert [path.name for path in one_process.parent.iterdir()] == ["run"]
+    assert json.loads((one_process / "status.json").read_text())["state"] == "completed"
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
