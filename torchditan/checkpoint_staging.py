@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Copying a state aside, so that training goes on while the copy is written.
+"""Copying a state aside, so that training continues while the copy is written.
 
 Notable:
 - the copy's memory is allocated once and filled again at the next save;

@@ -55,7 +55,7 @@ def set_cpu_threads(run: Path | None = None) -> str | None:
     An OMP_NUM_THREADS of the user stays as it is.
 
     Returns:
-        A line that says why a run goes on with another number than it began with; None where it does not.
+        A line that says why a run continues with another number than it started with; None where it does not.
     """
     import torch
 

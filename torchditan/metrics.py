@@ -48,7 +48,7 @@ ALWAYS_KEYS = (
 )
 _GIB = 1024**3
 CONSOLE_COLUMNS = 100
-"""Longest line of a log that is no terminal; a terminal has its own width."""
+"""Longest line where the output is not a terminal; a terminal has its own width."""
 _LEAST_IMPORTANT_FIRST = (
     "encoding_percent",
     "data_loading_percent",
@@ -60,7 +60,7 @@ _LEAST_IMPORTANT_FIRST = (
     "mfu",
     "images_per_second",
 )
-"""What a console line leaves out, one by one, until it fits; metrics.jsonl has everything."""
+"""Parts that a console line drops, in this order, until it fits; metrics.jsonl has everything."""
 
 
 def check_trackers(config: Metrics) -> None:

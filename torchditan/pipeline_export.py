@@ -49,7 +49,7 @@ class ExportedPipeline:
 
 @dataclass(frozen=True)
 class _OtherParts:
-    """The parts of a pipeline beside the transformer, on this machine."""
+    """The parts of a pipeline other than the transformer, on this machine."""
 
     index: Path
     folders: dict[str, Path]
@@ -129,7 +129,7 @@ def _metadata(stored: StoredWeights, config: Config) -> dict[str, str]:
 
 
 def _find_other_parts(config: Config, *, pipeline_class: str, subfolder: str) -> _OtherParts | str:
-    """All that the pipeline has beside the transformer, as the run had it; a sentence where it is not all here."""
+    """All other parts of the pipeline, as the run had them; a sentence where some are missing here."""
     place = config.text_encoder.path or config.model.path
     if place is None:
         return "the run began with random weights, without a pipeline"

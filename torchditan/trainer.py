@@ -4,7 +4,7 @@
 Notable:
 - one step is the same code on a laptop and on a node: every mode goes through one `parallelize`;
 - the host never waits for the device inside a step; it reads numbers at log steps only;
-- what is not the step is an object beside the loop: supervision.py, periodic_tasks.py and run_checkpoints.py.
+- supervision.py, periodic_tasks.py and run_checkpoints.py hold what is not the step; the loop calls them.
 """
 
 from __future__ import annotations
