@@ -39,7 +39,7 @@ from torchditan.config import (
 )
 from torchditan.legacy_config import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy, adopt_names
 from torchditan.run_directory import read_config, run_path
-from torchditan.trajectory import with_values_before
+from torchditan.trajectory import flatten_tree, with_values_before
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -479,8 +479,7 @@ def _from_toml_text(words: Iterable[str]) -> Any:
 
 def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
     """The configuration of a run from its config.json, as `to_dict` wrote it."""
-    flat = {f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()}
-    return build_config(with_values_before(flat))
+    return build_config(with_values_before(flatten_tree(values)))
 
 
 def override(config: Config, argv: list[str], *, sections: tuple[str, ...]) -> Config:

@@ -18,7 +18,7 @@ from torchditan.models import ModelSpec, TextEmbeddings
 from torchditan.optim import learning_rate
 from torchditan.run_directory import read_config
 from torchditan.stream import BatchPlan, ImageDataset
-from torchditan.trajectory import VALUES_BEFORE
+from torchditan.trajectory import VALUES_BEFORE, flatten_tree
 
 
 def fill_in_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape: tuple[int, ...]) -> None:
@@ -92,8 +92,7 @@ def keep_values_of_run(config: Config, run: Path) -> list[str]:
 
 def flatten_stored(run: Path) -> dict[str, Any]:
     """`{"training.steps": 10, ...}` of the config.json of a run, as it was written."""
-    sections = read_config(run).get("config", {})
-    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    return flatten_tree(read_config(run)["config"])
 
 
 def check_steps(config: Config, run: Path) -> None:

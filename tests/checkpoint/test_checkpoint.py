@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The checkpoint manager: memory of copies that are written beside the training, and deletion of old checkpoints."""
+"""The checkpoint manager: memory of copies written during training, and deletion of old checkpoints."""
 
 from __future__ import annotations
 
