@@ -16,8 +16,8 @@ from pathlib import Path
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    from torchditan.command_line import ScriptParser
-    from torchditan.config import option_error
+    from torchditan.config.command_line import ScriptParser
+    from torchditan.config.options import option_error
 
     parser = ScriptParser(__doc__, options=())
     parser.epilog = None
@@ -46,18 +46,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main() -> None:
     args = parse(sys.argv[1:])
     if args.compare:
-        from torchditan.ablation.compare_report import write_comparison
+        from torchditan.report.compare_report import write_comparison
 
         out = args.out or args.compare[0].absolute().parent / "compare"
         report = write_comparison(args.compare, out, args.labels)
     else:
-        from torchditan.ablation.report import write_report
+        from torchditan.report.report import write_report
 
         report = write_report(args.folders, args.out or args.folders[0] / "analysis")
     print(f"report: {report}")
 
 
 if __name__ == "__main__":
-    from torchditan.verdict import run_job
+    from torchditan.supervision.exit_status import run_job
 
     sys.exit(run_job(main))

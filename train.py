@@ -8,16 +8,16 @@ import sys
 
 
 def main() -> None:
-    from torchditan.config import dataset_channels
-    from torchditan.config_loader import load_config, to_toml
+    from torchditan.config.loader import load_config, to_toml
+    from torchditan.config.options import dataset_channels
 
     config = load_config(sys.argv[1:])
 
     from data import build_dataset
     from torchditan.distributed.process_group import Rank
-    from torchditan.job import prepare_job
-    from torchditan.optional_parts import choose_parts
-    from torchditan.progress import report_progress
+    from torchditan.job.optional_parts import choose_parts
+    from torchditan.job.prepare import prepare_job
+    from torchditan.run.progress import report_progress
     from torchditan.trainer import run
 
     channels = dataset_channels(config)
@@ -35,6 +35,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from torchditan.verdict import run_job
+    from torchditan.supervision.exit_status import run_job
 
     sys.exit(run_job(main))

@@ -30,17 +30,17 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
 from data import build_dataset
-from torchditan import provenance
-from torchditan.checkpoint import CheckpointManager
-from torchditan.checkpoint_files import list_checkpoints
-from torchditan.config import Config, dataset_channels
-from torchditan.config_loader import load_config, to_dict
-from torchditan.job import prepare_job
-from torchditan.preemption import StopRequest
-from torchditan.run_directory import write_file
-from torchditan.supervision import Supervision
+from torchditan.checkpoint.files import list_checkpoints
+from torchditan.checkpoint.manager import CheckpointManager
+from torchditan.config.loader import load_config, to_dict
+from torchditan.config.options import Config, dataset_channels
+from torchditan.config.trajectory import trajectory
+from torchditan.job.prepare import prepare_job
+from torchditan.run import provenance
+from torchditan.run.directory import write_file
+from torchditan.supervision.preemption import StopRequest
+from torchditan.supervision.supervision import Supervision
 from torchditan.trainer import Trainer
-from torchditan.trajectory import trajectory
 
 TARGETS = {"cpu": 0.25, "cuda": 0.1}
 """Largest stall of an asynchronous save after the first, as a share of a synchronous one."""

@@ -24,8 +24,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
-from torchditan import provenance
-from torchditan.run_directory import read_metrics, write_file
+from torchditan.run import provenance
+from torchditan.run.directory import read_metrics, write_file
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CASES = {

@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchditan.config import EMA as EMAConfig
-from torchditan.config import Diffusion, Model, Optimizer, Training
+from torchditan.config.options import EMA as EMAConfig
+from torchditan.config.options import Diffusion, Model, Optimizer, Training
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.parallelize import CompileOptions, parallelize
-from torchditan.divergence import DivergenceGuard
-from torchditan.ema import EMA
 from torchditan.models import ModelSpec, build_model_spec
-from torchditan.optim import build_optimizer, clip_grad_norm
+from torchditan.optim.divergence import DivergenceGuard
+from torchditan.optim.ema import EMA
+from torchditan.optim.optimizers import build_optimizer, clip_grad_norm
 from torchditan.randomness import Randomness
 
 NUM_CLASSES = 1000

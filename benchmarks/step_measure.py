@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from step_cases import PATCH_SIZE, SAMPLE_SHAPES, Batch, Case, Step, build_spec, build_step, make_batch
 
+from torchditan.distributed.host_memory import keep_freed_memory
 from torchditan.distributed.process_group import Rank, init_process_group
-from torchditan.flops import count_model_flops, peak_flops
-from torchditan.host_memory import keep_freed_memory
-from torchditan.verdict import verdict_of
+from torchditan.models.flops import count_model_flops, peak_flops
+from torchditan.supervision.exit_status import verdict_of
 
 GIB = 1024**3
 OUT_OF_TIME = {"status": "skipped", "reason": "the time limit was reached"}

@@ -2,7 +2,7 @@
 """The datasets, by name. To add yours: write `data/mine.py` with a `build`, and add one line below.
 
 `build(config, *, split, input_channels)` returns anything with the attributes of
-`torchditan.stream.ImageDataset`; `build_dataset` then checks it against the options, so a dataset of
+`torchditan.data_stream.stream.ImageDataset`; `build_dataset` then checks it against the options, so a dataset of
 yours is checked like ours. docs/data.md has an example.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from data.options import height_and_width
-from torchditan import config as options
-from torchditan.config import did_you_mean, option_error
-from torchditan.stream import ImageDataset
+from torchditan.config import options
+from torchditan.config.options import did_you_mean, option_error
+from torchditan.data_stream.stream import ImageDataset
 
 DATASETS: dict[str, str | Callable[..., Any]] = {
     "captions": "data.captions:build",

@@ -25,8 +25,8 @@ from data.hub import _load as load_hub
 from data.hub import require
 from data.images import IMAGE_SUFFIXES, Encoded, corrupt_image
 from data.videos import VIDEO_SUFFIXES
-from torchditan import config as options
-from torchditan.config import ConfigError, option_error
+from torchditan.config import options
+from torchditan.config.options import ConfigError, option_error
 
 METADATA_FILE = "metadata.jsonl"
 Refusal = Callable[[str], ConfigError]

@@ -29,10 +29,10 @@ from data.folder import HELD_OUT_SHARE, Split, find_validation
 from data.images import _FORMATS, DECODE_ERRORS, Crop, Encoded, corrupt_image, fit, load_sample
 from data.options import existing_path, height_and_width, photo_channels, refuse
 from data.videos import corrupt_video, open_video
-from torchditan import config as options
-from torchditan.config import option_error
+from torchditan.config import options
+from torchditan.config.options import option_error
+from torchditan.data_stream.stream import CorruptImageError
 from torchditan.randomness import generator, name_to_index
-from torchditan.stream import CorruptImageError
 
 TRIGGER = "[trigger]"
 ENOUGH_TO_HOLD_OUT = 20

@@ -16,8 +16,8 @@ import torch
 from data.hub import open_hub, require
 from data.images import corrupt_image, load_sample, to_sample
 from data.options import existing_path, photo_channels, refuse_crop
-from torchditan import config as options
-from torchditan.config import ConfigError, option_error
+from torchditan.config import options
+from torchditan.config.options import ConfigError, option_error
 
 CLASS_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 RECORD_BYTES = 1 + 3 * 32 * 32

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from data.options import refuse, refuse_crop
-from torchditan import config as options
+from torchditan.config import options
 
 
 class Digits:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from data.options import height_and_width
-from torchditan import config as options
+from torchditan.config import options
 from torchditan.models.spec import TensorSpec
 from torchditan.randomness import generator
 

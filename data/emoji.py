@@ -22,7 +22,7 @@ from PIL import Image
 from data.hub import require
 from data.images import to_sample
 from data.options import height_and_width, photo_channels, refuse, refuse_crop
-from torchditan import config as options
+from torchditan.config import options
 
 SKIN_TONES = {
     "1F3FB": "light",

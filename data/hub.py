@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from data.images import Crop, corrupt_image, load_sample
-from torchditan import config as options
-from torchditan.config import ConfigError, option_error
-from torchditan.stream import CorruptImageError
+from torchditan.config import options
+from torchditan.config.options import ConfigError, option_error
+from torchditan.data_stream.stream import CorruptImageError
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
 

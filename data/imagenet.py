@@ -12,8 +12,8 @@ from typing import Any, Literal
 from data.folder import ImageFolder, find_validation
 from data.hub import open_hub
 from data.options import existing_path, height_and_width, photo_channels, refuse
-from torchditan import config as options
-from torchditan.config import option_error
+from torchditan.config import options
+from torchditan.config.options import option_error
 
 HUB_NAME = "ILSVRC/imagenet-1k"
 

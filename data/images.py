@@ -21,8 +21,8 @@ from typing import BinaryIO, Literal, Protocol
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from torchditan.data_stream.stream import CorruptImageError
 from torchditan.randomness import generator
-from torchditan.stream import CorruptImageError
 
 Crop = Literal["center", "adm", "random"]
 IMAGE_SUFFIXES = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"])

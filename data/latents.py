@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from data.options import refuse, refuse_crop
-from torchditan import config as options
-from torchditan.autoencoders.latent_index import INDEX_FILE, SETTINGS_FILE, fingerprint_of
-from torchditan.autoencoders.latent_shards import PUBLIC_FILE, LatentShards, to_sample
-from torchditan.config import option_error
-from torchditan.stream import Batch
+from torchditan.config import options
+from torchditan.config.options import option_error
+from torchditan.data_stream.stream import Batch
+from torchditan.latents.index import INDEX_FILE, SETTINGS_FILE, fingerprint_of
+from torchditan.latents.shards import PUBLIC_FILE, LatentShards, to_sample
 
 Split = Literal["train", "validation"]
 

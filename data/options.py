@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchditan import config as options
-from torchditan.config import option_error
+from torchditan.config import options
+from torchditan.config.options import option_error
 
 
 def height_and_width(config: options.Dataset, *, default: tuple[int, int]) -> tuple[int, int]:

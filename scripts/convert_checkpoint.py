@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def export_file(argv: list[str]) -> None:
-    from torchditan.command_line import ScriptParser
-    from torchditan.config import Config, ConfigError, option_error
-    from torchditan.config_loader import override
+    from torchditan.config.command_line import ScriptParser
+    from torchditan.config.loader import override
+    from torchditan.config.options import Config, ConfigError, option_error
 
     parser = ScriptParser(__doc__, options=())
     parser.prog, parser.epilog = f"{parser.prog} export", None
@@ -56,19 +56,19 @@ def export_file(argv: list[str]) -> None:
     if not is_folder and arguments.out.exists() and not arguments.overwrite:
         raise ConfigError(f"{arguments.out} exists; choose another name, or replace it with --overwrite")
 
-    from torchditan.progress import report_progress
-    from torchditan.tensor_file import DTYPES
+    from torchditan.run.progress import report_progress
+    from torchditan.weights.safetensors_files import DTYPES
 
     start = time.perf_counter()
     options = {"step": arguments.step, "weights": arguments.weights, "dtype": DTYPES[arguments.dtype]}
     with report_progress(f"exporting {arguments.source}"):
         if is_folder:
-            from torchditan.pipeline_export import export_pipeline
+            from torchditan.finetune.pipeline_export import export_pipeline
 
             exported = export_pipeline(arguments.source, arguments.out, **options)
             stored, files = exported.weights, [path for path in arguments.out.rglob("*") if path.is_file()]
         else:
-            from torchditan.weights_file import export_weights
+            from torchditan.weights.export_and_import import export_weights
 
             stored, files = export_weights(arguments.source, arguments.out, **options), [arguments.out]
     print(
@@ -81,7 +81,7 @@ def export_file(argv: list[str]) -> None:
 
 
 def import_file(argv: list[str]) -> None:
-    from torchditan.command_line import ScriptParser
+    from torchditan.config.command_line import ScriptParser
 
     parser = ScriptParser(__doc__, options=("dataset.root_dir", "autoencoder.path"))
     parser.prog = f"{parser.prog} import"
@@ -90,8 +90,8 @@ def import_file(argv: list[str]) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace a run that was imported before")
     arguments, flags = parser.parse(argv)
 
-    from torchditan.imported_run import import_weights
-    from torchditan.progress import report_progress
+    from torchditan.run.progress import report_progress
+    from torchditan.weights.imported_run import import_weights
 
     with report_progress(f"importing {arguments.weights}"):
         stored = import_weights(arguments.weights, arguments.run, flags=flags, overwrite=arguments.overwrite)
@@ -99,7 +99,7 @@ def import_file(argv: list[str]) -> None:
 
 
 def main() -> None:
-    from torchditan.config import ConfigError
+    from torchditan.config.options import ConfigError
 
     commands = {"export": export_file, "import": import_file}
     command, argv = (sys.argv[1:2] or [""])[0], sys.argv[2:]
@@ -112,6 +112,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from torchditan.verdict import run_job
+    from torchditan.supervision.exit_status import run_job
 
     sys.exit(run_job(main))

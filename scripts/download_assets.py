@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if TYPE_CHECKING:
-    from torchditan.config import Autoencoder, Config
+    from torchditan.config.options import Autoencoder, Config
 
 
 def parse(argv: list[str]) -> Config:
     """The job's configuration: a file or a name in train_configs/, and flags as train.py takes them."""
-    from torchditan.command_line import ScriptParser
-    from torchditan.config_loader import load_config
+    from torchditan.config.command_line import ScriptParser
+    from torchditan.config.loader import load_config
 
     parser = ScriptParser(__doc__, options=("model", "text_encoder", "autoencoder", "lora", "dataset"))
     parser.add_argument("config", help="configuration file, or its name in train_configs/")
@@ -34,9 +34,9 @@ def parse(argv: list[str]) -> Config:
 
 def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
     """(option, hub name, patterns of files) of all that is on the hub and not in a folder here."""
-    from torchditan.captions.encode import TEXT_PARTS
-    from torchditan.models.published import FAMILIES, family
-    from torchditan.models.published.weights import is_hub_name
+    from torchditan.finetune.captions.encode import TEXT_PARTS
+    from torchditan.finetune.published import FAMILIES, family
+    from torchditan.finetune.published.stored_weights import is_hub_name
 
     found: list[tuple[str, str, list[str]]] = []
 
@@ -77,7 +77,7 @@ def files_of_autoencoder(options: Autoencoder) -> tuple[str | None, list[str]]:
 def main() -> None:
     config = parse(sys.argv[1:])
 
-    from torchditan.models.published.weights import fetch
+    from torchditan.finetune.published.stored_weights import fetch
 
     assets = wanted(config)
     for option, name, patterns in assets:
@@ -95,6 +95,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from torchditan.verdict import run_job
+    from torchditan.supervision.exit_status import run_job
 
     sys.exit(run_job(main))

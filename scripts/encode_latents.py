@@ -26,20 +26,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if TYPE_CHECKING:
     from torchditan.autoencoders import Autoencoder
-    from torchditan.autoencoders.latent_index import LatentIndex
-    from torchditan.autoencoders.latent_writer import LatentWriter
-    from torchditan.config import Config
+    from torchditan.config.options import Config
+    from torchditan.data_stream.stream import ImageDataset
     from torchditan.distributed.process_group import Rank
-    from torchditan.stream import ImageDataset
+    from torchditan.latents.index import LatentIndex
+    from torchditan.latents.writer import LatentWriter
 
 SPLITS = ("train", "validation")
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """Arguments of this script, and the configuration that the `--dataset.*` and `--autoencoder.*` flags make."""
-    from torchditan.command_line import ScriptParser, count
-    from torchditan.config import Config, ConfigError, option_error
-    from torchditan.config_loader import override
+    from torchditan.config.command_line import ScriptParser, count
+    from torchditan.config.loader import override
+    from torchditan.config.options import Config, ConfigError, option_error
 
     parser = ScriptParser(__doc__, options=("dataset", "autoencoder"))
     parser.add_argument("out", type=Path, help="folder to write; it comes first")
@@ -66,7 +66,7 @@ class Progress:
     LINE_EVERY_S = 5.0
 
     def __init__(self, name: str, *, total: int, done: int, rank: Rank) -> None:
-        from torchditan.metrics import Console
+        from torchditan.run.metrics import Console
 
         self.name, self.total, self.done, self.rank = name, total, done, rank
         self.console = Console(sys.stdout, color=False)
@@ -97,7 +97,7 @@ class Progress:
 
 def run_split(writer: LatentWriter, work: Callable[..., LatentIndex | None], *, rank: Rank) -> None:
     """Do this rank's part of a folder by `work(report=...)`, and say how it ended."""
-    from torchditan.config import ConfigError
+    from torchditan.config.options import ConfigError
 
     writer.open()
     name, total = str(writer.folder), writer.encoding.num_source_images
@@ -130,7 +130,7 @@ def summary(folder: Path, index: LatentIndex, *, encoded: int, seconds: float) -
 def open_dataset(config: Config, *, split: Any, is_asked_for: bool) -> ImageDataset | None:
     """One split; None where the dataset has none and nobody asked for it by name."""
     from data import build_dataset
-    from torchditan.config import ConfigError, option_error
+    from torchditan.config.options import ConfigError, option_error
 
     if config.dataset.dataset_name in ("latents", "imagenet_dummy"):
         right = "is encoded already; --convert makes shards of the public ImageNet file"
@@ -149,10 +149,10 @@ def open_dataset(config: Config, *, split: Any, is_asked_for: bool) -> ImageData
 
 def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> None:
     from torchditan.autoencoders import open_autoencoder
-    from torchditan.autoencoders.encoding import describe_encoding, encode
-    from torchditan.autoencoders.latent_writer import LatentWriter
-    from torchditan.config import option_error
-    from torchditan.progress import report_progress
+    from torchditan.config.options import option_error
+    from torchditan.latents.encoding import describe_encoding, encode
+    from torchditan.latents.writer import LatentWriter
+    from torchditan.run.progress import report_progress
 
     if config.autoencoder.name is None:
         raise option_error("autoencoder.name", None, "must say which autoencoder encodes the images, haar say")
@@ -195,10 +195,10 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
 
 
 def convert_file(arguments: argparse.Namespace, rank: Rank) -> None:
-    from torchditan.autoencoders.encoding import convert, describe_conversion
-    from torchditan.autoencoders.latent_shards import LatentShards
-    from torchditan.autoencoders.latent_writer import LatentWriter
-    from torchditan.config import option_error
+    from torchditan.config.options import option_error
+    from torchditan.latents.encoding import convert, describe_conversion
+    from torchditan.latents.shards import LatentShards
+    from torchditan.latents.writer import LatentWriter
 
     split = arguments.split or "train"
     if split not in SPLITS:
@@ -214,8 +214,8 @@ def convert_file(arguments: argparse.Namespace, rank: Rank) -> None:
 
 def verify_all(out: Path) -> None:
     """Print every problem in a line; exit with code 2 where there is one."""
-    from torchditan.autoencoders.latent_shards import LatentShards, verify
-    from torchditan.progress import report_progress
+    from torchditan.latents.shards import LatentShards, verify
+    from torchditan.run.progress import report_progress
 
     folders = [out / split for split in SPLITS if (out / split).is_dir()] or [out]
     with report_progress(f"verifying {out}"):
@@ -234,7 +234,7 @@ def main() -> None:
 
     import torch
 
-    from torchditan.cpu_threads import set_cpu_threads
+    from torchditan.distributed.cpu_threads import set_cpu_threads
     from torchditan.distributed.process_group import Rank, check_devices
 
     set_cpu_threads()
@@ -252,6 +252,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from torchditan.verdict import run_job
+    from torchditan.supervision.exit_status import run_job
 
     sys.exit(run_job(main))

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def main() -> None:
-    from torchditan.command_line import RunParser, count
+    from torchditan.config.command_line import RunParser, count
 
     parser = RunParser(__doc__)
     parser.add_argument("--samples_per_class", type=count, default=100, help="samples of each class (default: 100)")
@@ -24,12 +24,12 @@ def main() -> None:
     args, flags = parser.parse(sys.argv[1:])
 
     from data import build_dataset
-    from torchditan.config import ConfigError, dataset_channels
-    from torchditan.cpu_threads import set_cpu_threads
+    from torchditan.config.options import ConfigError, dataset_channels
+    from torchditan.distributed.cpu_threads import set_cpu_threads
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.classifier import accuracy, as_tensors, train_classifier
-    from torchditan.progress import report_progress
-    from torchditan.trained_model import TrainedModel
+    from torchditan.run.progress import report_progress
+    from torchditan.weights.trained_model import TrainedModel
 
     set_cpu_threads()
     with report_progress(f"loading {args.run}"):
@@ -76,6 +76,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from torchditan.verdict import run_job
+    from torchditan.supervision.exit_status import run_job
 
     sys.exit(run_job(main))

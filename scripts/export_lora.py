@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def main() -> None:
-    from torchditan.command_line import ScriptParser
-    from torchditan.config import Config, ConfigError, option_error
-    from torchditan.config_loader import override
+    from torchditan.config.command_line import ScriptParser
+    from torchditan.config.loader import override
+    from torchditan.config.options import Config, ConfigError, option_error
 
     parser = ScriptParser(__doc__, options=())
     parser.epilog = None
@@ -39,9 +39,9 @@ def main() -> None:
 
     import torch
 
-    from torchditan.lora_export import export_run, ignored_by_sd_scripts
-    from torchditan.progress import report_progress
-    from torchditan.run_directory import read_config
+    from torchditan.finetune.lora_export import export_run, ignored_by_sd_scripts
+    from torchditan.run.directory import read_config
+    from torchditan.run.progress import report_progress
 
     with report_progress(f"exporting {args.run}"):
         layers, step = export_run(
@@ -61,6 +61,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from torchditan.verdict import run_job
+    from torchditan.supervision.exit_status import run_job
 
     sys.exit(run_job(main))

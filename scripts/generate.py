@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from torchditan.evaluation.rows import SampleRows
-    from torchditan.trained_model import TrainedModel
+    from torchditan.evaluation.sample_rows import SampleRows
+    from torchditan.weights.trained_model import TrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the `--sampling.*` flags left for the configuration."""
-    from torchditan.command_line import RunParser, check_output, count
-    from torchditan.config import option_error
+    from torchditan.config.command_line import RunParser, check_output, count
+    from torchditan.config.options import option_error
 
     parser = RunParser(__doc__)
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema where the run has them)")
@@ -54,7 +54,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def parse_labels(text: str, *, num_classes: int) -> list[int]:
     """`3,5,7` as labels of the run."""
-    from torchditan.config import option_error
+    from torchditan.config.options import option_error
 
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) < num_classes for word in words):
@@ -69,9 +69,9 @@ def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[Sample
     Raises:
         ConfigError: classes are asked of a model of captions, or the other way round.
     """
-    from torchditan.config import dataset_channels, option_error
+    from torchditan.config.options import dataset_channels, option_error
     from torchditan.evaluation.generate import real_samples
-    from torchditan.evaluation.rows import SampleRows
+    from torchditan.evaluation.sample_rows import SampleRows
 
     config = trained.config
     if trained.takes_prompts:
@@ -101,12 +101,12 @@ def main() -> None:
 
     import torch
 
-    from torchditan.cpu_threads import set_cpu_threads
+    from torchditan.distributed.cpu_threads import set_cpu_threads
     from torchditan.distributed.process_group import Rank
-    from torchditan.evaluation.image_grid import save_grid, stills
+    from torchditan.evaluation.grid_picture import save_grid, stills
     from torchditan.evaluation.reconstruction import similarity
-    from torchditan.progress import report_progress
-    from torchditan.trained_model import TrainedModel
+    from torchditan.run.progress import report_progress
+    from torchditan.weights.trained_model import TrainedModel
 
     set_cpu_threads()
     device = Rank(0, 0, 1).device
@@ -167,6 +167,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from torchditan.verdict import run_job
+    from torchditan.supervision.exit_status import run_job
 
     sys.exit(run_job(main))

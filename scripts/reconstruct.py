@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from torchditan.autoencoders import Autoencoder
-    from torchditan.config import Autoencoder as AutoencoderConfig
+    from torchditan.config.options import Autoencoder as AutoencoderConfig
     from torchditan.evaluation.reconstruction import Reconstruction
 
 NUM_SHOWN = 10
@@ -32,7 +32,7 @@ HEADINGS = ("autoencoder", "latents", "fewer", "PSNR dB", "SSIM", "mean", "std",
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the `--dataset.*` and `--autoencoder.*` flags left for the configuration."""
-    from torchditan.command_line import ScriptParser, check_output, count
+    from torchditan.config.command_line import ScriptParser, check_output, count
 
     parser = ScriptParser(__doc__, options=("dataset", "autoencoder"))
     parser.add_argument(
@@ -52,7 +52,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def choose(config: AutoencoderConfig, compare: list[str] | None) -> list[AutoencoderConfig]:
     """The autoencoders asked for; what `--autoencoder.*` says beside name and path holds for each of them."""
-    from torchditan.config import option_error
+    from torchditan.config.options import option_error
 
     if config.online or config.sample_posterior:
         option = "online" if config.online else "sample_posterior"
@@ -127,8 +127,8 @@ def to_toml(config: AutoencoderConfig, autoencoder: Autoencoder) -> str:
 def main() -> None:
     args, flags = parse(sys.argv[1:])
 
-    from torchditan.config import Config, Model
-    from torchditan.config_loader import override
+    from torchditan.config.loader import override
+    from torchditan.config.options import Config, Model
 
     # The default model's own patches are no limit to the pictures.
     config = override(Config(model=Model(patch_size=1)), flags, sections=("dataset", "autoencoder"))
@@ -138,11 +138,11 @@ def main() -> None:
 
     from data import build_dataset
     from torchditan.autoencoders import open_autoencoder
-    from torchditan.cpu_threads import set_cpu_threads
+    from torchditan.distributed.cpu_threads import set_cpu_threads
     from torchditan.distributed.process_group import Rank
-    from torchditan.evaluation.image_grid import save_grid
+    from torchditan.evaluation.grid_picture import save_grid
     from torchditan.evaluation.reconstruction import check_pictures, picture_batches, reconstruct
-    from torchditan.progress import report_progress
+    from torchditan.run.progress import report_progress
 
     set_cpu_threads()
     device = Rank(0, 0, 1).device
@@ -193,6 +193,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from torchditan.verdict import run_job
+    from torchditan.supervision.exit_status import run_job
 
     sys.exit(run_job(main))

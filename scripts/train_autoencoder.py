@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     import torch
 
     from torchditan.autoencoders.patch import PatchAutoencoder, PatchNetwork
-    from torchditan.config import Config
+    from torchditan.config.options import Config
+    from torchditan.data_stream.stream import Batch, ImageDataset
     from torchditan.evaluation.reconstruction import Reconstruction
     from torchditan.randomness import Randomness
-    from torchditan.stream import Batch, ImageDataset
 
 NUM_FOR_NORMALIZATION = 4096
 """Training images that the latents' mean and standard deviation are measured on, at most."""
@@ -40,8 +40,8 @@ PICTURE = "reconstructions.png"
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the `--dataset.*` flags left for the configuration."""
-    from torchditan.command_line import ScriptParser, count
-    from torchditan.config import ConfigError
+    from torchditan.config.command_line import ScriptParser, count
+    from torchditan.config.options import ConfigError
 
     parser = ScriptParser(__doc__, options=("dataset",))
     parser.add_argument("out", type=Path, help="folder to write; it comes first")
@@ -87,7 +87,7 @@ def positive(text: str) -> float:
 def check_out(out: Path, *, overwrite: bool) -> None:
     """Refuse a folder that cannot be written, and one that holds an autoencoder, before anything is trained."""
     from torchditan.autoencoders.patch import CONFIG_FILE, WEIGHTS_FILE
-    from torchditan.config import option_error
+    from torchditan.config.options import option_error
 
     existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -100,7 +100,7 @@ def check_out(out: Path, *, overwrite: bool) -> None:
 def build_datasets(config: Config, *, patch_size: int) -> tuple[ImageDataset, ImageDataset]:
     """Training and held-out pictures, of a size that divides into patches."""
     from data import build_dataset
-    from torchditan.config import option_error
+    from torchditan.config.options import option_error
     from torchditan.evaluation.reconstruction import check_pictures
 
     training = build_dataset(config.dataset, split="train")
@@ -115,7 +115,7 @@ def build_stream(
     dataset: ImageDataset, config: Config, *, args: argparse.Namespace, pin_memory: bool
 ) -> Iterator[tuple[Batch, Randomness]]:
     """Batches from position 0 on, endlessly, each with noise for its latents; all keyed to (seed, position)."""
-    from torchditan.stream import BatchPlan, TrainingStream
+    from torchditan.data_stream.stream import BatchPlan, TrainingStream
 
     latent_shape = (args.latent_channels, *(side // args.patch_size for side in dataset.sample_shape[1:]))
     stream = TrainingStream(
@@ -139,7 +139,7 @@ class Progress:
     def __init__(self, *, args: argparse.Namespace, held_out: torch.Tensor, device: torch.device) -> None:
         import torch
 
-        from torchditan.metrics import Console, StepTimer
+        from torchditan.run.metrics import Console, StepTimer
 
         self.args, self.held_out = args, held_out.to(device)
         self.console, self.timer = Console(sys.stdout, color=False), StepTimer(device)
@@ -153,7 +153,7 @@ class Progress:
         self.console.progress(step, self.args.steps, self.eta)
 
     def report(self, step: int, *, lr: float, network: PatchNetwork) -> None:
-        from torchditan.config import ConfigError
+        from torchditan.config.options import ConfigError
 
         num_steps = step - self.reported
         loss = self.total_loss.item() / num_steps
@@ -200,8 +200,8 @@ def train(
     from torch.nn.utils import clip_grad_norm_
 
     from torchditan.autoencoders.patch import reconstruction_loss
-    from torchditan.config import LRScheduler, Optimizer
-    from torchditan.optim import build_optimizer, learning_rate
+    from torchditan.config.options import LRScheduler, Optimizer
+    from torchditan.optim.optimizers import build_optimizer, learning_rate
 
     # With a beta2 of .99 the loss blows up in the first hundred steps at this learning rate.
     optimizer = build_optimizer(network, Optimizer(lr=args.lr, beta2=0.95))
@@ -275,8 +275,8 @@ def save(
     """
     import torch
 
-    from torchditan.config import option_error
-    from torchditan.evaluation.image_grid import save_grid
+    from torchditan.config.options import option_error
+    from torchditan.evaluation.grid_picture import save_grid
 
     count = min(NUM_SHOWN, len(held_out))
     shown = [i * len(held_out) // count for i in range(count)]
@@ -304,8 +304,8 @@ def figures(result: Reconstruction) -> str:
 def main() -> None:
     args, flags = parse(sys.argv[1:])
 
-    from torchditan.config import Config, Model
-    from torchditan.config_loader import override
+    from torchditan.config.loader import override
+    from torchditan.config.options import Config, Model
 
     # The default model's own patches are no limit to the pictures.
     config = override(Config(model=Model(patch_size=1)), flags, sections=("dataset",))
@@ -315,7 +315,7 @@ def main() -> None:
     import torch
 
     from torchditan.autoencoders.patch import PatchAutoencoder, PatchAutoencoderConfig, PatchNetwork
-    from torchditan.cpu_threads import set_cpu_threads
+    from torchditan.distributed.cpu_threads import set_cpu_threads
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.reconstruction import picture_batches, reconstruct
 
@@ -352,6 +352,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from torchditan.verdict import run_job
+    from torchditan.supervision.exit_status import run_job
 
     sys.exit(run_job(main))

@@ -62,7 +62,7 @@ def run_script(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
     import torch
     import torch.distributed as dist
 
-    from torchditan import progress
+    from torchditan.run import progress
 
     monkeypatch.setattr(progress, "QUIET_S", 3600.0)  # lines about slow work depend on the load of the machine
     monkeypatch.chdir(tmp_path)

@@ -16,20 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchditan.checkpoint.run_checkpoints import RunCheckpoints
 from torchditan.diffusion.objectives import Objective
 from torchditan.distributed.process_group import max_over_ranks, sum_over_ranks
-from torchditan.divergence import DivergenceGuard
-from torchditan.ema import EMA
 from torchditan.evaluation.generate import generate
-from torchditan.evaluation.grids import Grids
+from torchditan.evaluation.sample_grids import Grids
 from torchditan.evaluation.validation import validation_loss
-from torchditan.job import Job
-from torchditan.metrics import MetricsLogger
-from torchditan.run_checkpoints import RunCheckpoints
-from torchditan.supervision import Supervision
+from torchditan.job.prepare import Job
+from torchditan.optim.divergence import DivergenceGuard
+from torchditan.optim.ema import EMA
+from torchditan.run.metrics import MetricsLogger
+from torchditan.supervision.supervision import Supervision
 
 if TYPE_CHECKING:
-    from torchditan.precision.loss_scaling import LossScaler
+    from torchditan.optim.loss_scaling import LossScaler
 
 
 class StepResult(NamedTuple):

@@ -18,10 +18,10 @@ OBJECTIVES = {
 """`diffusion.objective`: classes that follow `torchditan.diffusion.objectives.Objective`."""
 
 OPTIMIZERS = {
-    "AdamW": "torchditan.optim:adamw",
-    "AdamW8bit": "torchditan.optim:adamw_8bit",
+    "AdamW": "torchditan.optim.optimizers:adamw",
+    "AdamW8bit": "torchditan.optim.optimizers:adamw_8bit",
 }
-"""`optimizer.name`: functions from the `[optimizer]` options to a list of `torchditan.optim.ParameterGroup`."""
+"""`optimizer.name`: functions from the `[optimizer]` options to a list of `torchditan.optim.optimizers.ParameterGroup`."""
 
 
 def registered(registry: Mapping[str, str], name: str) -> Any:

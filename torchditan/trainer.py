@@ -18,8 +18,16 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from torchditan import announcements
-from torchditan.build import (
+from torchditan.checkpoint.manager import CheckpointManager
+from torchditan.checkpoint.run_checkpoints import Rollback, RunCheckpoints, StopPoint
+from torchditan.config.loader import to_dict
+from torchditan.config.options import ConfigError
+from torchditan.config.trajectory import trajectory
+from torchditan.data_stream.stream import Batch
+from torchditan.diffusion.objectives import build_objective
+from torchditan.distributed.process_group import raise_on_all_ranks
+from torchditan.job import announcements
+from torchditan.job.build import (
     build_ema,
     build_logger,
     build_loss_scaler,
@@ -29,24 +37,16 @@ from torchditan.build import (
     initial_weights_loader,
     open_process_group,
 )
-from torchditan.checkpoint import CheckpointManager
-from torchditan.config import ConfigError
-from torchditan.config_loader import to_dict
-from torchditan.diffusion.objectives import build_objective
-from torchditan.distributed.process_group import raise_on_all_ranks
-from torchditan.divergence import DivergenceError, DivergenceGuard
-from torchditan.job import Job
-from torchditan.optim import build_optimizer, clip_grad_norm, learning_rate
+from torchditan.job.prepare import Job
+from torchditan.optim.divergence import DivergenceError, DivergenceGuard
+from torchditan.optim.optimizers import build_optimizer, clip_grad_norm, learning_rate
 from torchditan.periodic_tasks import PeriodicTasks, StepResult, mean_over_ranks
-from torchditan.preemption import StopAgreement, StopRequest
-from torchditan.profiling import Profiler, profiling
 from torchditan.randomness import Randomness
-from torchditan.run_checkpoints import Rollback, RunCheckpoints, StopPoint
-from torchditan.run_directory import write_rank_status
-from torchditan.stream import Batch
-from torchditan.supervision import Supervision
-from torchditan.trajectory import trajectory
-from torchditan.verdict import Interrupted
+from torchditan.run.directory import write_rank_status
+from torchditan.run.profiling import Profiler, profiling
+from torchditan.supervision.exit_status import Interrupted
+from torchditan.supervision.preemption import StopAgreement, StopRequest
+from torchditan.supervision.supervision import Supervision
 
 
 def run(job: Job) -> None:

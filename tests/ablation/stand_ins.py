@@ -39,13 +39,13 @@ sys.exit(1)  # whatever happened
 TRAIN = """
 import json, os, sys, time
 from pathlib import Path
-from torchditan.run_directory import write_rank_status
-from torchditan.verdict import run_job
+from torchditan.run.directory import write_rank_status
+from torchditan.supervision.exit_status import run_job
 
 given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
 if "job.config_file" in given:
-    from torchditan.config_loader import load_config
-    from torchditan.config import flatten
+    from torchditan.config.loader import load_config
+    from torchditan.config.options import flatten
     given = {**flatten(load_config(["--job.config_file", given["job.config_file"]])), **given}
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 batch, patch, steps = int(given["training.batch_size"]), int(given["model.patch_size"]), int(given["training.steps"])

@@ -31,9 +31,9 @@ from torchditan.ablation.grid import load_grid
 from torchditan.ablation.launchers import LocalLauncher
 from torchditan.ablation.ledger import read_ledger
 from torchditan.ablation.runner import run_grid
-from torchditan.config import Config, ConfigError
-from torchditan.config_loader import build_config
-from torchditan.run_directory import read_config
+from torchditan.config.loader import build_config
+from torchditan.config.options import Config, ConfigError
+from torchditan.run.directory import read_config
 
 
 def trial(batch_size: int, *, fits_up_to: int, speed: Callable[[int], float] = float) -> Trial:
@@ -192,7 +192,7 @@ def test_a_trial_trains_random_samples_of_the_jobs_shape(find: Any, tmp_path: Pa
     config.dataset.dataset_name, config.dataset.root_dir = "imagenet", "somewhere"
     config.dataset.fingerprint = "latents-0123456789abcdef"  # as the trainer fills it in before the search
     find(config)
-    from torchditan.config_loader import load_config
+    from torchditan.config.loader import load_config
 
     made = load_config(["--job.config_file", str(tmp_path / "trials" / "job_bs16" / "trial.toml")])
     assert (made.dataset.dataset_name, made.dataset.root_dir, made.dataset.fingerprint) == ("dummy", None, None)
@@ -206,7 +206,7 @@ def test_a_trial_that_encodes_keeps_its_images_whose_channels_only_the_dataset_k
     config.dataset.dataset_name = "digits"  # grey: random samples would have three channels
     config.autoencoder.online, config.autoencoder.name = True, "haar"
     find(config)
-    from torchditan.config_loader import load_config
+    from torchditan.config.loader import load_config
 
     made = load_config(["--job.config_file", str(tmp_path / "trials" / "job_bs16" / "trial.toml")])
     assert (made.dataset.dataset_name, made.autoencoder.online, made.autoencoder.name) == ("digits", True, "haar")
@@ -249,7 +249,7 @@ def test_a_job_across_machines_cannot_search(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_auto_stands_where_a_number_stood_and_other_words_do_not(tmp_path: Path) -> None:
-    from torchditan.config_loader import load_config, to_toml
+    from torchditan.config.loader import load_config, to_toml
 
     config = load_config(["--training.batch_size=auto", "--training.global_batch_size=100"])
     assert config.training.batch_size == "auto"

@@ -9,15 +9,15 @@ import pytest
 
 from torchditan.ablation.grid import load_grid, parse_axis
 from torchditan.ablation.ledger import column_type, columns
-from torchditan.ablation.resolutions import (
+from torchditan.config.loader import build_config
+from torchditan.config.options import PUBLISHED_FLAVORS, ConfigError, flatten
+from torchditan.finetune.resolutions import (
     LATENT_GRIDS,
     RESOLUTIONS,
     published_options,
     resolution_of,
     usual_resolution,
 )
-from torchditan.config import PUBLISHED_FLAVORS, ConfigError, flatten
-from torchditan.config_loader import build_config
 
 GRID = """
 steps = 4
@@ -38,7 +38,7 @@ def write_grid(folder: Path, text: str) -> str:
 
 def test_the_numbers_are_those_of_the_families() -> None:
     pytest.importorskip("diffusers")
-    from torchditan.models.published import FAMILIES, family
+    from torchditan.finetune.published import FAMILIES, family
 
     assert LATENT_GRIDS.keys() == FAMILIES.keys() == PUBLISHED_FLAVORS.keys()
     for name, grid in LATENT_GRIDS.items():

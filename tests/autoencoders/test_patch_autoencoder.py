@@ -21,7 +21,7 @@ from torchditan.autoencoders.patch import (
     PatchNetwork,
     reconstruction_loss,
 )
-from torchditan.config import ConfigError
+from torchditan.config.options import ConfigError
 from torchditan.evaluation.reconstruction import channel_statistics, normalization_of, psnr
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def test_a_name_is_looked_up_in_train_configs_from_any_folder(tmp_path: Path, mo
 
 def test_the_committed_earth_autoencoder_gives_held_out_crops_back() -> None:
     from data import build_dataset
-    from torchditan.config import Dataset
+    from torchditan.config.options import Dataset
     from torchditan.evaluation.reconstruction import picture_batches
 
     assert sum(file.stat().st_size for file in (NAMED / "earth").iterdir()) < 3e6

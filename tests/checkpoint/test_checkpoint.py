@@ -17,10 +17,10 @@ import torch.cuda._pin_memory_utils as pin_memory_utils
 import torch.distributed as dist
 from torch import nn
 
-from torchditan import checkpoint
-from torchditan.checkpoint import CheckpointManager, Progress, read_state
-from torchditan.checkpoint_files import list_checkpoints, remove
-from torchditan.config import Config
+from torchditan.checkpoint import manager as checkpoint
+from torchditan.checkpoint.files import list_checkpoints, remove
+from torchditan.checkpoint.manager import CheckpointManager, Progress, read_state
+from torchditan.config.options import Config
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed
@@ -105,8 +105,8 @@ sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *{arguments!r}]
 import shutil
 import train
-from torchditan import checkpoint_files
-from torchditan.verdict import run_job
+from torchditan.checkpoint import files as checkpoint_files
+from torchditan.supervision.exit_status import run_job
 
 rmtree, slept = shutil.rmtree, []
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from course_toml import COURSE_TOML
 
-from torchditan.config import FLAVOR_NAMES, Config, ConfigError, flatten
-from torchditan.config_loader import TRAIN_CONFIGS, from_dict, load_config, options, to_dict, to_toml
-from torchditan.trajectory import trajectory
+from torchditan.config.loader import TRAIN_CONFIGS, from_dict, load_config, options, to_dict, to_toml
+from torchditan.config.options import FLAVOR_NAMES, Config, ConfigError, flatten
+from torchditan.config.trajectory import trajectory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -187,7 +187,7 @@ def test_local_file_comes_before_a_name_in_train_configs(tmp_path: Path, monkeyp
 
 
 def test_installation_without_train_configs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchditan.config_loader.TRAIN_CONFIGS", tmp_path / "absent")
+    monkeypatch.setattr("torchditan.config.loader.TRAIN_CONFIGS", tmp_path / "absent")
     with pytest.raises(ConfigError, match=r"this installation has no train_configs/"):
         load_config(["--job.config_file", "quickstart"])
 
@@ -215,7 +215,7 @@ def test_every_option_and_section_has_a_sentence_of_help() -> None:
 def test_help_names_every_option_and_imports_no_torch(tmp_path: Path) -> None:
     code = """
 import sys
-from torchditan.config_loader import load_config
+from torchditan.config.loader import load_config
 try:
     load_config(["--help"])
 except SystemExit as stop:

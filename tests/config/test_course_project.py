@@ -12,14 +12,14 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from torchditan import config_loader
 from torchditan.ablation.grid import load_grid
-from torchditan.config import Config, ConfigError
-from torchditan.config_loader import load_config
-from torchditan.legacy_config import FLAVORS, LEGACY_KEYS, PRESET
+from torchditan.config import loader as config_loader
+from torchditan.config.legacy_keys import FLAVORS, LEGACY_KEYS, PRESET
+from torchditan.config.loader import load_config
+from torchditan.config.options import Config, ConfigError
 from torchditan.models import build_model_spec
 from torchditan.models.dit import LLAMA3_FLAVORS
-from torchditan.run_directory import read_config, read_metrics
+from torchditan.run.directory import read_config, read_metrics
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import pytest
 from PIL import Image
 
-from torchditan.config import Config, flatten
-from torchditan.config_loader import from_dict
-from torchditan.run_directory import read_config, read_metrics
-from torchditan.trajectory import TRAJECTORY_KEYS, VALUES_BEFORE, differences, trajectory
+from torchditan.config.loader import from_dict
+from torchditan.config.options import Config, flatten
+from torchditan.config.trajectory import TRAJECTORY_KEYS, VALUES_BEFORE, differences, trajectory
+from torchditan.run.directory import read_config, read_metrics
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

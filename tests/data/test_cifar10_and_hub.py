@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from data import build_dataset
-from torchditan.config import ConfigError, Dataset
-from torchditan.stream import CorruptImageError
+from torchditan.config.options import ConfigError, Dataset
+from torchditan.data_stream.stream import CorruptImageError
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 32, 32, 3), dtype=np.uint8)
 LABELS = [3, 0, 9, 1, 1, 7, 2]

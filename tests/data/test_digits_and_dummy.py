@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from data import build_dataset
-from torchditan.config import Dataset
+from torchditan.config.options import Dataset
 
 
 def test_digits_are_all_there_once() -> None:

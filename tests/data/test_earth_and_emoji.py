@@ -12,7 +12,7 @@ import pytest
 
 from data import build_dataset
 from data.earth import CROPS_PER_CLASS
-from torchditan.config import ConfigError, Dataset
+from torchditan.config.options import ConfigError, Dataset
 
 
 @functools.cache

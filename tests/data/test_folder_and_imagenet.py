@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from data import build_dataset
-from torchditan.config import ConfigError, Dataset
-from torchditan.stream import CorruptImageError
+from torchditan.config.options import ConfigError, Dataset
+from torchditan.data_stream.stream import CorruptImageError
 
 
 def write_image(path: Path, grey: int = 0) -> None:

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from data import build_dataset
-from torchditan.autoencoders.encoding import describe_encoding
 from torchditan.autoencoders.haar import HaarAutoencoder
-from torchditan.autoencoders.latent_shards import to_sample
-from torchditan.autoencoders.latent_writer import LatentWriter, Shard
-from torchditan.config import ConfigError, Dataset
-from torchditan.stream import BatchedDataset, BatchPlan, TrainingStream
+from torchditan.config.options import ConfigError, Dataset
+from torchditan.data_stream.stream import BatchedDataset, BatchPlan, TrainingStream
+from torchditan.latents.encoding import describe_encoding
+from torchditan.latents.shards import to_sample
+from torchditan.latents.writer import LatentWriter, Shard
 
 NUM = {"train": 9, "validation": 5}
 

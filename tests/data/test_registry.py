@@ -12,7 +12,7 @@ import torch
 
 import data
 from data import DATASETS, build_dataset
-from torchditan.config import ConfigError, Dataset
+from torchditan.config.options import ConfigError, Dataset
 
 
 def refuse(message: str, *, input_channels: int | None = None, **options: Any) -> None:

@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchditan.build import build_stream
-from torchditan.config import Config, ConfigError, Dataset
-from torchditan.randomness import draw
-from torchditan.stream import (
+from torchditan.config.options import Config, ConfigError, Dataset
+from torchditan.data_stream.stream import (
     Batch,
     BatchPlan,
     BucketOrder,
@@ -25,6 +23,8 @@ from torchditan.stream import (
     StreamedTraining,
     TrainingStream,
 )
+from torchditan.job.build import build_stream
+from torchditan.randomness import draw
 
 
 class Numbers:
@@ -455,7 +455,7 @@ def test_noise_of_a_streamed_source_is_drawn_beside_the_training_and_pinned(monk
         pinned.add(tensor.data_ptr())
         return tensor
 
-    monkeypatch.setattr("torchditan.stream.draw", drawn)
+    monkeypatch.setattr("torchditan.data_stream.stream.draw", drawn)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     for num_workers in (0, 2):
         threads.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchditan.config import ConfigError
+from torchditan.config.options import ConfigError
 from torchditan.distributed.parallel_dims import ParallelDims
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from torchditan.distributed import parent_death
+from torchditan.supervision import parent_death
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PARENT = """
 import subprocess, sys, time
-code = "import sys; sys.path.insert(0, {repository!r}); from torchditan.verdict import run_job; import time; "
+code = "import sys; sys.path.insert(0, {repository!r}); from torchditan.supervision.exit_status import run_job; import time; "
 code += "run_job(lambda: (print('begun', flush=True), time.sleep(60)))"
 child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 print(child.pid, flush=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from torchditan.evaluation.image_grid import add_to_steps, save_grid
+from torchditan.evaluation.grid_picture import add_to_steps, save_grid
 
 
 def colors(path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from torchditan.config_loader import read_toml
+from torchditan.config.loader import read_toml
 from torchditan.evaluation.reconstruction import channel_statistics, normalization_of, psnr, ssim
 
 if TYPE_CHECKING:

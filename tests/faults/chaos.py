@@ -37,16 +37,16 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from torchditan import provenance
 from torchditan.ablation.launch import TRAIN_SCRIPT, Job, end_processes, environment, processes_of
-from torchditan.command_line import ScriptParser, count
-from torchditan.config import ConfigError, option_error
-from torchditan.run_directory import read_metrics, read_rank_statuses, read_status, write_file
+from torchditan.config.command_line import ScriptParser, count
+from torchditan.config.options import ConfigError, option_error
+from torchditan.run import provenance
+from torchditan.run.directory import read_metrics, read_rank_statuses, read_status, write_file
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchditan.checkpoint import Progress
+    from torchditan.checkpoint.manager import Progress
 
 STEPS = 20
 GLOBAL_BATCH_SIZE = 12  # divides by 1, 2, 3 and 4 ranks
@@ -412,7 +412,7 @@ def reason_of(attempt: Attempt) -> str:
 
 def progress_of(run: Path) -> Progress:
     """How far the newest checkpoint of a run is."""
-    from torchditan.checkpoint import Progress, latest_checkpoint, read_progress
+    from torchditan.checkpoint.manager import Progress, latest_checkpoint, read_progress
 
     newest = latest_checkpoint(run / "checkpoint")
     return Progress() if newest is None else read_progress(newest)
@@ -460,7 +460,7 @@ def _read_proc(pid: int, name: str) -> bytes:
 
 def problems_of(run: Path, reference: Path, plan: Plan) -> dict[str, str]:
     """Each check that the finished run fails, with what was seen; none where all is as if never stopped."""
-    from torchditan.checkpoint import latest_checkpoint, read_progress, read_state
+    from torchditan.checkpoint.manager import latest_checkpoint, read_progress, read_state
 
     found: dict[str, str | None] = {}
     records, expected = read_metrics(run), read_metrics(reference)
@@ -557,7 +557,7 @@ def missing_samples(run: Path) -> str | None:
 
 def debris(run: Path) -> list[str]:
     """Files and folders that a finished run should not hold."""
-    from torchditan.checkpoint import list_checkpoints
+    from torchditan.checkpoint.manager import list_checkpoints
 
     found = {path.relative_to(run).as_posix() for path in run.rglob("*.partial")}
     checkpoints = list_checkpoints(run / "checkpoint")
@@ -801,6 +801,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from torchditan.verdict import run_job
+    from torchditan.supervision.exit_status import run_job
 
     sys.exit(run_job(main))

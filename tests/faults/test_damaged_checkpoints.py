@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from torchditan.checkpoint import find_checkpoint, read_state
-from torchditan.checkpoint_files import INDEX, MANIFEST, DamagedCheckpointError, list_checkpoints, verify
-from torchditan.config import ConfigError
-from torchditan.run_directory import read_metrics, read_status
+from torchditan.checkpoint.files import INDEX, MANIFEST, DamagedCheckpointError, list_checkpoints, verify
+from torchditan.checkpoint.manager import find_checkpoint, read_state
+from torchditan.config.options import ConfigError
+from torchditan.run.directory import read_metrics, read_status
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

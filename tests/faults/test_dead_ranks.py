@@ -19,11 +19,11 @@ import pytest
 import torch.distributed as dist
 from test_launch import TINY, TRAINER, end_of, environment, processes_in, wait_for
 
-from torchditan.distributed import watchdog
-from torchditan.distributed.lost_rank import is_of_others, read_process
 from torchditan.distributed.process_group import Rank
-from torchditan.distributed.watchdog import Group, RankWatch
-from torchditan.run_directory import read_metrics, read_status
+from torchditan.run.directory import read_metrics, read_status
+from torchditan.supervision import watchdog
+from torchditan.supervision.lost_rank import is_of_others, read_process
+from torchditan.supervision.watchdog import Group, RankWatch
 
 SCRIPTS = TRAINER.parent / "scripts"
 CLOSED = RuntimeError("Connection closed by peer [127.0.0.1]:63700")
@@ -282,7 +282,7 @@ WITH_PENDING_COLLECTIVE = """
 import atexit, sys, time
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchditan.verdict import run_job
+from torchditan.supervision.exit_status import run_job
 
 def main():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from torchditan.checkpoint import read_progress, read_state
+from torchditan.checkpoint.manager import read_progress, read_state
+from torchditan.data_stream.stream import TrainingStream
 from torchditan.diffusion.flow_matching import FlowMatching
-from torchditan.divergence import LossSpikes
-from torchditan.run_directory import read_metrics, read_status
-from torchditan.stream import TrainingStream
-from torchditan.supervision import Supervision
+from torchditan.optim.divergence import LossSpikes
+from torchditan.run.directory import read_metrics, read_status
+from torchditan.supervision.supervision import Supervision
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

@@ -32,9 +32,9 @@ from data import build_dataset
 from torchditan.autoencoders import open_autoencoder
 from torchditan.autoencoders.published import CLASSES
 from torchditan.autoencoders.torchscript import _OPERATIONS
-from torchditan.checkpoint_files import INDEX, MANIFEST, read_manifest, write_manifest
-from torchditan.config import Autoencoder, ConfigError, Dataset
-from torchditan.config_loader import load_config, to_dict
+from torchditan.checkpoint.files import INDEX, MANIFEST, read_manifest, write_manifest
+from torchditan.config.loader import load_config, to_dict
+from torchditan.config.options import Autoencoder, ConfigError, Dataset
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchditan import verdict
-from torchditan.checkpoint import read_state
-from torchditan.checkpoint_files import list_checkpoints, step_of
-from torchditan.run_directory import RANKS_VARIABLE, read_metrics, read_rank_statuses, read_status
-from torchditan.verdict import Interrupted, run_job
+from torchditan.checkpoint.files import list_checkpoints, step_of
+from torchditan.checkpoint.manager import read_state
+from torchditan.run.directory import RANKS_VARIABLE, read_metrics, read_rank_statuses, read_status
+from torchditan.supervision import exit_status as verdict
+from torchditan.supervision.exit_status import Interrupted, run_job
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -159,7 +159,7 @@ def test_the_line_before_the_traceback_of_torchrun_says_whose_it_is(
 IN_A_STEP_WITHOUT_END = """
 import sys
 sys.path.insert(0, {repository!r})
-from torchditan.preemption import StopRequest
+from torchditan.supervision.preemption import StopRequest
 with StopRequest():
     print("step", flush=True)
     import torch

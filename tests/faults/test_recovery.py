@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from torchditan.checkpoint import CheckpointManager, read_state
-from torchditan.checkpoint_files import list_checkpoints, step_of, verify
-from torchditan.ema import EMA
+from torchditan.checkpoint.files import list_checkpoints, step_of, verify
+from torchditan.checkpoint.manager import CheckpointManager, read_state
+from torchditan.optim.ema import EMA
 from torchditan.periodic_tasks import PeriodicTasks
-from torchditan.run_directory import RunDirectory, read_config, read_metrics, read_status
+from torchditan.run.directory import RunDirectory, read_config, read_metrics, read_status
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
@@ -39,8 +39,8 @@ import json, os, sys
 sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *{arguments!r}]
 import train
-from torchditan.stream import TrainingStream
-from torchditan.verdict import run_job
+from torchditan.data_stream.stream import TrainingStream
+from torchditan.supervision.exit_status import run_job
 
 batches = TrainingStream.batches
 
@@ -89,8 +89,8 @@ import sys
 sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *{arguments!r}]
 import train
-from torchditan.checkpoint import CheckpointManager
-from torchditan.verdict import run_job
+from torchditan.checkpoint.manager import CheckpointManager
+from torchditan.supervision.exit_status import run_job
 
 def kib(name):
     with open("/proc/self/status") as file:

@@ -18,7 +18,7 @@ pytest.importorskip("peft")
 import tiny_pipelines
 
 from torchditan.randomness import normal
-from torchditan.trained_model import TrainedModel
+from torchditan.weights.trained_model import TrainedModel
 
 CPU = torch.device("cpu")
 COLOURS = {
@@ -133,7 +133,7 @@ def draw(pipeline: Any, prompt: str, trained: TrainedModel) -> torch.Tensor:
         pipeline.scheduler.config, use_dynamic_shifting=False, shift=1.0
     )
     if trained.spec.name == "flux":
-        from torchditan.models.published.flux import pack, unpack
+        from torchditan.finetune.published.flux import pack, unpack
 
         latents = pipeline(prompt, latents=pack(noise), guidance_scale=3.5, **common).images
         return unpack(latents, *noise.shape[-2:])

@@ -21,8 +21,8 @@ from tiny_published import blocks_of, flux_inputs, predict, sd3_inputs, seeded, 
 
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallelize import CompileOptions, compile_blocks, parallelize
-from torchditan.lora import add_lora, init_lora, lora_parameters
-from torchditan.precision.int8 import Int8Linear, base_names, fill_parameter, quantize_base
+from torchditan.finetune.int8 import Int8Linear, base_names, fill_parameter, quantize_base
+from torchditan.finetune.lora import add_lora, init_lora, lora_parameters
 
 TARGETS = ["to_q", "to_v", "attn.to_out.0", "ff.net.2"]
 

@@ -20,9 +20,10 @@ pytest.importorskip("peft")
 from safetensors.torch import load_file, save_file
 from tiny_published import blocks_of, flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
 
-from torchditan.config import ConfigError
+from torchditan.config.options import ConfigError
 from torchditan.distributed.parallelize import drop_gathered_weights, parallelize
-from torchditan.lora import (
+from torchditan.finetune.int8 import base_names, fill_parameter, quantize_base
+from torchditan.finetune.lora import (
     ASSISTANT,
     active_adapters,
     active_only,
@@ -35,8 +36,7 @@ from torchditan.lora import (
     set_active_adapters,
     without_assistant,
 )
-from torchditan.lora_export import export_lora
-from torchditan.precision.int8 import base_names, fill_parameter, quantize_base
+from torchditan.finetune.lora_export import export_lora
 
 FAMILIES = [(tiny_flux, flux_inputs), (tiny_sd3, sd3_inputs)]
 

@@ -22,12 +22,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_published import flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
 
-from torchditan.config import ConfigError
-from torchditan.lora import add_lora, find_target_modules, load_assistant, lora_parameters
-from torchditan.lora_export import export_lora, ignored_by_sd_scripts
-from torchditan.lora_layers import original_layer
-from torchditan.models.published import family
-from torchditan.models.published.base import build_transformer
+from torchditan.config.options import ConfigError
+from torchditan.finetune.lora import add_lora, find_target_modules, load_assistant, lora_parameters
+from torchditan.finetune.lora_export import export_lora, ignored_by_sd_scripts
+from torchditan.finetune.lora_layers import original_layer
+from torchditan.finetune.published import family
+from torchditan.finetune.published.base import build_transformer
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

@@ -24,7 +24,7 @@ from test_finetune import flags as job_of_captions
 from test_finetune import write_balls
 from test_whole_path import assert_same, job, opened, random_condition
 
-from torchditan.models.published import family
+from torchditan.finetune.published import family
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunScript
@@ -227,7 +227,7 @@ def test_a_full_disk_leaves_no_folder(
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("torchditan.pipeline_export.write_weights", fail)
+    monkeypatch.setattr("torchditan.finetune.pipeline_export.write_weights", fail)
     outcome = export(run, tmp_path / "out")
     assert outcome.code == 2 and "No space left on device" in outcome.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

@@ -17,9 +17,9 @@ pytest.importorskip("transformers")
 
 import tiny_pipelines
 
-from torchditan.models.published import family
-from torchditan.run_directory import read_config, read_metrics
-from torchditan.trained_model import TrainedModel
+from torchditan.finetune.published import family
+from torchditan.run.directory import read_config, read_metrics
+from torchditan.weights.trained_model import TrainedModel
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
@@ -230,8 +230,8 @@ def test_a_mistake_is_one_line(
 
 def test_the_batch_size_is_searched_on_samples_of_the_size_of_the_latents(tmp_path: Path) -> None:
     from torchditan.ablation.autotune import _trial_job
-    from torchditan.config import Autoencoder, Config, Dataset, Metrics, Model
-    from torchditan.config_loader import load_config
+    from torchditan.config.loader import load_config
+    from torchditan.config.options import Autoencoder, Config, Dataset, Metrics, Model
 
     sizes = {"text_tokens": 7, "text_width": 24, "input_channels": 16, "sample_size": [4, 6]}
     dataset = Dataset(dataset_name="captions", root_dir="balls", image_size=[32, 48], num_classes=0)
@@ -246,8 +246,8 @@ def test_the_batch_size_is_searched_on_samples_of_the_size_of_the_latents(tmp_pa
 def test_encoders_may_be_a_name_on_the_hub(flux: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    from torchditan.config import Config, TextEncoder
-    from torchditan.models.published import family_of
+    from torchditan.config.options import Config, TextEncoder
+    from torchditan.finetune.published import family_of
 
     fetched = []
 
@@ -261,8 +261,8 @@ def test_encoders_may_be_a_name_on_the_hub(flux: Path, tmp_path: Path, monkeypat
 
 
 def test_a_size_of_our_own_says_nothing_of_the_captions(flux: Path, tmp_path: Path) -> None:
-    from torchditan.captions.encode import find_text_encoders
-    from torchditan.config import Config, Model, TextEncoder
+    from torchditan.config.options import Config, Model, TextEncoder
+    from torchditan.finetune.captions.encode import find_text_encoders
 
     for flavor in ("debugmodel", "DiT-S"):
         config = Config(model=Model(flavor=flavor), text_encoder=TextEncoder(path=str(flux)))

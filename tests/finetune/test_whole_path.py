@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from torchditan import checkpoint
+from torchditan.checkpoint import manager as checkpoint
 from torchditan.randomness import normal
-from torchditan.trained_model import TrainedModel
+from torchditan.weights.trained_model import TrainedModel
 
 pytest.importorskip("diffusers")
 
@@ -69,7 +69,7 @@ def opened(run: Path) -> TrainedModel:
 
 def drawn(trained: TrainedModel) -> torch.Tensor:
     """Samples of a random condition."""
-    from torchditan.evaluation.rows import SampleRows
+    from torchditan.evaluation.sample_rows import SampleRows
 
     if trained.num_classes:
         rows = SampleRows.of_classes([0, 1], class_names=["zero", "one"])

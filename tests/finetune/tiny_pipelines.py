@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchditan.models.published import family
+from torchditan.finetune.published import family
 
 _LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 

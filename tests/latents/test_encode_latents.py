@@ -23,15 +23,15 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from torchditan.autoencoders import latent_writer
 from torchditan.autoencoders.autoencoder import Autoencoder
-from torchditan.autoencoders.encoding import describe_encoding, encode
-from torchditan.autoencoders.latent_index import Encoding, LatentIndex, read_index
-from torchditan.autoencoders.latent_shards import LatentShards, to_sample, verify
-from torchditan.autoencoders.latent_writer import LatentWriter, shard_file
-from torchditan.config import ConfigError
+from torchditan.config.options import ConfigError
+from torchditan.data_stream.stream import CorruptImageError
 from torchditan.distributed.process_group import Rank
-from torchditan.stream import CorruptImageError
+from torchditan.latents import writer as latent_writer
+from torchditan.latents.encoding import describe_encoding, encode
+from torchditan.latents.index import Encoding, LatentIndex, read_index
+from torchditan.latents.shards import LatentShards, to_sample, verify
+from torchditan.latents.writer import LatentWriter, shard_file
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
@@ -659,8 +659,8 @@ def test_a_disk_that_is_full_for_a_rank_is_one_line_of_its_own(tmp_path: Path, r
 
 def describe_encoding_of_earth() -> Encoding:
     from data import build_dataset
-    from torchditan import config as options
     from torchditan.autoencoders import open_autoencoder
+    from torchditan.config import options
 
     dataset = build_dataset(options.Dataset(dataset_name="earth"), split="train")
     autoencoder = open_autoencoder(options.Autoencoder(name="haar"), device=torch.device("cpu"))

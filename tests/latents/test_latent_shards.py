@@ -20,11 +20,11 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from torchditan.autoencoders import latent_index
-from torchditan.autoencoders.latent_index import Encoding, LatentIndex, index_to_json, read_index
-from torchditan.autoencoders.latent_shards import LatentShards, to_sample, verify
-from torchditan.autoencoders.latent_writer import LatentWriter, Shard, shard_file
-from torchditan.config import ConfigError
+from torchditan.config.options import ConfigError
+from torchditan.latents import index as latent_index
+from torchditan.latents.index import Encoding, LatentIndex, index_to_json, read_index
+from torchditan.latents.shards import LatentShards, to_sample, verify
+from torchditan.latents.writer import LatentWriter, Shard, shard_file
 
 SHAPE = (4, 2, 3)
 ENCODING = Encoding(
@@ -251,7 +251,7 @@ def test_the_public_file_is_read_as_it_is(tmp_path: Path) -> None:
 def test_statistics_of_the_public_file_come_from_evenly_spaced_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchditan.autoencoders.latent_shards._PUBLIC_SAMPLES", 3)
+    monkeypatch.setattr("torchditan.latents.shards._PUBLIC_SAMPLES", 3)
     latents = torch.arange(7, dtype=torch.int8).reshape(7, 1, 1, 1).expand(7, 2, 1, 1).contiguous()
     path = write_public(tmp_path / "a.safetensors", latents, torch.zeros(7, dtype=torch.int16))
     assert LatentShards.open(path).index.mean == pytest.approx([(0 + 2 + 4) / 3 * 16 / 255] * 2)

@@ -21,13 +21,13 @@ from course_toml import COURSE_TOML
 from PIL import Image
 from safetensors.torch import save_file
 
-from torchditan import config as options
-from torchditan.autoencoders import latent_space
-from torchditan.autoencoders.latent_space import build_sample_space, decode_latents
-from torchditan.config import ConfigError
-from torchditan.evaluation.image_grid import save_grid
-from torchditan.run_directory import read_config, read_metrics
-from torchditan.stream import BatchPlan, TrainingStream
+from torchditan.config import options
+from torchditan.config.options import ConfigError
+from torchditan.data_stream.stream import BatchPlan, TrainingStream
+from torchditan.evaluation.grid_picture import save_grid
+from torchditan.latents import latent_space
+from torchditan.latents.latent_space import build_sample_space, decode_latents
+from torchditan.run.directory import read_config, read_metrics
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
@@ -252,7 +252,7 @@ def test_no_decoder_is_held_between_grids(latents: Path, monkeypatch: pytest.Mon
 
 
 def test_the_posterior_is_drawn_from_mean_and_variance() -> None:
-    from torchditan.autoencoders.latent_shards import to_sample
+    from torchditan.latents.shards import to_sample
 
     raw = {"latent": torch.full((1, 2, 1, 1), 3.0), "logvar": torch.full((1, 2, 1, 1), float(np.log(4.0)))}
     noise = torch.tensor([[[[1.0]], [[-1.0]]]])

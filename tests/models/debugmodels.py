@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from torchditan.config import Model
+from torchditan.config.options import Model
+from torchditan.finetune.published import PublishedModel
 from torchditan.models import build_model_spec
-from torchditan.models.published import PublishedModel
 from torchditan.models.spec import Condition, ModelSpec
 
 SAMPLE_SHAPES = {

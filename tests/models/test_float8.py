@@ -15,11 +15,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchditan.config import Float8, Model
+from torchditan.config.options import Float8, Model
+from torchditan.distributed.float8 import convert_to_float8
 from torchditan.distributed.parallelize import CompileOptions, compile_advice, parallelize
 from torchditan.models import build_model_spec
 from torchditan.models.spec import ModelSpec
-from torchditan.precision.float8 import convert_to_float8
 
 pytest.importorskip("torchao")
 pytest.importorskip("diffusers")

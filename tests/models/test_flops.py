@@ -7,9 +7,9 @@ import dataclasses
 
 import pytest
 
-from torchditan.config import Model
-from torchditan.flops import count_model_flops, peak_flops
+from torchditan.config.options import Model
 from torchditan.models import ModelSpec, build_model_spec
+from torchditan.models.flops import count_model_flops, peak_flops
 
 PUBLISHED_GMACS = {
     ("DiT-S", 2): 6.06,

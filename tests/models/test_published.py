@@ -19,10 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
-from torchditan.config import PUBLISHED_FLAVORS, ConfigError, Model
-from torchditan.flops import count_model_flops
+from torchditan.config.options import PUBLISHED_FLAVORS, ConfigError, Model
+from torchditan.finetune.published import FAMILIES, family
 from torchditan.models import build_model_spec
-from torchditan.models.published import FAMILIES, family
+from torchditan.models.flops import count_model_flops
 from torchditan.models.spec import ModelSpec
 
 pytest.importorskip("diffusers")

@@ -11,7 +11,7 @@ import torch
 from debugmodels import spec_of
 from torch import nn
 
-from torchditan.models.published import family
+from torchditan.finetune.published import family
 
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ from debugmodels import MODELS, built, inputs_of, spec_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchditan.distributed.parallelize import CompileOptions, parallelize
-from torchditan.models.published import PublishedModel
+from torchditan.finetune.published import PublishedModel
 
 pytest.importorskip("diffusers")
 

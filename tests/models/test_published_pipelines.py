@@ -12,9 +12,9 @@ from debugmodels import GUIDANCE, built, inputs_of, pristine, spec_of
 from torch import nn
 
 from torchditan.diffusion.timesteps import Timesteps
-from torchditan.models.published import family
-from torchditan.models.published.flux import exponential_shift, pack, unpack
-from torchditan.models.published.wan import first_frame_condition
+from torchditan.finetune.published import family
+from torchditan.finetune.published.flux import exponential_shift, pack, unpack
+from torchditan.finetune.published.wan import first_frame_condition
 
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")

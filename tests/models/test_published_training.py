@@ -22,10 +22,10 @@ sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent.parent)!r}]
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from debugmodels import MODELS, spec_of
-from torchditan.config import Diffusion, Optimizer
+from torchditan.config.options import Diffusion, Optimizer
 from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.parallelize import parallelize
-from torchditan.optim import build_optimizer, clip_grad_norm
+from torchditan.optim.optimizers import build_optimizer, clip_grad_norm
 from torchditan.randomness import draw, normal
 
 STEPS, GLOBAL_BATCH, IMAGES = 20, 4, 4

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchditan.config import ConfigError, Model
+from torchditan.config.options import ConfigError, Model
 from torchditan.models import ClassLabels, Unconditional, build_model_spec
 from torchditan.models.dit import FLAVORS, PRESETS
 

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchditan.config import Config, ConfigError, Model
-from torchditan.config_loader import load_config
+from torchditan.config.loader import load_config
+from torchditan.config.options import Config, ConfigError, Model
 from torchditan.distributed.parallelize import CompileOptions, parallelize
-from torchditan.flops import count_model_flops
+from torchditan.job.complete import fill_in_text_sizes
 from torchditan.models import ModelSpec, TextEmbeddings, build_model_spec
 from torchditan.models.dit import PRESETS, DiT, DiTConfig, rope_table
-from torchditan.resolve import fill_in_text_sizes
+from torchditan.models.flops import count_model_flops
 
 WAYS = ["in_context", "cross_attention"]
 KINDS = [("in_context", "adaln"), ("in_context", "in_context"), ("cross_attention", "adaln")]

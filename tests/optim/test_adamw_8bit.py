@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("torchao")
 
-from torchditan.checkpoint import CheckpointManager, Progress
-from torchditan.config import Config, ConfigError, Optimizer, validate
-from torchditan.divergence import DivergenceError, DivergenceGuard
-from torchditan.optim import build_optimizer, clip_grad_norm
+from torchditan.checkpoint.manager import CheckpointManager, Progress
+from torchditan.config.options import Config, ConfigError, Optimizer, validate
+from torchditan.optim.divergence import DivergenceError, DivergenceGuard
+from torchditan.optim.optimizers import build_optimizer, clip_grad_norm
 
 
 def small_model() -> nn.Module:

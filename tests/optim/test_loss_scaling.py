@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchditan.divergence import DivergenceError, DivergenceGuard
-from torchditan.precision import loss_scaling
-from torchditan.precision.loss_scaling import INITIAL_SCALE, LossScaler
+from torchditan.optim import loss_scaling
+from torchditan.optim.divergence import DivergenceError, DivergenceGuard
+from torchditan.optim.loss_scaling import INITIAL_SCALE, LossScaler
 
 CPU = torch.device("cpu")
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from torchditan.config import LRScheduler, Optimizer
-from torchditan.divergence import DivergenceError, DivergenceGuard
-from torchditan.ema import EMA
+from torchditan.config.options import LRScheduler, Optimizer
 from torchditan.models.dit import DiT, DiTConfig
-from torchditan.optim import (
+from torchditan.optim.divergence import DivergenceError, DivergenceGuard
+from torchditan.optim.ema import EMA
+from torchditan.optim.optimizers import (
     build_optimizer,
     clip_grad_norm,
     learning_rate,

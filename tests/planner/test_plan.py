@@ -24,19 +24,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchditan.ablation import planner
 from torchditan.ablation.grid import as_flags
-from torchditan.ablation.planner import largest_batch, plan_run
-from torchditan.ablation.planner_devices import DEVICES, device_named
-from torchditan.ablation.planner_memory import Parameters, Weight, model_parameters, model_state
-from torchditan.ablation.planner_time import LINK_EFFICIENCY, collective_seconds
-from torchditan.ablation.planner_trace import StepTrace, keep_three_of_each_row, trace_step
-from torchditan.ablation.resolutions import LATENT_GRIDS, published_options
-from torchditan.config import Config, ConfigError, Model
-from torchditan.config_loader import load_config
+from torchditan.config.loader import load_config
+from torchditan.config.options import Config, ConfigError, Model
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
-from torchditan.flops import count_model_flops
+from torchditan.finetune.resolutions import LATENT_GRIDS, published_options
 from torchditan.models import ModelSpec, build_model_spec, model_spec_of
+from torchditan.models.flops import count_model_flops
+from torchditan.planner import plan as planner
+from torchditan.planner.devices import DEVICES, device_named
+from torchditan.planner.memory import Parameters, Weight, model_parameters, model_state
+from torchditan.planner.plan import largest_batch, plan_run
+from torchditan.planner.step_time import LINK_EFFICIENCY, collective_seconds
+from torchditan.planner.trace import StepTrace, keep_three_of_each_row, trace_step
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -158,9 +158,9 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     from torchditan.diffusion.objectives import build_objective
     from torchditan.distributed.parallel_dims import ParallelDims
     from torchditan.distributed.parallelize import parallelize
-    from torchditan.divergence import DivergenceGuard
-    from torchditan.ema import EMA
-    from torchditan.optim import build_optimizer, clip_grad_norm
+    from torchditan.optim.divergence import DivergenceGuard
+    from torchditan.optim.ema import EMA
+    from torchditan.optim.optimizers import build_optimizer, clip_grad_norm
     from torchditan.randomness import draw
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -530,7 +530,7 @@ def test_float16_is_planned_like_bfloat16() -> None:
 
 def test_8_bit_moments_are_torchaos(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
-    from torchditan.optim import build_optimizer
+    from torchditan.optim.optimizers import build_optimizer
 
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 20))
     config = config_of("--optimizer.name=AdamW8bit")
@@ -618,7 +618,7 @@ def test_offload_keeps_the_state_off_the_device() -> None:
 def test_the_tool_recommends_and_draws_the_cost_of_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from torchditan import plan
+    from torchditan.planner import __main__ as plan
 
     arguments = [
         "quickstart",
@@ -663,8 +663,8 @@ def test_the_tool_recommends_and_draws_the_cost_of_scale(
 def test_the_tool_reports_mistakes_in_one_line(
     arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from torchditan import plan
-    from torchditan.verdict import run_job
+    from torchditan.planner import __main__ as plan
+    from torchditan.supervision.exit_status import run_job
 
     monkeypatch.setattr(sys, "argv", ["plan", *arguments])
     assert run_job(plan.main) == 2

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from torchditan.ablation.analysis import Analysis, Effect, analyse, fastest, frontier, repayment, scaling
-from torchditan.ablation.findings import Finding, findings, percent
 from torchditan.ablation.grid import BATCH_SIZE, CHECKPOINTING, COMPILE, FLAVOR, PARALLEL, PATCH_SIZE, PRECISION
 from torchditan.ablation.ledger import write_ledger
-from torchditan.ablation.losses import final_losses, loss_curves
-from torchditan.ablation.pairs import MEMORY, METRICS, MFU, THROUGHPUT, Metric
-from torchditan.ablation.plots import loss_figure
-from torchditan.ablation.report import report_html
-from torchditan.ablation.sanity import MINUS
+from torchditan.report.analysis import Analysis, Effect, analyse, fastest, frontier, repayment, scaling
+from torchditan.report.findings import Finding, findings, percent
+from torchditan.report.losses import final_losses, loss_curves
+from torchditan.report.pairs import MEMORY, METRICS, MFU, THROUGHPUT, Metric
+from torchditan.report.plots import loss_figure
+from torchditan.report.report import report_html
+from torchditan.report.sanity import MINUS
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
-from torchditan.ablation.compare import Comparison, compare, comparison_csv
-from torchditan.ablation.compare_report import comparison_html
-from torchditan.config import ConfigError
+from torchditan.config.options import ConfigError
+from torchditan.report.compare import Comparison, compare, comparison_csv
+from torchditan.report.compare_report import comparison_html
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from torchditan.config_loader import options
-from torchditan.legacy_config import LEGACY_KEYS, RENAMED_KEYS
-from torchditan.metrics import ALWAYS_KEYS
-from torchditan.run_directory import STATES
+from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS
+from torchditan.config.loader import options
+from torchditan.run.directory import STATES
+from torchditan.run.metrics import ALWAYS_KEYS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [path for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")) if path.exists()]

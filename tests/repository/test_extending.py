@@ -24,14 +24,13 @@ from torch.distributed.tensor import DTensor
 import torchditan
 import torchditan.diffusion
 from torchditan import registry
-from torchditan.ablation.planner_memory import Parameters, Weight, model_state
-from torchditan.checkpoint import CheckpointManager, Progress, read_state
-from torchditan.config import Config, ConfigError, Diffusion, Optimizer, Sampling
-from torchditan.config_loader import load_config
+from torchditan.checkpoint.manager import CheckpointManager, Progress, read_state
+from torchditan.config.loader import load_config
+from torchditan.config.options import Config, ConfigError, Diffusion, Optimizer, Sampling
 from torchditan.diffusion.objectives import build_objective
-from torchditan.divergence import DivergenceGuard
 from torchditan.models import build_model_spec
-from torchditan.optim import (
+from torchditan.optim.divergence import DivergenceGuard
+from torchditan.optim.optimizers import (
     OptimizerParts,
     ParameterGroup,
     build_optimizer,
@@ -39,8 +38,9 @@ from torchditan.optim import (
     optimizer_parts,
     parameter_groups,
 )
+from torchditan.planner.memory import Parameters, Weight, model_state
 from torchditan.randomness import draw
-from torchditan.run_directory import read_metrics
+from torchditan.run.directory import read_metrics
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunScript

@@ -73,7 +73,7 @@ def test_optional_libraries_are_imported_where_they_are_used() -> None:
 
 
 def test_importing_the_package_imports_no_torch_and_help_neither() -> None:
-    for command in ("import torchditan", "import torchditan.config_loader, torchditan.verdict"):
+    for command in ("import torchditan", "import torchditan.config.loader, torchditan.supervision.exit_status"):
         script = f"import sys; {command}; sys.exit('torch' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY).returncode == 0, command
 

@@ -22,18 +22,18 @@ OPTIONAL_PARTS = {
     "data.latents",
     "torchditan.ablation",
     "torchditan.autoencoders",
-    "torchditan.captions",
+    "torchditan.finetune.captions",
     "torchditan.evaluation.reconstruction",
-    "torchditan.imported_run",
-    "torchditan.lora",
-    "torchditan.lora_export",
-    "torchditan.lora_layers",
-    "torchditan.models.published",
-    "torchditan.pipeline_export",
-    "torchditan.plan",
+    "torchditan.weights.imported_run",
+    "torchditan.finetune.lora",
+    "torchditan.finetune.lora_export",
+    "torchditan.finetune.lora_layers",
+    "torchditan.finetune.published",
+    "torchditan.finetune.pipeline_export",
+    "torchditan.planner.__main__",
     "torchditan.precision",
-    "torchditan.trained_model",
-    "torchditan.weights_file",
+    "torchditan.weights.trained_model",
+    "torchditan.weights.export_and_import",
 }
 """Modules, and packages with all in them, that a job imports only where an option asks for them."""
 LATENTS = {
@@ -42,9 +42,9 @@ LATENTS = {
     "torchditan.autoencoders.autoencoder",
     "torchditan.autoencoders.catalogue",
     "torchditan.autoencoders.haar",
-    "torchditan.autoencoders.latent_index",
-    "torchditan.autoencoders.latent_shards",
-    "torchditan.autoencoders.latent_space",
+    "torchditan.latents.index",
+    "torchditan.latents.shards",
+    "torchditan.latents.latent_space",
 }
 """What a run on stored haar latents adds."""
 TINY = (

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from torchditan import cpu_threads
-from torchditan.config import ConfigError
-from torchditan.cpu_threads import check_user_threads, cores_per_rank, cpu_quota, is_set_by_user, num_cores
-from torchditan.run_directory import read_config
+from torchditan.config.options import ConfigError
+from torchditan.distributed import cpu_threads
+from torchditan.distributed.cpu_threads import check_user_threads, cores_per_rank, cpu_quota, is_set_by_user, num_cores
+from torchditan.run.directory import read_config
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunScript
@@ -104,7 +104,7 @@ LAUNCHER = """
 import os, subprocess, sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
 os.environ["TORCHELASTIC_RUN_ID"] = "none"
-subprocess.run([sys.executable, "-c", "from torchditan.cpu_threads import *; print(is_set_by_user())"], check=True)
+subprocess.run([sys.executable, "-c", "from torchditan.distributed.cpu_threads import *; print(is_set_by_user())"], check=True)
 """
 
 
@@ -129,7 +129,7 @@ def test_without_torchrun_the_variable_is_the_users(monkeypatch: pytest.MonkeyPa
 def test_threads_spin_shortly_unless_the_user_says_how_they_wait() -> None:
     code = textwrap.dedent("""
         import os, sys
-        from torchditan.cpu_threads import limit_spinning
+        from torchditan.distributed.cpu_threads import limit_spinning
         limit_spinning()
         assert "torch" not in sys.modules
         print(os.environ.get("GOMP_SPINCOUNT"))

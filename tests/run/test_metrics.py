@@ -13,9 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
-from torchditan.config import ConfigError, Metrics
-from torchditan.metrics import ALWAYS_KEYS, MetricsLogger, PeakMemory, StepTimer, check_trackers
-from torchditan.run_directory import RunDirectory, read_config, read_metrics
+from torchditan.config.options import ConfigError, Metrics
+from torchditan.run.directory import RunDirectory, read_config, read_metrics
+from torchditan.run.metrics import ALWAYS_KEYS, MetricsLogger, PeakMemory, StepTimer, check_trackers
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerAction
 
-from torchditan import profiling as profiling_module
-from torchditan.config import ConfigError, Profiling
-from torchditan.profiling import profiling, trace_action
-from torchditan.run_directory import RunDirectory, read_metrics
+from torchditan.config.options import ConfigError, Profiling
+from torchditan.run import profiling as profiling_module
+from torchditan.run.directory import RunDirectory, read_metrics
+from torchditan.run.profiling import profiling, trace_action
 
 CPU = torch.device("cpu")
 

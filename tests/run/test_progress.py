@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from torchditan import progress as module
-from torchditan.progress import report_progress
+from torchditan.run import progress as module
+from torchditan.run.progress import report_progress
 
 
 class Terminal(io.StringIO):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from torchditan import run_directory
-from torchditan.config import ConfigError
-from torchditan.run_directory import RunDirectory, read_config, read_metrics, read_status, run_path
+from torchditan.config.options import ConfigError
+from torchditan.run import directory as run_directory
+from torchditan.run.directory import RunDirectory, read_config, read_metrics, read_status, run_path
 
 CONFIG = {"model": {"patch_size": 2}, "metrics": {"log_freq": 10, "save_tb_folder": "tensorboard"}}
 TRAJECTORY = {"model": {"patch_size": 2}, "optimizer": {"lr": 1e-4, "betas": (0.9, 0.999)}}
@@ -124,7 +124,7 @@ def test_sigkill_drops_the_lock_even_while_a_forked_worker_lives(tmp_path):
     code = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from torchditan.run_directory import RunDirectory\n"
+        "from torchditan.run.directory import RunDirectory\n"
         "run = RunDirectory(Path(sys.argv[1]), is_writer=True)\n"
         "run.open({}, trajectory={'seed': 0})\n"
         "if os.fork() == 0: print(os.getpid(), flush=True)\n"

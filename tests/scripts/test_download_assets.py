@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchditan.config import Autoencoder, Config, Dataset, LoRA, Model, TextEncoder
+from torchditan.config.options import Autoencoder, Config, Dataset, LoRA, Model, TextEncoder
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "download_assets.py"
 PIPELINE = [

@@ -91,7 +91,7 @@ def test_evaluate_counts_the_classes_that_a_classifier_recognises(outputs: Path,
 def test_evaluate_says_how_far_it_is_on_stderr_and_keeps_stdout_for_the_result(
     outputs: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchditan import progress
+    from torchditan.run import progress
 
     monkeypatch.setattr(progress, "QUIET_S", 0.0)
     flags = ["--samples_per_class=2", "--epochs=4"]

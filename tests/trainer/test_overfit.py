@@ -8,13 +8,13 @@ import math
 import pytest
 import torch
 
-from torchditan.config import Model, Optimizer, Sampling
+from torchditan.config.options import Model, Optimizer, Sampling
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.evaluation.generate import generate
-from torchditan.evaluation.rows import SampleRows
+from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.models import build_model_spec
-from torchditan.optim import build_optimizer
+from torchditan.optim.optimizers import build_optimizer
 from torchditan.randomness import draw
 
 IMAGES, STEPS = 8, 1200
@@ -23,7 +23,7 @@ IMAGES, STEPS = 8, 1200
 @pytest.mark.slow
 def test_eight_images_are_memorised_and_sampled_back() -> None:
     from data.digits import build
-    from torchditan.config import Dataset
+    from torchditan.config.options import Dataset
 
     digits = build(Dataset(), split="train", input_channels=None)
     x = torch.stack([digits[index]["sample"] for index in range(IMAGES)])  # (8, 1, 8, 8)

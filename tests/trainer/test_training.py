@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from torchditan.run_directory import read_config, read_metrics, read_status
+from torchditan.run.directory import read_config, read_metrics, read_status
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunDistributed, RunScript
@@ -72,7 +72,7 @@ def test_class_conditional_samples_have_no_psnr(train: Train, tmp_path: Path) ->
 
 
 def test_slow_work_of_a_run_is_not_silent(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchditan import progress
+    from torchditan.run import progress
 
     monkeypatch.setattr(progress, "QUIET_S", 0.005)
     monkeypatch.setattr(progress, "EVERY_S", 0.005)
@@ -132,7 +132,7 @@ MODES = {
 def main(jobs: list[list[str]]) -> None:
 
     import train
-    from torchditan.verdict import run_job
+    from torchditan.supervision.exit_status import run_job
 
     for flags in jobs:
         sys.argv[1:] = flags
@@ -173,7 +173,7 @@ def test_rerunning_the_command_continues_bitwise(one_process: Path, tmp_path: Pa
 
 
 def load(run: Path, weights: str) -> dict[str, torch.Tensor]:
-    from torchditan.trained_model import TrainedModel
+    from torchditan.weights.trained_model import TrainedModel
 
     return TrainedModel.load(run, step=20, weights=weights, device=torch.device("cpu")).model.state_dict()
 
@@ -200,8 +200,8 @@ def test_deterministic_mode_trains(one_process: Path, tmp_path: Path, train: Tra
 def test_deterministic_cublas_is_asked_for_before_anything_can_use_it(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torchditan.job
-    from torchditan.config import ConfigError
+    import torchditan.job.prepare
+    from torchditan.config.options import ConfigError
 
     found: list[str | None] = []
 
@@ -210,7 +210,7 @@ def test_deterministic_cublas_is_asked_for_before_anything_can_use_it(
         raise ConfigError("far enough")
 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "as before the test")
-    monkeypatch.setattr(torchditan.job, "pixel_space", encode)
+    monkeypatch.setattr(torchditan.job.prepare, "pixel_space", encode)
     for flags in ([], ["--training.deterministic"]):
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
         assert train("run", *flags).code == 2
@@ -218,7 +218,7 @@ def test_deterministic_cublas_is_asked_for_before_anything_can_use_it(
 
 
 def test_deterministic_mode_does_not_fill_memory_that_is_written_anyway() -> None:
-    from torchditan.build import set_determinism
+    from torchditan.job.build import set_determinism
 
     try:
         set_determinism(0, deterministic=True)
@@ -400,9 +400,9 @@ sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *{arguments!r}]
 import train
 from torchditan.diffusion.flow_matching import FlowMatching
-from torchditan.supervision import Supervision
+from torchditan.supervision.supervision import Supervision
 from torchditan.trainer import Trainer
-from torchditan.verdict import run_job
+from torchditan.supervision.exit_status import run_job
 
 loss = FlowMatching.loss
 calls = []

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torchditan.config import FLAVOR_NAMES, Config, ConfigError
-from torchditan.config_loader import load_config
+from torchditan.config.loader import load_config
+from torchditan.config.options import FLAVOR_NAMES, Config, ConfigError
 
 SECTIONS = ", ".join(vars(Config()))
 

@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from torchditan.config_loader import load_config, to_dict
+from torchditan.config.loader import load_config, to_dict
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -33,7 +33,7 @@ SMALL += ["--metrics.enable_sampling=false"]
 SCRIPTS = {
     "train": "train.py",
     "ablation": "torchditan/ablation/__main__.py",
-    "plan": "torchditan/plan.py",
+    "plan": "torchditan/planner/__main__.py",
     "analysis": "optimization_analysis.py",
 }
 """First word of a row, where it is no script of scripts/."""

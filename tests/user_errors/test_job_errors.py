@@ -20,9 +20,9 @@ import pytest
 from PIL import Image
 
 from data import build_dataset
-from torchditan.config import FLAVOR_NAMES, Dataset
-from torchditan.run_directory import read_metrics, read_status
-from torchditan.stream import StreamDataset
+from torchditan.config.options import FLAVOR_NAMES, Dataset
+from torchditan.data_stream.stream import StreamDataset
+from torchditan.run.directory import read_metrics, read_status
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript

@@ -22,11 +22,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from torchditan.checkpoint import read_state
-from torchditan.config import Config, ConfigError, Model
-from torchditan.config_loader import to_dict
-from torchditan.run_directory import read_config
-from torchditan.weights_file import (
+from torchditan.checkpoint.manager import read_state
+from torchditan.config.loader import to_dict
+from torchditan.config.options import Config, ConfigError, Model
+from torchditan.run.directory import read_config
+from torchditan.weights.export_and_import import (
     TensorToWrite,
     load_initial_weights,
     load_weights_file,
@@ -659,7 +659,7 @@ def main(run: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    from torchditan.checkpoint_files import ChecksummingWriter, write_json, write_manifest
+    from torchditan.checkpoint.files import ChecksummingWriter, write_json, write_manifest
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -685,9 +685,9 @@ MEASURE = """
 import resource, sys
 from pathlib import Path
 sys.path[:0] = [{repository!r}, {repository!r} + '/tests/weights']
-from torchditan.imported_run import import_weights
-from torchditan.tensor_file import DTYPES
-from torchditan.weights_file import export_weights, load_initial_weights, load_weights_file
+from torchditan.weights.imported_run import import_weights
+from torchditan.weights.safetensors_files import DTYPES
+from torchditan.weights.export_and_import import export_weights, load_initial_weights, load_weights_file
 from test_convert_checkpoint import large_config, large_model
 model = large_model()
 before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

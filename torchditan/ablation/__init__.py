@@ -1,5 +1,6 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Ablations: one grid file in (grid.py), runs (runner.py, launch.py), one ledger out (ledger.py).
+"""Ablations: a grid file (grid.py), its runs (runner.py, launch.py), and one ledger (ledger.py).
 
-Batch sizes are found by search (autotune.py). `python -m torchditan.ablation run GRID.toml`; see docs/ablations.md.
+autotune.py searches the batch size. `python -m torchditan.ablation run GRID.toml`; see docs/ablations.md.
+Imports the core and `planner`.
 """

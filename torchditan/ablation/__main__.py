@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchditan.config import ConfigError, did_you_mean
+from torchditan.config.options import ConfigError, did_you_mean
 
 _PREFIXES = ("--axes.", "--settings.", "--slurm.")
 _EPILOG = """\
@@ -175,7 +175,7 @@ def _dry_run(grid: Any, path: Path, *, device: str | None) -> None:
 def _expected(run: Any, device: str | None) -> str:
     """What the planner says of a run, as far as it can."""
     try:
-        from torchditan.ablation.planner import plan_run
+        from torchditan.planner.plan import plan_run
 
         plan = plan_run(run.config, device=device, num_devices=run.num_devices)
     except (ImportError, ConfigError) as error:
@@ -216,6 +216,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from torchditan.verdict import run_job
+    from torchditan.supervision.exit_status import run_job
 
     sys.exit(run_job(main))

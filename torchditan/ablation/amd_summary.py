@@ -18,11 +18,11 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from torchditan import provenance
 from torchditan.ablation.grid import Grid
 from torchditan.ablation.ledger import CSV_NAME, SKIPPED_AFTER_OOM, Row, read_ledger
 from torchditan.ablation.maker import RUNS_FOLDER
-from torchditan.run_directory import read_metrics, write_file
+from torchditan.run import provenance
+from torchditan.run.directory import read_metrics, write_file
 
 FOLDER = "amd"
 WARMUP_STEPS, TAIL_STEPS = 5, 10

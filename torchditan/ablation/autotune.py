@@ -26,13 +26,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchditan import provenance
 from torchditan.ablation.device import Device, probe
 from torchditan.ablation.launch import TRAIN_SCRIPT, Job, Outcome, Tick, execute
 from torchditan.ablation.ledger import measure
-from torchditan.config import Config, ConfigError, flatten, option_error
-from torchditan.config_loader import to_toml
-from torchditan.run_directory import read_metrics, write_file
+from torchditan.config.loader import to_toml
+from torchditan.config.options import Config, ConfigError, flatten, option_error
+from torchditan.run import provenance
+from torchditan.run.directory import read_metrics, write_file
 
 if TYPE_CHECKING:
     from torchditan.distributed.process_group import Rank
@@ -346,7 +346,7 @@ def _judge_trial(job: Job, batch_size: int, outcome: Outcome, *, config: Config,
 def _planned(config: Config, *, device: Device, num_devices: int) -> int | None:
     """The planner's estimate of the largest batch, None where it knows too little of the device."""
     try:
-        from torchditan.ablation.planner import largest_batch
+        from torchditan.planner.plan import largest_batch
 
         return largest_batch(config, device=device.name, num_devices=num_devices) or None
     except (ImportError, ConfigError):

@@ -49,9 +49,9 @@ def probe() -> Device:
 def _look() -> Device:
     import torch
 
-    from torchditan.config import ConfigError, Float8
-    from torchditan.precision.float8 import check_float8
-    from torchditan.provenance import device_name
+    from torchditan.config.options import ConfigError, Float8
+    from torchditan.distributed.float8 import check_float8
+    from torchditan.run.provenance import device_name
 
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")

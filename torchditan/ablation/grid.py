@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchditan.ablation.resolutions import MODEL, RESOLUTION, published_options, resolution_numbers, resolution_of
-from torchditan.config import Config, ConfigError, did_you_mean, flatten, option_error, validate
-from torchditan.config_loader import TRAIN_CONFIGS, build_config, find_config, options, read_toml, value_of_text
-from torchditan.legacy_config import adopt_file, adopt_legacy
-from torchditan.trajectory import flatten_tree
+from torchditan.config.legacy_keys import adopt_file, adopt_legacy
+from torchditan.config.loader import TRAIN_CONFIGS, build_config, find_config, options, read_toml, value_of_text
+from torchditan.config.options import Config, ConfigError, did_you_mean, flatten, option_error, validate
+from torchditan.config.trajectory import flatten_tree
+from torchditan.finetune.resolutions import MODEL, RESOLUTION, published_options, resolution_numbers, resolution_of
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchditan.run_directory import RANKS_VARIABLE, read_metrics, read_rank_statuses
-from torchditan.verdict import judge_ranks
+from torchditan.run.directory import RANKS_VARIABLE, read_metrics, read_rank_statuses
+from torchditan.supervision.exit_status import judge_ranks
 
 TRAIN_SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")

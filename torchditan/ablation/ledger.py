@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from torchditan.ablation.grid import ALIASES, CHECKPOINT_FRACTION, STANDARD_AXES
-from torchditan.config import ConfigError
-from torchditan.config_loader import options
-from torchditan.run_directory import write_file
+from torchditan.config.loader import options
+from torchditan.config.options import ConfigError
+from torchditan.run.directory import write_file
 
 SCHEMA_VERSION = 1
 CSV_NAME, PARQUET_NAME = "runs_summary.csv", "runs_summary.parquet"

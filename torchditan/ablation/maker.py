@@ -14,14 +14,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from torchditan import provenance
 from torchditan.ablation.autotune import STORE_NAME, TRIALS_FOLDER, NothingFits, TrialFailed, find_batch_size
 from torchditan.ablation.device import Device
 from torchditan.ablation.grid import BATCH_SIZE, Grid, Run, as_flags
 from torchditan.ablation.launch import RANKS_FOLDER, TRAIN_SCRIPT, Job, Outcome, Tick, end_processes, execute
 from torchditan.ablation.ledger import SCHEMA_VERSION, Row, columns, measure
-from torchditan.config import ConfigError
-from torchditan.run_directory import read_config, read_metrics
+from torchditan.config.options import ConfigError
+from torchditan.run import provenance
+from torchditan.run.directory import read_config, read_metrics
 
 RUNS_FOLDER = "runs"
 _LONGEST_REASON = 300

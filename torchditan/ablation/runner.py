@@ -29,8 +29,8 @@ from torchditan.ablation.launch import TRAIN_SCRIPT
 from torchditan.ablation.launchers import SLURM_FOLDER, Launcher, Pending
 from torchditan.ablation.ledger import SCHEMA_VERSION, SKIPPED_AFTER_OOM, Row, read_ledger, write_ledger
 from torchditan.ablation.maker import Maker, Watch, maker_of
-from torchditan.config import ConfigError
-from torchditan.run_directory import read_metrics, take_lock, write_file
+from torchditan.config.options import ConfigError
+from torchditan.run.directory import read_metrics, take_lock, write_file
 
 GRID_NAME = "grid.json"
 RETRIED = ("error", "timeout")

@@ -8,11 +8,11 @@ import pkgutil
 import torch
 from torch import Tensor
 
-from torchditan import config as options
 from torchditan.autoencoders.autoencoder import Autoencoder
 from torchditan.autoencoders.catalogue import PUBLISHED
 from torchditan.autoencoders.haar import DOWNSAMPLINGS, HaarAutoencoder
-from torchditan.config import did_you_mean, option_error
+from torchditan.config import options
+from torchditan.config.options import did_you_mean, option_error
 
 __all__ = ["AUTOENCODERS", "Autoencoder", "kind_of", "open_autoencoder"]
 

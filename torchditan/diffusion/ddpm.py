@@ -21,7 +21,7 @@ from torchditan.diffusion.samplers import Prediction
 from torchditan.randomness import Randomness
 
 if TYPE_CHECKING:
-    from torchditan.config import Config, Diffusion, Sampling
+    from torchditan.config.options import Config, Diffusion, Sampling
     from torchditan.models.spec import Conditioning, ModelSpec
 
 NUM_LEVELS = 1000

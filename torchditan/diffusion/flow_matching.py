@@ -15,7 +15,7 @@ from torchditan.diffusion.timesteps import Timesteps
 from torchditan.randomness import Randomness
 
 if TYPE_CHECKING:
-    from torchditan.config import Config, Diffusion, Sampling
+    from torchditan.config.options import Config, Diffusion, Sampling
     from torchditan.models.spec import Conditioning, ModelSpec
 
 

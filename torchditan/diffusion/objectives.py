@@ -12,7 +12,7 @@ from torch import nn
 from torchditan.registry import OBJECTIVES, registered
 
 if TYPE_CHECKING:
-    from torchditan.config import Config, Diffusion, Sampling
+    from torchditan.config.options import Config, Diffusion, Sampling
     from torchditan.diffusion.samplers import Prediction
     from torchditan.models.spec import ModelSpec
     from torchditan.randomness import Randomness

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchditan.config import ConfigError
-from torchditan.distributed.parent_death import check_launcher
+from torchditan.config.options import ConfigError
+from torchditan.supervision.parent_death import check_launcher
 
 _jobs = itertools.count()
 

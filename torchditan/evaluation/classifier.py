@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchditan.progress import Advance
-from torchditan.stream import ImageDataset
+from torchditan.data_stream.stream import ImageDataset
+from torchditan.run.progress import Advance
 
 
 class Classifier(nn.Module):

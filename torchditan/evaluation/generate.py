@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchditan.config import Sampling
+from torchditan.config.options import Sampling
+from torchditan.data_stream.stream import CorruptImageError, ImageDataset
 from torchditan.diffusion.objectives import Objective
 from torchditan.diffusion.samplers import Prediction, guided_prediction
-from torchditan.evaluation.rows import SampleRows
+from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.models.spec import Conditioning
-from torchditan.progress import Advance, report_progress
 from torchditan.randomness import normal
-from torchditan.stream import CorruptImageError, ImageDataset
+from torchditan.run.progress import Advance, report_progress
 
 _SAMPLES_PER_CLASS = 1 << 32  # room for the sample's number in its noise index
 _SEARCH_LIMIT = 20_000

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchditan.data_stream.stream import GroupedDataset, ImageDataset, read_image
 from torchditan.diffusion.objectives import Objective
+from torchditan.latents.sample_space import SampleSpace
 from torchditan.randomness import Randomness, normal
-from torchditan.sample_space import SampleSpace
-from torchditan.stream import GroupedDataset, ImageDataset, read_image
 
 _GOLDEN_RATIO = 0.6180339887498949
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-import torchditan.config
-from torchditan.config import did_you_mean, option_error
+import torchditan.config.options
+from torchditan.config.options import did_you_mean, option_error
 from torchditan.models.dit import FLAVORS, PRESETS, DiT, DiTConfig, flavor_size
 from torchditan.models.spec import (
     ClassLabels,
@@ -40,7 +40,9 @@ __all__ = [
 ]
 
 
-def build_dit_spec(config: torchditan.config.Model, *, sample_shape: tuple[int, ...], num_classes: int) -> ModelSpec:
+def build_dit_spec(
+    config: torchditan.config.options.Model, *, sample_shape: tuple[int, ...], num_classes: int
+) -> ModelSpec:
     if config.flavor not in FLAVORS:
         right = f"must be one of {', '.join(FLAVORS)}{did_you_mean(config.flavor, FLAVORS)}"
         raise option_error("model.flavor", config.flavor, right)
@@ -49,7 +51,7 @@ def build_dit_spec(config: torchditan.config.Model, *, sample_shape: tuple[int, 
     options |= {option: value for option, value in overrides.items() if value is not None}
     if options["norm_type"] == "fused_rmsnorm":
         options["norm_type"] = "rmsnorm"
-    if options["position"] == "sincos" and config.rope_theta != torchditan.config.Model.rope_theta:
+    if options["position"] == "sincos" and config.rope_theta != torchditan.config.options.Model.rope_theta:
         right = "has no effect with sincos positions; leave it out, or set --model.position rope"
         raise option_error("model.rope_theta", config.rope_theta, right)
 
@@ -88,7 +90,7 @@ def build_dit_spec(config: torchditan.config.Model, *, sample_shape: tuple[int, 
     )
 
 
-def _check_text(config: torchditan.config.Model, *, conditioning: str) -> None:
+def _check_text(config: torchditan.config.options.Model, *, conditioning: str) -> None:
     """A model of text has embeddings of known sizes; cross-attention leaves the timestep to adaLN."""
     if config.text == "cross_attention" and conditioning != "adaln":
         right = "leaves the timestep to adaLN; must be in_context with --model.conditioning in_context"
@@ -114,17 +116,17 @@ def _text_layers(model: nn.Module) -> list[nn.Module]:
 
 
 MODELS: dict[str, Callable[..., ModelSpec]] = {"dit": build_dit_spec}
-PUBLISHED = "torchditan.models.published:build_published_spec"
+PUBLISHED = "torchditan.finetune.published:build_published_spec"
 """Builds the spec of all other names; only a job of such a model imports it, with LoRA and int8."""
 
 
 def build_model_spec(
-    config: torchditan.config.Model,
+    config: torchditan.config.options.Model,
     *,
     sample_shape: tuple[int, ...],
     num_classes: int,
-    lora: torchditan.config.LoRA | None = None,
-    quantize: torchditan.config.Quantize | None = None,
+    lora: torchditan.config.options.LoRA | None = None,
+    quantize: torchditan.config.options.Quantize | None = None,
     text_length: int | None = None,
     embedded_guidance: float = 1.0,
 ) -> ModelSpec:
@@ -148,8 +150,8 @@ def build_model_spec(
         return pkgutil.resolve_name(PUBLISHED)(
             config,
             sample_shape=sample_shape,
-            lora=lora or torchditan.config.LoRA(),
-            quantize=quantize or torchditan.config.Quantize(),
+            lora=lora or torchditan.config.options.LoRA(),
+            quantize=quantize or torchditan.config.options.Quantize(),
             text_length=text_length,
             embedded_guidance=embedded_guidance,
         )
@@ -162,7 +164,9 @@ def build_model_spec(
     return MODELS[config.name](config, sample_shape=sample_shape, num_classes=num_classes)
 
 
-def model_spec_of(config: torchditan.config.Config, *, sample_shape: tuple[int, ...], num_classes: int) -> ModelSpec:
+def model_spec_of(
+    config: torchditan.config.options.Config, *, sample_shape: tuple[int, ...], num_classes: int
+) -> ModelSpec:
     """`build_model_spec` with all that a job's configuration says of its model."""
     return build_model_spec(
         config.model,

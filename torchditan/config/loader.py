@@ -1,0 +1,493 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""From a TOML file and command-line flags to a validated `Config`, and back to plain values.
+
+Notable:
+- options, their help and their defaults are read off the dataclasses of config.py; nothing is declared twice;
+- TOML values and flags pass through one coercion, so a mistake reads the same wherever it was made;
+- a configuration given by name is looked up in train_configs/, from any working directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+from torchditan.config import options as config_module
+from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy, adopt_names
+from torchditan.config.options import (
+    Config,
+    ConfigError,
+    did_you_mean,
+    flatten,
+    nearest,
+    option_error,
+    validate,
+    validate_flags,
+)
+from torchditan.config.trajectory import flatten_tree, with_values_before
+from torchditan.run.directory import read_config, run_path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TRAIN_CONFIGS = Path(__file__).resolve().parent.parent / "train_configs"
+
+USAGE = "python train.py --job.config_file NAME [--section.key value ...]"
+
+DESCRIPTION = """\
+Train a diffusion transformer. Options come from a TOML file; flags go over it.
+
+examples:
+  python train.py --job.config_file quickstart.toml
+  torchrun --nproc_per_node=8 train.py --job.config_file imagenet_pixels --dataset.root_dir /data/imagenet
+  python train.py --job.config_file quickstart --training.steps 200 --training.compile --optimizer.lr=3e-4
+
+A configuration is a path, or a name in train_configs/. The key `steps` under `[training]` in the TOML is the
+flag `--training.steps value` or `--training.steps=value`. Switches stand alone, or take true or false. Lists
+are written `32 48`, `32,48` or `[32, 48]`; `none` leaves an option open.
+"""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option, as its dataclass field declares it."""
+
+    name: str
+    kind: type
+    """bool, int, float or str; of a list, the type of its elements."""
+    is_list: bool
+    optional: bool
+    choices: Collection[str]
+    """All that a text may be; of a number, words that may stand in its place (`auto`)."""
+    default: Any
+    help: str
+
+    @property
+    def expected(self) -> str:
+        if self.choices and self.kind is int:
+            return f"must be an integer, or {', '.join(self.choices)}"
+        if self.choices:
+            one_of = "one of " if len(self.choices) > 1 else ""
+            return f"must be {one_of}{', '.join(self.choices)}"
+        if self.is_list:
+            return {
+                int: "must be integers: 32, or [32, 48]",
+                float: "must be numbers: [0.3, 1.0]",
+                str: 'must be texts: ["one", "another"]',
+            }[self.kind]
+        return {
+            bool: "must be true or false",
+            int: "must be an integer",
+            float: "must be a number",
+            str: "must be text",
+        }[self.kind]
+
+
+def load_config(argv: list[str]) -> Config:
+    """The configuration that `argv` (without the program's name) asks for, completed and validated.
+
+    Raises ConfigError. What the course project's keys and names mean here costs a line each on stderr, from rank 0.
+    `--help` prints and exits.
+    """
+    flags = adopt_keys(_parse_flags(argv))
+    path = None
+    values: dict[str, Any] = {}
+    notes: list[str] = []
+    if flags.get("job.config_file") is not None:
+        path = find_config(flags.pop("job.config_file"))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        values, notes = adopt_file(read_toml(path), flags=flags, world_size=world_size)
+    given = {**values, **flags}
+    values, ignored, read_otherwise = adopt_legacy(given)
+    config = build_config(values)
+    if path is not None:
+        config.job.config_file = str(path)
+    _fill_in(config)
+    notes += [*read_otherwise, *adopt_names(config, given=given, stored=_stored_sections(config))]
+    validate(config)
+    validate_flags(config, flags)
+    if os.environ.get("RANK", "0") == "0":
+        if ignored:
+            print(f"warning: ignored, without meaning here: {', '.join(ignored)}", file=sys.stderr)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+    return config
+
+
+def _stored_sections(config: Config) -> Mapping[str, Mapping[str, Any]]:
+    """The configuration of the run that the folder of this one holds; {} where there is none to be read."""
+    assert config.metrics.experiment_name is not None
+    try:
+        stored = read_config(run_path(config.job.dump_folder, config.metrics.experiment_name))
+    except (ConfigError, OSError, ValueError):  # what is wrong with the folder is said when it is opened
+        return {}
+    sections: Mapping[str, Mapping[str, Any]] = stored["config"]
+    return sections
+
+
+def build_config(values: Mapping[str, Any]) -> Config:
+    """A Config with `{"training.steps": 10, ...}` over the defaults, each value checked against its type."""
+    config = Config()
+    for name, value in values.items():
+        if name not in options():
+            raise _unknown_option(name)
+        section, key = name.split(".")
+        setattr(getattr(config, section), key, _coerce(options()[name], value))
+    return config
+
+
+def _fill_in(config: Config) -> None:
+    size = config.dataset.image_size
+    if size is not None and len(size) == 1:
+        config.dataset.image_size = [size[0], size[0]]
+    if config.metrics.experiment_name is None:
+        unnamed = f"{config.dataset.dataset_name}-{config.model.flavor}".lower()
+        config_file = config.job.config_file
+        config.metrics.experiment_name = Path(config_file).stem if config_file else unnamed
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """The configuration as nested dictionaries of plain values, as config.json holds it."""
+    return dataclasses.asdict(config)
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as a file that `--job.config_file` reads back; what is left open is left out."""
+    lines = []
+    for section, keys in to_dict(config).items():
+        lines += ["", f"[{section}]"]
+        # Numbers, texts, switches and lists of them are written alike in JSON and in TOML.
+        lines += [
+            f"{key} = {json.dumps(value, ensure_ascii=False)}"
+            for key, value in keys.items()
+            if value is not None and f"{section}.{key}" not in ("job.config_file", "job.print_config")
+        ]
+    return "\n".join(lines[1:])
+
+
+@functools.cache
+def options() -> dict[str, Option]:
+    """Every option by its full name, in the order of config.py."""
+    docs = _field_docs()
+    found = {}
+    for section, section_type in typing.get_type_hints(Config).items():
+        hints = typing.get_type_hints(section_type, include_extras=True)
+        defaults = section_type()
+        for field in dataclasses.fields(section_type):
+            kind, is_list, optional, choices = _describe(hints[field.name])
+            found[f"{section}.{field.name}"] = Option(
+                name=f"{section}.{field.name}",
+                kind=kind,
+                is_list=is_list,
+                optional=optional,
+                choices=choices,
+                default=getattr(defaults, field.name),
+                help=docs[section_type.__name__, field.name],
+            )
+    return found
+
+
+def _describe(hint: Any) -> tuple[type, bool, bool, Collection[str]]:
+    """(type, is a list, may be None, choices) of a field's annotation."""
+    optional = False
+    if typing.get_origin(hint) is Annotated:  # a registry, whose names are the choices
+        return str, False, optional, hint.__metadata__[0]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        optional = type(None) in typing.get_args(hint)
+        hint, *words = (part for part in typing.get_args(hint) if part is not type(None))
+        if words:  # a number, or a word in its place
+            return hint, False, optional, typing.get_args(words[0])
+    if typing.get_origin(hint) is Literal:
+        return str, False, optional, typing.get_args(hint)
+    if typing.get_origin(hint) is list:
+        return typing.get_args(hint)[0], True, optional, ()
+    return hint, False, optional, ()
+
+
+def _field_docs() -> dict[tuple[str, str], str]:
+    """The string under each field of config.py; Python itself keeps only those of classes."""
+    docs = {}
+    for node in ast.parse(inspect.getsource(config_module)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for statement, below in zip(node.body, node.body[1:], strict=False):
+            if (
+                isinstance(statement, ast.AnnAssign)
+                and isinstance(statement.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
+                docs[node.name, statement.target.id] = inspect.cleandoc(str(below.value.value))
+    return docs
+
+
+def _coerce(option: Option, value: Any) -> Any:
+    """`value` as the option's type, or a ConfigError; the one judge of TOML values and flags."""
+    if option.optional and (value is None or (isinstance(value, str) and value.lower() == "none")):
+        return None
+    if not option.is_list:
+        return _coerce_one(option, value, value)
+    elements = value if isinstance(value, list) else [value]
+    return [_coerce_one(option, element, value) for element in elements]
+
+
+def _coerce_one(option: Option, element: Any, value: Any) -> Any:
+    # bool is an int in Python; nobody means `steps = true`.
+    if option.kind is float and type(element) in (int, float) and math.isfinite(element):
+        return float(element)
+    if option.name == "activation_checkpoint.selective_ac_option" and type(element) is int:
+        return str(element)
+    if option.kind is int and isinstance(element, str) and element in option.choices:
+        return element
+    if type(element) is not option.kind:
+        raise option_error(option.name, value, option.expected)
+    if option.kind is float:
+        raise option_error(option.name, value, "must be a finite number")
+    if option.choices and option.kind is str and element not in option.choices:
+        hint = did_you_mean(str(element), option.choices) if len(option.choices) > 1 else ""
+        raise option_error(option.name, value, option.expected + hint)
+    return element
+
+
+def _unknown_option(name: str) -> ConfigError:
+    """Names the nearest real option: the same key elsewhere, a similar key here, a similar key elsewhere."""
+    section, _, key = name.replace("-", "_").rpartition(".")
+    sections = [field.name for field in dataclasses.fields(Config)]
+    home = nearest(section, sections)
+    home_options = [option for option in options() if option.split(".")[0] == home]
+    same_key = [option for option in options() if option.split(".")[1] == key.lower()]
+    found = (
+        nearest(f"{section}.{key}", same_key, cutoff=0.0)
+        or _nearest_by_key(key, home_options)
+        or _nearest_by_key(key, list(options()))
+    )
+    if found:
+        return ConfigError(f"{name} is no option; did you mean {found}?")
+    if home_options:
+        keys = ", ".join(option.split(".")[1] for option in home_options)
+        return ConfigError(f"{name} is no option; [{home}] has {keys}")
+    return ConfigError(f"{name} is no option; the sections are {', '.join(sections)}")
+
+
+def _nearest_by_key(key: str, names: list[str]) -> str | None:
+    by_key = {name.split(".")[1]: name for name in reversed(names)}
+    found = nearest(key, by_key)
+    return by_key[found] if found else None
+
+
+def find_config(name: str) -> Path:
+    """The file `name` means: a path, or a name in train_configs/ with or without `.toml`."""
+    given = Path(name).expanduser()
+    for path in (given, TRAIN_CONFIGS / name, TRAIN_CONFIGS / f"{name}.toml"):
+        if name and path.is_file():
+            return path.resolve()
+    if name and given.is_dir():
+        raise option_error("job.config_file", name, "is a folder; must be a TOML file, or a name in train_configs/")
+    if not TRAIN_CONFIGS.is_dir():
+        right = "no such file, and this installation has no train_configs/ to look names up in; give a path"
+        raise option_error("job.config_file", name, right)
+    paths = [path for path in TRAIN_CONFIGS.rglob("*.toml") if path.parent.name != "ablations"]  # grids are no jobs
+    names = sorted(path.relative_to(TRAIN_CONFIGS).with_suffix("").as_posix() for path in paths)
+    hint = did_you_mean(given.stem, names)
+    raise option_error("job.config_file", name, f"no such file; train_configs/ has {', '.join(names)}{hint}")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """`{"training.steps": 10, ...}` of a TOML file; what it holds is not judged yet."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise option_error("job.config_file", str(path), f"cannot be read: {reason}") from None
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(_parse_error(path, text, str(error))) from None
+    values = {}
+    for section, keys in tables.items():
+        if not isinstance(keys, dict):
+            raise _outside_section(section, keys)
+        if not keys and section not in _sections():
+            hint = did_you_mean(section, _sections())
+            raise ConfigError(f"[{section}] is no section{hint or '; there are ' + ', '.join(_sections())}")
+        values.update({f"{section}.{key}": value for key, value in keys.items()})
+    return values
+
+
+def _sections() -> list[str]:
+    """Ours, and those of the course project, in which every key has to be known."""
+    return list(dict.fromkeys(name.split(".")[0] for name in (*options(), *LEGACY_KEYS)))
+
+
+def _outside_section(key: str, value: Any) -> ConfigError:
+    owners = [option for option in options() if option.endswith(f".{key}")]
+    if key in _sections():
+        return ConfigError(f"{key} must be one section, [{key}]")
+    hint = f"; did you mean {key} under [{owners[0].split('.')[0]}]?" if owners else ""
+    return option_error(key, value, f"stands outside a section{hint}")
+
+
+def _parse_error(path: Path, text: str, message: str) -> str:
+    """tomllib's `Invalid value (at line 3, column 9)`, or `(at end of document)`, with the file before it."""
+    place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
+    if place:
+        line, column = place.groups()
+    else:
+        lines = text.split("\n")
+        line, column = str(len(lines)), str(len(lines[-1]) + 1)
+    reason = re.sub(r" \(at [^)]*\)$", "", message)
+    return f"{path}, line {line}, column {column}: {reason}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # Values are judged in _coerce; what is left to argparse is that one is missing.
+        name = re.sub(r"^argument --([^:]*):.*", r"\1", message)
+        expected = f"{options()[name].expected}; write --{name}=VALUE" if name in options() else message
+        raise ConfigError(f"{name} has no value: {expected}")
+
+
+def _help_formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=36, width=110)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        usage=USAGE,
+        description=DESCRIPTION,
+        allow_abbrev=False,
+        add_help=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=_help_formatter,
+    )
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    groups = {
+        section: parser.add_argument_group(f"[{section}]", inspect.getdoc(section_type))
+        for section, section_type in typing.get_type_hints(Config).items()
+    }
+    for option in options().values():
+        groups[option.name.split(".")[0]].add_argument(
+            f"--{option.name}",
+            dest=option.name,
+            metavar=_metavar(option),
+            help=_help(option),
+            **_arity(option),
+        )
+    for name in (*LEGACY_KEYS, *RENAMED_KEYS):
+        parser.add_argument(f"--{name}", dest=name, nargs="*", help=argparse.SUPPRESS)
+    return parser
+
+
+def _arity(option: Option) -> dict[str, Any]:
+    if option.is_list:
+        return {"nargs": "+"}
+    return {"nargs": "?", "const": "true"} if option.kind is bool else {}
+
+
+def _metavar(option: Option) -> str:
+    if option.choices:
+        return "|".join([*(["INT"] if option.kind is int else []), *option.choices])
+    return {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}[option.kind]
+
+
+def _help(option: Option) -> str:
+    default = option.default
+    if default in (None, "", []):
+        return option.help.replace("%", "%%")
+    if isinstance(default, bool):
+        default = str(default).lower()
+    return f"{option.help} (default: {default})".replace("%", "%%")
+
+
+def _parse_flags(argv: list[str]) -> dict[str, Any]:
+    """`{"training.steps": 10, ...}` of the flags given; text that is no such value stays text."""
+    namespace, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        raise _unknown_flag(unknown[0])
+    values = {}
+    for name, text in vars(namespace).items():
+        option = options().get(RENAMED_KEYS.get(name, name))
+        values[name] = _from_text(option, text) if option else _from_toml_text(text)
+    return values
+
+
+def _unknown_flag(flag: str) -> ConfigError:
+    if flag.startswith("--"):
+        return _unknown_option(flag[2:].split("=")[0])
+    hint = f"; did you mean --job.config_file {flag}?" if flag.endswith(".toml") else ""
+    return ConfigError(f"{flag} belongs to no option; options are written --section.key value{hint}")
+
+
+def _from_text(option: Option, text: str | list[str]) -> Any:
+    if not option.is_list:
+        joined = text if isinstance(text, str) else " ".join(text)
+        return value_of_text(option, joined or ("true" if option.kind is bool else ""))
+    if option.kind is str:
+        return texts_from_words([text] if isinstance(text, str) else text)
+    words = re.split(r"[,\s]+", " ".join(text).strip("[] "))
+    if option.optional and [word.lower() for word in words] == ["none"]:
+        return None
+    return [value_of_text(option, word) for word in words if word]
+
+
+def texts_from_words(words: list[str]) -> list[str]:
+    """A list of texts, which may hold commas and spaces: each word one, or a single word that is a JSON list."""
+    if len(words) == 1 and words[0].startswith("["):
+        try:
+            found = json.loads(words[0])
+        except ValueError:
+            return words
+        if isinstance(found, list):
+            return found
+    return words
+
+
+def value_of_text(option: Option, text: str) -> Any:
+    """One value as a TOML file would have it; text that is no value of the option stays text, and is refused later."""
+    if option.kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    try:
+        return option.kind(text)
+    except ValueError:
+        return text
+
+
+def _from_toml_text(words: Iterable[str]) -> Any:
+    """A flag whose type is not ours to know, read as TOML would read it: `1`, `false`, or else text."""
+    text = " ".join(words) or "true"
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return {"True": True, "False": False}.get(text, text)
+
+
+def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
+    """The configuration of a run from its config.json, as `to_dict` wrote it."""
+    return build_config(with_values_before(flatten_tree(values)))
+
+
+def override(config: Config, argv: list[str], *, sections: tuple[str, ...]) -> Config:
+    """A configuration with flags laid over it; flags of other sections are a ConfigError."""
+    flags = _parse_flags(argv)
+    for name in flags:
+        if name.split(".")[0] not in sections:
+            raise ConfigError(f"--{name} cannot be changed here; this script takes --{', --'.join(sections)}.key")
+    changed = build_config({**flatten(config), **flags})
+    validate(changed)
+    return changed

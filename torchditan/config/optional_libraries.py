@@ -1,0 +1,28 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Optional libraries: imported where they are used, without what they tell of their own insides."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from types import ModuleType
+
+from torchditan.config.options import ConfigError
+
+
+def import_optional(module: str, *, extra: str) -> ModuleType:
+    """A module of an optional package.
+
+    Raises:
+        ConfigError: the package is missing; the line says which extra installs it.
+    """
+    for library in ("DIFFUSERS", "TRANSFORMERS"):  # read when they are imported
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    for name in ("torchao", "torch.utils._pytree"):  # diffusers imports torchao, which warns of parts that it lacks
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.split(".")[0]
+        raise ConfigError(f"the package {package} is missing: pip install -e '.[{extra}]'") from error

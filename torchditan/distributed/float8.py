@@ -1,0 +1,156 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Float8 training of the blocks' linear layers, through torchao.
+
+Notable:
+- the model itself says which layers gain nothing: one forward on the meta device counts the rows that each layer sees,
+  and layers that see one row per image (modulations) stay as they are, in every family, without a list of names;
+- CUDA's float8 products need an inner dimension that is a multiple of 16. In the weight gradient that is the number of
+  rows, so layers that see another number pad it there with zeros, which add nothing to a sum;
+- emulation refuses the rows that CUDA would refuse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torchditan.config.options import Float8, option_error
+
+if TYPE_CHECKING:
+    from torchditan.models.spec import ModelSpec
+
+_ALIGNMENT = 16
+"""Elements that the inner dimension and the columns of a float8 product are multiples of."""
+
+
+def check_float8(config: Float8, *, device: torch.device) -> None:
+    """Refuse a float8 request that this device or installation cannot honour.
+
+    Raises:
+        ConfigError: torchao is missing, or the device has no float8 products and emulation is off.
+    """
+    if not config.enable_float8_linear:
+        return
+    option = "float8.enable_float8_linear"
+    if importlib.util.find_spec("torchao") is None:
+        raise option_error(option, True, "needs torchao; pip install 'torchditan[float8]'")
+    if config.emulate:
+        return
+    supported = device.type == "cuda" and (
+        torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
+    )
+    if not supported:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+        right = (
+            f"{name} has no float8 products; needs compute capability 8.9 (H100, L40S, RTX 4090), or --float8.emulate "
+            "to compute them slowly"
+        )
+        raise option_error(option, True, right)
+
+
+def convert_to_float8(
+    *, model: nn.Module, spec: ModelSpec, config: Float8, batch_size: int, varied_shapes: bool = False
+) -> str:
+    """Replace the linear layers of the blocks by torchao's Float8Linear, in place; names stay.
+
+    Layers that see one row per image stay as they are, since such rows have nothing to gain, and so do layers whose
+    sizes are no multiples of 16, which the hardware's products need.
+
+    Args:
+        model: what `spec` builds.
+        spec: tells which rows each layer sees.
+        config: recipe and emulation.
+        batch_size: samples in one forward pass.
+        varied_shapes: samples of other shapes than `spec.sample_shape` will come too.
+
+    Returns:
+        One line for the log: how many layers were converted, and how many of them pad.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.config import ScalingType
+    from torchao.float8.float8_linear import Float8Linear
+
+    options = dataclasses.replace(Float8LinearConfig.from_recipe_name(config.recipe_name), emulate=config.emulate)
+    has_float8_gradient = options.cast_config_input_for_grad_weight.scaling_type is not ScalingType.DISABLED
+    rows_of = rows_of_linears(spec, batch_size=batch_size)
+    blocks = spec.blocks(model)
+    num_linears = sum(isinstance(module, nn.Linear) for module in blocks.modules())
+
+    def gains(linear: nn.Module, name: str) -> bool:
+        assert isinstance(linear, nn.Linear)
+        fits = linear.in_features % _ALIGNMENT == 0 == linear.out_features % _ALIGNMENT
+        return fits and max(rows_of.get(name, set()), default=0) > batch_size
+
+    # torchao's own entry: it also works around a miscompilation of the compiled backward pass.
+    convert_to_float8_training(blocks, config=options, module_filter_fn=gains)
+    converted_layers = {name: module for name, module in blocks.named_modules() if isinstance(module, Float8Linear)}
+    padded_rows = []
+    for name, converted in converted_layers.items():
+        rows = rows_of[name]
+        is_odd = any(number % _ALIGNMENT for number in rows)
+        if has_float8_gradient and (is_odd or varied_shapes):
+            products = converted.linear_mm_config
+            pads = products.grad_weight._replace(pad_inner_dim=True)
+            converted.linear_mm_config = products._replace(grad_weight=pads)
+            padded_rows += [number for number in rows if number % _ALIGNMENT]
+        elif has_float8_gradient and config.emulate:
+            converted.register_forward_pre_hook(_RefuseOddRows(name))
+    return _summary(
+        len(converted_layers), num_linears, padded_rows=padded_rows, batch_size=batch_size, varied_shapes=varied_shapes
+    )
+
+
+def rows_of_linears(spec: ModelSpec, *, batch_size: int) -> dict[str, set[int]]:
+    """Rows that enter each linear layer of the blocks, by its name in `spec.blocks`; layers that never run have none.
+
+    Counted in a forward on the meta device, which computes nothing.
+    """
+    rows: dict[str, set[int]] = {}
+    with torch.device("meta"), torch.no_grad():
+        model = spec.build().to("meta")  # the buffers too
+        for name, module in spec.blocks(model).named_modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(
+                    lambda _module, inputs, name=name: rows.setdefault(name, set()).add(_num_rows(inputs[0]))
+                )
+        model(*spec.example_inputs(batch_size=batch_size))
+    return rows
+
+
+def _num_rows(x: torch.Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _RefuseOddRows:
+    """Forward pre-hook of an emulated layer that does not pad: raises where CUDA's weight gradient would."""
+
+    layer: str
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        rows = _num_rows(inputs[0])
+        if rows % _ALIGNMENT and torch.is_grad_enabled():
+            right = f"must be a multiple of {_ALIGNMENT} for the weight gradient in float8 on CUDA"
+            raise RuntimeError(f"float8: {self.layer} sees {rows} rows; {right}")
+
+
+def _summary(
+    num_converted: int, num_linears: int, *, padded_rows: list[int], batch_size: int, varied_shapes: bool
+) -> str:
+    line = f"float8: {num_converted} of {num_linears} linear layers of the blocks"
+    if varied_shapes:
+        return f"{line}, padded to multiples of {_ALIGNMENT} rows, since samples have several shapes"
+    if not padded_rows:
+        return line
+    needed = [_ALIGNMENT // math.gcd(_ALIGNMENT, rows // math.gcd(rows, batch_size)) for rows in padded_rows]
+    largest = max(padded_rows)
+    fits = math.lcm(*needed)
+    return (
+        f"{line}, {len(padded_rows)} of them padded, since they see up to {largest} rows, not a multiple of "
+        f"{_ALIGNMENT}; a multiple of {fits} as training.batch_size needs no padding"
+    )

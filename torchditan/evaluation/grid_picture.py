@@ -1,0 +1,164 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Generated images beside real ones of the same class, as one labelled PNG.
+
+Notable:
+- Drawn with Pillow alone, its built-in font included; every text is measured, none is cut off.
+- Small images are enlarged by an integer with nearest neighbour: a pixel stays a square, nothing is smoothed.
+- Samples of more than three channels are latents: the first three are shown as colours, stretched to the
+  range of the real ones, so that generated latents of another scale look different.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from torchditan.run.directory import write_file
+
+_MARGIN = 16
+_CELL_GAP = 6
+_BLOCK_GAP = 40  # between generated and real; the line in it says that they are two things
+_INK, _PALE, _PAPER = (0, 0, 0), (170, 170, 170), (255, 255, 255)
+
+
+def save_grid(
+    path: Path,
+    generated: Tensor,
+    real: Tensor | None,
+    labels: list[str],
+    *,
+    title: str,
+    scale: int | None = None,
+    heading: str = "generated",
+    real_heading: str = "real",
+) -> None:
+    """Write the grid to `path`, whole or not at all.
+
+    generated, real: (rows, k, C, H, W) float; pixels in [-1, 1] for C = 1 or 3, else latents. Each may have
+    its own k; `real` is None where there is nothing to compare with. labels: the class of each row.
+    scale: integer enlargement; by default cells of images under 48 px come to 48 to 96 px.
+    heading, real_heading: what stands over the images, and over the real ones.
+    """
+    assert generated.dim() == 5 and len(labels) == generated.shape[0], (generated.shape, labels)
+    assert real is None or (real.shape[0], *real.shape[2:]) == (generated.shape[0], *generated.shape[2:])
+    scale = scale or _enlargement(generated.shape[-2:])
+    reference = generated if real is None else real
+    suffix = " (latent channels 0-2)" if generated.shape[2] > 3 else ""
+    blocks = [(f"{heading}{suffix}", _to_uint8(generated, reference))]
+    if real is not None:
+        blocks.append((f"{real_heading}{suffix}", _to_uint8(real, reference)))
+    picture = _draw(blocks, labels, title, scale)
+    encoded = io.BytesIO()
+    picture.save(encoded, format="PNG")
+    write_file(path, encoded.getvalue())
+
+
+def add_to_steps(folder: Path, samples: Tensor, labels: list[str], *, step: int, title: str) -> None:
+    """Add a column to `over_steps.png` in a folder: what each row looked like at this step of the training.
+
+    The columns of before are read from `over_steps/`, so a run that goes on keeps them; those of other labels stay
+    there, out of the picture.
+
+    Args:
+        folder: of the run's grids.
+        samples: (rows, C, H, W), the first sample of each row.
+        labels: of the rows.
+        step: the column; one that is there is replaced.
+        title: of the picture.
+    """
+    column = _to_uint8(samples[:, None], samples[:, None])[:, 0]  # (rows, H, W, 3)
+    encoded = io.BytesIO()
+    Image.fromarray(column.flatten(0, 1).numpy()).save(encoded, format="PNG")
+    rows = hashlib.sha256(json.dumps(labels).encode()).hexdigest()[:8]
+    write_file(folder / "over_steps" / f"step_{step:08d}_{rows}.png", encoded.getvalue())
+    blocks = []
+    for path in sorted((folder / "over_steps").glob(f"step_*_{rows}.png")):
+        with Image.open(path) as strip:
+            pixels = torch.from_numpy(np.array(strip.convert("RGB")))
+        if pixels.shape == (column.shape[0] * column.shape[1], *column.shape[2:]):  # not of another size
+            blocks.append((f"step {int(path.stem.split('_')[1])}", pixels.view(column.shape)[:, None]))
+    picture = _draw(blocks, labels, title, _enlargement(column.shape[1:3]), gap=_CELL_GAP)
+    encoded = io.BytesIO()
+    picture.save(encoded, format="PNG")
+    write_file(folder / "over_steps.png", encoded.getvalue())
+
+
+def stills(samples: Tensor, *, most: int = 4) -> Tensor:
+    """Evenly spaced frames of videos (rows, k, C, F, H, W) side by side, (rows, k f, C, H, W); images stay."""
+    if samples.dim() == 5:
+        return samples
+    frames = torch.linspace(0, samples.shape[3] - 1, min(most, samples.shape[3])).long()
+    return samples[:, :, :, frames].permute(0, 1, 3, 2, 4, 5).flatten(1, 2)
+
+
+def _enlargement(size: torch.Size) -> int:
+    side = max(size)
+    return 1 if side >= 48 else max(math.ceil(48 / side), round(64 / side))
+
+
+def _to_uint8(images: Tensor, reference: Tensor) -> Tensor:
+    """(rows, k, C, H, W) in [-1, 1], or latents -> (rows, k, H, W, 3) uint8; NaN becomes black."""
+    images = images.detach().float().cpu()
+    channels = images.shape[2]
+    assert channels != 2, "an image has 1 or 3 channels, a latent 4 or more"
+    if channels > 3:
+        images = images[:, :, :3]
+        reference = reference.detach().float().cpu()[:, :, :3]
+        low = reference.amin(dim=(0, 1, 3, 4), keepdim=True)  # (1, 1, 3, 1, 1)
+        high = reference.amax(dim=(0, 1, 3, 4), keepdim=True)
+        images = 2 * (images - low) / (high - low).clamp_min(1e-12) - 1
+    images = images.nan_to_num(nan=-1.0).clamp(-1, 1).expand(-1, -1, 3, -1, -1)
+    return ((images + 1) * 127.5).round().to(torch.uint8).permute(0, 1, 3, 4, 2)
+
+
+def _draw(
+    blocks: list[tuple[str, Tensor]], labels: list[str], title: str, scale: int, *, gap: int = _BLOCK_GAP
+) -> Image.Image:
+    small, large = ImageFont.load_default(size=14), ImageFont.load_default(size=18)
+    height, width = (side * scale for side in blocks[0][1].shape[2:4])
+    label_width = max(_width(label, small) for label in labels)
+    pitch = width + _CELL_GAP
+    block_widths = [max(images.shape[1] * pitch, _width(heading, small)) for heading, images in blocks]
+    starts = [_MARGIN + label_width + _MARGIN]
+    for block_width in block_widths[:-1]:
+        starts.append(starts[-1] + block_width + gap)
+    heading_top = _MARGIN + _height(large) + _MARGIN // 2
+    top = heading_top + _height(small) + _MARGIN // 2
+    row_height = max(height, _height(small)) + _CELL_GAP
+    right = max(starts[-1] + block_widths[-1], _MARGIN + _width(title, large))
+    bottom = top + len(labels) * row_height
+
+    canvas = Image.new("RGB", (right + _MARGIN, bottom + _MARGIN), _PAPER)
+    draw = ImageDraw.Draw(canvas)
+    draw.text((_MARGIN, _MARGIN), title, fill=_INK, font=large)
+    for row, label in enumerate(labels):
+        middle = top + row * row_height + row_height // 2
+        draw.text((_MARGIN + label_width, middle), label, fill=_INK, font=small, anchor="rm")
+    for (heading, images), start in zip(blocks, starts, strict=True):
+        draw.text((start, heading_top), heading, fill=_INK, font=small)
+        for row in range(images.shape[0]):
+            for column in range(images.shape[1]):
+                cell = Image.fromarray(images[row, column].numpy())
+                cell = cell.resize((width, height), Image.Resampling.NEAREST)
+                canvas.paste(cell, (start + column * pitch, top + row * row_height))
+    for start in starts[1:] if gap == _BLOCK_GAP else []:
+        x = start - gap // 2
+        draw.line((x, heading_top, x, bottom), fill=_PALE, width=1)
+    return canvas
+
+
+def _width(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> int:
+    return math.ceil(font.getbbox(text)[2])
+
+
+def _height(font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> int:
+    """Of a line with ascenders and descenders, so that all lines are alike."""
+    return math.ceil(font.getbbox("Agjpq|")[3])

@@ -1,0 +1,159 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The grids of a run: which rows they have, the real images beside them, and how alike the two are.
+
+PSNR and SSIM need an image that sample i should look like:
+- a held-out image of the same caption: `psnr`, `ssim`;
+- for the user's own prompts, which have none, the sample that the original model drew of the same prompt and noise
+  before the first step: `psnr_to_original`, `ssim_to_original`;
+- of a class there is none, and nothing is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchditan.config.options import Config
+from torchditan.data_stream.stream import ImageDataset
+from torchditan.evaluation.generate import real_samples
+from torchditan.evaluation.grid_picture import add_to_steps, save_grid, stills
+from torchditan.evaluation.sample_rows import SampleRows
+from torchditan.latents.sample_space import SampleSpace
+from torchditan.run.directory import written_beside
+
+ORIGINAL = "original.npz"
+"""In samples/: what the original model drew before the first step, and how it was drawn."""
+
+
+class Grids:
+    """Draws the grids of one run.
+
+    Args:
+        config: of the run.
+        dataset: names the classes, or has `prompts` (SampleRows) of its own.
+        held_out: whose images stand beside the generated ones; None: the dataset's.
+        space: makes pixels of samples.
+    """
+
+    def __init__(
+        self, config: Config, dataset: ImageDataset, held_out: ImageDataset | None, *, space: SampleSpace
+    ) -> None:
+        self.config = config
+        self.dataset = dataset
+        self.held_out = held_out
+        self.space = space
+        prompts: SampleRows | None = getattr(dataset, "prompts", None)
+        self.shows_prompts = prompts is not None
+        if prompts is None:
+            labels = range(min(config.sampling.max_classes, max(1, len(dataset.class_names))))
+            prompts = SampleRows.of_classes(labels, class_names=dataset.class_names)
+        self.rows = prompts
+        self._real: Tensor | None = None
+
+    @property
+    def has_original(self) -> bool:
+        """Whether the samples before the first step are those of a trained model, and are drawn."""
+        config = self.config
+        begins_trained = config.model.path is not None or config.checkpoint.initial_load_path is not None
+        return begins_trained and config.sampling.at_start
+
+    @property
+    def why_no_scores(self) -> str | None:
+        """Why the user's own prompts have neither PSNR nor SSIM, and what gives them; None where they have."""
+        if not (self.config.sampling.prompts and self.shows_prompts) or self.has_original:
+            return None
+        missing = "PSNR and SSIM are not measured: sampling.prompts have no real images"
+        if self.config.model.path is None and self.config.checkpoint.initial_load_path is None:
+            return f"{missing}, and this run begins with random weights"
+        return f"{missing}; --sampling.at_start compares with the samples of the original model"
+
+    def why_no_original(self, folder: Path) -> str | None:
+        """Why a resumed run is not compared with the samples of its original model; None where it is.
+
+        Args:
+            folder: that of the grids.
+        """
+        if not self.has_original or not self.shows_prompts or self.rows.references is not None:
+            return None
+        if self._read_original(folder / ORIGINAL) is not None:
+            return None
+        why = f"{folder / ORIGINAL} is missing, or was drawn with other [sampling] options"
+        return f"no PSNR and SSIM to the original: {why}"
+
+    def write(self, path: Path, generated: Tensor, *, step: int) -> dict[str, float]:
+        """Write the grid of a step, and measure it against the images that it should look like.
+
+        Args:
+            path: PNG to write.
+            generated: pixels (rows, k, C, [F,] H, W).
+            step: of the training.
+
+        Returns:
+            `psnr` and `ssim`, or `psnr_to_original` and `ssim_to_original`, where there is something to compare with.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        config, rows = self.config, self.rows
+        if self._real is None:
+            self._real = self._real_images()
+        generated, real = stills(generated), self._real
+        name, sampling = str(config.metrics.experiment_name), config.sampling
+        title = f"{name}, step {step}, {sampling.sampler} {sampling.num_steps} steps"
+        title += f", guidance {sampling.guidance_scale:g}"
+        save_grid(path, generated, real, rows.names, title=title, real_heading=self.space.real_heading)
+        if self.shows_prompts:
+            add_to_steps(path.parent, generated[:, 0], rows.names, step=step, title=name)
+        return self._scores(generated, path.parent / ORIGINAL, step=step)
+
+    def _scores(self, generated: Tensor, original: Path, *, step: int) -> dict[str, float]:
+        if not self.shows_prompts:
+            return {}
+        from torchditan.evaluation.reconstruction import similarity, to_8_bit  # only a run on captions needs it
+
+        if self.rows.references is not None:
+            assert self._real is not None
+            return similarity(generated, self._real)
+        if not self.has_original:
+            return {}
+        if step == 0:
+            with written_beside(original) as file:
+                np.savez(file, pixels=to_8_bit(generated).byte().numpy(), drawn=np.array(self._drawn()))
+            return {}
+        pixels = self._read_original(original)
+        scores = {} if pixels is None else similarity(generated, pixels)
+        return {f"{name}_to_original": value for name, value in scores.items()}
+
+    def _read_original(self, path: Path) -> Tensor | None:
+        """Pixels (rows, k, C, H, W) in [-1, 1], or None: not drawn, or drawn in another way than these samples."""
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                if str(stored["drawn"]) != self._drawn():
+                    return None
+                return torch.from_numpy(stored["pixels"]).float() / 127.5 - 1
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return None
+
+    def _drawn(self) -> str:
+        """All that decides what a model draws."""
+        return json.dumps([asdict(self.config.sampling), self.config.training.seed, self.rows.names], sort_keys=True)
+
+    def _real_images(self) -> Tensor | None:
+        """Pixels (rows, k, C, H, W), or None."""
+        if self.rows.references is not None:
+            return stills(self.rows.references[:, None])
+        if self.shows_prompts:
+            return None
+        real = real_samples(
+            self.held_out or self.dataset,
+            labels=self.rows.numbers,
+            samples_per_label=self.config.sampling.images_per_class,
+            conditional=bool(self.dataset.class_names),
+        )
+        return None if real is None else self.space.real_to_pixels(real)

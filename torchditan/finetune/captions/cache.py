@@ -1,0 +1,137 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A folder of tensors by the content that they were made from: what is there can not be stale.
+
+Notable:
+- `<folder>/<maker>/*.safetensors`, where the maker is the identity of an encoder's weights and settings, and an entry
+  is named by a hash of what was encoded: another image, caption, size or encoder has another name;
+- files are written beside and renamed, and only ever added: a run that is killed loses what it had not written yet,
+  and several runs or ranks may write at once;
+- reading maps the files; nothing is held in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchditan.config.options import ConfigError
+from torchditan.run.directory import write_file
+
+_SUFFIX = ".safetensors"
+_SEPARATOR = "."
+
+
+class TensorCache:
+    """Entries of one maker: key -> tensors by name.
+
+    Args:
+        folder: of all makers.
+        maker: identity of what makes the entries, safe as a folder's name.
+    """
+
+    def __init__(self, folder: Path, maker: str) -> None:
+        self.folder = folder / maker
+        self._places: dict[str, Path] = {}
+        self._seen: set[Path] = set()
+        self._readers: dict[Path, Any] = {}
+
+    def refresh(self) -> None:
+        """Look for files that were written since.
+
+        Raises:
+            ConfigError: one of them is damaged.
+        """
+        for path in sorted(self.folder.glob(f"*{_SUFFIX}")):
+            if path not in self._seen:
+                for name in self._open(path).keys():  # noqa: SIM118  no mapping: it has only this
+                    self._places.setdefault(name.split(_SEPARATOR)[0], path)
+                self._seen.add(path)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._places
+
+    def __getitem__(self, key: str) -> dict[str, torch.Tensor]:
+        """The tensors of an entry, on the CPU."""
+        reader = self._reader(self._places[key])
+        prefix = key + _SEPARATOR
+        names = [name for name in reader.keys() if name.startswith(prefix)]  # noqa: SIM118
+        return {name.removeprefix(prefix): reader.get_tensor(name) for name in names}
+
+    def write(self, entries: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Add entries as one file.
+
+        Args:
+            entries: key (hexadecimal) -> tensors, whose names hold no dot.
+        """
+        from safetensors.torch import save
+
+        tensors = {
+            f"{key}{_SEPARATOR}{name}": tensor.detach().cpu().contiguous().clone()
+            for key, of_entry in entries.items()
+            for name, tensor in of_entry.items()
+        }
+        digest = hashlib.sha256(" ".join(sorted(entries)).encode()).hexdigest()[:16]
+        write_file(self.folder / f"{digest}{_SUFFIX}", save(tensors))
+        self.refresh()
+
+    def _reader(self, path: Path) -> Any:
+        if path not in self._readers:
+            self._readers[path] = self._open(path)
+        return self._readers[path]
+
+    def _open(self, path: Path) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ConfigError(
+                f"{path} of the cache is damaged ({reason}); remove it, and it is encoded again"
+            ) from None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_readers": {}}  # a loader's worker maps the files itself
+
+
+def hash_of(*parts: str) -> str:
+    """Key of an entry: 40 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part.encode()).to_bytes(8, "little") + part.encode())
+    return digest.hexdigest()[:40]
+
+
+def identity_of_files(folder: Path, *, memory: Path) -> str:
+    """A hash over the names and contents of all files in a folder, in 16 hexadecimal digits.
+
+    Args:
+        folder: of an encoder's weights and settings.
+        memory: folder in which the hash of each large file is remembered, by its path, size and time of change.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")):
+        digest.update(f"{path.relative_to(folder).as_posix()} {_hash_of_file(path, memory)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _hash_of_file(path: Path, memory: Path) -> str:
+    status = path.stat()
+    note = memory / hash_of(str(path.resolve()), str(status.st_size), str(status.st_mtime_ns))
+    if note.is_file() and len(known := note.read_text()) == 64:
+        return known
+    digest = hashlib.sha256()
+    for chunk in _chunks(path):
+        digest.update(chunk)
+    write_file(note, digest.hexdigest().encode())
+    return digest.hexdigest()
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            yield chunk

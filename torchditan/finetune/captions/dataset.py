@@ -1,0 +1,366 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The dataset that a model conditioned on captions is trained on: latents and embeddings from the cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchditan.autoencoders import Autoencoder
+from torchditan.config.options import Config, option_error
+from torchditan.data_stream.stream import CaptionedDataset
+from torchditan.distributed.process_group import Rank
+from torchditan.evaluation.sample_rows import SampleRows
+from torchditan.finetune.captions.cache import TensorCache, hash_of
+from torchditan.finetune.captions.encode import (
+    Entries,
+    TextEncoders,
+    batches_of_one_shape,
+    check_options,
+    encode_missing,
+    find_text_encoders,
+    open_image_autoencoder,
+)
+from torchditan.finetune.published import FAMILIES, family_of, patch_size_of
+from torchditan.finetune.published.stored_weights import find_lora
+from torchditan.latents.latent_space import decode_latents
+from torchditan.latents.sample_space import SampleSpace
+from torchditan.randomness import uniform
+
+_NUM_PROMPTS = 4
+_IMAGES_AT_ONCE = 4
+_TEXTS_AT_ONCE = 8
+
+
+class LatentSpace(SampleSpace):
+    """Cached latents; decoded for pictures by an autoencoder that is opened for them and dropped."""
+
+    def __init__(self, config: Config, *, sample_shape: tuple[int, ...], device: torch.device) -> None:
+        super().__init__(sample_shape)
+        self.config = config.autoencoder
+        self.at_once = config.metrics.sample_batch_size
+        self.device = device
+
+    def to_pixels(self, samples: torch.Tensor) -> torch.Tensor:
+        dims = len(self.sample_shape)
+        return decode_latents(self.config, samples, device=self.device, sample_dims=dims, at_once=self.at_once)
+
+
+class CachedCaptions:
+    """Samples with the embeddings of their captions; an ImageDataset whose items hold the model's condition.
+
+    Args:
+        source: the captioned images.
+        latents: their latents by `content_key`, or None: pixels are trained on.
+        shift, scale: (C,) normalisation of the latents.
+        texts: embeddings by the hash of their caption.
+        conditions: what each sample itself adds to the condition (a video its first frame), by `content_key`.
+        prompts: what grids show.
+        identity: see `fingerprint`.
+    """
+
+    class_names: list[str] = []  # noqa: RUF012  the stream's protocol has it so
+    horizontal_flip = False
+
+    def __init__(
+        self,
+        source: CaptionedDataset,
+        *,
+        latents: TensorCache | None,
+        shift: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        texts: TensorCache,
+        conditions: TensorCache | None,
+        prompts: SampleRows,
+        identity: str,
+    ) -> None:
+        self.source = source
+        self.name = source.name
+        self.latents = latents
+        self.texts = texts
+        self.conditions = conditions
+        self.shift, self.scale = shift, scale
+        self.prompts = prompts
+        self.fingerprint = identity
+        """Of the images, captions and encoders together: other data is refused on resume."""
+        self.null_tensors = texts[hash_of("")]
+        self.keys = [source.content_key(index) for index in range(len(source))] if latents is not None else None
+        self.variants = [[hash_of(text) for text in source.caption_variants(index)] for index in range(len(source))]
+        common = int(self.groups()[0][0])
+        self.sample_shape = tuple(self[common]["sample"].shape)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def groups(self) -> list[np.ndarray]:
+        """Indices of the samples of each shape, the most common shape first."""
+        shapes: dict[tuple[int, ...], list[int]] = {}
+        for index in range(len(self.source)):
+            shapes.setdefault(self.source.shape_of(index), []).append(index)
+        first = shapes.pop(tuple(self.source.sample_shape))
+        return [np.array(indices) for indices in (first, *shapes.values())]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        own = {} if self.conditions is None else self.conditions[self.source.content_key(index)]
+        return {"sample": self._sample(index), **own, **self.texts[self.variants[index][0]]}
+
+    def vary(self, item: dict[str, Any], index: int, *, seed: int, position: int) -> dict[str, Any]:
+        """The item at this position of the stream: with one of its caption's shuffles, where it has some."""
+        variants = self.variants[index]
+        if len(variants) == 1:
+            return item
+        chosen = int(uniform(seed, "caption", [position]).item() * len(variants))
+        return {**item, **self.texts[variants[chosen]]}
+
+    def _sample(self, index: int) -> torch.Tensor:
+        if self.latents is None:
+            return self.source[index]["sample"]
+        assert self.keys is not None and self.shift is not None and self.scale is not None
+        mean = self.latents[self.keys[index]]["mean"]
+        wide = (-1, *[1] * (mean.dim() - 1))
+        return (mean - self.shift.view(wide)) * self.scale.view(wide)
+
+
+def open_captions(
+    config: Config, train: CaptionedDataset, validation: CaptionedDataset | None, *, rank: Rank
+) -> tuple[CachedCaptions, CachedCaptions | None, SampleSpace]:
+    """Encode what the cache lacks, and open it; all ranks call it. What `[autoencoder]` leaves open is filled in.
+
+    Args:
+        config: the job.
+        train, validation: captioned images.
+        rank: encodes its share, on its device.
+
+    Returns:
+        (training data, held-out data or None, the space of their samples)
+
+    Raises:
+        ConfigError: encoders are missing, or do not belong to the model.
+    """
+    if config.lora.assistant_path is not None and not config.cache.only:
+        find_lora(config.lora.assistant_path)  # checks run before slow work
+    check_options(config)
+    folder = _cache_folder(config)
+    encoders = find_text_encoders(config, family_of(config), memory=folder / "files")
+    sources = [source for source in (train, validation) if source is not None]
+    own = _own_prompts(sources)
+    prompts = config.sampling.prompts or [text for text, _, _ in own]
+    captions = {text for source in sources for index in range(len(source)) for text in source.caption_variants(index)}
+    texts = _encode_texts(config, {*captions, *prompts}, encoders, folder=folder, rank=rank)
+    latents, autoencoder = _encode_images(config, sources, folder=folder, rank=rank)
+    conditions = _encode_conditions(config, sources, encoders, autoencoder, folder=folder, rank=rank)
+    rows = _rows_of(
+        prompts,
+        texts,
+        conditions=[] if conditions is None else [conditions[key] for _, _, key in own],
+        references=None if config.sampling.prompts else torch.stack([image() for _, image, _ in own]),
+    )
+    opened = [
+        CachedCaptions(
+            source,
+            latents=latents,
+            shift=None if autoencoder is None else autoencoder.shift,
+            scale=None if autoencoder is None else autoencoder.scale,
+            texts=texts,
+            conditions=conditions,
+            prompts=rows,
+            identity=_identity(source, encoders, autoencoder),
+        )
+        for source in sources
+    ]
+    if rank.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the encoders held; the closures that had them are gone
+    shape = opened[0].sample_shape
+    space = SampleSpace(shape) if autoencoder is None else LatentSpace(config, sample_shape=shape, device=rank.device)
+    return opened[0], opened[1] if len(opened) > 1 else None, space
+
+
+def encode_prompts(config: Config, prompts: Sequence[str], *, rank: Rank) -> tuple[SampleRows, dict[str, torch.Tensor]]:
+    """Rows of these texts, and the embeddings of the empty caption, by the encoders of a run; through its cache.
+
+    Raises:
+        ConfigError: the encoders are not at hand.
+    """
+    folder = _cache_folder(config)
+    encoders = find_text_encoders(config, family_of(config), memory=folder / "files")
+    texts = _encode_texts(config, set(prompts), encoders, folder=folder, rank=rank)
+    return _rows_of(prompts, texts), texts[hash_of("")]
+
+
+def _cache_folder(config: Config) -> Path:
+    return Path(config.cache.folder or Path(config.job.dump_folder) / "cache").expanduser()
+
+
+def _rows_of(
+    prompts: Sequence[str],
+    texts: TensorCache,
+    *,
+    conditions: Sequence[dict[str, torch.Tensor]] = (),
+    references: torch.Tensor | None = None,
+) -> SampleRows:
+    """Rows of these texts; where samples add to the condition, row i takes that of sample i, round and round."""
+    entries = [
+        {**texts[hash_of(text)], **(conditions[number % len(conditions)] if conditions else {})}
+        for number, text in enumerate(prompts)
+    ]
+    return SampleRows(
+        names=[_short(text) for text in prompts],
+        numbers=list(range(len(prompts))),
+        tensors=_stack(entries),
+        references=references,
+    )
+
+
+def _own_prompts(sources: Sequence[CaptionedDataset]) -> list[tuple[str, Any, str]]:
+    """(caption, what gives its image, its content key) of the first images of the common shape, held-out if any."""
+    source, shape = sources[-1], tuple(sources[0].sample_shape)
+    chosen: dict[str, int] = {}
+    for index, caption in enumerate(source.captions):
+        if len(chosen) == _NUM_PROMPTS:
+            break
+        if tuple(source.shape_of(index)) == shape:
+            chosen.setdefault(caption, index)
+    if not chosen:
+        return _own_prompts(sources[:1])
+    return [
+        (text, lambda index=index: source[index]["sample"], source.content_key(index)) for text, index in chosen.items()
+    ]
+
+
+def _encode_texts(
+    config: Config, captions: set[str], encoders: TextEncoders, *, folder: Path, rank: Rank
+) -> TensorCache:
+    """The cache with all of these texts, and the empty one, in it."""
+    cache = TensorCache(folder / "text", encoders.identity)
+
+    def open_encoder() -> Any:
+        pipeline = encoders.open(rank.device)
+        return lambda batch: encoders.encode(pipeline, batch)
+
+    encode_missing(
+        cache,
+        {hash_of(text): text for text in sorted({"", *captions})},
+        what="captions",
+        rank=rank,
+        open_encoder=open_encoder,
+        batch_of=lambda texts: [list(texts[i : i + _TEXTS_AT_ONCE]) for i in range(0, len(texts), _TEXTS_AT_ONCE)],
+        timeout_seconds=config.comm.init_timeout_seconds,
+    )
+    return cache
+
+
+def _encode_images(
+    config: Config, sources: Sequence[CaptionedDataset], *, folder: Path, rank: Rank
+) -> tuple[TensorCache | None, Autoencoder | None]:
+    autoencoder = open_image_autoencoder(config, device=rank.device)
+    _check_sizes(config, sources, autoencoder)
+    if autoencoder is None:
+        return None, None
+    frames, step = config.dataset.num_frames, family_of(config).temporal_downsampling
+    if frames is not None and (frames - 1) % step:
+        right = f"must be 1 more than a multiple of {step}, the frames in a latent one"
+        raise option_error("dataset.num_frames", frames, right)
+    options = config.autoencoder
+    assert autoencoder.shift is not None and autoencoder.scale is not None
+    options.path, options.downsampling = autoencoder.path, autoencoder.downsampling
+    options.shift, options.scale = autoencoder.shift.tolist(), autoencoder.scale.tolist()
+    options.fingerprint = autoencoder.fingerprint
+    cache = TensorCache(folder / "latents", f"{autoencoder.fingerprint}-{str(autoencoder.dtype).split('.')[-1]}")
+
+    at_once = _IMAGES_AT_ONCE if config.dataset.num_frames is None else 1
+
+    def encode(batch: list[tuple[CaptionedDataset, int]]) -> Entries:
+        images = torch.stack([source[index]["sample"] for source, index in batch])
+        means, _ = autoencoder.moments(images)
+        return {source.content_key(index): {"mean": mean} for (source, index), mean in zip(batch, means, strict=True)}
+
+    encode_missing(
+        cache,
+        {source.content_key(index): (source, index) for source in sources for index in range(len(source))},
+        what="images",
+        rank=rank,
+        open_encoder=lambda: encode,
+        batch_of=lambda items: batches_of_one_shape(items, lambda item: item[0].shape_of(item[1]), at_once),
+        timeout_seconds=config.comm.init_timeout_seconds,
+    )
+    return cache, autoencoder
+
+
+def _check_sizes(config: Config, sources: Sequence[CaptionedDataset], autoencoder: Autoencoder | None) -> None:
+    """Refuse sizes of samples that the autoencoder does not divide, and buckets that the model's patch does not.
+
+    Raises:
+        ConfigError: naming dataset.bucket_step, or without buckets dataset.image_size.
+    """
+    sizes = sorted({source.shape_of(index)[-2:] for source in sources for index in range(len(source))})
+    if config.dataset.aspect_buckets:
+        patch = patch_size_of(config.model)[-1] if config.model.name in FAMILIES else config.model.patch_size
+        patch *= 1 if autoencoder is None else autoencoder.downsampling
+        for height, width in sizes:
+            if height % patch or width % patch:
+                right = f"makes samples of {height} x {width}; must be a multiple of {patch}, the pixels of a patch"
+                raise option_error("dataset.bucket_step", config.dataset.bucket_step, right)
+    elif autoencoder is not None:
+        for height, width in sizes:
+            autoencoder.latent_shape(height, width)
+
+
+def _encode_conditions(
+    config: Config,
+    sources: Sequence[CaptionedDataset],
+    encoders: TextEncoders,
+    autoencoder: Autoencoder | None,
+    *,
+    folder: Path,
+    rank: Rank,
+) -> TensorCache | None:
+    """What samples themselves add to the condition, for a model that wants it of them; else None."""
+    cls = encoders.cls
+    if config.model.name != cls.name or not cls.kept & cls.tensor_names(config.model.flavor):
+        return None
+    assert autoencoder is not None
+    normalization = json.dumps([config.autoencoder.shift, config.autoencoder.scale, str(autoencoder.dtype)])
+    maker = hash_of(autoencoder.fingerprint, normalization, encoders.identity)[:16]
+    cache = TensorCache(folder / "conditions", maker)
+
+    def open_encoder() -> Any:
+        pipeline = encoders.open(rank.device, of_images=True)
+
+        def encode(batch: list[tuple[CaptionedDataset, int]]) -> Entries:
+            videos = torch.stack([source[index]["sample"] for source, index in batch]).to(rank.device)
+            with torch.no_grad():
+                encoded = cls.encode_samples(pipeline, autoencoder.encode, videos)
+            keys = [source.content_key(index) for source, index in batch]
+            return {key: {name: tensor[row] for name, tensor in encoded.items()} for row, key in enumerate(keys)}
+
+        return encode
+
+    encode_missing(
+        cache,
+        {source.content_key(index): (source, index) for source in sources for index in range(len(source))},
+        what="first frames",
+        rank=rank,
+        open_encoder=open_encoder,
+        batch_of=lambda items: [[item] for item in items],
+        timeout_seconds=config.comm.init_timeout_seconds,
+    )
+    return cache
+
+
+def _identity(source: CaptionedDataset, encoders: TextEncoders, autoencoder: Autoencoder | None) -> str:
+    items = [[source.content_key(index), *source.caption_variants(index)] for index in range(len(source))]
+    latents = "pixels" if autoencoder is None else autoencoder.fingerprint
+    return f"captions-{hash_of(json.dumps(items), encoders.identity, latents)[:16]}"
+
+
+def _stack(entries: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
+
+
+def _short(text: str, *, most: int = 40) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."

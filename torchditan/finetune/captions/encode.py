@@ -1,0 +1,280 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""From captioned images to latents and text embeddings, once: what is missing in the cache is encoded and added.
+
+Notable:
+- each rank encodes the entries whose key is its own, and waits for the files of the others;
+- encoders are opened only where something is missing, one after the other, and gone before the model is built;
+- text goes through the pipeline's own `encode_prompt`, so embeddings are the pipeline's to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchditan.autoencoders import Autoencoder, open_autoencoder
+from torchditan.config.options import Config, ConfigError, option_error
+from torchditan.distributed.process_group import Rank
+from torchditan.finetune.captions.cache import TensorCache, hash_of, identity_of_files
+from torchditan.finetune.published import PublishedModel
+from torchditan.finetune.published.base import require
+from torchditan.finetune.published.stored_weights import HOW_TO_GET, fetch, is_hub_name
+from torchditan.run.progress import report_progress
+
+TEXT_PARTS = ("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor")
+"""How the folders of a saved pipeline begin that have to do with conditions."""
+_ENTRIES_PER_FILE = 64
+_SECONDS_PER_FILE = 30.0
+"""A file at least so often: other ranks wait for them, and what a run that is killed had not written is lost."""
+_POLL_SECONDS = 0.5
+
+Entries = dict[str, dict[str, torch.Tensor]]
+
+
+class TextEncoders:
+    """The text encoders of one pipeline; opened when something is to be encoded.
+
+    Args:
+        cls: family of the model.
+        pipeline_class: of diffusers, which encodes.
+        folder: the saved pipeline.
+        max_length: tokens of a caption.
+        dtype: what the encoders compute in, and embeddings are kept in.
+    """
+
+    def __init__(
+        self,
+        cls: type[PublishedModel],
+        folder: Path,
+        *,
+        pipeline_class: str,
+        max_length: int,
+        dtype: torch.dtype,
+        memory: Path,
+    ) -> None:
+        self.cls = cls
+        self.pipeline_class = pipeline_class
+        self.folder = folder
+        self.max_length = max_length
+        self.dtype = dtype
+        parts = [path for path in sorted(folder.iterdir()) if path.is_dir() and is_text_part(path.name)]
+        identities = [f"{path.name} {identity_of_files(path, memory=memory)}" for path in parts]
+        self.identity = hash_of(pipeline_class, str(max_length), str(dtype), *identities)[:16]
+
+    def open(self, device: torch.device, *, of_images: bool = False) -> Any:
+        """The pipeline without transformer and autoencoder: with its text encoders, or with what encodes images.
+
+        Raises:
+            ConfigError: it does not open.
+        """
+        require("transformers")
+        pipeline_class = getattr(require("diffusers"), self.pipeline_class)
+        left_out: dict[str, None] = {self.cls.subfolder: None, "vae": None}
+        parts = [path.name for path in self.folder.iterdir() if is_text_part(path.name)]
+        left_out |= {name: None for name in parts if name.startswith("image_") != of_images}
+        dtype = torch.float32 if of_images else self.dtype  # images come to their encoder in float32
+        _silence_libraries()
+        try:
+            pipeline = pipeline_class.from_pretrained(self.folder, torch_dtype=dtype, **left_out)
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise option_error("text_encoder.path", str(self.folder), f"does not open: {reason}") from error
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline.to(device)
+
+    @torch.no_grad()
+    def encode(self, pipeline: Any, captions: list[str]) -> Entries:
+        encoded = self.cls.encode_captions(pipeline, captions, max_length=self.max_length)
+        return {
+            hash_of(caption): {name: tensor[row] for name, tensor in encoded.items()}
+            for row, caption in enumerate(captions)
+        }
+
+
+def _silence_libraries() -> None:
+    """Their progress bars and warnings are of each file and each caption; ours is one line."""
+    for name in ("diffusers", "transformers"):
+        logging = require(f"{name}.utils.logging")
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+    # The name that older versions know.
+    warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated")
+
+
+def is_text_part(name: str) -> bool:
+    """Whether a folder of a saved pipeline has to do with text."""
+    return name.startswith(TEXT_PARTS)
+
+
+def find_text_encoders(config: Config, cls: type[PublishedModel], *, memory: Path) -> TextEncoders:
+    """The text encoders that `[text_encoder]` or `model.path` means.
+
+    Raises:
+        ConfigError: there are none, or they are another model's.
+    """
+    option = "text_encoder.path" if config.text_encoder.path is not None else "model.path"
+    place = config.text_encoder.path or config.model.path
+    if place is None:
+        right = f"must be given to encode captions: a folder or hub name of a whole {cls.pipeline_class}"
+        raise option_error("text_encoder.path", None, right)
+    folder = Path(place).expanduser()
+    if is_hub_name(place):
+        patterns = ["model_index.json", "scheduler/*", *(f"{part}*/*" for part in TEXT_PARTS)]
+        folder = fetch(place, patterns=patterns, what="text encoders", option="text_encoder.path")
+    if not folder.exists():
+        raise option_error(option, place, f"does not exist; {HOW_TO_GET}")
+    if not (folder / "model_index.json").is_file():
+        right = f"is no saved pipeline (it has no model_index.json), so there are no text encoders; {HOW_TO_GET}"
+        if option == "model.path":
+            right = "holds the transformer alone; give the whole pipeline as --text_encoder.path"
+        raise option_error(option, place, right)
+    # Sizes of our own model say nothing of its captions: they have as many tokens as a published model's.
+    flavor = cls.flavors[config.model.flavor if config.model.name == cls.name else next(reversed(cls.flavors))]
+    pipeline_class = flavor.pipeline_class or cls.pipeline_class
+    _check_pipeline(folder, pipeline_class, name=config.model.name, option=option, place=place)
+    return TextEncoders(
+        cls,
+        folder,
+        pipeline_class=pipeline_class,
+        max_length=config.text_encoder.max_length or flavor.text_length,
+        dtype=getattr(torch, config.text_encoder.dtype),
+        memory=memory,
+    )
+
+
+def _check_pipeline(folder: Path, pipeline_class: str, *, name: str, option: str, place: str) -> None:
+    try:
+        found = json.loads((folder / "model_index.json").read_text(encoding="utf-8")).get("_class_name")
+    except (OSError, ValueError, AttributeError):
+        raise option_error(option, place, "its model_index.json cannot be read") from None
+    text_parts = [path.name for path in folder.iterdir() if is_text_part(path.name)]
+    if found != pipeline_class:
+        right = f"is a {found}, whose encoders do not match {name}; must be a {pipeline_class}"
+        raise option_error(option, place, right)
+    if not text_parts:
+        raise option_error(option, place, f"holds no text encoder; {HOW_TO_GET}")
+
+
+def encode_missing(
+    cache: TensorCache,
+    wanted: dict[str, Any],
+    *,
+    what: str,
+    rank: Rank,
+    open_encoder: Callable[[], Callable[[list[Any]], Entries]],
+    batch_of: Callable[[Sequence[Any]], list[list[Any]]],
+    timeout_seconds: float,
+) -> int:
+    """Bring every wanted entry into the cache; all ranks call it.
+
+    Args:
+        wanted: key -> what is encoded.
+        what: for the line of progress: "captions".
+        open_encoder: gives what encodes one batch; called only where this rank has something to do.
+        batch_of: cuts what is missing into batches.
+        timeout_seconds: how long to wait for another rank without any progress.
+
+    Returns:
+        How many entries were missing.
+    """
+    cache.refresh()
+    missing = {key: value for key, value in wanted.items() if key not in cache}
+    mine = [value for key, value in missing.items() if int(key[:8], 16) % rank.world_size == rank.rank]
+    if mine:
+        with report_progress(f"opening the encoder of {what}"):
+            encode = open_encoder()
+        start = written_at = time.perf_counter()
+        pending: Entries = {}
+        with report_progress(f"encoding {what}", total=len(mine), unit=what) as advance:
+            for batch in batch_of(mine):
+                try:
+                    pending.update(encode(batch))
+                except ConfigError as error:
+                    error.is_of_this_rank = True
+                    raise
+                if len(pending) >= _ENTRIES_PER_FILE or time.perf_counter() - written_at > _SECONDS_PER_FILE:
+                    cache.write(pending)
+                    pending, written_at = {}, time.perf_counter()
+                advance(len(batch))
+            if pending:
+                cache.write(pending)
+        if rank.rank == 0:
+            rate = len(mine) / (time.perf_counter() - start)
+            print(f"encoding {what}: {len(mine)}/{len(mine)}, {rate:.1f}/s", flush=True)
+    with report_progress(f"waiting for {what} of the other ranks"):
+        _wait_for_others(cache, missing, what=what, timeout_seconds=timeout_seconds)
+    return len(missing)
+
+
+def _wait_for_others(cache: TensorCache, wanted: dict[str, Any], *, what: str, timeout_seconds: float) -> None:
+    seen, since = -1, time.monotonic()
+    while True:
+        left = [key for key in wanted if key not in cache]
+        if not left:
+            return
+        if len(left) != seen:
+            seen, since = len(left), time.monotonic()
+        if time.monotonic() - since > timeout_seconds:
+            raise RuntimeError(f"{len(left)} {what} were not encoded by the other ranks in {timeout_seconds:.0f} s")
+        time.sleep(_POLL_SECONDS)
+        cache.refresh()
+
+
+def open_image_autoencoder(config: Config, *, device: torch.device) -> Autoencoder | None:
+    """The autoencoder of the pipeline, or the one `[autoencoder]` names; None: pixels are trained on.
+
+    Raises:
+        ConfigError: it does not open, or publishes no normalisation.
+    """
+    options = config.autoencoder
+    if options.name is None and config.model.name == "dit" and options.path is None:
+        return None
+    if options.name is None:
+        options.name = "diffusers"
+        options.path = options.path or config.text_encoder.path or config.model.path
+        if options.path is None or Path(options.path).expanduser().is_file():
+            right = "must be given to encode images: a saved pipeline, or the folder of its vae"
+            raise option_error("autoencoder.path", options.path, right)
+    autoencoder = open_autoencoder(options, device=device)
+    if autoencoder.shift is None:
+        raise option_error(
+            "autoencoder.scale", None, f"{autoencoder.name} publishes no normalisation; set shift and scale"
+        )
+    return autoencoder
+
+
+def batches_of_one_shape(
+    items: Sequence[Any], shape_of: Callable[[Any], tuple[int, ...]], size: int
+) -> list[list[Any]]:
+    """Batches of at most `size` items, each of one shape."""
+    by_shape: dict[tuple[int, ...], list[Any]] = {}
+    for item in items:
+        by_shape.setdefault(shape_of(item), []).append(item)
+    return [same[i : i + size] for same in by_shape.values() for i in range(0, len(same), size)]
+
+
+def check_options(config: Config) -> None:
+    """Refuse options of captions where the model has no use for them."""
+    if config.model.name == "dit" and config.model.text is None:
+        right = "must be in_context or cross_attention to train on captions; or choose a dataset with labels"
+        raise option_error("model.text", None, right)
+    if config.autoencoder.online or config.autoencoder.sample_posterior:
+        option = "online" if config.autoencoder.online else "sample_posterior"
+        right = "captioned images are encoded once, to the mean of their latents; leave it out"
+        raise option_error(f"autoencoder.{option}", True, right)
+    if config.dataset.horizontal_flip:
+        right = "what was encoded cannot be mirrored; add mirrored images, or leave it out"
+        raise option_error("dataset.horizontal_flip", True, right)
+    if config.dataset.corrupt_images != "error":
+        right = "captioned images are encoded once, and one that cannot be read is told then; must be error"
+        raise option_error("dataset.corrupt_images", config.dataset.corrupt_images, right)
+    if config.dataset.streaming:
+        raise ConfigError(
+            "dataset.streaming = true: captions are cached, which needs all of them at hand; leave it out"
+        )

@@ -1,0 +1,365 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) on the linear layers of a published model, through peft.
+
+A layer W x becomes W x + alpha / rank * B (A x) with A (rank, in) and B (out, rank); only A and B are trained.
+
+Notable:
+- adapters are added while the model is on the meta device and filled after it was sharded, `init_lora` from the seed
+  and `fill_adapter` from a file; on a model that is on a device already, both follow at once or later, as one likes;
+- initial values are a function of (seed, parameter name), the same on every mesh;
+- switching adapters on and off never touches `requires_grad`, which FSDP has taken note of;
+- an assistant is a second, frozen adapter that trains along and is off in sampling: for models such as FLUX.1-schnell,
+  whose distillation a bare LoRA would unlearn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchditan.config.options import ConfigError, option_error
+from torchditan.finetune.lora_layers import ORIGINAL_LAYERS, original_layer, rows_of_parts, swap_shift_and_scale
+from torchditan.models.initialization import fill, named_parameters_to_fill, weight_generator
+from torchditan.weights.safetensors_files import open_file
+
+DEFAULT = "default"
+ASSISTANT = "assistant"
+_PREFIXES = ("transformer.", "unet.", "diffusion_model.", "base_model.model.")
+"""What files put before the names of the model's modules."""
+_DOWN = (".lora_A.weight", ".lora_A.default.weight", ".lora_down.weight", ".lora.down.weight")
+_UP = (".lora_B.weight", ".lora_B.default.weight", ".lora_up.weight", ".lora.up.weight")
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """The matrices of a LoRA file: layer name -> A (rank, in) and B (out, rank), to be added as B A, alpha included."""
+
+    down: dict[str, Tensor]
+    up: dict[str, Tensor]
+
+
+def add_lora(
+    model: nn.Module,
+    *,
+    rank: int,
+    alpha: float,
+    target_modules: Sequence[str],
+    adapter_name: str = DEFAULT,
+) -> list[str]:
+    """Add a trainable adapter, in place; then its float32 parameters are all that is trainable.
+
+    Args:
+        model: usually on the meta device, where the new parameters stay too; elsewhere `init_lora` gives them values.
+        rank, alpha: see above.
+        target_modules: ends of names of linear layers (`to_q`, `attn.to_out.0`), or regular expressions for whole
+            names. Each must match a layer. A convolution is named by the end of its name alone (`pos_embed.proj`).
+        adapter_name: of this adapter.
+
+    Returns:
+        Names of the layers that have it.
+
+    Raises:
+        ConfigError: a pattern matches nothing or is none.
+    """
+    layers = find_target_modules(model, target_modules)
+    _inject(model, dict.fromkeys(layers, rank), alpha=alpha, adapter_name=adapter_name)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(f".{adapter_name}." in name and ".lora_" in name)
+    return layers
+
+
+def find_target_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Linear layers that any of the patterns names, and convolutions named by their end, in the order of the model.
+
+    Raises:
+        ConfigError: a pattern matches none of them, or is no regular expression.
+    """
+    names, all_names = _layers_of(model, nn.Linear), _layers_of(model, nn.Linear, nn.Conv2d)
+    found: set[str] = set()
+    for pattern in patterns:
+        try:
+            whole = re.compile(pattern)
+        except re.error as error:
+            raise option_error("lora.target_modules", pattern, f"is no regular expression: {error}") from None
+        ending = {name for name in all_names if f".{name}".endswith(f".{pattern}")}
+        linear = {name for name in names if name in ending or whole.fullmatch(name)}
+        matching = linear or ending  # a convolution only where it is named, so that patterns mean what they meant
+        if not matching:
+            ends = ", ".join(sorted({_last_part(name) for name in names}))
+            raise option_error("lora.target_modules", pattern, f"matches no linear layer; their names end in {ends}")
+        found |= matching
+    if not found:
+        raise option_error("lora.target_modules", list(patterns), "must name at least one layer")
+    return [name for name in all_names if name in found]
+
+
+def _layers_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
+    """Layers of these kinds by their names in the bare model, whether they have adapters or not."""
+    from peft.tuners.lora import LoraLayer
+
+    names, wrapped = [], None
+    for name, module in model.named_modules():
+        if wrapped is not None and name.startswith(wrapped):
+            continue
+        if isinstance(module, LoraLayer):
+            wrapped = f"{name}."
+        if isinstance(getattr(module, "base_layer", module), kinds):
+            names.append(name)
+    return names
+
+
+def _last_part(name: str) -> str:
+    """`to_q`; `to_out.0` where the last part is a mere number."""
+    parts = name.split(".")
+    return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
+
+
+def _inject(model: nn.Module, ranks: Mapping[str, int], *, alpha: float, adapter_name: str) -> None:
+    """Let peft wrap the layers of these names; float32 parameters beside those of the layer, without values."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    most = max(ranks.values())
+    config = LoraConfig(
+        r=most,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # peft divides by the rank, whatever the number
+        target_modules=list(ranks),
+        rank_pattern={f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != most},
+    )
+    # The names go in as a state dict, which peft takes exactly; lists of them it matches by their ends.
+    names = {f"{name}.lora_A.weight": torch.empty(0) for name in ranks}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is meant
+        inject_adapter_in_model(config, model, adapter_name=adapter_name, low_cpu_mem_usage=True, state_dict=names)
+    for name in ranks:
+        layer: Any = model.get_submodule(name)
+        for part in (layer.lora_A[adapter_name], layer.lora_B[adapter_name]):
+            part.float()
+            if layer.weight.device.type != "meta":
+                part.to_empty(device=layer.weight.device)
+
+
+def lora_parameters(model: nn.Module, adapter_name: str = DEFAULT) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters of one adapter: `<layer>.lora_A.<adapter>.weight` and the same with `lora_B`."""
+    for name, parameter in named_parameters_to_fill(model):
+        if name.endswith((f".lora_A.{adapter_name}.weight", f".lora_B.{adapter_name}.weight")):
+            yield name, parameter
+
+
+def init_lora(model: nn.Module, seed: int, adapter_name: str = DEFAULT) -> None:
+    """A uniform in +-1/sqrt(in) (Kaiming's with a = sqrt(5), as peft draws it), B zero: at first nothing changes.
+
+    A function of (seed, parameter name) for any sharding; no communication.
+    """
+    for name, parameter in lora_parameters(model, adapter_name):
+        if ".lora_B." in name:
+            fill(parameter, torch.zeros(parameter.shape))
+        else:
+            fill(parameter, _draw_kaiming_uniform(seed, name, parameter.shape))
+
+
+def _draw_kaiming_uniform(seed: int, name: str, shape: Sequence[int]) -> Tensor:
+    """He et al. 2015 with leaky slope sqrt(5): the bound sqrt(6 / ((1 + 5) fan_in)); float32 on the CPU."""
+    bound = 1 / math.sqrt(math.prod(shape[1:]))
+    draw = weight_generator(seed, name).random(tuple(shape), dtype="float32")
+    return torch.from_numpy(draw).mul_(2 * bound).sub_(bound)
+
+
+def lora_layers(model: nn.Module) -> list[Any]:
+    """The layers with adapters, as peft wraps them."""
+    from peft.tuners.lora import LoraLayer
+
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def active_adapters(model: nn.Module) -> list[str]:
+    """The adapters that are switched on; [] without any."""
+    layers = lora_layers(model)
+    return list(layers[0].active_adapters) if layers else []
+
+
+def set_active_adapters(model: nn.Module, names: Sequence[str]) -> None:
+    """Switch these adapters on and all others off; what is trainable stays as it is.
+
+    Switching a compiled model compiles its blocks again, once for each set of adapters.
+    """
+    for layer in lora_layers(model):
+        trainable = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
+        layer.set_adapter(list(names))
+        for parameter, requires_grad in trainable:
+            parameter.requires_grad_(requires_grad)
+
+
+@contextmanager
+def active_only(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """These adapters alone inside the block; `[]` is the published model."""
+    before = active_adapters(model)
+    set_active_adapters(model, names)
+    try:
+        yield
+    finally:
+        set_active_adapters(model, before)
+
+
+@contextmanager
+def without_assistant(model: nn.Module) -> Iterator[None]:
+    """Sampling: the base and what was trained."""
+    with active_only(model, [name for name in active_adapters(model) if name != ASSISTANT]):
+        yield
+
+
+def load_assistant(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> AdapterWeights:
+    """Add a frozen second adapter, active beside the first one; its values too unless the model is on meta.
+
+    Args:
+        model: with or without the trained adapter.
+        source: a .safetensors file in diffusers', peft's or kohya's names, or the tensors of one.
+
+    Returns:
+        Its weights, for `fill_adapter` after a model on meta was sharded.
+
+    Raises:
+        ConfigError: the file cannot be read, is no LoRA, or one of another model.
+    """
+    shown = str(source) if isinstance(source, str | Path) else "a state dict"
+    weights = read_adapter(source, _layers_of(model, nn.Linear, nn.Conv2d), option="lora.assistant_path")
+    for name, down in weights.down.items():
+        _check_shapes(model, name, down, weights.up[name], shown)
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    before = active_adapters(model)
+    ranks = {name: down.shape[0] for name, down in weights.down.items()}
+    # B A without a factor: alpha is in B already, and the ranks of the layers may differ.
+    _inject(model, ranks, alpha=1, adapter_name=ASSISTANT)
+    for layer in lora_layers(model):
+        if ASSISTANT in layer.scaling:
+            layer.scaling[ASSISTANT] = 1.0
+    wrapped = {_inside_wrapper(model, name) for name in trainable}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in wrapped)
+    set_active_adapters(model, [*before, ASSISTANT] if before else [ASSISTANT])
+    if not any(parameter.is_meta for _, parameter in lora_parameters(model, ASSISTANT)):
+        fill_adapter(model, weights, ASSISTANT)
+    return weights
+
+
+def _inside_wrapper(model: nn.Module, name: str) -> str:
+    """The name of a parameter after its layer was wrapped."""
+    path, _, leaf = name.rpartition(".")
+    return f"{path}.base_layer.{leaf}" if hasattr(model.get_submodule(path), "base_layer") else name
+
+
+def _check_shapes(model: nn.Module, name: str, down: Tensor, up: Tensor, shown: str) -> None:
+    layer: Any = model.get_submodule(name)
+    out_size, in_size, *kernel = getattr(layer, "base_layer", layer).weight.shape  # a convolution has a kernel
+    fits_down = down.shape[1:] == (in_size, *kernel)
+    if not (fits_down and (up.shape[0], *up.shape[2:]) == (out_size, *(1 for _ in kernel))):
+        right = f"is of another model: {name} maps {in_size} to {out_size} here"
+        raise option_error("lora.assistant_path", shown, f"{right}, {down.shape[-1]} to {up.shape[0]} there")
+
+
+def fill_adapter(model: nn.Module, weights: AdapterWeights, adapter_name: str = ASSISTANT) -> None:
+    """Copy the matrices of a file into an adapter, sharded or not; no communication."""
+    for name, parameter in lora_parameters(model, adapter_name):
+        layer, _, part = name.removesuffix(f".{adapter_name}.weight").rpartition(".")
+        fill(parameter, (weights.down if part == "lora_A" else weights.up)[layer])
+
+
+def read_adapter(source: str | Path | Mapping[str, Tensor], layers: Sequence[str], *, option: str) -> AdapterWeights:
+    """The matrices of a LoRA for a model with these linear layers and convolutions.
+
+    Names may be diffusers' and peft's (`transformer.<layer>.lora_A.weight`), or kohya's of FLUX and SD3
+    (`lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight`). Alpha comes from `<layer>.alpha`, or from diffusers'
+    metadata; without either it is the rank.
+
+    Raises:
+        ConfigError: naming `option`: it is no LoRA, or has layers that the model does not.
+    """
+    shown = "a state dict"
+    metadata: Mapping[str, str] = {}
+    if isinstance(source, str | Path):
+        shown = str(source)
+        with open_file(Path(source)) as file:
+            metadata = file.metadata() or {}
+            state: Mapping[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    else:
+        state = source
+    known = _layers_by_stem(layers)
+    alphas = _alphas_of(metadata)
+    is_kohya = any(key.startswith("lora_unet_") for key in state)
+    down: dict[str, Tensor] = {}
+    up: dict[str, Tensor] = {}
+    factors: dict[str, float] = {}
+    for key, tensor in state.items():
+        kind, stem = _split_key(key)
+        if kind is None:
+            raise option_error(option, shown, f"is no LoRA of linear layers: it has {key}")
+        parts = known.get(stem)
+        if parts is None:
+            raise option_error(option, shown, f"is a LoRA of another model: this one has no linear layer {stem}")
+        if kind == "alpha":
+            factors |= dict.fromkeys(parts, float(tensor))
+        elif kind == "down":
+            down |= dict.fromkeys(parts, tensor.float())
+        else:
+            unit = tensor.shape[0] // sum(rows_of_parts(parts, unit=1))
+            if unit * sum(rows_of_parts(parts, unit=1)) != tensor.shape[0]:
+                raise option_error(option, shown, f"is a LoRA of another model: {key} has {tensor.shape[0]} rows")
+            rows = [unit * height for height in rows_of_parts(parts, unit=1)]
+            up |= dict(zip(parts, tensor.float().split(rows), strict=True))
+    if not down or down.keys() != up.keys():
+        raise option_error(option, shown, "is no LoRA: it has no pairs of lora_A and lora_B")
+    for layer, matrix in down.items():
+        rank = matrix.shape[0]
+        if is_kohya:
+            up[layer] = swap_shift_and_scale(layer, matrix, up[layer])
+        up[layer] = up[layer] * (factors.get(layer, alphas.get(layer, alphas.get("", rank))) / rank)
+    return AdapterWeights(down, up)
+
+
+def _layers_by_stem(layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """What a file may call a layer -> that layer; the layers that it fuses into one -> all of them."""
+    known: dict[str, tuple[str, ...]] = {}
+    for model_name in ORIGINAL_LAYERS:
+        for name in layers:
+            original = original_layer(model_name, name)
+            if original is not None and set(original.parts) <= set(layers):
+                known[original.name.replace(".", "_")] = original.parts
+    for name in layers:
+        known[name] = known[name.replace(".", "_")] = (name,)
+    return known
+
+
+def _split_key(key: str) -> tuple[str | None, str]:
+    """('down', 'up' or 'alpha', name of the layer in this file), the first None where it is no key of a LoRA."""
+    for kind, endings in (("down", _DOWN), ("up", _UP), ("alpha", (".alpha",))):
+        for ending in endings:
+            if key.endswith(ending):
+                stem = key.removesuffix(ending)
+                for prefix in (*_PREFIXES, "lora_transformer_", "lora_unet_"):
+                    stem = stem.removeprefix(prefix)
+                return kind, stem
+    return None, key
+
+
+def _alphas_of(metadata: Mapping[str, str]) -> dict[str, float]:
+    """Alpha by layer out of the metadata that diffusers writes; under "" that of all others."""
+    try:
+        adapter = json.loads(metadata.get("lora_adapter_metadata", "{}"))
+        alphas: dict[str, float] = {}
+        for part in ("transformer", "unet"):
+            if f"{part}.lora_alpha" in adapter:
+                alphas[""] = float(adapter[f"{part}.lora_alpha"])
+            patterns = adapter.get(f"{part}.alpha_pattern") or {}
+            alphas |= {str(name).lstrip("^"): float(value) for name, value in patterns.items()}
+        return alphas
+    except (ValueError, TypeError, AttributeError):
+        raise ConfigError("the metadata of the LoRA cannot be read; export it again") from None

@@ -1,0 +1,224 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A trained LoRA as one .safetensors file, in the names of diffusers or of kohya's scripts.
+
+Notable:
+- diffusers: `transformer.<layer>.lora_A.weight` (`unet.` for SDXL) and the adapter's metadata, in which alpha stands.
+  Its loaders refuse `.alpha` tensors together with the metadata. Readers that know no metadata take alpha for the
+  rank: they want kohya's names, unless the two are equal;
+- kohya: `lora_unet_<layer of the original model>.lora_down.weight`, `.lora_up.weight` and `.alpha`. Where the original
+  has one layer for several of diffusers' (queries, keys and values), matrices are stacked, block-diagonally in
+  `lora_up`, and alpha grows with the rank, so that the product stays what it was;
+- of kohya's FLUX files diffusers reads the blocks, not the embedders and the final layer; sd-scripts ignores the final
+  layer (`ignored_by_sd_scripts`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchditan.checkpoint.manager import find_checkpoint, read_progress, read_state
+from torchditan.config.loader import from_dict
+from torchditan.config.options import ConfigError, option_error
+from torchditan.finetune.lora_layers import (
+    ORIGINAL_LAYERS,
+    OriginalLayer,
+    original_layer,
+    rows_of_parts,
+    swap_shift_and_scale,
+)
+from torchditan.finetune.published import family
+from torchditan.run.directory import read_config
+from torchditan.weights.safetensors_files import TensorToWrite, write_weights
+
+
+def ignored_by_sd_scripts(model_name: str, layers: Sequence[str]) -> list[str]:
+    """Those of a LoRA's layers whose kohya names sd-scripts does not load, by these names; pictures differ there."""
+    originals = [original_layer(model_name, layer) for layer in layers] if model_name == "flux" else []
+    names = [f"lora_unet_{original.name.replace('.', '_')}" for original in originals if original is not None]
+    return [name for name in dict.fromkeys(names) if name.startswith("lora_unet_final_layer_")]
+
+
+def export_lora(
+    state: Mapping[str, Tensor],
+    *,
+    model_name: str,
+    rank: int,
+    alpha: float,
+    path: Path,
+    format: Literal["diffusers", "kohya"] = "diffusers",
+    step: int | None = None,
+    base: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    adapter_name: str = "default",
+) -> list[str]:
+    """Write the LoRA tensors of a checkpoint to a file; a reader, or a crash, meets all of it or nothing.
+
+    Args:
+        state: parameters by name, `<layer>.lora_A.<adapter>.weight` (rank, in) and `lora_B` (out, rank); others, and
+            other adapters, are left out.
+        model_name: `flux`, `sd3`, ...; kohya's names are known for these two.
+        rank, alpha: as it was trained.
+        path: a file that is there is replaced. diffusers finds any one .safetensors file in a folder.
+        format: whose names, see above.
+        step, base: how far the training was, and of which model; kept in the metadata.
+        dtype: float32 or bfloat16.
+        adapter_name: of the adapter to write.
+
+    Returns:
+        The layers of the model that are in the file.
+
+    Raises:
+        ConfigError: there is no LoRA in the state, the format does not know the model, or the file cannot be written.
+    """
+    pairs = _pairs_of(state, adapter_name)
+    metadata = {"format": "pt", "model": model_name, "rank": str(rank), "alpha": f"{alpha:g}"}
+    metadata |= {"step": str(step)} if step is not None else {}
+    metadata |= {"base": base} if base is not None else {}
+    if format == "diffusers":
+        part = family(model_name).subfolder
+        tensors = _in_diffusers_names(pairs, part=part)
+        metadata["lora_adapter_metadata"] = json.dumps(_adapter_metadata(pairs, part=part, rank=rank, alpha=alpha))
+    else:
+        if model_name not in ORIGINAL_LAYERS:
+            right = f"is known for {' and '.join(ORIGINAL_LAYERS)}, not for {model_name}; must be diffusers"
+            raise option_error("--format", format, right)
+        tensors = _in_kohya_names(pairs, model_name=model_name, rank=rank, alpha=alpha)
+        metadata |= {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
+    entries = [
+        TensorToWrite(name, tuple(tensor.shape), torch.float32 if name.endswith(".alpha") else dtype, tensor.detach)
+        for name, tensor in tensors.items()
+    ]
+    try:
+        write_weights(path, entries, metadata)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    return list(pairs)
+
+
+def _pairs_of(state: Mapping[str, Tensor], adapter_name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Layer -> (A, B)."""
+    ending = f".lora_A.{adapter_name}.weight"
+    pairs = {}
+    for name in state:
+        if name.endswith(ending):
+            stem = name.removesuffix(ending)
+            layer = stem.removeprefix("transformer.")  # where a model of ours holds diffusers' one
+            pairs[layer] = (state[name].cpu(), state[f"{stem}.lora_B.{adapter_name}.weight"].cpu())
+    if not pairs:
+        raise ConfigError(f"there is no LoRA {adapter_name} among the {len(state)} weights; is it a run with [lora]?")
+    return pairs
+
+
+def _in_diffusers_names(pairs: Mapping[str, tuple[Tensor, Tensor]], *, part: str) -> dict[str, Tensor]:
+    tensors = {}
+    for layer, (down, up) in pairs.items():
+        tensors[f"{part}.{layer}.lora_A.weight"] = down
+        tensors[f"{part}.{layer}.lora_B.weight"] = up
+    return tensors
+
+
+def _adapter_metadata(pairs: Mapping[str, object], *, part: str, rank: int, alpha: float) -> dict[str, object]:
+    """The options of peft's LoraConfig that diffusers' loaders rebuild the adapter from."""
+    return {
+        f"{part}.r": rank,
+        f"{part}.lora_alpha": alpha,
+        f"{part}.target_modules": list(pairs),
+        f"{part}.lora_dropout": 0.0,
+        f"{part}.bias": "none",
+    }
+
+
+def _in_kohya_names(
+    pairs: Mapping[str, tuple[Tensor, Tensor]], *, model_name: str, rank: int, alpha: float
+) -> dict[str, Tensor]:
+    fused: dict[OriginalLayer, list[str]] = {}
+    for layer in pairs:
+        original = original_layer(model_name, layer)
+        if original is None:
+            raise ConfigError(f"kohya's names have none for the layer {layer}; export it for diffusers")
+        fused.setdefault(original, []).append(layer)
+    tensors = {}
+    for original, present in fused.items():
+        down, up = _fuse(original, {layer: pairs[layer] for layer in present})
+        layer_alpha = alpha * down.shape[0] / rank
+        if original.name.startswith("final_layer."):  # whose alpha diffusers' importer drops
+            up, layer_alpha = up * (alpha / rank), float(down.shape[0])
+        name = f"lora_unet_{original.name.replace('.', '_')}"
+        tensors[f"{name}.lora_down.weight"] = down
+        tensors[f"{name}.lora_up.weight"] = up
+        tensors[f"{name}.alpha"] = torch.tensor(layer_alpha)
+    return tensors
+
+
+def _fuse(original: OriginalLayer, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """A stacked (ranks, in) and B block-diagonal (rows of all parts, ranks); rows of parts without a LoRA are zero."""
+    if len(original.parts) == 1:
+        layer, (down, up) = next(iter(pairs.items()))
+        return down, swap_shift_and_scale(layer, down, up)
+    present = [part for part in original.parts if part in pairs]
+    down = torch.cat([pairs[part][0] for part in present])
+    rows = rows_of_parts(original.parts, unit=down.shape[1])
+    up = torch.zeros(sum(rows), down.shape[0], dtype=down.dtype)
+    row = column = 0
+    for part, height in zip(original.parts, rows, strict=True):
+        if part in pairs:
+            block = pairs[part][1]
+            up[row : row + height, column : column + block.shape[1]] = block
+            column += block.shape[1]
+        row += height
+    return down, up
+
+
+def export_run(
+    run: Path,
+    path: Path,
+    *,
+    format: Literal["diffusers", "kohya"] = "diffusers",
+    step: int | None = None,
+    weights: Literal["ema", "raw"] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[list[str], int]:
+    """Write the LoRA of a run directory to a file.
+
+    Args:
+        run: its checkpoint is read, nothing else.
+        path: see `export_lora`.
+        step: of the checkpoint; None: the newest.
+        weights: None: the averaged ones where the run kept them.
+
+    Returns:
+        (layers in the file, step of the checkpoint)
+
+    Raises:
+        ConfigError: no run, or none that trained a LoRA; no such checkpoint or weights.
+    """
+    config = from_dict(read_config(run)["config"])
+    lora = config.lora
+    if not lora.rank:
+        right = "trained all weights; export them with scripts/convert_checkpoint.py"
+        raise option_error("RUN", str(run), right)
+    if weights == "ema" and not config.ema.enable:
+        raise option_error("--weights", weights, "this run kept no average; must be raw")
+    checkpoint = find_checkpoint(run / config.checkpoint.folder, step)
+    key = "model" if weights == "raw" or not config.ema.enable else "ema"
+    prefix = f"{key}.transformer."
+    state = {name.removeprefix(prefix): value for name, value in read_state(checkpoint, prefix).items()}
+    reached = read_progress(checkpoint).step
+    layers = export_lora(
+        state,
+        model_name=config.model.name,
+        rank=lora.rank,
+        alpha=lora.rank if lora.alpha is None else lora.alpha,
+        path=path,
+        format=format,
+        step=reached,
+        base=config.model.path or config.model.flavor,
+        dtype=dtype,
+    )
+    return layers, reached

@@ -1,0 +1,163 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A full fine-tune of a published model as a folder that diffusers opens.
+
+Notable:
+- where all other parts of the pipeline are on this machine the folder is a whole pipeline: they are copied from
+  where the run had them (`text_encoder.path`, `model.path`, `autoencoder.path`, the hub's cache);
+- else it is the transformer alone, which the stock pipeline takes as an argument;
+- tensors are copied one at a time, so that the export takes little host memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from torchditan.checkpoint.model_state import saved_weights
+from torchditan.config.loader import from_dict
+from torchditan.config.options import Config, ConfigError, option_error
+from torchditan.finetune.published import FAMILIES, PublishedModel, family
+from torchditan.finetune.published.stored_weights import fetch, is_hub_name
+from torchditan.run.directory import beside, sync_folder
+from torchditan.weights.export_and_import import Kind, StoredWeights, open_weights, refuse_other_model
+from torchditan.weights.safetensors_files import TensorToWrite, write_weights
+from torchditan.weights.trained_model import stored_spec
+
+_INDEX = "model_index.json"
+_WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@dataclass(frozen=True)
+class ExportedPipeline:
+    """What `export_pipeline` wrote."""
+
+    weights: StoredWeights
+    how_to_open: str
+    """A line of Python."""
+    left_out: str | None
+    """Why it is the transformer alone; None where it is a whole pipeline."""
+
+
+@dataclass(frozen=True)
+class _OtherParts:
+    """The parts of a pipeline other than the transformer, on this machine."""
+
+    index: Path
+    folders: dict[str, Path]
+
+
+def export_pipeline(
+    source: Path, folder: Path, *, step: int | None = None, weights: Kind | None = None, dtype: torch.dtype
+) -> ExportedPipeline:
+    """Write a full fine-tune in diffusers' layout; a reader, or a crash, meets the whole folder or none.
+
+    Args:
+        source: run directory, or the folder of a checkpoint.
+        folder: to make; it must not exist.
+        step: of a run's checkpoint; None takes the newest.
+        weights: averaged or raw; None takes the averaged ones where the run kept them.
+        dtype: float32 or bfloat16, of the transformer; other parts are copied as they are.
+
+    Raises:
+        ConfigError: the run trained a LoRA or no published model, or `folder` exists or cannot be written.
+    """
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; choose another name")
+    stored, read = open_weights(source, step=step, weights=weights)
+    assert stored.config is not None
+    config = from_dict(stored.config)
+    if config.model.name not in FAMILIES:
+        right = f"is for published models, and this run trained {config.model.name}; must be torchditan"
+        raise option_error("--format", "diffusers", right)
+    cls, flavor = family(config.model.name), family(config.model.name).flavors[config.model.flavor]
+    pipeline_class = flavor.pipeline_class or cls.pipeline_class
+    with torch.device("meta"):
+        model = cast(PublishedModel, stored_spec(config).build())
+    refuse_other_model(model, stored, [])
+    parts = _find_other_parts(config, pipeline_class=pipeline_class, subfolder=cls.subfolder)
+    partial_folder = beside(folder)
+    try:
+        partial_folder.mkdir(parents=True)
+        inner = partial_folder
+        if isinstance(parts, _OtherParts):
+            inner = partial_folder / cls.subfolder
+            shutil.copyfile(parts.index, partial_folder / _INDEX)
+            for name, part in parts.folders.items():
+                shutil.copytree(part, partial_folder / name)
+        model.transformer.save_config(inner)
+        write_weights(inner / _WEIGHTS, _transformer_tensors(model, stored, read, dtype), _metadata(stored, config))
+        os.replace(partial_folder, folder)
+        sync_folder(folder.parent)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+    if isinstance(parts, _OtherParts):
+        return ExportedPipeline(stored, f'{pipeline_class}.from_pretrained("{folder}")', left_out=None)
+    base = config.text_encoder.path or config.model.path or flavor.hub_name or "BASE"
+    transformer = f'{cls.subfolder}={cls.model_class}.from_pretrained("{folder}")'
+    return ExportedPipeline(stored, f'{pipeline_class}.from_pretrained("{base}", {transformer})', left_out=parts)
+
+
+def _transformer_tensors(
+    model: PublishedModel, stored: StoredWeights, read: Callable[[str], Tensor], dtype: torch.dtype
+) -> list[TensorToWrite]:
+    """Everything that diffusers' own state dict has; a buffer that was not stored is the model's own."""
+    return [
+        TensorToWrite(
+            name.removeprefix("transformer."),
+            tuple(tensor.shape),
+            dtype,
+            partial(read, name) if name in stored.shapes else tensor.detach,
+        )
+        for name, tensor in saved_weights(model).items()
+    ]
+
+
+def _metadata(stored: StoredWeights, config: Config) -> dict[str, str]:
+    base = config.model.path or config.model.flavor
+    return {"format": "pt", "base": base, "step": str(stored.step), "weights": str(stored.weights)}
+
+
+def _find_other_parts(config: Config, *, pipeline_class: str, subfolder: str) -> _OtherParts | str:
+    """All other parts of the pipeline, as the run had them; a sentence where some are missing here."""
+    place = config.text_encoder.path or config.model.path
+    if place is None:
+        return "the run began with random weights, without a pipeline"
+    try:
+        folder = _local(place)
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        found = index.get("_class_name")
+    except (ConfigError, OSError, ValueError, AttributeError):
+        return f"{place} holds no {_INDEX}"
+    if found != pipeline_class:
+        return f"{place} is a {found}"
+    names = [
+        name for name, value in index.items() if isinstance(value, list) and value and value[0] and name != subfolder
+    ]
+    folders = {name: folder / name for name in names}
+    own_vae = config.autoencoder.path
+    if "vae" in folders and own_vae is not None and own_vae != place:
+        try:
+            vae = _local(own_vae)
+        except ConfigError:
+            return f"{own_vae} is not on this machine"
+        folders["vae"] = vae / "vae" if (vae / "vae/config.json").is_file() else vae
+    missing = [name for name, path in folders.items() if not path.is_dir()]
+    return f"{folder} has no {missing[0]}/" if missing else _OtherParts(folder / _INDEX, folders)
+
+
+def _local(place: str) -> Path:
+    """A folder, or what the hub's cache has of a name."""
+    if is_hub_name(place):
+        return fetch(place, patterns=[_INDEX], what=_INDEX, option="model.path")
+    return Path(place).expanduser()

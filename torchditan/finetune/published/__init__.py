@@ -1,0 +1,286 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Published diffusion transformers by family, through diffusers: from the options of [model] to a `ModelSpec`.
+
+To add a family, write a file like sd3.py and name it in `FAMILIES`; docs/adding_a_model.md shows how.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+import torchditan.config.options
+from torchditan.config.options import option_error
+from torchditan.finetune.int8 import base_names, fill_parameter, quantize_base
+from torchditan.finetune.lora import (
+    AdapterWeights,
+    add_lora,
+    fill_adapter,
+    init_lora,
+    load_assistant,
+    without_assistant,
+)
+from torchditan.finetune.published.base import (
+    Flavor,
+    PublishedModel,
+    build_transformer,
+    draw_weight,
+    require,
+    sizes_of_class,
+)
+from torchditan.finetune.published.stored_weights import (
+    HOW_TO_GET,
+    PublishedWeights,
+    check_names,
+    fetch,
+    find_lora,
+    find_published,
+    is_hub_name,
+)
+from torchditan.models.spec import ModelSpec, TextEmbeddings
+
+FAMILIES = {
+    "flux": "flux.Flux",
+    "sd3": "sd3.SD3",
+    "sdxl": "sdxl.SDXL",
+    "mochi": "mochi.Mochi",
+    "hunyuan_video": "hunyuan_video.HunyuanVideo",
+    "wan": "wan.Wan",
+    "qwen_image": "qwen_image.QwenImage",
+}
+"""Module and class of each family; imported when it is asked for."""
+
+
+def family(name: str) -> type[PublishedModel]:
+    """The class of a family by its name in `model.name`."""
+    module, _, class_name = FAMILIES[name].partition(".")
+    return getattr(importlib.import_module(f"torchditan.finetune.published.{module}"), class_name)
+
+
+def family_of(config: torchditan.config.options.Config) -> type[PublishedModel]:
+    """The family whose pipeline encodes the captions of a job: the model's, or for our own that of text_encoder.path.
+
+    Raises:
+        ConfigError: no pipeline is given, or it is of no family.
+    """
+    if config.model.name in FAMILIES:
+        return family(config.model.name)
+    place = config.text_encoder.path
+    if place is None:
+        right = "must be given: a saved pipeline whose text encoders make the embeddings"
+        raise option_error("text_encoder.path", None, right)
+    folder = Path(place).expanduser()
+    if is_hub_name(place):
+        folder = fetch(place, patterns=["model_index.json"], what="model_index.json", option="text_encoder.path")
+    try:
+        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+        class_name = index.get("_class_name")
+    except (OSError, ValueError, AttributeError):
+        raise option_error("text_encoder.path", place, f"is no saved pipeline; {HOW_TO_GET}") from None
+    for name in FAMILIES:
+        if family(name).pipeline_class == class_name:
+            return family(name)
+    known = ", ".join(family(name).pipeline_class for name in FAMILIES)
+    raise option_error("text_encoder.path", place, f"is a {class_name}; must be one of {known}")
+
+
+def patch_size_of(config: torchditan.config.options.Model) -> tuple[int, ...]:
+    """Latent cells to a token of a flavor, along each dimension of a sample behind the channels."""
+    cls = family(config.name)
+    return cls.patch_size(_sizes(cls, cls.flavors[config.flavor], None, config.overrides))
+
+
+def build_published_spec(
+    config: torchditan.config.options.Model,
+    *,
+    sample_shape: tuple[int, ...],
+    lora: torchditan.config.options.LoRA,
+    quantize: torchditan.config.options.Quantize,
+    text_length: int | None,
+    embedded_guidance: float,
+) -> ModelSpec:
+    """Resolve [model] for latents of one shape; looks for the weights, and builds nothing large.
+
+    Args:
+        config: its `path` is looked up, on the hub where it is no folder here.
+        sample_shape: (C, H, W) of a latent, or (C, F, H, W).
+        lora: rank 0 trains all weights.
+        quantize: how the weights under a LoRA are stored.
+        text_length: tokens of a caption; None: the flavor's.
+        embedded_guidance: guidance scale for models that embed one.
+
+    Raises:
+        ConfigError: the sizes do not fit together, or the weights are not to be had.
+    """
+    cls = family(config.name)
+    flavor = cls.flavors[config.flavor]
+    weights = None if config.path is None else find_published(config.path, subfolder=cls.subfolder)
+    sizes = _sizes(cls, flavor, weights, config.overrides)
+    if lora.rank and lora.assistant_path is not None:
+        lora = replace(lora, assistant_path=str(find_lora(lora.assistant_path)))
+    recipe = Recipe(cls, sizes, weights, path=config.path, lora=lora, quantize=quantize)
+    _check_sample(cls, sizes, sample_shape, config=config)
+    patches = cls.patch_size(sizes)
+    num_tokens = math.prod(size // patch for size, patch in zip(sample_shape[1:], patches, strict=True))
+    length = text_length or flavor.text_length
+    tensors = cls.tensors(sizes, sample_shape=sample_shape, text_length=length)
+    texts = [spec.shape[0] for spec in tensors.values() if len(spec.shape) == 2]
+    guides = cls.embeds_guidance and sizes.get("guidance_embeds", False)
+    return ModelSpec(
+        name=config.name,
+        flavor=config.flavor,
+        flavors=list(cls.flavors),
+        config=sizes,
+        build=recipe.build,
+        blocks=lambda model: cast(PublishedModel, model).blocks(),
+        conditioning=TextEmbeddings(tensors, kept=cls.kept, guidance=embedded_guidance if guides else None),
+        sample_shape=sample_shape,
+        learn_sigma=False,
+        num_tokens=num_tokens,
+        num_condition_tokens=max(texts, default=0),
+        timestep_shift=cls.shift(flavor, num_tokens=num_tokens),
+        sampling=_without_assistant if lora.assistant_path else lambda model: nullcontext(),
+    )
+
+
+def _without_assistant(model: nn.Module) -> AbstractContextManager[None]:
+    return without_assistant(cast(PublishedModel, model).transformer)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to build one model and to fill in its weights."""
+
+    cls: type[PublishedModel]
+    sizes: dict[str, Any]
+    weights: PublishedWeights | None
+    path: str | None
+    lora: torchditan.config.options.LoRA
+    quantize: torchditan.config.options.Quantize
+
+    def build(self) -> nn.Module:
+        """The model with its parameters on the meta device; under a LoRA frozen, quantised and adapted."""
+        model = self.cls(build_transformer(self.cls.model_class, self.sizes))
+        assistant = self._adapt(model) if self.lora.rank else None
+        model.init_weights = functools.partial(self.init_weights, model, assistant)
+        return model
+
+    def _adapt(self, model: PublishedModel) -> AdapterWeights | None:
+        """Freeze the weights, store them as the options say, and add the adapters; the assistant's weights."""
+        require("peft")
+        lora, transformer = self.lora, model.transformer
+        quantize_base(transformer, model.blocks(), base=self.quantize.base)
+        add_lora(
+            transformer,
+            rank=lora.rank,
+            alpha=lora.rank if lora.alpha is None else lora.alpha,
+            target_modules=lora.target_modules or self.cls.lora_targets,
+        )
+        return None if lora.assistant_path is None else load_assistant(transformer, lora.assistant_path)
+
+    def init_weights(self, model: PublishedModel, assistant: AdapterWeights | None, seed: int) -> None:
+        """Fill every parameter and buffer, from the files or from (seed, name)."""
+        model.fill_buffers()
+        transformer = model.transformer
+        if self.weights is None:
+            self._draw(transformer, seed)
+        else:
+            self._read(transformer)
+        if self.lora.rank:
+            init_lora(transformer, seed)
+        if assistant is not None:
+            fill_adapter(transformer, assistant)
+
+    def _draw(self, transformer: nn.Module, seed: int) -> None:
+        norms = {f"{name}.weight" for name, module in transformer.named_modules() if "Norm" in type(module).__name__}
+        for name, shape in base_parameters(transformer).items():
+            fill_parameter(transformer, name, draw_weight(seed, name, shape, is_norm=name in norms))
+
+    @torch.no_grad()
+    def _read(self, transformer: nn.Module) -> None:
+        assert self.weights is not None and self.path is not None
+        expected, found = base_parameters(transformer), {}
+        buffers = {name for name, _ in transformer.named_buffers()}
+        for name, value in self.weights.tensors(model_class=self.cls.model_class, config=self.sizes):
+            if name in buffers and transformer.get_buffer(name).shape == value.shape:
+                transformer.get_buffer(name).copy_(value)  # a table of positions, as the publisher rounded it
+                continue
+            found[name] = value.shape
+            if expected.get(name) == value.shape:
+                fill_parameter(transformer, name, value.float())
+        check_names(expected, found, path=self.path)
+
+
+def base_parameters(transformer: nn.Module) -> dict[str, torch.Size]:
+    """Shapes of the published parameters, by their published names."""
+    buffers = {name for name, _ in transformer.named_buffers()}
+    state = {name.replace(".base_layer.", "."): value.shape for name, value in transformer.state_dict().items()}
+    return {name: state[name] for name in base_names(transformer) if name not in buffers}
+
+
+def _check_stored(cls: type[PublishedModel], flavor: Flavor, stored: dict[str, Any], *, path: str) -> None:
+    """The folder is of this family, and takes a guidance scale where the flavor does.
+
+    Raises:
+        ConfigError: it is another model's.
+    """
+    if stored.get("_class_name", cls.model_class) != cls.model_class:
+        right = f"is a {stored['_class_name']}; model.name {cls.name} needs a {cls.model_class}"
+        raise option_error("model.path", path, right)
+    for name in ("guidance_embeds", "image_dim"):
+        there, here = (sizes.get(name) or False for sizes in (stored, flavor.config))
+        if bool(there) != bool(here):
+            right = f"has {name} = {json.dumps(there)}, which is another flavor of {cls.name}"
+            raise option_error("model.path", path, right)
+
+
+def _sizes(
+    cls: type[PublishedModel], flavor: Flavor, weights: PublishedWeights | None, overrides: list[str]
+) -> dict[str, Any]:
+    """The flavor's sizes; over them those of the weights' own config.json, which may lack some; then the overrides."""
+    sizes = dict(flavor.config)
+    stored = None if weights is None else weights.config()
+    if stored is not None:
+        assert weights is not None
+        _check_stored(cls, flavor, stored, path=str(weights.path))
+        known = sizes_of_class(cls.model_class)  # releases have some that diffusers no longer reads
+        sizes |= {name: value for name, value in stored.items() if name in known}
+    for text in overrides:
+        name, _, value = text.partition("=")
+        try:
+            sizes[name] = json.loads(value)
+        except ValueError:
+            sizes[name] = value
+    return sizes
+
+
+def _check_sample(
+    cls: type[PublishedModel],
+    sizes: dict[str, Any],
+    sample_shape: tuple[int, ...],
+    *,
+    config: torchditan.config.options.Model,
+) -> None:
+    channels, patches = cls.latent_channels(sizes), cls.patch_size(sizes)
+    if sample_shape[0] != channels:
+        right = f"{config.flavor} takes latents of {channels} channels"
+        raise option_error("model.input_channels", sample_shape[0], right)
+    if len(sample_shape) != len(patches) + 1:
+        kind = "videos (C, F, H, W): set dataset.num_frames" if len(patches) == 3 else "images (C, H, W)"
+        raise option_error("dataset.num_frames", list(sample_shape), f"{config.flavor} takes {kind}")
+    for size, patch in zip(sample_shape[1:], patches, strict=True):
+        if size % patch:
+            right = f"latents must be multiples of {list(patches)}, the patch of {config.flavor}"
+            raise option_error("dataset.image_size", list(sample_shape[1:]), right)
+
+
+__all__ = ["FAMILIES", "PublishedModel", "build_published_spec", "family", "family_of", "patch_size_of"]

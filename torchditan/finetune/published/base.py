@@ -1,0 +1,252 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A published transformer behind our interface: what is the same for every family of models.
+
+Notable:
+- a family is a small subclass of `PublishedModel`: its sizes, what a caption becomes for it, and one `predict` that
+  calls the transformer as its own pipeline does. docs/adding_a_model.md walks through one;
+- models are built by diffusers with their parameters on the meta device and their buffers on the CPU, in a second for
+  12B parameters; weights follow one tensor at a time, read from files or drawn from (seed, name) as those of our own;
+- inputs stay float32 up to the first layer that has weights (the timestep above all); those layers, outside the blocks,
+  cast what comes in to the dtype of their own weights, which is FSDP's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from torchditan.config.optional_libraries import import_optional
+from torchditan.config.options import ConfigError
+from torchditan.models.initialization import draw_normal, draw_xavier_uniform
+from torchditan.models.spec import Condition, TensorSpec
+
+
+@dataclass(frozen=True)
+class Flavor:
+    """One published size of a family."""
+
+    hub_name: str
+    """Pipeline on the Hugging Face hub."""
+    config: dict[str, Any]
+    """Arguments of the transformer's class, as its config.json has them."""
+    text_length: int
+    """Tokens of a caption."""
+    shift: float | None = None
+    """Shift of its pipeline's timesteps; None: it depends on the sample's size."""
+    pipeline_class: str | None = None
+    """Its pipeline in diffusers, where that is not its family's."""
+
+
+class PublishedModel(nn.Module):
+    """A transformer of diffusers: `forward(x_t, t, cond)`, with t = 0 noise and t = 1 data.
+
+    Args:
+        transformer: as `build_transformer` makes it.
+    """
+
+    name: ClassVar[str]
+    """Family, as `model.name` says it."""
+    model_class: ClassVar[str]
+    """Class of the transformer in diffusers."""
+    pipeline_class: ClassVar[str]
+    """Class of the pipeline, whose text encoders make the conditions and which loads exported LoRAs."""
+    subfolder: ClassVar[str] = "transformer"
+    """Of the transformer in a saved pipeline."""
+    objective: ClassVar[str] = "flow_matching"
+    """What it was trained with, as `diffusion.objective` names it."""
+    block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
+    """Where the repeated blocks are."""
+    latent_downsampling: ClassVar[int] = 8
+    """Pixels to a latent cell, a side."""
+    temporal_downsampling: ClassVar[int] = 1
+    """Frames to a latent one."""
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    """Layers that a LoRA adapts unless the options say otherwise."""
+    embeds_guidance: ClassVar[bool] = False
+    """Whether some flavors take a guidance scale; those whose config says `guidance_embeds`."""
+    kept: ClassVar[frozenset[str]] = frozenset()
+    """Tensors of the condition that stay when the caption is dropped."""
+    flavors: ClassVar[dict[str, Flavor]]
+    init_weights: Callable[[int], None]
+    """Fill every parameter and buffer from files or from a seed; given by `Recipe.build`."""
+
+    def __init__(self, transformer: nn.Module) -> None:
+        super().__init__()
+        self.transformer: Any = transformer
+        self._filled_buffers = dict(self.named_buffers())
+        in_blocks = {module for block in self.blocks() for module in block.modules()}
+        for module in set(self.modules()) - in_blocks:
+            if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
+                module.register_forward_pre_hook(_cast_to_weight)
+
+    @classmethod
+    def latent_channels(cls, config: Mapping[str, Any]) -> int:
+        """Channels of a sample of the transformer with this config."""
+        return int(config["in_channels"])
+
+    @classmethod
+    def tensors(
+        cls, config: Mapping[str, Any], *, sample_shape: tuple[int, ...], text_length: int
+    ) -> dict[str, TensorSpec]:
+        """What a caption becomes, by the names that the pipeline's `encode_prompt` has for it."""
+        raise NotImplementedError
+
+    @classmethod
+    def tensor_names(cls, flavor: str) -> set[str]:
+        """Names of the tensors of a flavor's condition."""
+        found, sizes = cls.flavors[flavor], cls.flavors[flavor].config
+        shape = (cls.latent_channels(sizes), *cls.patch_size(sizes))  # of one token
+        return set(cls.tensors(sizes, sample_shape=shape, text_length=found.text_length))
+
+    @classmethod
+    def patch_size(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """Latent cells to a token, along each dimension of a sample behind the channels."""
+        return (2, 2)
+
+    @classmethod
+    def shift(cls, flavor: Flavor, *, num_tokens: int) -> float:
+        """Shift of the timesteps as its pipeline samples so many tokens."""
+        assert flavor.shift is not None
+        return flavor.shift
+
+    @classmethod
+    def encode_captions(cls, pipeline: Any, captions: list[str], *, max_length: int) -> dict[str, torch.Tensor]:
+        """Embeddings of captions by the pipeline's own text encoders, (n, ...) each, by the names of `tensors`.
+
+        Args:
+            pipeline: of `pipeline_class`, without transformer and autoencoder.
+            captions: n texts.
+            max_length: tokens of each.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def encode_samples(
+        cls, pipeline: Any, encode: Callable[[torch.Tensor], torch.Tensor], samples: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """What the samples themselves add to the condition, the tensors of `kept`; (n, ...) each.
+
+        Args:
+            pipeline: of the flavor's class, with what encodes images alone.
+            encode: pixels (n, 3, F, H, W) in [-1, 1] -> normalised latents.
+            samples: pixels (n, 3, F, H, W) in [-1, 1].
+        """
+        raise NotImplementedError
+
+    def blocks(self) -> nn.ModuleList:
+        """The repeated blocks, in the order they run."""
+        return nn.ModuleList(block for name in self.block_lists for block in getattr(self.transformer, name))
+
+    def predict(self, x: torch.Tensor, noise_level: torch.Tensor, cond: Condition) -> torch.Tensor:
+        """Velocity from data to noise, noise - x, as the transformer itself predicts it.
+
+        Args:
+            x: (B, C, [F,] H, W) float32.
+            noise_level: (B,) float32; 1 is noise and 0 is data, what schedulers call sigma.
+            cond: what `tensors` declares, and `guidance` (B,) where the model embeds one.
+        """
+        raise NotImplementedError
+
+    def forward(self, x_t: torch.Tensor, t: torch.Tensor, cond: Condition) -> torch.Tensor:
+        """x - noise (B, C, [F,] H, W) from x_t of that shape and t (B,) in [0, 1]."""
+        return -self.predict(x_t, 1 - t, cond)
+
+    @torch.no_grad()
+    def fill_buffers(self) -> None:
+        """Set what `to_empty` left without content and no file holds: tables of positions."""
+        for name, buffer in self.named_buffers():
+            buffer.copy_(self._filled_buffers[name])
+
+
+def draw_weight(seed: int, name: str, shape: torch.Size, *, is_norm: bool) -> torch.Tensor:
+    """An initial value, for models without published weights: ones for norms, zeros for biases, Xavier for the rest."""
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if is_norm and len(shape) == 1:
+        return torch.ones(shape)
+    if len(shape) < 2:
+        return draw_normal(seed, name, shape, std=0.02)
+    return draw_xavier_uniform(seed, name, shape)
+
+
+def build_transformer(model_class: str, config: Mapping[str, Any]) -> nn.Module:
+    """A transformer of diffusers, its parameters on the meta device and its buffers on the CPU.
+
+    Raises:
+        ConfigError: diffusers is missing, or does not accept the config.
+    """
+    diffusers = require("diffusers")
+    try:
+        with torch.device("cpu"), parameters_on_meta():
+            return getattr(diffusers, model_class)(**config)
+    except (TypeError, ValueError, KeyError, IndexError, RuntimeError, AssertionError, ZeroDivisionError) as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        reader = f"{model_class} of diffusers {diffusers.__version__}"
+        raise ConfigError(f"model.overrides: {reader} does not accept these sizes: {reason}") from error
+
+
+def sizes_of_class(model_class: str) -> set[str]:
+    """Names that a class of diffusers takes from a config.json."""
+    return set(inspect.signature(getattr(require("diffusers"), model_class).__init__).parameters) - {"self"}
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules made inside have parameters without content; what they compute for their buffers is real."""
+    layers = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm)
+    constructors = {layer: layer.__init__ for layer in layers}
+    register_parameter = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register_parameter(module, name, parameter)
+
+    def on_meta(constructor: Any) -> Any:
+        def construct(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            kwargs.setdefault("device", "meta")  # large ones are never allocated
+            constructor(module, *args, **kwargs)
+
+        return construct
+
+    try:
+        nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+        for layer, constructor in constructors.items():
+            layer.__init__ = on_meta(constructor)  # type: ignore[method-assign]
+        yield
+    finally:
+        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+        for layer, constructor in constructors.items():
+            layer.__init__ = constructor  # type: ignore[method-assign]
+
+
+@contextmanager
+def called_with(module: nn.Module, *first: torch.Tensor) -> Iterator[None]:
+    """Inside, `module` takes these as its first arguments: for transformers that round a timestep on its way there."""
+    handle = module.register_forward_pre_hook(lambda _module, inputs: (*first, *inputs[len(first) :]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def require(module: str) -> ModuleType:
+    """Import diffusers, transformers or peft, or say how to install them."""
+    return import_optional(module, extra="finetune")
+
+
+def _cast_to_weight(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    dtype = module.weight.dtype
+    assert isinstance(dtype, torch.dtype)
+    if not dtype.is_floating_point:  # an int8 layer computes in the dtype of what it is given
+        return inputs
+    return tuple(
+        value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value for value in inputs
+    )

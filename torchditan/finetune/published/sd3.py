@@ -1,0 +1,93 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Stable Diffusion 3 and 3.5 (Esser et al. 2024, arXiv 2403.03206): MM-DiT over CLIP and T5 tokens, a pooled vector.
+
+Its pipeline samples at the noise levels that its scheduler chooses, whose last step is from the smallest there is
+(0.009 with 28 steps); ours are even steps down to 0 (the last one from 0.1), shifted alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from torchditan.finetune.published.base import Flavor, PublishedModel
+from torchditan.models.spec import Condition, TensorSpec
+
+_CLIP_TOKENS = 77
+_SIZES = {
+    "sample_size": 128,
+    "patch_size": 2,
+    "in_channels": 16,
+    "num_layers": 24,
+    "attention_head_dim": 64,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "caption_projection_dim": 1536,
+    "pooled_projection_dim": 2048,
+    "out_channels": 16,
+    "pos_embed_max_size": 192,
+}
+_TINY = {
+    **_SIZES,
+    "sample_size": 16,
+    "num_layers": 3,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+    "caption_projection_dim": 64,
+    "pooled_projection_dim": 16,
+    "pos_embed_max_size": 24,
+}
+_MEDIUM_35 = {
+    **_SIZES,
+    "pos_embed_max_size": 384,
+    "dual_attention_layers": list(range(13)),
+    "qk_norm": "rms_norm",
+}
+_LARGE_35 = {
+    **_SIZES,
+    "num_layers": 38,
+    "num_attention_heads": 38,
+    "caption_projection_dim": 2432,
+    "qk_norm": "rms_norm",
+}
+
+
+class SD3(PublishedModel):
+    name = "sd3"
+    model_class = "SD3Transformer2DModel"
+    pipeline_class = "StableDiffusion3Pipeline"
+    lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+    flavors: ClassVar[dict[str, Flavor]] = {
+        "debugmodel": Flavor("", _TINY, text_length=8, shift=3.0),
+        "SD3-medium": Flavor("stabilityai/stable-diffusion-3-medium-diffusers", _SIZES, text_length=256, shift=3.0),
+        "SD3.5-medium": Flavor("stabilityai/stable-diffusion-3.5-medium", _MEDIUM_35, text_length=256, shift=3.0),
+        "SD3.5-large": Flavor("stabilityai/stable-diffusion-3.5-large", _LARGE_35, text_length=256, shift=3.0),
+    }
+
+    @classmethod
+    def tensors(
+        cls, config: Mapping[str, Any], *, sample_shape: tuple[int, ...], text_length: int
+    ) -> dict[str, TensorSpec]:
+        return {
+            "prompt_embeds": TensorSpec((_CLIP_TOKENS + text_length, config["joint_attention_dim"])),
+            "pooled_prompt_embeds": TensorSpec((config["pooled_projection_dim"],)),
+        }
+
+    @classmethod
+    def encode_captions(cls, pipeline: Any, captions: list[str], *, max_length: int) -> dict[str, torch.Tensor]:
+        tokens, _, pooled, _ = pipeline.encode_prompt(
+            captions, None, None, do_classifier_free_guidance=False, max_sequence_length=max_length
+        )
+        return {"prompt_embeds": tokens, "pooled_prompt_embeds": pooled}
+
+    def predict(self, x: torch.Tensor, noise_level: torch.Tensor, cond: Condition) -> torch.Tensor:
+        return self.transformer(
+            hidden_states=x,
+            timestep=noise_level * 1000,
+            encoder_hidden_states=cond["prompt_embeds"],
+            pooled_projections=cond["pooled_prompt_embeds"],
+            return_dict=False,
+        )[0]

@@ -1,0 +1,209 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Where published weights are, and reading them one tensor at a time.
+
+Notable:
+- safetensors only: a pickle executes code;
+- a folder of diffusers is read straight from its mapped files, whatever number they are; a single file in its
+  publisher's own names is renamed by diffusers, which needs all of it in host memory once per rank;
+- every tensor must be there, and fit: a gap would be filled with random numbers in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchditan.config.options import ConfigError, option_error
+from torchditan.finetune.published.base import require
+
+_PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.")
+"""What files put before the names of a transformer's tensors."""
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """Weights of one transformer on disk."""
+
+    path: Path
+    """A folder with config.json, or one .safetensors file."""
+
+    @property
+    def is_file(self) -> bool:
+        return self.path.is_file()
+
+    def config(self) -> dict[str, Any] | None:
+        """Sizes, as the folder's config.json has them; a single file has none."""
+        if self.is_file:
+            return None
+        try:
+            content = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            raise option_error("model.path", str(self.path), "its config.json cannot be read") from None
+        if not isinstance(content, dict):
+            raise option_error("model.path", str(self.path), "its config.json is no table of sizes")
+        return content
+
+    def tensors(self, *, model_class: str, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in diffusers, full tensor on the CPU as it is stored), one after the other.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            if self.is_file:
+                yield from self._converted(model_class, config)
+                return
+            with ExitStack() as stack:
+                for file in self.files():
+                    reader = stack.enter_context(safe_open(file, framework="pt"))
+                    for name in reader.keys():  # noqa: SIM118  no mapping: it has only this
+                        yield name, reader.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise option_error("model.path", str(self.path), f"cannot be read: {reason}") from error
+
+    def files(self) -> list[Path]:
+        """The safetensors files of a folder: those its index names, or the only one.
+
+        Raises:
+            ConfigError: there are none, or some are missing.
+        """
+        indices = sorted(self.path.glob("*.safetensors.index.json"))
+        if indices:
+            try:
+                names = set(json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"].values())
+                files = sorted(self.path / name for name in names)
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                raise option_error("model.path", str(self.path), f"its {indices[0].name} cannot be read") from None
+        else:
+            files = sorted(self.path.glob("*.safetensors"))
+            whole = [file for file in files if file.name == "diffusion_pytorch_model.safetensors"]
+            files = whole or files
+        missing = [file.name for file in files if not file.is_file()]
+        if missing or not files:
+            what = f"has no {missing[0]}" if missing else "has no .safetensors file"
+            raise option_error("model.path", str(self.path), f"{what}; {HOW_TO_GET}")
+        return files
+
+    def _converted(self, model_class: str, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        from safetensors.torch import load_file
+
+        table = require("diffusers.loaders.single_file_model").SINGLE_FILE_LOADABLE_CLASSES
+        convert = table.get(model_class, {}).get("checkpoint_mapping_fn")
+        checkpoint = load_file(self.path)
+        if bare := _with_diffusers_names(checkpoint):
+            checkpoint = bare
+        elif convert is not None:
+            try:
+                checkpoint = convert(config=config, checkpoint=checkpoint)
+            except (KeyError, ValueError, RuntimeError, IndexError, StopIteration) as error:
+                reason = f"{model_class} of diffusers cannot rename its tensors ({type(error).__name__}: {error})"
+                raise option_error("model.path", str(self.path), f"is no file of this model: {reason}") from error
+        yield from checkpoint.items()
+
+
+HOW_TO_GET = (
+    "fetch it with scripts/download_assets.py, or `hf download`, and give the folder as --model.path "
+    "(gated models need their terms accepted and HF_TOKEN set)"
+)
+
+
+def _with_diffusers_names(checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """The tensors by diffusers' names, if those are the file's but for a prefix; None: it has its publisher's own."""
+    marks = ("transformer_blocks.0.", "blocks.0.attn1.", "down_blocks.0.", "time_text_embed.", "condition_embedder.")
+    for prefix in _PREFIXES:
+        if any(name.startswith(tuple(prefix + mark for mark in marks)) for name in checkpoint):
+            return {name.removeprefix(prefix): value for name, value in checkpoint.items()}
+    return None
+
+
+def find_published(path: str, *, subfolder: str) -> PublishedWeights:
+    """The weights that `model.path` means: a folder (of the transformer or of a whole pipeline), a file, or a hub name.
+
+    Raises:
+        ConfigError: they are not there, or not to be had.
+    """
+    local = Path(path).expanduser()
+    if local.is_file():
+        if local.suffix != ".safetensors":
+            right = "must be a .safetensors file, or a folder (other formats may execute code when they are read)"
+            raise option_error("model.path", path, right)
+        return PublishedWeights(local)
+    if is_hub_name(path):
+        patterns = ["model_index.json", f"{subfolder}/*.json", f"{subfolder}/*.safetensors"]
+        local = fetch(path, patterns=patterns, what=f"{subfolder}/", option="model.path")
+    if not local.is_dir():
+        raise option_error("model.path", path, f"does not exist; {HOW_TO_GET}")
+    for folder in (local, local / subfolder):
+        if (folder / "config.json").is_file():
+            found = PublishedWeights(folder)
+            found.files()
+            return found
+    raise option_error("model.path", path, f"holds no config.json, nor {subfolder}/config.json; {HOW_TO_GET}")
+
+
+def find_lora(path: str) -> Path:
+    """The file that `lora.assistant_path` means: a file, a folder with one, or a hub name.
+
+    Raises:
+        ConfigError: it is not there, or there is a choice.
+    """
+    local = Path(path).expanduser()
+    if is_hub_name(path):
+        local = fetch(path, patterns=["*.safetensors"], what="a .safetensors file", option="lora.assistant_path")
+    if local.is_dir():
+        files = sorted(local.glob("*.safetensors"))
+        if len(files) != 1:
+            right = f"holds {len(files)} .safetensors files; must be one of them, or a folder with one"
+            raise option_error("lora.assistant_path", path, right)
+        return files[0]
+    if not local.is_file():
+        right = "does not exist; must be a LoRA in a .safetensors file, or a hub name"
+        raise option_error("lora.assistant_path", path, right)
+    return local
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether this can only be a name on the hub: `owner/name`, and no file or folder here."""
+    return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).exists()
+
+
+def fetch(name: str, *, patterns: list[str], what: str, option: str) -> Path:
+    """The folder of a hub repository in the local cache, with the files of these patterns, fetched where they miss.
+
+    Raises:
+        ConfigError: they cannot be had; the line says why.
+    """
+    hub = require("huggingface_hub")
+    from torchditan.autoencoders.hub import why_not_fetched
+
+    try:
+        return Path(hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns="*.fp16*"))
+    except Exception as error:  # what a broken connection raises depends on the hub's version
+        raise option_error(option, name, why_not_fetched(error, what=what, option=f"--{option}")) from error
+
+
+def check_names(expected: dict[str, torch.Size], found: dict[str, torch.Size], *, path: str) -> None:
+    """Every tensor of the model is in the file, with its shape, and no other.
+
+    Raises:
+        ConfigError: not so; the line names the first one.
+    """
+    differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if differing:
+        name = differing[0]
+        want, have = (None if name not in where else list(where[name]) for where in (expected, found))
+        if want is None:
+            what = f"{name} is no tensor of this model"
+        else:
+            what = f"{name} must be {want} and is {'missing' if have is None else have}"
+        many = f" ({len(differing)} tensors differ)" if len(differing) > 1 else ""
+        raise ConfigError(f"model.path = {json.dumps(path)}: is another model than model.flavor says: {what}{many}")

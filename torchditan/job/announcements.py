@@ -1,0 +1,126 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What a run says of itself when it starts and when it is done."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from torchditan.checkpoint.manager import Progress
+from torchditan.config.options import Config
+from torchditan.distributed.parallelize import compile_advice
+from torchditan.evaluation.sample_grids import Grids
+from torchditan.job.prepare import Job
+from torchditan.models import TextEmbeddings
+from torchditan.run.metrics import CONSOLE_COLUMNS
+
+_NOT_SAVED = "checkpoint.enable_checkpoint and checkpoint.save_final are false"
+
+
+def opening(
+    job: Job,
+    model: nn.Module,
+    progress: Progress,
+    grids: Grids,
+    *,
+    float8_layers: str | None,
+    initial_weights: str | None,
+) -> list[str]:
+    """Messages before the first step.
+
+    Args:
+        progress: where the run is, which may be a checkpoint.
+        float8_layers: which layers compute in float8; None in other precisions.
+        initial_weights: what the run started from; None: random or published weights, or a checkpoint of its own.
+    """
+    config = job.config
+    advice = compile_advice(
+        compiles=config.training.compile, float8=config.float8.enable_float8_linear, device=job.device
+    )
+    threads = job.threads_changed if progress.step and job.device.type == "cpu" else None
+    weights = None if initial_weights is None else f"begun with the {initial_weights}"
+    scores = None
+    if config.metrics.enable_sampling:
+        scores = grids.why_no_scores
+        if progress.step:
+            scores = scores or grids.why_no_original(job.run_directory.sample_path(0).parent)
+    decoder = job.space.missing_decoder
+    pictures = None if decoder is None else f"grids show latent channels, not pictures: {decoder}"
+    messages = (
+        _describe_run(job, model, progress),
+        float8_layers,
+        advice,
+        threads,
+        weights,
+        _what_is_left(config, progress),
+        scores,
+        pictures,
+    )
+    return [message for message in messages if message is not None]
+
+
+def closing(job: Job, grids: Grids, *, last_grid: Path | None, checkpoint: Path | None) -> list[str]:
+    """Messages after the last step: where everything is. `checkpoint` is that of the last step, None without one."""
+    messages = []
+    if last_grid is not None:
+        beside = "" if grids.shows_prompts else ", generated beside real"
+        messages.append(f"samples{beside}: {last_grid}")
+    messages.append(f"done; everything of this run is in {job.run_directory.path}")
+    if checkpoint is None:
+        return [*messages, f"no weights were kept: {_NOT_SAVED}"]
+    messages.append(f"weights: {checkpoint}")
+    if (command := _command_to_generate(job)) is not None:
+        messages.append(f"generate from them: {command}")
+    return messages
+
+
+def _what_is_left(config: Config, progress: Progress) -> str | None:
+    if progress.step >= config.training.steps:
+        again = "to train again, name a new run with --metrics.experiment_name"
+        return f"step {progress.step} was reached before: nothing is left to train; {again}"
+    keeps_weights = config.checkpoint.enable_checkpoint or config.checkpoint.save_final
+    return None if keeps_weights else f"this run keeps no weights: {_NOT_SAVED}"
+
+
+def _describe_run(job: Job, model: nn.Module, progress: Progress) -> str:
+    config, count = job.config, sum(parameter.numel() for parameter in model.parameters())
+    images = f"{len(job.dataset)} images" if hasattr(job.dataset, "__len__") else "streamed images"
+    shape = "x".join(map(str, job.dataset.sample_shape))
+    if job.space.is_encoding:
+        shape += f", encoded to {'x'.join(map(str, job.space.sample_shape))}"
+    start = f", resumed at step {progress.step}" if progress.step else ""
+    lines = [
+        f"{config.metrics.experiment_name}: {_describe_model(job, model)}, {count / 1e6:.2f}M parameters, "
+        f"{job.parallel_dims.mode} on {job.device.type}, {config.training.mixed_precision_param}",
+        f"on {job.dataset.name}: {images} of {shape}",
+        f"{config.training.steps} steps{start}",
+        job.batches,
+    ]
+    wrap = partial(textwrap.fill, width=CONSOLE_COLUMNS, subsequent_indent="  ", break_long_words=False)
+    return "\n".join(wrap(line, break_on_hyphens=False) for line in lines)
+
+
+def _describe_model(job: Job, model: nn.Module) -> str:
+    options, lora = job.config.model, job.config.lora
+    if job.spec.name == "dit":
+        return f"{options.flavor}/{options.patch_size} ({options.preset})"
+    weights = "random weights" if options.path is None else options.path
+    if lora.rank:
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        weights += f", LoRA of rank {lora.rank} with {trained / 1e6:.2f}M over {job.config.quantize.base}"
+    return f"{options.flavor} ({weights})"
+
+
+def _command_to_generate(job: Job) -> str | None:
+    """What draws from the weights of this run; None where a model continues a first frame."""
+    command = f"python scripts/generate.py {shlex.quote(str(job.run_directory.path))}"
+    conditioning = job.spec.conditioning
+    if not isinstance(conditioning, TextEmbeddings):
+        return command
+    if conditioning.kept & conditioning.tensors.keys():
+        return None
+    return command if job.config.sampling.prompts else f'{command} --prompts "a text"'

@@ -1,0 +1,165 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Builders of what the Trainer holds, each from the job; the Trainer's constructor calls them in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from torchditan.checkpoint.manager import Progress
+from torchditan.config.options import Config
+from torchditan.data_stream.stream import GroupedDataset, StreamedDataset, StreamedTraining, TrainingStream
+from torchditan.distributed.host_memory import keep_freed_memory
+from torchditan.distributed.parallelize import CompileOptions, parallelize
+from torchditan.distributed.process_group import init_process_group
+from torchditan.job.prepare import Job
+from torchditan.models.flops import count_model_flops, peak_flops
+from torchditan.optim.divergence import LossSpikes
+from torchditan.optim.ema import EMA
+from torchditan.run.metrics import MetricsLogger
+from torchditan.supervision.supervision import Supervision
+from torchditan.supervision.watchdog import record_collectives
+
+if TYPE_CHECKING:
+    from torchditan.optim.loss_scaling import LossScaler
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def open_process_group(job: Job, supervision: Supervision) -> None:
+    """Connect the ranks, which watch each other from then on."""
+    config = job.config
+    if job.device.type == "cpu":
+        keep_freed_memory()
+    set_determinism(config.training.seed, deterministic=config.training.deterministic)
+    record_collectives(job.run_directory.folder("flight_recorder"), buffer_size=config.comm.trace_buf_size)
+    init_process_group(job.rank, timeout_seconds=config.comm.init_timeout_seconds)
+    supervision.connect(timeout_seconds=config.comm.init_timeout_seconds)
+
+
+def build_model(job: Job, supervision: Supervision) -> tuple[Any, str | None]:
+    """The model, sharded and with its weights, in training mode; and which layers compute in float8."""
+    config, spec = job.config, job.spec
+    mesh = job.parallel_dims.build_mesh(job.device.type)
+    with torch.device("meta"):
+        model = spec.build()
+    float8_layers = _convert_to_float8(job, model) if config.float8.enable_float8_linear else None
+    compile_options = CompileOptions(backend=config.compile.backend, mode=config.compile.mode)
+    sharded: Any = parallelize(  # it has init_weights, and the methods of an FSDPModule
+        model,
+        blocks=spec.blocks(model),
+        mesh=mesh,
+        activation_checkpoint=config.activation_checkpoint.mode,
+        selective_ac_option=config.activation_checkpoint.selective_ac_option,
+        checkpoint_fraction=config.activation_checkpoint.fraction,
+        compile=compile_options if config.training.compile else None,
+        param_dtype=DTYPES[config.training.mixed_precision_param],
+        reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
+        cpu_offload=config.training.enable_cpu_offload,
+    )
+    sharded.to_empty(device="cpu" if config.training.enable_cpu_offload else job.device)
+    with supervision.reporting("loading the model"):
+        sharded.init_weights(config.training.seed)
+    for buffer in sharded.buffers():  # offloading moves parameters alone
+        buffer.data = buffer.data.to(job.device)
+    return sharded.train(), float8_layers
+
+
+def _convert_to_float8(job: Job, model: nn.Module) -> str:
+    from torchditan.distributed.float8 import convert_to_float8
+
+    return convert_to_float8(
+        model=model,
+        spec=job.spec,
+        config=job.config.float8,
+        batch_size=job.plan.batch_size,
+        varied_shapes=isinstance(job.dataset, GroupedDataset) and len(job.dataset.groups()) > 1,
+    )
+
+
+def build_loss_scaler(config: Config, parameters: Sequence[nn.Parameter]) -> LossScaler | None:
+    """The scaler of a float16 run, on the device of the gradients, which with offloading is the host."""
+    if config.training.mixed_precision_param != "float16":
+        return None
+    from torchditan.optim.loss_scaling import LossScaler
+
+    return LossScaler(parameters[0].device)
+
+
+def build_loss_spikes(config: Config, device: torch.device) -> LossSpikes | None:
+    """The judge of the loss, for a run that rolls back when it jumps."""
+    factor = config.training.loss_spike_factor
+    return LossSpikes(factor, device) if config.training.on_nonfinite == "rollback" and factor else None
+
+
+def build_ema(config: Config, model: nn.Module) -> EMA | None:
+    if not config.ema.enable:
+        return None
+    return EMA(model, decay=config.ema.decay, warmup=config.ema.warmup, only_trained=config.lora.rank > 0)
+
+
+def build_stream(job: Job) -> TrainingStream | StreamedTraining:
+    """Batches of the training data, in the order of the seed."""
+    options = job.config.dataset
+    shared: dict[str, Any] = {
+        "plan": job.plan,
+        "seed": job.config.training.seed,
+        "num_classes": len(job.dataset.class_names),
+        "horizontal_flip": options.horizontal_flip,
+        "num_workers": options.num_workers,
+        "pin_memory": job.device.type == "cuda",
+        "sample_shape": job.space.sample_shape,
+        "posterior": job.space.draws_posterior,
+    }
+    if options.streaming:
+        return StreamedTraining(cast(StreamedDataset, job.dataset), **shared)
+    return TrainingStream(
+        job.dataset,
+        corrupt_images=options.corrupt_images,
+        prefetch_factor=options.prefetch_factor,
+        bucket_order=options.bucket_order,
+        **shared,
+    )
+
+
+def initial_weights_loader(job: Job, model: nn.Module) -> Callable[[], str] | None:
+    """Gives the model the weights of `checkpoint.initial_load_path`, and says which; None without the option."""
+    path = job.config.checkpoint.initial_load_path
+    if path is None:
+        return None
+    assert job.load_initial_weights is not None, "optional_parts.choose_parts gives it"
+    return partial(job.load_initial_weights, model, path, config=job.config)
+
+
+def build_logger(job: Job, progress: Progress) -> MetricsLogger:
+    """The logger of a run that is at `progress`."""
+    return MetricsLogger(
+        job.config.metrics,
+        job.run_directory,
+        world_size=job.rank.world_size,
+        device=job.device,
+        flops_per_image=count_model_flops(job.spec).total,
+        peak_flops=peak_flops(torch.cuda.get_device_name()) if job.device.type == "cuda" else None,
+        total_steps=job.config.training.steps,
+        tokens_per_image=job.spec.num_tokens,
+        start_step=progress.step,
+        images_seen=progress.images_seen,
+        elapsed_s=progress.elapsed_s,
+    )
+
+
+def set_determinism(seed: int, *, deterministic: bool) -> None:
+    """Seed torch's own generators (nothing of ours draws from them) and choose deterministic kernels.
+
+    cuBLAS has to know earlier: see `prepare_job`.
+    """
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        # On by default then, it writes NaN into every tensor from torch.empty: a kernel each, and nothing of ours reads
+        # memory before it is written.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,0 +1,33 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The parts of a job that only some options need: train.py imports those and hands them to `prepare_job`.
+
+The core (trainer, stream, diffusion, models, distributed, checkpoint) imports none of them.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from torchditan.config.options import Config
+from torchditan.data_stream.stream import CaptionedDataset, ImageDataset
+
+PARTS = {
+    "open_captions": "torchditan.finetune.captions.dataset:open_captions",
+    "open_latents": "torchditan.latents.latent_space:build_sample_space",
+    "tune_batch_size": "torchditan.ablation.autotune:resolve_batch_size",
+    "load_initial_weights": "torchditan.weights.export_and_import:load_initial_weights",
+}
+"""Argument of `prepare_job` -> `module:function`."""
+
+
+def choose_parts(config: Config, dataset: ImageDataset) -> dict[str, Callable[..., Any]]:
+    """Arguments of `prepare_job` for this job; imports what they need, and nothing else."""
+    is_wanted = {
+        "open_captions": isinstance(dataset, CaptionedDataset),
+        "open_latents": config.autoencoder.online or getattr(dataset, "index", None) is not None,
+        "tune_batch_size": config.training.batch_size == "auto",
+        "load_initial_weights": config.checkpoint.initial_load_path is not None,
+    }
+    return {name: pkgutil.resolve_name(place) for name, place in PARTS.items() if is_wanted[name]}

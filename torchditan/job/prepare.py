@@ -1,0 +1,178 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A job before anything large is built: its settings, completed and checked, its data and the plan of its batches."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchditan.checkpoint.manager import check_async_mode
+from torchditan.config.options import Config, option_error
+from torchditan.data_stream.stream import BatchPlan, CaptionedDataset, ImageDataset
+from torchditan.distributed.cpu_threads import set_cpu_threads
+from torchditan.distributed.parallel_dims import ParallelDims
+from torchditan.distributed.parallelize import check_backend
+from torchditan.distributed.process_group import Rank, check_devices
+from torchditan.job.complete import (
+    check_steps,
+    describe_batches,
+    fill_in_from_dataset,
+    keep_global_batch_size,
+    keep_values_of_run,
+    resolve_batches,
+    with_condition_of,
+)
+from torchditan.latents.sample_space import SampleSpace, pixel_space
+from torchditan.models import ModelSpec, model_spec_of
+from torchditan.run.directory import RunDirectory, run_path
+from torchditan.run.metrics import check_trackers
+from torchditan.run.profiling import check_profiling
+from torchditan.run.progress import report_progress
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that the Trainer is built from."""
+
+    config: Config
+    """What it left open is filled in."""
+    dataset: ImageDataset
+    validation_dataset: ImageDataset | None
+    """Held-out images, there where `validation.freq` is set."""
+    space: SampleSpace
+    """What the model sees of the data."""
+    spec: ModelSpec
+    plan: BatchPlan
+    batches: str
+    """The plan in words."""
+    rank: Rank
+    parallel_dims: ParallelDims
+    run_directory: RunDirectory
+    """Not opened yet."""
+    threads_changed: str | None
+    """What to say if the run continues with another number of threads."""
+    load_initial_weights: Callable[..., str] | None
+    """Given where `checkpoint.initial_load_path` is."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.rank.device
+
+
+def prepare_job(
+    config: Config,
+    dataset: ImageDataset,
+    validation_dataset: ImageDataset | None = None,
+    *,
+    open_captions: Callable[..., Any] | None = None,
+    open_latents: Callable[..., SampleSpace] | None = None,
+    tune_batch_size: Callable[[Config, Rank], int] | None = None,
+    load_initial_weights: Callable[..., str] | None = None,
+) -> Job | None:
+    """Complete and check the settings; quick, apart from encoding captions and tuning the batch size.
+
+    Args:
+        config: the job, completed in place.
+        dataset: training images.
+        validation_dataset: held-out images, needed where `validation.freq` is set.
+        open_captions, open_latents, tune_batch_size, load_initial_weights: parts that only some jobs need; see
+            `optional_parts.choose_parts`.
+
+    Returns:
+        The job; None where it ends here, with its captions in the cache (`cache.only`).
+
+    Raises:
+        ConfigError: settings that cannot work together or on this machine.
+    """
+    if config.training.deterministic:
+        # cuBLAS reads it when its handle is made, which encoding captions already does.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    rank = Rank.from_environment()
+    parallel_dims = ParallelDims.resolve(
+        replicate=config.training.data_parallel_replicate_degree,
+        shard=config.training.data_parallel_shard_degree,
+        world_size=rank.world_size,
+    )
+    assert config.metrics.experiment_name is not None
+    path = run_path(config.job.dump_folder, config.metrics.experiment_name)
+    threads_changed = set_cpu_threads(path)
+    _check_machine(config, rank)
+    if (kept := keep_values_of_run(config, path)) and rank.rank == 0:
+        print(f"{path} keeps what it was started with: {', '.join(kept)}", file=sys.stderr)
+    if isinstance(dataset, CaptionedDataset):
+        assert open_captions is not None, "optional_parts.choose_parts gives it"
+        dataset, validation_dataset, space = open_captions(config, dataset, validation_dataset, rank=rank)
+        if config.cache.only:
+            if rank.rank == 0 and not config.job.print_config:
+                print(f"the cache has all {len(dataset)} samples and their captions")
+            return None
+    elif config.cache.only:
+        raise option_error("cache.only", True, f"{dataset.name} has no captions to encode; leave it out")
+    else:
+        space = _open_space(config, dataset, device=rank.device, open_latents=open_latents)
+    fill_in_from_dataset(config, dataset, sample_shape=space.sample_shape)
+    plan, batches = _plan_batches(config, path, rank, tune_batch_size=tune_batch_size)
+    spec = model_spec_of(config, sample_shape=space.sample_shape, num_classes=len(dataset.class_names))
+    if config.diffusion.timestep_shift is None:
+        config.diffusion.timestep_shift = spec.timestep_shift
+    spec = with_condition_of(spec, dataset, config, device=rank.device)
+    if validation_dataset is not None:
+        with_condition_of(spec, validation_dataset, config, device=rank.device)  # a stand-in is conditioned too
+    return Job(
+        config=config,
+        dataset=dataset,
+        validation_dataset=validation_dataset,
+        space=space,
+        spec=spec,
+        plan=plan,
+        batches=batches,
+        rank=rank,
+        parallel_dims=parallel_dims,
+        run_directory=RunDirectory(path, is_writer=rank.rank == 0),
+        threads_changed=threads_changed,
+        load_initial_weights=load_initial_weights,
+    )
+
+
+def _check_machine(config: Config, rank: Rank) -> None:
+    """Refuse what these devices or this installation cannot do."""
+    check_devices(rank)
+    if config.float8.enable_float8_linear:
+        from torchditan.distributed.float8 import check_float8
+
+        check_float8(config.float8, device=rank.device)
+    if config.training.compile:
+        check_backend(config.compile.backend)
+    check_async_mode(config, device=rank.device)
+    check_trackers(config.metrics)
+    check_profiling(config.profiling, rank.device)
+
+
+def _open_space(
+    config: Config,
+    dataset: ImageDataset,
+    *,
+    device: torch.device,
+    open_latents: Callable[..., SampleSpace] | None,
+) -> SampleSpace:
+    if open_latents is None:
+        return pixel_space(config.autoencoder, dataset)
+    with report_progress("opening the autoencoder"):
+        return open_latents(config.autoencoder, dataset, device=device, needs_decoder=config.metrics.enable_sampling)
+
+
+def _plan_batches(
+    config: Config, run: Path, rank: Rank, *, tune_batch_size: Callable[[Config, Rank], int] | None
+) -> tuple[BatchPlan, str]:
+    """The batches, and a line that describes them; a run that is continued keeps its global batch."""
+    asked = config.training.batch_size
+    keep_global_batch_size(config, run, world_size=rank.world_size)
+    check_steps(config, run)
+    plan = resolve_batches(config, rank, tune_batch_size=tune_batch_size)
+    return plan, describe_batches(plan, asked=asked)

@@ -1,0 +1,308 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Images -> latents on disk: encodes a dataset into the shards of latent_shards.py, on any number of ranks.
+
+Notable:
+- a shard is a function of its source images and the settings: its batches start at its first image, and rank r of W
+  encodes shards r, r + W, ... So any number of ranks, stopped anywhere and rerun, ends with the same bytes;
+- ranks never talk: latent_writer.py keeps what is done in the folder itself;
+- while one shard is written by a thread, the next is encoded; loader workers decode images ahead of both;
+- an image that cannot be read is skipped, and listed with its reason in the index.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from torchditan.autoencoders.autoencoder import Autoencoder
+from torchditan.config.options import ConfigError, option_error
+from torchditan.data_stream.stream import CorruptImageError, GroupedDataset, ImageDataset
+from torchditan.distributed.process_group import Rank
+from torchditan.latents.index import Encoding, LatentIndex
+from torchditan.latents.shards import PUBLIC_SCALE, LatentShards
+from torchditan.latents.writer import LatentWriter, Shard
+
+_INT8_MAX = 127
+
+
+def describe_encoding(
+    dataset: ImageDataset,
+    autoencoder: Autoencoder,
+    *,
+    split: str,
+    crop: str,
+    dtype: str,
+    flipped: bool,
+    posterior: bool,
+    shard_size: int,
+) -> Encoding:
+    """What the latents of a dataset will be.
+
+    Raises:
+        ConfigError: the images do not fit the autoencoder, or it has no variance to store.
+    """
+    if isinstance(dataset, GroupedDataset) and len(dataset.groups()) > 1:
+        right = "latent shards hold samples of one shape; leave it out (training on captions caches its own latents)"
+        raise option_error("dataset.aspect_buckets", True, right)
+    channels, height, width = dataset.sample_shape
+    if channels != autoencoder.image_channels:
+        right = f"{autoencoder.name} reads {autoencoder.image_channels} channel(s), and {dataset.name} has {channels}"
+        raise option_error("autoencoder.name", autoencoder.name, right)
+    if posterior and not autoencoder.has_posterior:
+        raise option_error("--posterior", True, f"{autoencoder.name} gives no variance; leave it out")
+    shift, scale = autoencoder.shift, autoencoder.scale
+    return Encoding(
+        dataset=dataset.name,
+        split=split,
+        num_source_images=len(dataset),
+        source=getattr(dataset, "source", None),
+        image_size=(height, width),
+        crop=crop,
+        autoencoder_name=autoencoder.name,
+        autoencoder_path=autoencoder.path,
+        downsampling=autoencoder.downsampling,
+        fingerprint=autoencoder.fingerprint,
+        image_channels=channels,
+        autoencoder_dtype=str(autoencoder.dtype).removeprefix("torch."),
+        latent_shape=autoencoder.latent_shape(height, width),
+        dtype=dtype,
+        flipped=flipped,
+        posterior=posterior,
+        shard_size=shard_size,
+        class_names=tuple(dataset.class_names),
+        published_shift=None if shift is None else tuple(shift.tolist()),
+        published_scale=None if scale is None else tuple(scale.tolist()),
+    )
+
+
+def describe_conversion(source: LatentShards, *, split: str, shard_size: int) -> Encoding:
+    """What the shards made of the public file will be."""
+    values = {name: getattr(source.index, name) for name in Encoding.__dataclass_fields__}
+    return Encoding(**{**values, "split": split, "shard_size": shard_size})
+
+
+def encode(
+    dataset: ImageDataset,
+    autoencoder: Autoencoder,
+    writer: LatentWriter,
+    *,
+    rank: Rank,
+    batch_size: int,
+    num_workers: int,
+    prefetch_factor: int,
+    report: Callable[[int], None],
+) -> LatentIndex | None:
+    """Encode this rank's missing shards, and finish the folder where no other rank has any left to do.
+
+    Args:
+        dataset: the source images, in their own order.
+        autoencoder: on this rank's device.
+        writer: opened.
+        rank: takes every world_size-th shard.
+        batch_size: images in one forward pass.
+        num_workers, prefetch_factor: processes that decode images ahead, and their batches; 0 decodes in this one.
+        report: called with the number of images after each batch.
+
+    Returns:
+        The index, or None while other ranks still work.
+
+    Raises:
+        ConfigError: the disk is full, or the dataset refuses more than an image.
+    """
+    encoding = writer.encoding
+    numbers = [number for number in writer.missing() if number % rank.world_size == rank.rank]
+    batches = _load(
+        dataset,
+        itertools.chain.from_iterable(_batches_of(number, encoding, batch_size) for number in numbers),
+        num_workers=num_workers if numbers else 0,
+        prefetch_factor=prefetch_factor,
+        pin_memory=autoencoder.device.type == "cuda",
+    )
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        writing: Future[None] | None = None
+        for number, shard_batches in itertools.groupby(batches, key=lambda batch: batch.start // encoding.shard_size):
+            shard = _encode_shard(shard_batches, autoencoder, encoding, report=report)
+            if writing is not None:
+                writing.result()
+            writing = executor.submit(_write_shard, writer, number, shard)
+        if writing is not None:
+            writing.result()
+    return writer.finalise()
+
+
+def convert(
+    source: LatentShards, writer: LatentWriter, *, rank: Rank, report: Callable[[int], None]
+) -> LatentIndex | None:
+    """The public file as a folder of shards: the same int8 latents, with statistics of all of them."""
+    encoding = writer.encoding
+    for number in writer.missing():
+        if number % rank.world_size != rank.rank:
+            continue
+        indices = np.arange(
+            number * encoding.shard_size, min((number + 1) * encoding.shard_size, encoding.num_source_images)
+        )
+        assert source.labels is not None
+        raw = source.read(indices, np.zeros(len(indices), dtype=bool))
+        tensors = {
+            "latents": raw["latent"],
+            "scale": torch.full(encoding.latent_shape[:1], PUBLIC_SCALE),
+            "labels": torch.from_numpy(source.labels[indices].astype(np.int64)),
+            "index": torch.from_numpy(indices),
+        }
+        writer.write(number, Shard(tensors, ()))
+        report(len(indices))
+    return writer.finalise()
+
+
+class _SourceBatch(NamedTuple):
+    """Decoded images of one shard, in their order."""
+
+    start: int
+    """Number of the first source image, readable or not."""
+    images: Tensor
+    """(B, C, H, W) float32 in [-1, 1]; B may be 0."""
+    labels: Tensor
+    """(B,) int64; zeros without labels."""
+    numbers: Tensor
+    """(B,) int64, of the source images."""
+    skipped: list[tuple[int, str]]
+
+    @property
+    def num_sources(self) -> int:
+        return len(self.numbers) + len(self.skipped)
+
+
+class _SourceImages(Dataset):
+    """Map-style view of the dataset for loader workers, where an error travels as a value: see stream.py."""
+
+    def __init__(self, dataset: ImageDataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, number: int) -> tuple[int, dict[str, Any] | ConfigError]:
+        try:
+            return number, self.dataset[number]
+        except ConfigError as error:
+            return number, error
+
+
+class _Collate:
+    """Items -> batch; a corrupt image is left out, another error takes the batch's place."""
+
+    def __init__(self, sample_shape: tuple[int, ...]) -> None:
+        self.sample_shape = sample_shape
+
+    def __call__(self, items: list[tuple[int, dict[str, Any] | ConfigError]]) -> _SourceBatch | ConfigError:
+        skipped, numbers, labels, images = [], [], [], []
+        for number, item in items:
+            if isinstance(item, CorruptImageError):
+                skipped.append((number, str(item)))
+            elif isinstance(item, ConfigError):
+                return item
+            else:
+                numbers.append(number)
+                labels.append(item.get("class_label", 0))
+                images.append(item["sample"])
+        stacked = torch.stack(images) if images else torch.empty(0, *self.sample_shape)
+        return _SourceBatch(items[0][0], stacked, torch.tensor(labels).long(), torch.tensor(numbers).long(), skipped)
+
+
+def _load(
+    dataset: ImageDataset,
+    batches: Iterable[list[int]],
+    *,
+    num_workers: int,
+    prefetch_factor: int,
+    pin_memory: bool,
+) -> Iterator[_SourceBatch]:
+    loader = DataLoader(
+        _SourceImages(dataset),
+        batch_sampler=batches,
+        collate_fn=_Collate(dataset.sample_shape),
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        pin_memory=pin_memory,
+    )
+    for batch in loader:
+        if isinstance(batch, ConfigError):
+            raise batch
+        yield batch
+
+
+def _batches_of(number: int, encoding: Encoding, batch_size: int) -> Iterator[list[int]]:
+    """Numbers of the source images of each batch of a shard."""
+    start = number * encoding.shard_size
+    end = min(start + encoding.shard_size, encoding.num_source_images)
+    for first in range(start, end, batch_size):
+        yield list(range(first, min(first + batch_size, end)))
+
+
+class _EncodedShard(NamedTuple):
+    """Parts of a shard, a list entry for each batch; latents still on the device."""
+
+    parts: dict[str, list[Tensor]]
+    skipped: list[tuple[int, str]]
+
+
+def _encode_shard(
+    batches: Iterable[_SourceBatch], autoencoder: Autoencoder, encoding: Encoding, *, report: Callable[[int], None]
+) -> _EncodedShard:
+    """Encode the images of one shard. Nothing waits for the device here, so a GPU is kept busy."""
+    kept_dtype = torch.bfloat16 if encoding.dtype == "bf16" else torch.float32  # int8 needs the whole shard's maximum
+    names = [("latents", "logvar")] + ([("latents_flipped", "logvar_flipped")] if encoding.flipped else [])
+    shard = _EncodedShard({"labels": [], "index": []}, [])
+    for batch in batches:
+        shard.parts["labels"].append(batch.labels)
+        shard.parts["index"].append(batch.numbers)
+        shard.skipped.extend(batch.skipped)
+        images = batch.images.to(autoencoder.device, non_blocking=True)
+        for (mean_name, logvar_name), view in zip(names, (images, images.flip(-1)), strict=False):
+            if len(view) == 0:
+                continue
+            mean, logvar = autoencoder.moments(view)
+            shard.parts.setdefault(mean_name, []).append(mean.to(kept_dtype))
+            if encoding.posterior:
+                assert logvar is not None
+                shard.parts.setdefault(logvar_name, []).append(logvar.to(torch.bfloat16))
+        report(batch.num_sources)
+    return shard
+
+
+def _write_shard(writer: LatentWriter, number: int, encoded: _EncodedShard) -> None:
+    writer.write(number, _pack(encoded, writer.encoding))
+
+
+def _pack(encoded: _EncodedShard, encoding: Encoding) -> Shard:
+    """The tensors of a shard as they are stored, on the CPU."""
+    # Off the device first: to find a shard's scale takes several copies of it in float32.
+    tensors = {name: torch.cat([part.cpu() for part in parts]) for name, parts in encoded.parts.items()}
+    latent_names = ["latents", "latents_flipped"] if encoding.flipped else ["latents"]
+    logvar_names = [name.replace("latents", "logvar") for name in latent_names] if encoding.posterior else []
+    for name in [*latent_names, *logvar_names]:  # a shard without a readable image has none
+        tensors.setdefault(name, torch.empty(0, *encoding.latent_shape, dtype=torch.bfloat16))
+    if encoding.dtype == "int8":
+        tensors.update(_quantize({name: tensors[name] for name in latent_names}))
+    if not encoding.class_names:
+        del tensors["labels"]
+    return Shard({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, tuple(encoded.skipped))
+
+
+def _quantize(latents: dict[str, Tensor]) -> dict[str, Tensor]:
+    """float32 (n, C, h, w) each -> int8, and their common `scale` (C,) = max |z| / 127."""
+    scale = torch.stack([_largest(z) for z in latents.values()]).amax(dim=0) / _INT8_MAX  # (C,)
+    scale[scale == 0] = 1.0
+    stored = {name: (z / scale[:, None, None]).round().to(torch.int8) for name, z in latents.items()}
+    return {**stored, "scale": scale}
+
+
+def _largest(z: Tensor) -> Tensor:
+    """Largest magnitude of each channel of (n, C, h, w), (C,); 0 where n is 0."""
+    if len(z) == 0:
+        return torch.zeros(z.shape[1])
+    return torch.maximum(z.amax((0, 2, 3)), -z.amin((0, 2, 3)))

@@ -1,0 +1,268 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What a folder of latents says of itself: `index.json`, and while it is written `encoding.json`.
+
+Notable:
+- `Encoding` is what every run that writes a folder must agree on; `LatentIndex` adds what was found: the shards with
+  their hashes, the images that could not be read, statistics, and the normalisation to train with;
+- where the autoencoder publishes a normalisation, that is used, else the latents' own mean and standard deviation;
+- a newer format than ours is refused by its number, a damaged file by its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchditan.config.options import ConfigError, option_error
+
+FORMAT_VERSION = 1
+INDEX_FILE = "index.json"
+SETTINGS_FILE = "encoding.json"
+"""What an unfinished folder has in place of its index."""
+REPAIR = "rerun the command that encoded it"
+STORED_DTYPES = ("bf16", "int8")
+_AUTOENCODER_KEYS = {
+    "autoencoder_name": "name",
+    "autoencoder_path": "path",
+    "downsampling": "downsampling",
+    "fingerprint": "fingerprint",
+    "image_channels": "image_channels",
+    "autoencoder_dtype": "dtype",
+}
+"""Fields of `Encoding` that stand under `autoencoder` in JSON, and their keys there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """What the latents of a folder are of and how they are stored: what every run that writes it must agree on."""
+
+    dataset: str
+    split: str
+    num_source_images: int
+    source: str | None
+    """Identity of the list of source images, where the dataset has one; not of their content."""
+    image_size: tuple[int, ...]
+    """Height and width of the images, in pixels."""
+    crop: str
+    autoencoder_name: str
+    """What opens the decoder again, as `autoencoder.name` and `autoencoder.path` say it."""
+    autoencoder_path: str | None
+    downsampling: int
+    fingerprint: str | None
+    """Identity of the autoencoder's weights; None: the public file does not say."""
+    image_channels: int
+    autoencoder_dtype: str | None
+    """What it computed in, float32 say; None: the public file does not say."""
+    latent_shape: tuple[int, ...]
+    """(C, h, w)."""
+    dtype: str
+    """bf16 or int8."""
+    flipped: bool
+    """Whether the latents of the mirrored images are stored too."""
+    posterior: bool
+    """Whether the log-variance is stored beside the mean."""
+    shard_size: int
+    """Source images of a shard; where one cannot be read, the shard holds fewer latents."""
+    class_names: tuple[str, ...]
+    """Empty: there are no labels."""
+    published_shift: tuple[float, ...] | None
+    """(C,) of the autoencoder's own normalisation, where it has one."""
+    published_scale: tuple[float, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRecord:
+    """One shard as the index lists it."""
+
+    file: str
+    num_images: int
+    bytes: int
+    sha256: str
+    sum: tuple[float, ...]
+    """(C,) float64, over all stored latents of the shard as they are read back, mirrored ones included."""
+    sum_of_squares: tuple[float, ...]
+    skipped: tuple[tuple[int, str], ...] = ()
+    """(number, reason) of the source images that could not be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentIndex(Encoding):
+    """What `index.json` says of a folder of latents."""
+
+    num_images: int
+    num_skipped: int
+    mean: tuple[float, ...]
+    """(C,) of the latents as they are read back, before normalisation, mirrored ones included."""
+    std: tuple[float, ...]
+    shift: tuple[float, ...]
+    """(C,) of the normalisation (z - shift) x scale that the latents are trained with."""
+    scale: tuple[float, ...]
+    normalization: str
+    """Where shift and scale come from: published, or statistics (the mean, and one over the standard deviation)."""
+    shards: tuple[ShardRecord, ...]
+
+
+def read_index(folder: Path) -> LatentIndex:
+    """`index.json` of a folder.
+
+    Raises:
+        ConfigError: there is none, it does not parse, or a newer version of TorchDiTan wrote it.
+    """
+    try:
+        values = json.loads((folder / INDEX_FILE).read_bytes())
+    except OSError:
+        right = "holds no latents (it has no index.json); encode them with scripts/encode_latents.py"
+        if (folder / SETTINGS_FILE).exists():
+            right = f"its encoding is not finished; {REPAIR}"
+        raise option_error("dataset.root_dir", str(folder), right) from None
+    except (ValueError, RecursionError):
+        values = None
+    return index_from_json(values, where=folder / INDEX_FILE)
+
+
+def index_from_json(values: Any, *, where: Path) -> LatentIndex:
+    """What `index_to_json` made, or a ConfigError that names the file."""
+    _check_version(values, where=where)
+    try:
+        statistics, normalization = values["statistics"], values["normalization"]
+        shards = tuple(record_from_json(entry) for entry in values["shards"])
+        index = LatentIndex(
+            **vars(_encoding_from(values)),
+            num_images=int(values["num_images"]),
+            num_skipped=int(values["num_skipped"]),
+            mean=_numbers(statistics["mean"]),
+            std=_numbers(statistics["std"]),
+            shift=_numbers(normalization["shift"]),
+            scale=_numbers(normalization["scale"]),
+            normalization=str(normalization["source"]),
+            shards=shards,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        raise ConfigError(f"{where} is damaged; restore it, or delete it and encode the latents again") from None
+    return index
+
+
+def fingerprint_of(index: LatentIndex) -> str:
+    """Identity of the latents: what they are of and every shard's content, wherever they and their autoencoder lie."""
+    values = index_to_json(replace(index, autoencoder_path=None))
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    return f"latents-{digest[:16]}"
+
+
+def index_to_json(index: LatentIndex) -> dict[str, Any]:
+    """`index.json` as nested plain values."""
+    values = {**encoding_to_json(index), "num_images": index.num_images, "num_skipped": index.num_skipped}
+    values["statistics"] = {"mean": index.mean, "std": index.std}
+    values["normalization"] = {"shift": index.shift, "scale": index.scale, "source": index.normalization}
+    values["shards"] = [record_to_json(shard) for shard in index.shards]
+    return values
+
+
+def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
+    """`encoding.json`, and the head of `index.json`, as nested plain values."""
+    values = {name: getattr(encoding, name) for name in Encoding.__dataclass_fields__}
+    autoencoder = {key: values.pop(name) for name, key in _AUTOENCODER_KEYS.items()}
+    return {"format_version": FORMAT_VERSION, "autoencoder": autoencoder, **values}
+
+
+def encoding_from_json(values: Any, *, where: Path) -> Encoding:
+    """What `encoding_to_json` made, or a ConfigError that names the file."""
+    _check_version(values, where=where)
+    try:
+        return _encoding_from(values)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        raise ConfigError(f"{where} is damaged; delete the folder and encode the latents again") from None
+
+
+def record_to_json(record: ShardRecord) -> dict[str, Any]:
+    values = asdict(record)
+    values["skipped"] = [{"index": number, "reason": reason} for number, reason in record.skipped]
+    return values
+
+
+def record_from_json(values: dict[str, Any]) -> ShardRecord:
+    file = values["file"]
+    if file in ("", ".", "..") or Path(file).name != file:
+        raise ValueError(file)  # nothing outside of the folder is a shard
+    return ShardRecord(
+        file=file,
+        num_images=int(values["num_images"]),
+        bytes=int(values["bytes"]),
+        sha256=str(values["sha256"]),
+        sum=_numbers(values["sum"]),
+        sum_of_squares=_numbers(values["sum_of_squares"]),
+        skipped=tuple((int(entry["index"]), str(entry["reason"])) for entry in values["skipped"]),
+    )
+
+
+def channel_sums(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sum and sum of squares of each channel, (C,) float64 each; exact for int8, and the same on every machine.
+
+    Args:
+        stored: (n, C, h, w) int8, or uint16 that holds the bits of bfloat16.
+    """
+    total, squares = np.zeros((2, stored.shape[1]))
+    for start in range(0, len(stored), 64):
+        part = stored[start : start + 64]
+        if part.dtype == np.int8:
+            wide = part.astype(np.int32)
+        else:
+            wide = (part.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        total += wide.sum(axis=(0, 2, 3))
+        squares += np.square(wide).sum(axis=(0, 2, 3))
+    return total, squares
+
+
+def mean_and_std(total: np.ndarray, squares: np.ndarray, *, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of `count` values in each channel, from their sums (C,) and sums of squares (C,)."""
+    mean = total / count
+    std = np.sqrt(np.maximum(squares / count - mean**2, 0.0))
+    return _numbers(mean), _numbers(std)
+
+
+def standardizing(mean: Sequence[float], std: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(shift, scale) to zero mean and unit variance; a channel without variance keeps its scale."""
+    return tuple(mean), tuple(1 / value if value > 0 else 1.0 for value in std)
+
+
+def _check_version(values: Any, *, where: Path) -> None:
+    version = values.get("format_version") if isinstance(values, dict) else None
+    if type(version) is not int:
+        raise ConfigError(f"{where} is damaged; restore it, or delete it and encode the latents again")
+    if version > FORMAT_VERSION:
+        raise ConfigError(
+            f"{where} is of format {version}, and this TorchDiTan reads up to {FORMAT_VERSION}; update TorchDiTan"
+        )
+
+
+def _encoding_from(values: dict[str, Any]) -> Encoding:
+    shift, scale = values["published_shift"], values["published_scale"]
+    if values["dtype"] not in STORED_DTYPES:
+        raise ValueError(values["dtype"])
+    return Encoding(
+        dataset=str(values["dataset"]),
+        split=str(values["split"]),
+        num_source_images=int(values["num_source_images"]),
+        source=values["source"],
+        image_size=tuple(int(side) for side in values["image_size"]),
+        crop=str(values["crop"]),
+        **{name: values["autoencoder"][key] for name, key in _AUTOENCODER_KEYS.items()},
+        latent_shape=tuple(int(side) for side in values["latent_shape"]),
+        dtype=values["dtype"],
+        flipped=bool(values["flipped"]),
+        posterior=bool(values["posterior"]),
+        shard_size=int(values["shard_size"]),
+        class_names=tuple(str(name) for name in values["class_names"]),
+        published_shift=None if shift is None else _numbers(shift),
+        published_scale=None if scale is None else _numbers(scale),
+    )
+
+
+def _numbers(values: Any) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)

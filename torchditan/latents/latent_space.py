@@ -1,0 +1,222 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Latents as samples: stored ones, or pixels encoded at each step; and how they become pictures.
+
+Notable:
+- stored latents travel to the device as they are on disk and are dequantised, drawn and normalised there;
+- a decoder is opened for a grid and dropped after it: between grids it holds no memory;
+- what the options leave open is filled in here, so that a run's config.json says all that decoding it needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchditan.autoencoders import AUTOENCODERS, Autoencoder, kind_of, open_autoencoder
+from torchditan.config.options import Autoencoder as AutoencoderConfig
+from torchditan.config.options import ConfigError, did_you_mean, option_error
+from torchditan.latents.sample_space import Batch, SampleSpace, pixel_space
+from torchditan.latents.shards import LatentIndex, to_sample
+
+_DECODE_BATCH_SIZE = 16
+
+
+class StoredLatents(SampleSpace):
+    """Latents that scripts/encode_latents.py wrote; decoded for pictures where the decoder is at hand.
+
+    Args:
+        config: completed from the index: name, path, downsampling, shift, scale and fingerprint.
+        index: of the latents.
+        sample_shape: (C, h, w).
+        device: where to decode.
+        needs_decoder: pictures will be asked for; a decoder that was named must open, one that only the index names
+            may be missing: `missing_decoder` then says why, and the pictures are latent channels.
+    """
+
+    real_heading = "real, decoded from its latent"
+
+    def __init__(
+        self,
+        config: AutoencoderConfig,
+        index: LatentIndex,
+        *,
+        sample_shape: tuple[int, ...],
+        device: torch.device,
+        needs_decoder: bool,
+    ) -> None:
+        is_named = config.name is not None or config.path is not None
+        if config.sample_posterior and not index.posterior:
+            right = "these latents hold no variance; encode them with --posterior, or leave it out"
+            raise option_error("autoencoder.sample_posterior", True, right)
+        _fill_in_from_index(config, index)
+        super().__init__(sample_shape)
+        self.config = config
+        self.draws_posterior = config.sample_posterior
+        self.device = device
+        self.shift, self.scale = (torch.tensor(values, device=device) for values in (config.shift, config.scale))
+        if needs_decoder:
+            try:
+                open_autoencoder(config, device=device, image_channels=index.image_channels)
+            except ConfigError as error:
+                if is_named:
+                    raise
+                self.missing_decoder, self.real_heading = str(error), "real"
+
+    def prepare(self, batch: Batch, posterior: Tensor | None = None) -> Batch:
+        if "latent" not in batch:
+            return batch
+        raw: Batch = {key: batch.pop(key) for key in ("latent", "latent_scale", "logvar") if key in batch}
+        batch["sample"] = to_sample(raw, shift=self.shift, scale=self.scale, posterior_noise=posterior)
+        return batch
+
+    def to_pixels(self, samples: Tensor) -> Tensor:
+        return samples if self.missing_decoder else decode_latents(self.config, samples, device=self.device)
+
+    def real_to_pixels(self, samples: Tensor) -> Tensor:
+        return self.to_pixels(samples)
+
+
+class EncodedPixels(SampleSpace):
+    """Pixels, encoded on the device at each step (`autoencoder.online`)."""
+
+    is_encoding = True
+
+    def __init__(
+        self, config: AutoencoderConfig, *, image_shape: tuple[int, ...], device: torch.device, autoencoder: Autoencoder
+    ) -> None:
+        super().__init__(autoencoder.latent_shape(image_shape[1], image_shape[2]))
+        self.autoencoder = autoencoder
+        self.config = config
+        self.device = device
+        self.draws_posterior = config.sample_posterior
+        if config.sample_posterior and not autoencoder.has_posterior:
+            right = f"{autoencoder.name} gives no variance; leave it out"
+            raise option_error("autoencoder.sample_posterior", True, right)
+        if autoencoder.shift is None or autoencoder.scale is None:
+            right = (
+                f"{autoencoder.name} publishes no normalisation; set shift and scale, "
+                "which scripts/reconstruct.py prints for a dataset"
+            )
+            raise option_error("autoencoder.scale", None, right)
+        config.path = autoencoder.path
+        config.downsampling = autoencoder.downsampling
+        config.shift, config.scale = autoencoder.shift.tolist(), autoencoder.scale.tolist()
+        config.fingerprint = autoencoder.fingerprint
+        self.shift, self.scale = autoencoder.shift.to(device), autoencoder.scale.to(device)
+        autoencoder.drop_decoder()
+
+    def prepare(self, batch: Batch, posterior: Tensor | None = None) -> Batch:
+        mean, logvar = self.autoencoder.moments(batch["sample"])
+        raw = {"latent": mean} if logvar is None else {"latent": mean, "logvar": logvar}
+        batch["sample"] = to_sample(raw, shift=self.shift, scale=self.scale, posterior_noise=posterior)
+        return batch
+
+    def to_pixels(self, samples: Tensor) -> Tensor:
+        return decode_latents(self.config, samples, device=self.device)
+
+
+def build_sample_space(
+    config: AutoencoderConfig, dataset: Any, *, device: torch.device, needs_decoder: bool
+) -> SampleSpace:
+    """The space that `[autoencoder]` and the dataset ask for; what the section leaves open is filled in.
+
+    Args:
+        config: section `[autoencoder]`, changed in place.
+        dataset: pixels, or latents, which have an `index` (a LatentIndex).
+        device: where to encode and decode.
+        needs_decoder: pictures of latents will be asked for.
+
+    Raises:
+        ConfigError: the section asks for what the dataset is not, or its autoencoder does not open.
+    """
+    index = getattr(dataset, "index", None)
+    if isinstance(index, LatentIndex):
+        if config.online:
+            right = f"{dataset.name} holds latents, which are encoded already; leave it out"
+            raise option_error("autoencoder.online", True, right)
+        dataset.with_logvar = config.sample_posterior
+        return StoredLatents(
+            config, index, sample_shape=dataset.sample_shape, device=device, needs_decoder=needs_decoder
+        )
+    if config.online:
+        if config.name is None:
+            raise option_error("autoencoder.name", None, "must be given to encode pixels (autoencoder.online)")
+        autoencoder = open_autoencoder(config, device=device, image_channels=dataset.sample_shape[0])
+        return EncodedPixels(config, image_shape=dataset.sample_shape, device=device, autoencoder=autoencoder)
+    return pixel_space(config, dataset)
+
+
+def decode_latents(
+    config: AutoencoderConfig,
+    latents: Tensor,
+    *,
+    device: torch.device,
+    sample_dims: int = 3,
+    at_once: int = _DECODE_BATCH_SIZE,
+) -> Tensor:
+    """Pictures of normalised latents, with an autoencoder that is opened for them and dropped.
+
+    Args:
+        config: a completed section `[autoencoder]`, as a run stores it.
+        latents: (..., C, h, w), or (..., C, f, h, w).
+        device: where to decode.
+        sample_dims: dimensions of one sample, 3 for images and 4 for videos.
+        at_once: how many, which decides the memory; videos are decoded one by one.
+
+    Returns:
+        (..., 1 or 3, [F,] H, W) float32 on the CPU, about [-1, 1].
+    """
+    autoencoder = open_decoder(config, channels=latents.shape[-sample_dims], device=device)
+    leading = latents.shape[:-sample_dims]
+    at_once = min(at_once, _DECODE_BATCH_SIZE) if sample_dims == 3 else 1
+    chunks = latents.flatten(0, -sample_dims - 1).split(at_once)  # (n, C, h, w) each
+    return torch.cat([autoencoder.decode(chunk).cpu() for chunk in chunks]).unflatten(0, leading)
+
+
+def _fill_in_from_index(config: AutoencoderConfig, index: LatentIndex) -> None:
+    """Complete the section from the latents; what it says itself stays, and must not contradict them."""
+    if config.fingerprint is not None and config.fingerprint != index.fingerprint:
+        right = f"these latents come from {index.fingerprint}; leave it out, or give the latents it belongs to"
+        raise option_error("autoencoder.fingerprint", config.fingerprint, right)
+    _check_kind(config, index)
+    for option in ("shift", "scale"):
+        given, stored = getattr(config, option), list(getattr(index, option))
+        if given is not None and given != stored:
+            right = "these latents are normalised by their index; leave it out, or give it when encoding"
+            raise option_error(f"autoencoder.{option}", given, right)
+    if config.downsampling not in (None, index.downsampling):
+        right = f"these latents have {index.downsampling}; leave it out"
+        raise option_error("autoencoder.downsampling", config.downsampling, right)
+    if config.name is None and config.path is None:
+        config.path = index.autoencoder_path
+    config.name = config.name or index.autoencoder_name
+    config.downsampling = index.downsampling
+    config.fingerprint = index.fingerprint
+    config.shift, config.scale = list(index.shift), list(index.scale)
+
+
+def open_decoder(config: AutoencoderConfig, *, channels: int, device: torch.device) -> Autoencoder:
+    """Open the autoencoder of a completed section, for latents of so many channels.
+
+    Raises:
+        ConfigError: its weights are not at hand, or are not those that the latents come from.
+    """
+    image_channels = None  # the autoencoder's own
+    if config.name == "haar":
+        assert config.downsampling is not None
+        image_channels = channels // config.downsampling**2
+    return open_autoencoder(config, device=device, image_channels=image_channels)
+
+
+def _check_kind(config: AutoencoderConfig, index: LatentIndex) -> None:
+    """A name that cannot be the latents' autoencoder is refused now: its decoder may be opened after the training."""
+    if config.name is None:
+        return
+    if config.name not in AUTOENCODERS:
+        right = f"must be one of {', '.join(AUTOENCODERS)}{did_you_mean(config.name, AUTOENCODERS)}"
+        raise option_error("autoencoder.name", config.name, right)
+    if kind_of(config.name) != kind_of(index.autoencoder_name):
+        right = f"these latents come from {index.autoencoder_name}; leave it out"
+        raise option_error("autoencoder.name", config.name, right)

@@ -1,0 +1,442 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Encoded latents on disk: a folder of safetensors shards with an index, read through memory maps.
+
+Notable:
+- a folder holds `index.json` (see latent_index.py), `labels.npy` and the shards; encoding.py
+  writes it, and writes the index last: a folder with an index is whole;
+- a shard holds `latents` (n, C, h, w), the posterior mean BEFORE normalisation, as bf16, or as int8 with `scale` (C,)
+  to multiply with; `latents_flipped` of the mirrored images; `logvar` and `logvar_flipped` where they were asked for;
+  `labels` and `index`, the number of each source image;
+- opening looks at the size of every shard and at no content. Nothing is kept per sample: labels and latents stay
+  in the page cache, which all processes share;
+- a batch is copied row by row into one tensor as it is stored; `to_sample` makes normalised float32 latents of it on
+  the device that trains;
+- the public ImageNet file `imagenet_ci8x8.safetensors` is one shard without an index, and is read by the same class.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import resource
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchditan.config.options import ConfigError, option_error
+from torchditan.latents.index import (
+    INDEX_FILE,
+    REPAIR,
+    LatentIndex,
+    ShardRecord,
+    channel_sums,
+    mean_and_std,
+    read_index,
+    standardizing,
+)
+from torchditan.weights.safetensors_files import other_kind
+
+LABELS_FILE = "labels.npy"
+LOCK_FILE = ".lock"
+PUBLIC_FILE = "imagenet_ci8x8.safetensors"
+PUBLIC_SCALE = 16 / 255
+"""Of the int8 latents in the public file, every channel alike."""
+
+_STORED_DTYPES = {"bf16": ("BF16", torch.bfloat16), "int8": ("I8", torch.int8)}
+_SAFETENSORS_DTYPES = {"BF16": "<u2", "F32": "<f4", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+_LOGVAR_RANGE = (-30.0, 20.0)
+_PUBLIC_SAMPLES = 4096
+_SPARE_FILES = 256
+
+
+class TensorPlace(NamedTuple):
+    """Where a tensor stands in a safetensors file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """Of its first byte in the file."""
+    end: int
+
+
+def read_header(path: Path) -> dict[str, TensorPlace]:
+    """The tensors of a safetensors file by name: eight bytes of length, then JSON, then their bytes.
+
+    Raises:
+        ConfigError: it is no whole safetensors file.
+    """
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, size)))
+        header.pop("__metadata__", None)
+        first = 8 + length
+        places = {name: _place(entry, first=first) for name, entry in header.items()}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        kind = other_kind(path) or "is no safetensors file"
+        raise ConfigError(f"{path} {kind}") from None
+    end = max((place.end for place in places.values()), default=first)
+    if end > size:
+        raise ConfigError(f"{path} is cut short: it has {size} bytes, and should have {end}")
+    return places
+
+
+def _place(entry: dict[str, Any], *, first: int) -> TensorPlace:
+    """An entry of a header; ValueError where its bytes are not those of its shape."""
+    start, end = (first + int(offset) for offset in entry["data_offsets"])
+    shape = tuple(int(side) for side in entry["shape"])
+    dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])  # of tensors that are none of ours nothing is read
+    fits = dtype is None or end - start == math.prod(shape) * np.dtype(dtype).itemsize
+    if not first <= start <= end or min(shape, default=0) < 0 or not fits:
+        raise ValueError(f"{shape} from {start} to {end}")
+    return TensorPlace(entry["dtype"], shape, start, end)
+
+
+class MappedFile:
+    """A safetensors file as read-only arrays over one memory map."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.places = read_header(path)
+        with open(path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped.madvise(mmap.MADV_RANDOM)  # else each cold row fetches its neighbours too: up to 8 MB on cloud disks
+        self._bytes = np.frombuffer(mapped, dtype=np.uint8)
+
+    def array(self, name: str) -> np.ndarray:
+        """The whole tensor; bf16 as uint16, which numpy does not know better."""
+        place = self.places[name]
+        dtype = np.dtype(_SAFETENSORS_DTYPES[place.dtype])
+        return self._bytes[place.start : place.end].view(dtype).reshape(place.shape)
+
+    def rows(self, name: str) -> np.ndarray:
+        """(n, bytes of a row) uint8."""
+        place = self.places[name]
+        return self._bytes[place.start : place.end].reshape(place.shape[0], -1)
+
+
+class LatentShards:
+    """Random access to the latents of one folder, or of the public file."""
+
+    def __init__(
+        self, path: Path, index: LatentIndex, *, labels: np.ndarray | None, constant_scale: float | None = None
+    ) -> None:
+        self.path = path
+        self.index = index
+        self.labels = labels
+        """(N,) integers, memory-mapped; None without labels."""
+        self._folder = path.parent if constant_scale is not None else path
+        self._constant_scale = constant_scale
+        counts = [shard.num_images for shard in index.shards]
+        self._ends = np.cumsum(counts)
+        self._starts = self._ends - counts
+        self._lock = threading.Lock()  # of what is filled in while reading; several threads may read
+        self._files: list[MappedFile | None] = [None] * len(counts)
+        self._rows: dict[str, list[np.ndarray | None]] = {}
+        self._scales = np.zeros((len(counts), index.latent_shape[0]), dtype=np.float32)
+        """(shards, C) of the shards mapped so far."""
+        _allow_open_files(len(counts))
+
+    @classmethod
+    def open(cls, path: str | Path) -> LatentShards:
+        """The latents of a folder that encoding.py finished, or of the public file.
+
+        Raises:
+            ConfigError: it holds none, was written by a newer version, or a shard is missing or cut short.
+        """
+        path = Path(path)
+        if path.is_file():
+            return _open_public(path)
+        index = read_index(path)
+        problem = next(iter(size_problems(path, index)), None)
+        if problem is not None:
+            raise option_error("dataset.root_dir", str(path), f"{problem}; {REPAIR}")
+        # asarray: the same map without the slow indexing of np.memmap
+        labels = np.asarray(_map_labels(path)) if index.class_names else None
+        return cls(path, index, labels=labels)
+
+    def __reduce__(self) -> Any:
+        # A loader worker that is not forked opens the files again: pickled maps would be copies of all latents.
+        return LatentShards.open, (self.path,)
+
+    def __len__(self) -> int:
+        return self.index.num_images
+
+    def read(self, indices: np.ndarray, flips: np.ndarray, *, with_logvar: bool = False) -> dict[str, Tensor]:
+        """Latents as they are stored, for `to_sample`.
+
+        Args:
+            indices: (B,) in [0, len).
+            flips: (B,) bool, whose mirrored image is wanted; all False where none are stored.
+            with_logvar: read the log-variance too.
+
+        Returns:
+            `latent` (B, C, h, w) bfloat16 or int8; beside int8 `latent_scale` (B, C) float32; `logvar` (B, C, h, w)
+            bfloat16.
+
+        Raises:
+            ConfigError: a shard is not what the index says.
+        """
+        assert self.index.flipped or not flips.any(), "no mirrored latents are stored"
+        assert self.index.posterior or not with_logvar, "no log-variance is stored"
+        shards = np.searchsorted(self._ends, indices, side="right")
+        rows = indices - self._starts[shards]
+        places = list(zip(shards.tolist(), rows.tolist(), flips.tolist(), strict=True))
+        batch = {"latent": self._gather("latents", places, _STORED_DTYPES[self.index.dtype][1])}
+        if self.index.dtype == "int8":
+            batch["latent_scale"] = torch.from_numpy(self._scales[shards])  # (B, C)
+        if with_logvar:
+            batch["logvar"] = self._gather("logvar", places, torch.bfloat16)
+        return batch
+
+    def _gather(self, name: str, places: list[tuple[int, int, bool]], dtype: torch.dtype) -> Tensor:
+        gathered = torch.empty(len(places), *self.index.latent_shape, dtype=dtype)
+        target = gathered.view(torch.uint8).numpy().reshape(len(places), -1)  # (B, bytes of a row)
+        plain, mirrored = self._rows_of(name), self._rows_of(f"{name}_flipped")
+        for position, (shard, row, flip) in enumerate(places):
+            rows = (mirrored if flip else plain)[shard]
+            if rows is None:
+                self._map(shard)
+                rows = cast(np.ndarray, (mirrored if flip else plain)[shard])
+            target[position] = rows[row]
+        return gathered
+
+    def _rows_of(self, name: str) -> list[np.ndarray | None]:
+        with self._lock:
+            if name not in self._rows:
+                self._rows[name] = [
+                    None if file is None or name not in file.places else file.rows(name) for file in self._files
+                ]
+            return self._rows[name]
+
+    def _map(self, shard: int) -> None:
+        """Map a shard when it is first read, and check that its tensors are those the index promises."""
+        with self._lock:
+            if self._files[shard] is None:
+                self._map_locked(shard)
+
+    def _map_locked(self, shard: int) -> None:
+        file = MappedFile(self._folder / self.index.shards[shard].file)
+        _check_tensors(file, self.index, num_images=self.index.shards[shard].num_images)
+        if self._constant_scale is not None:
+            self._scales[shard] = self._constant_scale
+        elif self.index.dtype == "int8":
+            self._scales[shard] = file.array("scale")
+        self._files[shard] = file
+        for name, rows in self._rows.items():
+            if name in file.places:
+                rows[shard] = file.rows(name)
+
+
+def to_sample(
+    raw: Mapping[str, Tensor], *, shift: Tensor, scale: Tensor, posterior_noise: Tensor | None = None
+) -> Tensor:
+    """Normalised latents of what `LatentShards.read` gave, computed on its device.
+
+    Args:
+        raw: `latent` (B, C, h, w), with `latent_scale` and `logvar` where there are.
+        shift, scale: (C,) float32 of the normalisation (z - shift) x scale.
+        posterior_noise: (B, C, h, w) float32 standard normal: a draw z = mean + exp(logvar / 2) x noise from the
+            encoder's posterior (Kingma and Welling 2014); without it z is the mean.
+
+    Returns:
+        (B, C, h, w) float32.
+    """
+    z = raw["latent"].float()
+    if "latent_scale" in raw:
+        z = z * raw["latent_scale"][:, :, None, None]
+    if posterior_noise is not None:
+        z = z + (raw["logvar"].float().clamp(*_LOGVAR_RANGE) / 2).exp() * posterior_noise
+    return (z - shift.to(z.device)[:, None, None]) * scale.to(z.device)[:, None, None]
+
+
+def size_problems(folder: Path, index: LatentIndex) -> list[str]:
+    """The files of a finished folder that are missing or of another size than the index says, one line each."""
+    expected = {shard.file: shard.bytes for shard in index.shards}
+    problems = []
+    for name, size in expected.items():
+        found = _size(folder / name)
+        if found is None:
+            problems.append(f"{name} is missing")
+        elif found != size:
+            problems.append(f"{name} has {found} bytes, not {size}")
+    if index.class_names:
+        problems += _label_file_problems(folder, index)
+    return problems
+
+
+def verify(folder: Path) -> list[str]:
+    """Read every byte of a folder: what is wrong with it, one line each; empty where all is right."""
+    if folder.is_file():
+        LatentShards.open(folder)
+        return []
+    try:
+        index = read_index(folder)
+    except ConfigError as error:
+        return [str(error)]
+    problems = [f"{folder}/{line}; {REPAIR}" for line in size_problems(folder, index)]
+    whole = [shard for shard in index.shards if _size(folder / shard.file) == shard.bytes]
+    for shard in whole:
+        if _sha256(folder / shard.file) != shard.sha256:
+            problems.append(
+                f"{folder / shard.file} is not what was encoded (its sha256 differs); delete it and {REPAIR}"
+            )
+    known = {INDEX_FILE, LABELS_FILE, LOCK_FILE, *(shard.file for shard in index.shards)}
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in known)
+    problems += [f"{folder / name} does not belong to these latents" for name in foreign]
+    if not problems:
+        problems += _label_problems(folder, index)
+    return problems
+
+
+def _open_public(path: Path) -> LatentShards:
+    """The public ImageNet file, described as if it had an index; statistics of evenly spaced samples."""
+    places = read_header(path)
+    latents, labels = places.get("latents"), places.get("labels")
+    is_public = (
+        latents is not None
+        and labels is not None
+        and (latents.dtype, len(latents.shape)) == ("I8", 4)
+        and labels.dtype in ("I16", "I32", "I64")
+        and labels.shape == latents.shape[:1]
+    )
+    if not is_public or latents is None:
+        found = ", ".join(f"{name} {place.dtype} {list(place.shape)}" for name, place in sorted(places.items()))
+        right = (
+            f"must hold int8 `latents` (N, C, h, w) and integer `labels` (N,), as {PUBLIC_FILE} does; it has {found}"
+        )
+        raise option_error("dataset.root_dir", str(path), right)
+    num_images, *latent_shape = latents.shape
+    if num_images == 0:
+        raise option_error("dataset.root_dir", str(path), "holds no latents")
+    label_array = MappedFile(path).array("labels")
+    mean, std = _public_statistics(path, latents)
+    shift, scale = standardizing(mean, std)
+    index = LatentIndex(
+        dataset=path.stem,
+        split="train",
+        num_source_images=num_images,
+        source=None,
+        image_size=(8 * latent_shape[1], 8 * latent_shape[2]),
+        crop="center",
+        autoencoder_name="cosmos-ci8x8",
+        autoencoder_path=None,
+        downsampling=8,
+        fingerprint=None,
+        image_channels=3,
+        autoencoder_dtype=None,
+        latent_shape=tuple(latent_shape),
+        dtype="int8",
+        flipped=False,
+        posterior=False,
+        shard_size=num_images,
+        class_names=tuple(f"class {label}" for label in range(int(label_array.max()) + 1)),
+        published_shift=None,
+        published_scale=None,
+        num_images=num_images,
+        num_skipped=0,
+        mean=mean,
+        std=std,
+        shift=shift,
+        scale=scale,
+        normalization="statistics",
+        shards=(
+            ShardRecord(
+                file=path.name, num_images=num_images, bytes=path.stat().st_size, sha256="", sum=(), sum_of_squares=()
+            ),
+        ),
+    )
+    return LatentShards(path, index, labels=label_array, constant_scale=PUBLIC_SCALE)
+
+
+def _public_statistics(path: Path, latents: TensorPlace) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(mean, std) of each channel over evenly spaced samples: all of them would take minutes to read."""
+    num_images, *shape = latents.shape
+    count = min(num_images, _PUBLIC_SAMPLES)
+    samples = np.empty((count, *shape), dtype=np.int8)
+    with open(path, "rb", buffering=0) as file:  # read, not mapped: a map would fetch the neighbours too
+        for number, sample in enumerate(samples):
+            file.seek(latents.start + number * num_images // count * sample.nbytes)
+            file.readinto(sample.data)
+    total, squares = channel_sums(samples)
+    values = count * math.prod(shape[1:])
+    return mean_and_std(total * PUBLIC_SCALE, squares * PUBLIC_SCALE**2, count=values)
+
+
+def _check_tensors(file: MappedFile, index: LatentIndex, *, num_images: int) -> None:
+    stored = _STORED_DTYPES[index.dtype][0]
+    shape = (num_images, *index.latent_shape)
+    expected = {"latents": (stored, shape)}
+    if index.flipped:
+        expected["latents_flipped"] = (stored, shape)
+    if index.posterior:
+        expected["logvar"] = ("BF16", shape)
+    if index.posterior and index.flipped:
+        expected["logvar_flipped"] = ("BF16", shape)
+    for name, described in expected.items():
+        place = file.places.get(name)
+        if place is None or (place.dtype, place.shape) != described:
+            raise ConfigError(f"{file.path} is not the shard that its index describes: {name} differs; {REPAIR}")
+
+
+def _map_labels(folder: Path) -> np.memmap:
+    """labels.npy as it is on the disk; np.load would also open archives and, asked to, pickles."""
+    return np.lib.format.open_memmap(folder / LABELS_FILE, mode="r")
+
+
+def _label_file_problems(folder: Path, index: LatentIndex) -> list[str]:
+    try:
+        labels = _map_labels(folder)
+    except FileNotFoundError:
+        return [f"{LABELS_FILE} is missing"]
+    except (OSError, ValueError, OverflowError):
+        return [f"{LABELS_FILE} is damaged"]
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        return [f"{LABELS_FILE} holds {labels.dtype} {list(labels.shape)}, not a list of integers"]
+    if labels.shape != (index.num_images,):
+        return [f"{LABELS_FILE} has {len(labels)} labels, not {index.num_images}"]
+    return []
+
+
+def _label_problems(folder: Path, index: LatentIndex) -> list[str]:
+    """Where labels.npy and the shards disagree, or a label has no class; the files are whole."""
+    if not index.class_names:
+        return []
+    labels = _map_labels(folder)
+    in_shards = np.concatenate([MappedFile(folder / shard.file).array("labels") for shard in index.shards])
+    if not np.array_equal(labels, in_shards):
+        return [f"{folder / LABELS_FILE} differs from the labels in the shards; delete it and {REPAIR}"]
+    if not 0 <= labels.min() <= labels.max() < len(index.class_names):
+        return [f"{folder / LABELS_FILE} has labels outside 0 to {len(index.class_names) - 1}, its classes"]
+    return []
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _allow_open_files(count: int) -> None:
+    """Each memory map holds a file descriptor; many shards need more than the usual limit of 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

@@ -1,0 +1,291 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A folder of latents while it is written: shards, their records, and the index at the end.
+
+Notable:
+- a shard is written beside, synced and renamed, then its record `shard-00000.json` in the same way; only a shard
+  with a record counts. What was written stays, whatever stops the run;
+- the rank that finds all records there writes labels and index, the index last, and clears the rest away;
+- a finished folder that lost a shard is taken back to its records, and the next run fills the gap.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchditan.config.options import ConfigError, option_error
+from torchditan.config.trajectory import flatten_tree
+from torchditan.latents.index import (
+    INDEX_FILE,
+    SETTINGS_FILE,
+    Encoding,
+    LatentIndex,
+    ShardRecord,
+    channel_sums,
+    encoding_from_json,
+    encoding_to_json,
+    index_to_json,
+    mean_and_std,
+    read_index,
+    record_from_json,
+    record_to_json,
+    standardizing,
+)
+from torchditan.latents.shards import LABELS_FILE, LOCK_FILE, MappedFile, size_problems
+from torchditan.run.directory import write_file
+
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Shard(NamedTuple):
+    """The content of one shard before it is serialised."""
+
+    tensors: dict[str, Tensor]
+    skipped: tuple[tuple[int, str], ...]
+
+
+class LatentWriter:
+    """One folder of latents while it is written: its settings, its shards' records, and at the end its index."""
+
+    def __init__(self, folder: Path, encoding: Encoding) -> None:
+        self.folder = folder
+        self.encoding = encoding
+        self.num_shards = -(-encoding.num_source_images // encoding.shard_size)
+
+    def open(self) -> None:
+        """Take the folder, or go on with what is there; a finished one that lost shards is opened up again.
+
+        Raises:
+            ConfigError: it holds latents of other settings, or other files, or cannot be written. Nothing is changed.
+        """
+        if not (self.folder / INDEX_FILE).exists() and not (self.folder / SETTINGS_FILE).exists():
+            self._refuse_other_files()
+            _write(self.folder / SETTINGS_FILE, _to_json(encoding_to_json(self.encoding)))
+        with self._lock():
+            if not (self.folder / INDEX_FILE).exists():
+                self._refuse_other(self._read_settings())
+                return
+            index = read_index(self.folder)
+            self._refuse_other(index)
+            if size_problems(self.folder, index):
+                self._reopen(index)
+            else:
+                self._clear()
+
+    def missing(self) -> list[int]:
+        """Numbers of the shards that are still to be written; none in a finished folder."""
+        with self._lock():  # the rank that finishes clears the records away
+            if (self.folder / INDEX_FILE).exists():
+                return []
+            return [number for number in range(self.num_shards) if self._record(number) is None]
+
+    def write(self, number: int, shard: Shard) -> None:
+        """Write a shard, then its record; a shard without a record does not count.
+
+        Raises:
+            ConfigError: the disk is full, or the latents are not finite. The shards before it stay.
+        """
+        from safetensors.torch import save
+
+        path = self.folder / shard_file(number)
+        for stale in self.folder.glob(f".{path.stem}.*.partial"):  # of a run that was killed
+            stale.unlink()
+        self._record_path(number).unlink(missing_ok=True)
+        data = save(shard.tensors)
+        record = _describe(path.name, shard, data)
+        _write(path, data)
+        _write(self._record_path(number), _to_json(record_to_json(record)))
+
+    def finalise(self) -> LatentIndex | None:
+        """Write labels and index where every shard is there, else None: other ranks still work on theirs.
+
+        Raises:
+            ConfigError: not one image could be read.
+        """
+        with self._lock():
+            if (self.folder / INDEX_FILE).exists():
+                self._clear()
+                return read_index(self.folder)
+            records = [self._record(number) for number in range(self.num_shards)]
+            if None in records:
+                return None
+            index = self._summarise(tuple(cast(list[ShardRecord], records)))
+            if index.class_names:
+                _write(self.folder / LABELS_FILE, self._labels(index))
+            _write(self.folder / INDEX_FILE, _to_json(index_to_json(index)))
+            self._clear()
+            return index
+
+    def _summarise(self, records: tuple[ShardRecord, ...]) -> LatentIndex:
+        encoding = self.encoding
+        num_images = sum(record.num_images for record in records)
+        skipped = [entry for record in records for entry in record.skipped]
+        if num_images == 0:
+            right = f"has no readable image among {len(skipped)}; {skipped[0][1]}"
+            raise option_error("dataset.dataset_name", encoding.dataset, right)
+        _, height, width = encoding.latent_shape
+        mean, std = mean_and_std(
+            np.sum([record.sum for record in records], axis=0),
+            np.sum([record.sum_of_squares for record in records], axis=0),
+            count=num_images * (2 if encoding.flipped else 1) * height * width,
+        )
+        shift, scale = standardizing(mean, std)
+        is_published = encoding.published_shift is not None and encoding.published_scale is not None
+        return LatentIndex(
+            **vars(encoding),
+            num_images=num_images,
+            num_skipped=len(skipped),
+            mean=mean,
+            std=std,
+            shift=encoding.published_shift or shift,
+            scale=encoding.published_scale or scale,
+            normalization="published" if is_published else "statistics",
+            shards=records,
+        )
+
+    def _labels(self, index: LatentIndex) -> bytes:
+        labels = np.concatenate([MappedFile(self.folder / shard.file).array("labels") for shard in index.shards])
+        buffer = io.BytesIO()
+        np.save(buffer, labels.astype(np.int32))
+        return buffer.getvalue()
+
+    def _record(self, number: int) -> ShardRecord | None:
+        """The record of a shard that is there in its whole size; a damaged one does not count."""
+        try:
+            record = record_from_json(json.loads(self._record_path(number).read_bytes()))
+            size = (self.folder / record.file).stat().st_size
+        except (FileNotFoundError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+            return None
+        return record if size == record.bytes else None
+
+    def _record_path(self, number: int) -> Path:
+        return (self.folder / shard_file(number)).with_suffix(".json")
+
+    def _reopen(self, index: LatentIndex) -> None:
+        """Back to the state before the index: settings and records, from which a run writes what is missing."""
+        _write(self.folder / SETTINGS_FILE, _to_json(encoding_to_json(index)))
+        for number, record in enumerate(index.shards):
+            _write(self._record_path(number), _to_json(record_to_json(record)))
+        (self.folder / INDEX_FILE).unlink()
+
+    def _clear(self) -> None:
+        """Remove what a finished folder does not need, and what killed runs left."""
+        leftovers = [self._record_path(number) for number in range(self.num_shards)]
+        for path in [*leftovers, self.folder / SETTINGS_FILE, *self.folder.glob(".*.partial")]:
+            path.unlink(missing_ok=True)
+
+    def _read_settings(self) -> Encoding:
+        path = self.folder / SETTINGS_FILE
+        try:
+            values = json.loads(path.read_bytes())
+        except (ValueError, RecursionError):
+            values = None
+        return encoding_from_json(values, where=path)
+
+    def _refuse_other(self, stored: Encoding) -> None:
+        there, here = (flatten_tree(encoding_to_json(encoding)) for encoding in (stored, self.encoding))
+        differing = [
+            f"{key} is {_shown(there[key])} there and {_shown(here[key])} here"
+            for key in here
+            if there[key] != here[key]
+        ]
+        if differing:
+            raise ConfigError(
+                f"{self.folder} holds latents with other settings: {'; '.join(differing)}. "
+                "Use its settings to go on with it, else another folder"
+            )
+
+    def _refuse_other_files(self) -> None:
+        names = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
+        is_ours = SETTINGS_FILE in names or INDEX_FILE in names  # another rank has begun
+        if not is_ours and any(not name.startswith(".") for name in names):
+            raise ConfigError(f"{self.folder} holds other files; latents need a folder of their own")
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """One rank at a time. Without locks on the file system, ranks that finish together write the same bytes."""
+        path = self.folder / LOCK_FILE
+        try:
+            path.touch()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+        with open(path, "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                    raise
+            try:
+                yield
+            finally:
+                if (self.folder / INDEX_FILE).exists():
+                    path.unlink(missing_ok=True)
+
+
+def shard_file(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
+def _describe(file: str, shard: Shard, data: bytes) -> ShardRecord:
+    """The record of a serialised shard.
+
+    Raises:
+        ConfigError: its latents are not finite.
+    """
+    tensors = shard.tensors
+    total, squares = np.zeros((2, tensors["latents"].shape[1]))  # (C,) float64 each
+    for name in ("latents", "latents_flipped"):
+        if name in tensors:
+            stored = tensors[name]
+            bits = stored if stored.dtype == torch.int8 else stored.view(torch.uint16)
+            part = channel_sums(bits.numpy())
+            total, squares = total + part[0], squares + part[1]
+    if "scale" in tensors:
+        scale = tensors["scale"].double().numpy()
+        total, squares = total * scale, squares * scale**2
+    logvars = [tensors[name] for name in ("logvar", "logvar_flipped") if name in tensors]
+    if not np.isfinite([total, squares]).all() or not all(bool(logvar.isfinite().all()) for logvar in logvars):
+        right = "the autoencoder gives numbers that are not finite; float32 may help"
+        raise option_error("autoencoder.dtype", None, right)
+    return ShardRecord(
+        file=file,
+        num_images=len(tensors["index"]),
+        bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        sum=tuple(total.tolist()),
+        sum_of_squares=tuple(squares.tolist()),
+        skipped=shard.skipped,
+    )
+
+
+def _write(path: Path, data: bytes) -> None:
+    """`write_file`, with one line for what a disk does to a long job."""
+    try:
+        write_file(path, data)
+    except OSError as error:
+        if error.errno in _DISK_IS_FULL:
+            raise ConfigError(
+                f"the disk is full: {path} cannot be written ({error.strerror}); make room and rerun the same command, "
+                "the shards that are whole stay"
+            ) from None
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _to_json(values: dict[str, Any]) -> bytes:
+    return (json.dumps(values, indent=1, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,68 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Exponential moving average of the weights, in float32, sharded as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchditan.checkpoint.model_state import saved_parameters
+from torchditan.distributed.parallelize import drop_gathered_weights
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class EMA:
+    """average <- decay average + (1 - decay) weights, with decay min(decay, (1 + n) / (10 + n)) while warming up."""
+
+    def __init__(self, model: nn.Module, *, decay: float, warmup: bool = True, only_trained: bool = False) -> None:
+        self.model = model
+        self.decay = decay
+        self.warmup = warmup
+        self.parameters = saved_parameters(model, only_trained=only_trained)
+        self.average = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def decay_at(self, step: int) -> float:
+        """Decay of this step (1 is the first)."""
+        return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after this optimizer step."""
+        averages = [local_tensor(average) for average in self.average.values()]
+        weights = [local_tensor(parameter.detach()) for parameter in self.parameters.values()]
+        torch._foreach_lerp_(averages, weights, 1 - self.decay_at(step))
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin again with the weights as they are now."""
+        for name, parameter in self.parameters.items():
+            local_tensor(self.average[name]).copy_(local_tensor(parameter.detach()))
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The model computes with the averaged weights inside; afterwards its own are back, to the bit."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, parameter in self.parameters.items():
+            weight, average = local_tensor(parameter.detach()), local_tensor(self.average[name])
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+        drop_gathered_weights(self.model)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.average

@@ -1,0 +1,283 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Optimizers by groups of parameters, the learning rate as a function of the step, and gradient clipping.
+
+An optimizer is a function from the `[optimizer]` options to a list of `ParameterGroup`, and a line in
+`registry.OPTIMIZERS` (docs/extending.md). Weight decay, saving, resuming and the planner follow from the groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchditan.config.options import LRScheduler, option_error
+from torchditan.config.options import Optimizer as OptimizerConfig
+from torchditan.registry import OPTIMIZERS, registered
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters, and the optimizer that updates them."""
+
+    optimizer: Callable[..., torch.optim.Optimizer]
+    """A class of torch.optim, or what is called like one: (parameters or groups of them, **options)."""
+    options: dict[str, Any]
+    """Its options. Where `weight_decay` is one of them, norms, biases and embeddings are not decayed."""
+    takes: Callable[[str, torch.Tensor], bool] = lambda name, parameter: True
+    """Whether a parameter (its name and full shape) belongs here; the first group that takes it has it."""
+    lr_scale: float = 1.0
+    """Learning rate of the group, as a multiple of that of the run."""
+    state_bytes: Callable[[tuple[int, ...]], int] | None = None
+    """Bytes of the state of a parameter, or of a rank's shard of it, by its shape, for the planner.
+    None: the planner builds the state of each shape on the meta device and counts."""
+
+
+def parameter_groups(config: OptimizerConfig) -> list[ParameterGroup]:
+    """The groups of the optimizer that `optimizer.name` names."""
+    groups: list[ParameterGroup] = registered(OPTIMIZERS, config.name)(config)
+    return groups
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of the trainable parameters; several where its groups have several (`OptimizerParts`).
+
+    Raises:
+        ConfigError: it needs a library that is not installed.
+    """
+    groups = parameter_groups(config)
+    members: list[dict[str, nn.Parameter]] = [{} for _ in groups]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            members[_group_of(groups, name, parameter)][name] = parameter
+    no_decay = parameters_without_decay(model)
+    parts = [
+        _build_part(group, parameters, no_decay)
+        for group, parameters in zip(groups, members, strict=True)
+        if parameters
+    ]
+    return parts[0] if len(parts) == 1 else OptimizerParts(parts)
+
+
+def _group_of(groups: list[ParameterGroup], name: str, parameter: torch.Tensor) -> int:
+    found = next((number for number, group in enumerate(groups) if group.takes(name, parameter)), None)
+    assert found is not None, f"no group of the optimizer takes {name} {tuple(parameter.shape)}"
+    return found
+
+
+def _build_part(
+    group: ParameterGroup, parameters: dict[str, nn.Parameter], no_decay: set[str]
+) -> torch.optim.Optimizer:
+    decayed = [parameter for name, parameter in parameters.items() if name not in no_decay]
+    plain = [parameter for name, parameter in parameters.items() if name in no_decay]
+    options = dict(group.options)
+    if "weight_decay" not in options:
+        decayed, plain = [*parameters.values()], []
+    split: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+    if (decay := options.pop("weight_decay", None)) is not None:
+        split[0]["weight_decay"] = decay
+    split = [part for part in split if part["params"]]
+    if group.lr_scale != 1:  # a key in every group would make earlier checkpoints incomplete
+        for part in split:
+            part["lr_scale"] = group.lr_scale
+    return group.optimizer(split, **options)
+
+
+class OptimizerParts(torch.optim.Optimizer):
+    """Several optimizers as one, each with parameters of its own."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        # Not `Optimizer.__init__`, which would make groups of its own.
+        self.parts = parts
+        self.defaults = {"fused": all(part.defaults.get("fused") for part in parts)}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Of all parts; a part that loads a checkpoint replaces its own."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self.parts:
+            if self.defaults["fused"]:  # set by DivergenceGuard, read by the fused kernels
+                setattr(part, "found_inf", getattr(self, "found_inf", None))  # noqa: B010
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
+def optimizer_parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that an optimizer consists of: often itself alone."""
+    return optimizer.parts if isinstance(optimizer, OptimizerParts) else [optimizer]
+
+
+def optimizer_state_bytes(config: OptimizerConfig, parameters: Iterable[tuple[str, tuple[int, ...], int]]) -> int:
+    """Bytes of the optimizer's state on one rank, once every parameter was updated.
+
+    Args:
+        config: the `[optimizer]` options.
+        parameters: (name, full shape, rows of dimension 0 that this rank holds) of every trained parameter.
+    """
+    return _state_bytes(OPTIMIZERS[config.name], dataclasses.astuple(config), tuple(parameters))
+
+
+@functools.lru_cache(maxsize=256)
+def _state_bytes(place: str, options: tuple[Any, ...], parameters: tuple[tuple[str, tuple[int, ...], int], ...]) -> int:
+    """`place` is where the registry finds the optimizer, so that another one of the same name is counted anew."""
+    groups = parameter_groups(OptimizerConfig(*options))
+    counted: dict[tuple[int, tuple[int, ...]], int] = {}
+    total = 0
+    for name, shape, rows in parameters:
+        number = _group_of(groups, name, torch.empty(shape, device="meta"))
+        key = number, (rows, *shape[1:])
+        if key not in counted:
+            count = groups[number].state_bytes or functools.partial(_state_bytes_on_meta, groups[number])
+            counted[key] = count(key[1])
+        total += counted[key]
+    return total
+
+
+def _state_bytes_on_meta(group: ParameterGroup, shape: tuple[int, ...]) -> int:
+    """Bytes of the tensors that a first update leaves in the optimizer's state."""
+    parameter = nn.Parameter(torch.empty(shape, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    options = {name: value for name, value in group.options.items() if name != "fused"}  # a kernel of real devices
+    optimizer = group.optimizer([parameter], **options)
+    optimizer.step()
+    tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def adamw(config: OptimizerConfig) -> list[ParameterGroup]:
+    """AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101), fused."""
+    return [ParameterGroup(torch.optim.AdamW, {**_adam_options(config), "fused": True})]
+
+
+def _adam_options(config: OptimizerConfig) -> dict[str, Any]:
+    return {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+
+
+def adamw_8bit(config: OptimizerConfig) -> list[ParameterGroup]:
+    """torchao's, whose moments are 8-bit in blocks of 256 with a scale each (Dettmers et al. 2022, arXiv 2110.02861).
+
+    Moments of tensors, or of a rank's shards of them, that have under 4096 elements or no whole number of blocks stay
+    float32. It compiles one update per shape of parameter, which makes the first step slow.
+
+    Checkpoints hold the 8-bit moments, to the bit; they load on other meshes where the shards end with a block there
+    too, as those of published models do.
+    """
+    return [ParameterGroup(_sharded_adamw_8bit, _adam_options(config), state_bytes=_state_bytes_of_8_bits)]
+
+
+def _state_bytes_of_8_bits(shape: tuple[int, ...]) -> int:
+    """Two moments of bytes, a scale for every 256 of them and a table of 256 values each; and the step."""
+    size, float32 = math.prod(shape), 4
+    if size < 4096 or size % 256:
+        return 2 * float32 * size + float32
+    return 2 * (size + float32 * (size // 256) + float32 * 256) + float32
+
+
+def _sharded_adamw_8bit(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError:
+        raise option_error("optimizer.name", "AdamW8bit", "needs torchao; pip install 'torchditan[float8]'") from None
+
+    class ShardedAdamW8bit(AdamW8bit):
+        def step(self, closure: Any = None) -> Any:
+            # AOTAutograd's cache on disk is keyed by the global shape of a sharded parameter. Ranks whose shards have
+            # different sizes would load each other's graphs. Inductor's own cache is keyed by the local shapes.
+            with torch._functorch.config.patch(enable_autograd_cache=False):
+                return super().step(closure)
+
+    optimizer: torch.optim.Optimizer = ShardedAdamW8bit(parameters, **options)
+
+    def as_tensors(*_: Any) -> None:
+        # A number would be compiled into the update, once for each learning rate; torchao refuses it.
+        for group in optimizer.param_groups:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
+
+    optimizer.register_step_pre_hook(as_tensors)
+    return optimizer
+
+
+def parameters_without_decay(model: nn.Module) -> set[str]:
+    """Names of the vectors (norms and biases), embedding tables and position or token embeddings of a model."""
+    tables = {
+        f"{name}.weight" if name else "weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+    }
+    owned_by_layers = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d)
+        for parameter in module.parameters(recurse=False)
+    }
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if name in tables or parameter.dim() < 2 or id(parameter) not in owned_by_layers
+    }
+
+
+def learning_rate(step: int, *, steps: int, peak: float, config: LRScheduler) -> float:
+    """Learning rate of a step.
+
+    Args:
+        step: 1 for the first optimizer step.
+        steps: steps of the whole run.
+        peak: learning rate after warmup.
+        config: linear warmup over `warmup_steps`, then the schedule; `wsd` stays constant and falls
+            linearly over the last `decay_ratio` of all steps (Hu et al. 2024, arXiv 2404.06395).
+            A decay reaches its minimum one step after the run, since a last step with rate 0 learns nothing;
+            with `decay_until` "last_step" at the last step.
+    """
+    warmup = config.warmup_steps
+    if step <= warmup:
+        return peak * step / warmup
+    start = warmup
+    if config.schedule == "wsd":
+        start = max(warmup, round(steps * (1 - config.decay_ratio)))
+    end = steps + 1 if config.decay_until == "after_last_step" else steps
+    progress = min(1.0, max(0, step - start) / max(1, end - start))
+    decay = {
+        "constant": 1.0,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
+        "wsd": 1 - progress,
+    }[config.schedule]
+    return peak * (config.min_lr_factor + (1 - config.min_lr_factor) * decay)
+
+
+def clip_grad_norm(parameters: list[nn.Parameter], *, max_norm: float) -> torch.Tensor:
+    """Clip the gradients to a global norm over all ranks, on the device.
+
+    Args:
+        parameters: those with gradients.
+        max_norm: 0 measures and does not clip.
+
+    Returns:
+        The norm before clipping, a scalar; not finite where any gradient of any rank is not.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+    return norm

@@ -1,0 +1,84 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The devices the planner knows: memory, peaks and links, as their datasheets have them.
+
+Notable: bfloat16 peaks are those of flops.py. `links` between the devices of a node are NVLink, Infinity Fabric or
+PCIe, per device and direction. Networks are no property of a device: 400 Gb/s per device where the maker's own 8-way
+systems have it, 200 Gb/s beside an A100, 100 Gb/s beside PCIe cards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchditan.config.options import did_you_mean, option_error
+from torchditan.models.flops import peak_flops
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str
+    driver_name: str
+    """As the driver reports it, and flops.py lists its peak."""
+    memory_gib: float
+    float32_tflops: float
+    """Dense matrix products in float32, as torch computes them by default (no TF32)."""
+    has_float8: bool
+    memory_gb_per_s: float
+    link_gb_per_s: float
+    """To other devices of the node, per device and direction."""
+    devices_per_node: int
+    network_gb_per_s: float
+    """To other nodes, per device and direction."""
+    workspace_mib: float = 8.125
+    """cuBLAS's, taken from the allocator."""
+
+    @property
+    def bfloat16_flops(self) -> float:
+        peak = peak_flops(self.driver_name)
+        assert peak is not None
+        return peak
+
+    @property
+    def float32_flops(self) -> float:
+        return self.float32_tflops * 1e12
+
+
+# name, driver's name, GiB, float32 TFLOP/s, float8, memory GB/s, link GB/s, devices per node, network GB/s, cuBLAS MiB
+_TABLE = (
+    Device("a100-40gb", "NVIDIA A100-SXM4-40GB", 40, 19.5, False, 1555, 300, 8, 25),
+    Device("a100-80gb", "NVIDIA A100-SXM4-80GB", 80, 19.5, False, 2039, 300, 8, 25),
+    Device("a100-40gb-pcie", "NVIDIA A100-PCIE-40GB", 40, 19.5, False, 1555, 32, 8, 12.5),
+    Device("a100-80gb-pcie", "NVIDIA A100 80GB PCIe", 80, 19.5, False, 1935, 32, 8, 12.5),
+    Device("a40", "NVIDIA A40", 48, 37.4, False, 696, 32, 8, 12.5),
+    Device("l4", "NVIDIA L4", 24, 30.3, True, 300, 32, 8, 12.5),
+    Device("l40s", "NVIDIA L40S", 48, 91.6, True, 864, 32, 8, 12.5),
+    Device("h100", "NVIDIA H100 80GB HBM3", 80, 67, True, 3350, 450, 8, 50, 32),
+    Device("h100-pcie", "NVIDIA H100 PCIe", 80, 51, True, 2000, 64, 8, 12.5, 32),
+    Device("h100-nvl", "NVIDIA H100 NVL", 94, 60, True, 3900, 64, 8, 12.5, 32),
+    Device("h200", "NVIDIA H200", 140, 67, True, 4800, 450, 8, 50, 32),
+    Device("h20", "NVIDIA H20", 96, 44, True, 4000, 450, 8, 50, 32),
+    Device("gh200", "NVIDIA GH200 480GB", 96, 67, True, 4000, 50, 1, 50, 32),
+    Device("b200", "NVIDIA B200", 179, 75, True, 7700, 900, 8, 50, 32),
+    Device("gb200", "NVIDIA GB200", 184, 80, True, 8000, 900, 72, 50, 32),
+    Device("mi250x", "AMD Instinct MI250X", 64, 47.9, False, 1638, 100, 8, 12.5),
+    Device("mi300x", "AMD Instinct MI300X", 192, 163.4, True, 5300, 448, 8, 50),
+    Device("mi325x", "AMD Instinct MI325X", 256, 163.4, True, 6000, 448, 8, 50),
+    Device("rtx4090", "NVIDIA GeForce RTX 4090", 24, 82.6, True, 1008, 32, 8, 12.5),
+)
+DEVICES = {device.name: device for device in _TABLE}
+
+
+def device_named(name: str) -> Device:
+    """The device of this short name, or of this name as the driver reports it.
+
+    Raises:
+        ConfigError: neither is known.
+    """
+    for device in _TABLE:
+        if name.lower() == device.name or name == device.driver_name:
+            return device
+    known = [*DEVICES, "cpu"]
+    same_chip = [known_name for known_name in known if name and known_name.startswith(name.lower())]
+    hint = f"; did you mean {' or '.join(same_chip)}?" if same_chip else did_you_mean(name, known)
+    right = f"the planner knows {', '.join(known)}{hint}"
+    raise option_error("--device", name, right)

@@ -1,0 +1,336 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Memory of one device over a training step: model state by arithmetic, the rest laid along the traced step.
+
+Notable:
+- `fully_shard` cuts dimension 0 into equal chunks and pads the last ones: the first rank holds the most, and a
+  parameter with few rows (the sin-cos table has one) is gathered with all its padding;
+- what is gathered and reduced, and when it is let go of, follows FSDP2 of torch 2.11 to 2.13 under parallelize.py:
+  one block and the next one's all-gather at a time where there are shards or frozen weights, else everything from
+  forward to backward; gradients are reduced in float32 through a copy that the next block's reduction lets go of;
+- the optimizer's state is counted from what it makes on the meta device, or declares (optim.py);
+- the optimizer, clipping and EMA work in place: the optimizer step is never the peak;
+- frozen weights have no gradient and no moments, and are stored in their own dtype; int8 ones are gathered as int8.
+
+All sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from torchditan.config.options import Optimizer
+from torchditan.models.spec import ModelSpec
+from torchditan.optim.optimizers import optimizer_state_bytes
+from torchditan.planner.trace import StepTrace
+
+FLOAT32 = 4
+_ADAMW = Optimizer()
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter, by its full shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_trained: bool
+    itemsize: int = FLOAT32
+    """Bytes of an element at rest."""
+    is_floating_point: bool = True
+    """Gathered in the precision of the run; others (int8) as they are."""
+
+    def gathered_itemsize(self, param_bytes: int) -> int:
+        return param_bytes if self.is_floating_point else self.itemsize
+
+    def padded(self, num_shards: int) -> int:
+        """Elements when gathered: `num_shards` equal chunks of dimension 0."""
+        return num_shards * math.ceil(self.shape[0] / num_shards) * math.prod(self.shape[1:])
+
+    def local(self, num_shards: int, rank: int) -> int:
+        """Elements of one rank's shard; the last ranks may have fewer, or none."""
+        return self.rows(num_shards, rank) * math.prod(self.shape[1:])
+
+    def rows(self, num_shards: int, rank: int) -> int:
+        """Rows of dimension 0 in one rank's shard."""
+        chunk = math.ceil(self.shape[0] / num_shards)
+        return min(chunk, max(0, self.shape[0] - rank * chunk))
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of a model in the units that FSDP gathers and reduces: each block, and the rest."""
+
+    blocks: list[list[Weight]]
+    root: list[Weight]
+    buffer_bytes: int = 0
+    """Tables of positions and the like, whole on every rank."""
+
+    @property
+    def all(self) -> list[Weight]:
+        return [*self.root, *(tensor for block in self.blocks for tensor in block)]
+
+
+def model_parameters(spec: ModelSpec) -> Parameters:
+    with torch.device("meta"):
+        model = spec.build()
+    in_blocks = [{id(parameter) for parameter in block.parameters()} for block in spec.blocks(model)]
+    blocks: list[list[Weight]] = [[] for _ in in_blocks]
+    root: list[Weight] = []
+    for name, parameter in model.named_parameters():
+        tensor = Weight(
+            name,
+            tuple(parameter.shape),
+            parameter.requires_grad,
+            itemsize=parameter.element_size(),
+            is_floating_point=parameter.is_floating_point(),
+        )
+        owners = [i for i, ids in enumerate(in_blocks) if id(parameter) in ids]
+        (blocks[owners[0]] if owners else root).append(tensor)
+    buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    return Parameters(blocks=blocks, root=root, buffer_bytes=buffer_bytes)
+
+
+def model_state(
+    parameters: Parameters,
+    *,
+    num_shards: int,
+    shard_rank: int = 0,
+    ema: Literal["none", "all", "trained"] = "all",
+    optimizer: Optimizer = _ADAMW,
+) -> dict[str, int]:
+    """Bytes of one rank's local tensors: parameters, gradients, the optimizer's state, EMA.
+
+    Args:
+        parameters: of the model.
+        num_shards: ranks the parameters are sharded over, 1 in DDP.
+        shard_rank: which of them; the first has the most.
+        ema: weights that there is an average of.
+        optimizer: its options.
+    """
+    sizes = {tensor: tensor.local(num_shards, shard_rank) for tensor in parameters.all}
+    trained = [tensor for tensor in sizes if tensor.is_trained]
+    return {
+        "parameters": sum(tensor.itemsize * size for tensor, size in sizes.items()),
+        "gradients": FLOAT32 * sum(sizes[tensor] for tensor in trained),
+        "optimizer": optimizer_state_bytes(
+            optimizer, [(tensor.name, tensor.shape, tensor.rows(num_shards, shard_rank)) for tensor in trained]
+        ),
+        "ema": sum(tensor.itemsize * size for tensor, size in sizes.items() if ema == "all" or tensor.is_trained)
+        if ema != "none"
+        else 0,
+    }
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of the run's settings decides memory, besides the model and the batch."""
+
+    num_shards: int
+    num_replicas: int
+    param_bytes: int
+    """Bytes of a gathered parameter and of its gradient."""
+    reduce_bytes: int
+    """Bytes of a gradient while it is reduced."""
+    num_micro_batches: int
+    ema: Literal["none", "all", "trained"]
+    """Weights that there is an average of."""
+    cpu_offload: bool
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True)
+class Instant:
+    """A moment of the step, and what is on the device then."""
+
+    label: str
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Bytes of one communication unit on one rank."""
+
+    gathered: int
+    gradient: int
+    """Unsharded, in the parameters' dtype."""
+    reduced: int
+    """Input of the reduction: unsharded, in the dtype of the reduction."""
+    shard: int
+    """The float32 gradient that is left."""
+
+
+def _unit(tensors: Sequence[Weight], layout: Layout) -> _Unit:
+    trained = sum(tensor.padded(layout.num_shards) for tensor in tensors if tensor.is_trained)
+    return _Unit(
+        gathered=sum(
+            tensor.gathered_itemsize(layout.param_bytes) * tensor.padded(layout.num_shards) for tensor in tensors
+        ),
+        gradient=layout.param_bytes * sum(math.prod(tensor.shape) for tensor in tensors if tensor.is_trained),
+        reduced=layout.reduce_bytes * trained,
+        shard=FLOAT32 * trained // layout.num_shards,
+    )
+
+
+def timeline(
+    parameters: Parameters,
+    traces: Sequence[StepTrace],
+    layout: Layout,
+    *,
+    batch_size: int,
+    batch_bytes: float,
+    workspace: float,
+) -> list[Instant]:
+    """The moments of the last micro-batch that can be the peak, in order.
+
+    Args:
+        parameters: of the model.
+        traces: the step of a model with blocks like the i-th, for each block i; often all the same.
+        layout: sharding and precision.
+        batch_size: images in a micro-batch.
+        batch_bytes: the batch and its noise.
+        workspace: what the libraries of the device hold from the allocator.
+    """
+    step = _Step(parameters, layout, batch_bytes=batch_bytes, workspace=workspace)
+    step.forward(traces, batch_size)
+    step.backward(traces, batch_size)
+    step.update()
+    return step.instants
+
+
+class _Step:
+    """A step that records its moments while its three parts are called in order."""
+
+    def __init__(self, parameters: Parameters, layout: Layout, *, batch_bytes: float, workspace: float) -> None:
+        self.instants: list[Instant] = []
+        self.kept = 0.0
+        """Activations that wait for the backward pass."""
+        self.layout = layout
+        self.blocks = [_unit(block, layout) for block in parameters.blocks]
+        self.root = _unit(parameters.root, layout)
+        state = dict.fromkeys(("parameters", "gradients", "optimizer", "ema"), 0)
+        if not layout.cpu_offload:
+            state = model_state(parameters, num_shards=layout.num_shards, ema=layout.ema, optimizer=layout.optimizer)
+        self.constant: dict[str, float] = {name: state[name] for name in ("parameters", "optimizer", "ema")}
+        self.constant |= {"buffers": parameters.buffer_bytes, "batch": batch_bytes, "libraries": workspace}
+        has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in block)
+        self.is_resharded = layout.num_shards > 1 or has_frozen  # as parallelize.py decides it
+
+    def forward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
+        embed, head = traces[0].embed, traces[-1].head
+        self._add("forward, embedders", gathered=self.root.gathered, working=embed.peak(batch_size))
+        self.kept += embed.left(batch_size)
+        for i, trace in enumerate(traces):
+            label = f"block {i + 1} of {len(self.blocks)}"
+            if self.is_resharded:
+                self._add(f"gathering of {label}", gathered=self._gathered_in_gather(i))
+            working = trace.forward.peak(batch_size)
+            self._add(f"forward of {label}", gathered=self._gathered_in_forward(i), working=working)
+            self.kept += trace.forward.left(batch_size)
+        gathered = self._gathered_in_backward(len(self.blocks), own=False)
+        self._add("final layer and loss", gathered=gathered, working=head.peak(batch_size))
+        self.kept += head.left(batch_size)
+
+    def backward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
+        reduction = 0  # the input of the last block's, which the next one lets go of
+        for i, block in reversed(list(enumerate(self.blocks))):
+            label = f"block {i + 1} of {len(self.blocks)}"
+            self._add(
+                f"backward of {label}",
+                gathered=self._gathered_in_backward(i),
+                working=traces[i].backward.peak(batch_size),
+                first_reduced=i + 1,
+                reduction=reduction,
+            )
+            self.kept += traces[i].backward.left(batch_size)
+            reduction = block.reduced
+            self._add(
+                f"reduction of {label}",
+                gathered=self._gathered_in_backward(i, own=False),
+                working=self._working_in_reduction(block),
+                first_reduced=i + 1,
+                reduction=reduction,
+            )
+        self._add(
+            "backward of the embedders",
+            gathered=self.root.gathered,
+            working=traces[0].tail.peak(batch_size),
+            first_reduced=0,
+            reduction=reduction,
+        )
+        self.kept += traces[0].tail.left(batch_size)
+        self._add("reduction of the rest", gathered=0, first_reduced=0, reduction=self.root.reduced)
+
+    def update(self) -> None:
+        self.kept = 0.0
+        working = 0 if self.layout.cpu_offload else self.root.shard
+        self._add("optimizer step", gathered=0, working=working, first_reduced=0)
+
+    def _add(
+        self,
+        label: str,
+        *,
+        gathered: float,
+        working: float = 0,
+        first_reduced: int | None = None,
+        reduction: float = 0,
+    ) -> None:
+        """Record a moment. The gradients of the blocks from `first_reduced` on are reduced; None: of no block yet."""
+        layout = self.layout
+        first = len(self.blocks) if first_reduced is None else first_reduced
+        reduced, unreduced = self.blocks[first:], self.blocks[:first]
+        shards = 0 if layout.cpu_offload else sum(block.shard for block in reduced)
+        unsharded = sum(self._unsharded(unit) for unit in (*unreduced, self.root))
+        held_back = 0.0
+        if layout.num_replicas > 1 and layout.reduce_bytes != FLOAT32:  # FSDP holds what was summed over replicas
+            held_back = sum(block.reduced / layout.num_shards for block in reduced)
+        parts = {
+            "parameters": self.constant["parameters"],
+            "gathered parameters": gathered,
+            "gradients": shards + unsharded,
+            "gradient reduction": reduction + held_back,
+            "optimizer": self.constant["optimizer"],
+            "ema": self.constant["ema"],
+            "buffers": self.constant["buffers"],
+            "activations": self.kept,
+            "working memory": working,
+            "batch": self.constant["batch"],
+            "libraries": self.constant["libraries"],
+        }
+        self.instants.append(Instant(label, parts))
+
+    def _unsharded(self, unit: _Unit) -> int:
+        """Until the last micro-batch every rank keeps its gradients unsharded, in the dtype of the reduction."""
+        if self.layout.num_micro_batches == 1:
+            return 0
+        return self.layout.reduce_bytes * unit.gradient // self.layout.param_bytes
+
+    def _gathered_in_gather(self, i: int) -> float:
+        before = self.blocks[i - 1].gathered if i > 0 else self.root.gathered
+        return self.root.gathered + before + self.blocks[i].gathered * (1 + 1 / self.layout.num_shards)
+
+    def _gathered_in_forward(self, i: int) -> float:
+        if self.is_resharded:  # the result of an all-gather stays until the next one was copied out of its own
+            return self.root.gathered + (2 if self.layout.num_shards > 1 else 1) * self.blocks[i].gathered
+        return self.root.gathered + sum(block.gathered for block in self.blocks[: i + 1])
+
+    def _gathered_in_backward(self, i: int, *, own: bool = True) -> float:
+        """While block i goes backward the one before it is gathered; own: block i still is."""
+        if self.is_resharded:
+            ahead = self.blocks[i - 1].gathered if i > 0 and self.layout.num_shards > 1 else 0
+            return self.root.gathered + ahead + (self.blocks[i].gathered if own else 0)
+        return self.root.gathered + sum(block.gathered for block in self.blocks[: i + own])
+
+    def _working_in_reduction(self, block: _Unit) -> float:
+        own_gradient = 0 if self.layout.num_micro_batches > 1 else block.gradient
+        is_cast = self.layout.reduce_bytes != FLOAT32
+        output = block.shard + (block.reduced / self.layout.num_shards if is_cast else 0)
+        return max(own_gradient, output - self._unsharded(block))

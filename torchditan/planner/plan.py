@@ -1,0 +1,436 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What a run needs and how fast it goes, before there is a device: memory, time, and the settings that fit.
+
+Notable:
+- a plan is made of a configuration as train.py takes it; no data is read and nothing large is built;
+- published models are planned as our own, LoRA and quantised weights included;
+- memory is exact where arithmetic is (the model's state) and traced where it is not (planner_trace.py); eager blocks.
+  A compiled run needs less than its plan;
+- time is a roofline (planner_time.py): good for comparing settings, not for a promise;
+- traces and FLOPs of a model are kept, so that further plans of it cost milliseconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from torchditan.config.options import Config, Diffusion, option_error, validate
+from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
+from torchditan.distributed.parallel_dims import ParallelDims
+from torchditan.finetune.resolutions import LATENT_GRIDS
+from torchditan.models import ModelSpec, model_spec_of
+from torchditan.models.flops import count_model_flops
+from torchditan.planner.devices import Device, device_named
+from torchditan.planner.memory import Instant, Layout, Parameters, model_parameters, model_state, timeline
+from torchditan.planner.step_time import Speed, StepTime, step_time
+from torchditan.planner.trace import Checkpointing, Kernels, StepTrace, trace_blocks, trace_step
+
+GIB = 1024**3
+USABLE_MEMORY = 0.92
+"""Share of the device's memory a run may plan with: the rest is the CUDA context, NCCL and fragmentation."""
+MAX_BATCH_SIZE = 65536
+"""The largest batch that `largest_batch` looks at."""
+
+SAMPLE_SHAPES: dict[str, tuple[int, int, int, int]] = {
+    "cifar10": (3, 32, 32, 10),
+    "digits": (1, 8, 8, 10),
+    "dummy": (4, 32, 32, 1000),
+}
+"""Channels, height, width and classes of the datasets that fill in what a configuration leaves open."""
+
+_DTYPES = {"float32": torch.float32, "float16": torch.bfloat16, "bfloat16": torch.bfloat16}
+"""Of the traces; float16 has the kernels and sizes of bfloat16."""
+_MODEL_SECTIONS = ("model", "lora", "quantize", "text_encoder", "diffusion")
+"""What a model's traces depend on, besides shape and precision."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one run is expected to need on each device, and to reach."""
+
+    device: Device | None
+    """None: not given, or a CPU; then there is no time, and nothing to fit into."""
+    num_devices: int
+    mode: str
+    """DDP, FSDP, HSDP or one process."""
+    replicate: int
+    shard: int
+    checkpointing: str
+    """none, full, `selective op`, `selective 2` (every second block), or `fraction 0.5`."""
+    compiled: bool
+    batch_size: int
+    """Images of a device in one forward pass."""
+    num_micro_batches: int
+    model: TracedModel = field(repr=False)
+    state: dict[str, int]
+    """Bytes of the model's state on the fullest rank: parameters, gradients, optimizer, ema."""
+    peak: Instant
+    """The moment of highest memory."""
+    activations: float
+    """Bytes kept from forward to backward."""
+    time: StepTime | None
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(weight.local(1, 0) for weight in self.model.parameters.all)
+
+    @property
+    def num_trained_parameters(self) -> int:
+        return sum(weight.local(1, 0) for weight in self.model.parameters.all if weight.is_trained)
+
+    @property
+    def flops_per_image(self) -> int:
+        """Model FLOPs, forward and backward (flops.py); counted when first asked for, which takes seconds for 7B."""
+        return self.model.flops_per_image
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Bytes on the device at the peak, by what they are; their sum is the peak."""
+        return self.peak.parts
+
+    @property
+    def peak_memory_gib(self) -> float:
+        return self.peak.total / GIB
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak leaves the device some room; None where the device is unknown."""
+        if self.device is None:
+            return None
+        return self.peak_memory_gib <= USABLE_MEMORY * self.device.memory_gib
+
+    @property
+    def step_time_s(self) -> float | None:
+        return None if self.time is None else self.time.total
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Of all devices."""
+        if self.time is None:
+            return None
+        return self.batch_size * self.num_micro_batches * self.num_devices / self.time.total
+
+    @property
+    def mfu(self) -> float | None:
+        """Percent of the bfloat16 peak, as metrics.jsonl counts it."""
+        if self.device is None or self.images_per_second is None:
+            return None
+        achieved = self.images_per_second * self.flops_per_image / self.num_devices
+        return 100 * achieved / self.device.bfloat16_flops
+
+
+def plan_run(config: Config, *, device: str | None, num_devices: int) -> Plan:
+    """What a run of `config` needs and reaches; a batch size of "auto" is planned as the largest that fits.
+
+    Args:
+        config: as train.py takes it; it is not changed.
+        device: a short name (a100-80gb) or the driver's; "cpu" or None plans memory alone.
+        num_devices: ranks of the run.
+
+    Raises:
+        ConfigError: the device is not known, the settings do not go together, or the dataset does not say what the
+            configuration leaves open.
+    """
+    known = _known(device)
+    if config.training.batch_size == "auto":
+        if known is None:
+            right = "needs a device whose memory is known; name one, or give a number"
+            raise option_error("training.batch_size", "auto", right)
+        config = with_options(config, batch_size=max(1, largest_batch(config, known.name, num_devices)))
+    return _plan(_resolve(config, num_devices), known, _kernels(device), num_devices)
+
+
+def largest_batch(config: Config, device: str, num_devices: int) -> int:
+    """Largest `training.batch_size` that fits on the device, one micro-batch a step; 0 where not even one image does.
+
+    Raises:
+        ConfigError: as `plan_run`.
+    """
+    known = _known(device)
+    if known is None:
+        raise option_error("--device", device, "has no stated memory to fit a batch into; name an accelerator")
+    base = _resolve(with_options(config, batch_size=1), num_devices)
+
+    def fits(batch_size: int) -> bool:
+        return bool(_plan(with_options(base, batch_size=batch_size), known, "cuda", num_devices).fits)
+
+    if not fits(1):
+        return 0
+    low = 1
+    while low < MAX_BATCH_SIZE and fits(2 * low):
+        low *= 2
+    high = 2 * low  # does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def alternatives(config: Config, device: str, num_devices: int) -> list[Plan]:
+    """The run in every parallel mode and with every kind of checkpointing, each at the largest batch that fits (one
+    image, where none does). The fastest of those that fit comes first.
+    """
+    plans = []
+    for replicate, shard in parallel_modes(num_devices, device):
+        for mode, option in (("none", "2"), ("selective", "2"), ("selective", "op"), ("full", "2")):
+            changed = with_options(config, replicate=replicate, shard=shard, mode=mode, option=option)
+            batch_size = largest_batch(changed, device, num_devices)
+            batch_size = max(1, batch_size - batch_size % 8 if batch_size > 8 else batch_size)
+            plans.append(plan_run(with_options(changed, batch_size=batch_size), device=device, num_devices=num_devices))
+    return sorted(plans, key=lambda plan: (not plan.fits, -(plan.images_per_second or 0)))
+
+
+def parallel_modes(num_devices: int, device: str | None) -> list[tuple[int, int]]:
+    """(replicate, shard) of DDP, FSDP and, sharded inside the nodes, HSDP; inside half a node where there is one."""
+    if num_devices == 1:
+        return [(1, 1)]
+    known = _known(device)
+    per_node = known.devices_per_node if known is not None else 8
+    inside = per_node if num_devices > per_node and num_devices % per_node == 0 else num_devices // 2
+    modes = [(num_devices, 1), (1, num_devices)]
+    if 1 < inside < num_devices and num_devices % inside == 0:
+        modes.insert(1, (num_devices // inside, inside))
+    return modes
+
+
+def with_options(
+    config: Config,
+    *,
+    batch_size: int | None = None,
+    replicate: int | None = None,
+    shard: int | None = None,
+    mode: str | None = None,
+    option: str | None = None,
+) -> Config:
+    """A copy with other settings; a batch size given here is a whole step."""
+    changed = copy.deepcopy(config)
+    if batch_size is not None:
+        changed.training.batch_size, changed.training.global_batch_size = batch_size, None
+    if replicate is not None and shard is not None:
+        changed.training.data_parallel_replicate_degree = replicate
+        changed.training.data_parallel_shard_degree = shard
+    if mode is not None:
+        changed.activation_checkpoint.mode = mode  # type: ignore[assignment]
+    if option is not None:
+        changed.activation_checkpoint.selective_ac_option = option
+    return changed
+
+
+def _known(device: str | None) -> Device | None:
+    return None if device in (None, "cpu") else device_named(str(device))
+
+
+def _kernels(device: str | None) -> Kernels:
+    return "cpu" if device == "cpu" else "cuda"
+
+
+def _resolve(config: Config, num_devices: int) -> Config:
+    """A copy with everything filled in that the trainer fills in."""
+    from torchditan.distributed.process_group import Rank
+    from torchditan.job.complete import resolve_batches
+
+    config = copy.deepcopy(config)
+    validate(config)
+    if config.autoencoder.online:
+        right = (
+            "the planner counts no encoder; plan its latents with false, model.input_channels and dataset.image_size"
+        )
+        raise option_error("autoencoder.online", True, right)
+    name = config.dataset.dataset_name
+    if config.model.name in LATENT_GRIDS:
+        _resolve_latents(config)
+    channels, height, width, num_classes = SAMPLE_SHAPES.get(name, (None, None, None, None))
+    if config.model.input_channels is None:
+        config.model.input_channels = channels
+    if config.dataset.image_size is None and height is not None and width is not None:
+        config.dataset.image_size = [height, width]
+    if config.dataset.num_classes is None:
+        config.dataset.num_classes = num_classes
+    for option, value in (
+        ("model.input_channels", config.model.input_channels),
+        ("dataset.image_size", config.dataset.image_size),
+        ("dataset.num_classes", config.dataset.num_classes),
+    ):
+        if value is None:
+            raise option_error(option, None, f"must be given: the planner does not open the dataset {name}")
+    resolve_batches(config, Rank(rank=0, local_rank=0, world_size=num_devices))
+    return config
+
+
+def _resolve_latents(config: Config) -> None:
+    """Channels and classes of a published model's samples; the size of its captions' dataset is in pixels.
+
+    Weights that are not on this disk are not looked for: the flavor has their sizes.
+    """
+    grid, dataset = LATENT_GRIDS[config.model.name], config.dataset
+    for section, option in ((config.model, "path"), (config.lora, "assistant_path")):
+        place = getattr(section, option)
+        if place is not None and not Path(place).expanduser().exists():
+            setattr(section, option, None)
+    if config.model.input_channels is None:
+        config.model.input_channels = grid.channels
+    if dataset.num_classes is None:
+        dataset.num_classes = 0
+    if dataset.dataset_name == "captions" and dataset.image_size is not None:
+        dataset.image_size = [side // grid.downsampling for side in dataset.image_size]
+        if dataset.num_frames is not None and grid.temporal_downsampling is not None:
+            dataset.num_frames = 1 + (dataset.num_frames - 1) // grid.temporal_downsampling
+
+
+def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: int) -> Plan:
+    """The plan of a resolved configuration."""
+    training = config.training
+    dims = ParallelDims.resolve(
+        replicate=training.data_parallel_replicate_degree,
+        shard=training.data_parallel_shard_degree,
+        world_size=num_devices,
+    )
+    assert isinstance(training.batch_size, int)
+    global_batch_size = training.global_batch_size or training.batch_size * num_devices
+    layout = Layout(
+        num_shards=dims.shard,
+        num_replicas=dims.replicate,
+        param_bytes=_DTYPES[training.mixed_precision_param].itemsize,
+        reduce_bytes=_DTYPES[training.mixed_precision_reduce].itemsize,
+        num_micro_batches=global_batch_size // (training.batch_size * num_devices),
+        ema=_ema(config),
+        cpu_offload=training.enable_cpu_offload,
+        optimizer=config.optimizer,
+    )
+    model = TracedModel.of(config, kernels)
+    traces = model.traces(config)
+    instants = timeline(
+        model.parameters,
+        traces,
+        layout,
+        batch_size=training.batch_size,
+        batch_bytes=model.batch_bytes(training.batch_size),
+        workspace=0 if device is None else device.workspace_mib * 2**20,
+    )
+    time = None
+    if device is not None and not layout.cpu_offload:
+        speed = Speed.of(
+            device,
+            is_float32=training.mixed_precision_param == "float32",
+            float8=config.float8.enable_float8_linear and device.has_float8,
+            compiled=training.compile,
+        )
+        time = step_time(model.parameters, traces, layout, speed, batch_size=training.batch_size)
+    return Plan(
+        device=device,
+        num_devices=num_devices,
+        mode=_mode(dims),
+        replicate=dims.replicate,
+        shard=dims.shard,
+        checkpointing=_checkpointing(config),
+        compiled=training.compile,
+        batch_size=training.batch_size,
+        num_micro_batches=layout.num_micro_batches,
+        model=model,
+        state=model_state(model.parameters, num_shards=dims.shard, ema=layout.ema, optimizer=layout.optimizer),
+        peak=max(instants, key=lambda instant: instant.total),
+        activations=sum(trace.forward.left(training.batch_size) for trace in traces),
+        time=time,
+    )
+
+
+def _mode(dims: ParallelDims) -> str:
+    if dims.world_size == 1:
+        return "one process"
+    if dims.shard == 1:
+        return "DDP"
+    return "FSDP" if dims.replicate == 1 else "HSDP"
+
+
+def _ema(config: Config) -> Literal["none", "all", "trained"]:
+    if not config.ema.enable:
+        return "none"
+    return "trained" if config.lora.rank else "all"
+
+
+def _checkpointing(config: Config) -> str:
+    checkpointing = config.activation_checkpoint
+    option = {"selective": f" {checkpointing.selective_ac_option}", "fraction": f" {checkpointing.fraction:g}"}
+    return f"{checkpointing.mode}{option.get(checkpointing.mode, '')}"
+
+
+class TracedModel:
+    """What plans of one model share: its parameters, its FLOPs and its traces."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, kernels: Kernels, diffusion: Diffusion) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.kernels: Kernels = kernels
+        self.diffusion = diffusion
+        self.parameters: Parameters = model_parameters(spec)
+        self._traces: dict[Checkpointing, list[StepTrace]] = {}
+
+    @classmethod
+    def of(cls, config: Config, kernels: Kernels) -> TracedModel:
+        size = config.dataset.image_size or [0]
+        frames = [] if config.dataset.num_frames is None else [config.dataset.num_frames]
+        sample_shape = (config.model.input_channels or 0, *frames, size[0], size[-1])
+        sections = {name: dataclasses.asdict(getattr(config, name)) for name in _MODEL_SECTIONS}
+        dtype = _DTYPES[config.training.mixed_precision_param]
+        # Its text is what the options have for a key.
+        return _traced_model(json.dumps(sections), sample_shape, config.dataset.num_classes or 0, dtype, kernels)
+
+    @functools.cached_property
+    def flops_per_image(self) -> int:
+        return count_model_flops(self.spec).total
+
+    def batch_bytes(self, batch_size: int) -> float:
+        """Samples and noise in float32, and the condition; index, timestep and label dropout are a few bytes."""
+        condition = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.spec.conditioning.tensors.values())
+        return batch_size * (2 * 4 * math.prod(self.spec.sample_shape) + condition + 16)
+
+    def traces(self, config: Config) -> list[StepTrace]:
+        """The step of the kind of each block, as apply_activation_checkpoint chooses it."""
+        checkpointing, num_blocks = config.activation_checkpoint, len(self.parameters.blocks)
+        if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
+            return self._trace("op")
+        blocks = nn.ModuleList(nn.Identity() for _ in range(num_blocks))
+        apply_activation_checkpoint(
+            blocks,
+            mode=checkpointing.mode,
+            selective_option=checkpointing.selective_ac_option,
+            fraction=checkpointing.fraction,
+        )
+        kinds: list[Checkpointing] = ["full" if "forward" in vars(block) else "none" for block in blocks]
+        return [self._trace(kind)[i] for i, kind in enumerate(kinds)]
+
+    def _trace(self, kind: Checkpointing) -> list[StepTrace]:
+        """Of every block, all checkpointed alike."""
+        if kind not in self._traces:
+            trace = functools.partial(
+                trace_step if self.spec.name == "dit" else trace_blocks,
+                self.spec,
+                dtype=self.dtype,
+                checkpointing=kind,
+                kernels=self.kernels,
+                diffusion=self.diffusion,
+            )
+            found = trace()
+            self._traces[kind] = found if isinstance(found, list) else [found] * len(self.parameters.blocks)
+        return self._traces[kind]
+
+
+@functools.lru_cache(maxsize=64)
+def _traced_model(
+    sections: str, sample_shape: tuple[int, ...], num_classes: int, dtype: torch.dtype, kernels: Kernels
+) -> TracedModel:
+    from torchditan.config.loader import from_dict
+
+    config = from_dict(json.loads(sections))
+    spec = model_spec_of(config, sample_shape=sample_shape, num_classes=num_classes)
+    return TracedModel(spec, dtype, kernels, config.diffusion)

@@ -1,0 +1,183 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Expected time of a step: a roofline over the traced operators, and collectives over the stated links. A model.
+
+Notable:
+- an operator takes as long as its FLOPs or its memory traffic, whichever is longer; recomputed ones are in the trace;
+- a compiled block is modelled as one kernel between any two products;
+- the all-gather of the next block and the reduction of the last one run beside a block's own work, and what is longer
+  counts; the sum over replicas in other nodes runs beside those; the first gathers and the last reductions stand alone;
+- the efficiencies below are assumptions, the same for every device, and printed with each plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchditan.planner.devices import Device
+from torchditan.planner.memory import FLOAT32, Layout, Parameters, Weight, model_state
+from torchditan.planner.trace import Segment, StepTrace
+
+PRODUCT_EFFICIENCY = 0.5
+"""Share of the peak that matrix products and attention reach; with it a compiled DiT-L on an H200 comes to the MFU that
+is published for a pixel DiT of its size there (37 to 39%)."""
+MEMORY_EFFICIENCY = 0.8
+"""Share of the memory bandwidth that the other operators reach."""
+LINK_EFFICIENCY = 0.75
+"""Share of a link's bandwidth that collectives reach."""
+LAUNCH_S = 6e-6
+"""Host time of an operator: a step cannot be shorter than its launches."""
+LINK_LATENCY_S = 1.5e-6
+"""Of a collective, for each further device of a node."""
+NETWORK_LATENCY_S = 5e-6
+"""Of a collective, for each further node: collectives are rings."""
+FLOAT8_SPEEDUP = 1.6
+"""Of matrix products in float8 over bfloat16, the casts paid; the hardware's peak is 2."""
+
+# Bytes moved for each local element: the update reads weight and gradient and writes the weight, the norm reads one,
+# clipping reads and writes one; the average reads two and writes one. The optimizer's state is read and written.
+_UPDATE_BYTES = FLOAT32 * (3 + 1 + 2)
+_EMA_BYTES = FLOAT32 * 3
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the run reaches on a device."""
+
+    device: Device
+    product_flops: float
+    compiled: bool
+
+    @classmethod
+    def of(cls, device: Device, *, is_float32: bool, float8: bool, compiled: bool) -> Speed:
+        peak = device.float32_flops if is_float32 else device.bfloat16_flops
+        return cls(device, PRODUCT_EFFICIENCY * peak * (FLOAT8_SPEEDUP if float8 else 1), compiled)
+
+    @property
+    def bytes_per_s(self) -> float:
+        return MEMORY_EFFICIENCY * self.device.memory_gb_per_s * 1e9
+
+    def seconds(self, segment: Segment, batch_size: int, *, in_block: bool = False) -> float:
+        is_fused = in_block and self.compiled
+        batch = [1, batch_size]
+        traffic = (segment.fused_traffic if is_fused else segment.traffic) @ batch
+        operators = np.maximum(segment.flops @ batch / self.product_flops, traffic / self.bytes_per_s)
+        return max(float(operators.sum()), LAUNCH_S * int((traffic > 0).sum()))
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step, and where they go."""
+
+    compute: float
+    """Forward and backward, what FSDP copies among them."""
+    update: float
+    """Clipping, optimizer and EMA."""
+    communication: float
+    """All collectives, hidden or not."""
+    exposed: float
+    """The part of them that nothing hides."""
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.update + self.exposed
+
+
+def step_time(
+    parameters: Parameters, traces: Sequence[StepTrace], layout: Layout, speed: Speed, *, batch_size: int
+) -> StepTime:
+    """Seconds of a step; `traces` has the step of each block's kind, as in planner_memory.timeline."""
+    gather = [_gather_seconds(block, layout, speed.device) for block in parameters.blocks]
+    scatter, replicas = zip(*(_reduce_seconds(block, layout, speed.device) for block in parameters.blocks), strict=True)
+    root_gather = _gather_seconds(parameters.root, layout, speed.device)
+    root_reduce = sum(_reduce_seconds(parameters.root, layout, speed.device))
+    copy_in, copy_out = _copy_seconds(parameters.root, layout, speed)
+    compute = copy_in + copy_out
+    compute += sum(speed.seconds(segment, batch_size) for segment in (traces[0].embed, traces[-1].head, traces[0].tail))
+    compute *= layout.num_micro_batches
+    communication, exposed = 0.0, 0.0
+    for micro_batch in range(layout.num_micro_batches):
+        is_last = micro_batch == layout.num_micro_batches - 1
+        for i, trace in enumerate(traces):
+            copy_in, copy_out = _copy_seconds(parameters.blocks[i], layout, speed)
+            forward = speed.seconds(trace.forward, batch_size, in_block=True) + copy_in
+            backward = speed.seconds(trace.backward, batch_size, in_block=True) + is_last * copy_out
+            if layout.num_shards > 1:
+                backward += copy_in
+            following = gather[i + 1] if i + 1 < len(traces) else 0.0
+            before = gather[i - 1] if i > 0 else 0.0
+            reduces = is_last and i + 1 < len(traces)
+            inside = before + (scatter[i + 1] if reduces else 0.0)
+            across = replicas[i + 1] if reduces else 0.0
+            if not _replicas_are_apart(layout, speed.device):
+                inside, across = inside + across, 0.0
+            compute += forward + backward
+            exposed += max(0.0, following - forward) + max(0.0, inside - backward, across - backward)
+        communication += 2 * sum(gather) + is_last * (sum(scatter) + sum(replicas) + root_reduce) + root_gather
+        exposed += root_gather + gather[0] + is_last * (scatter[0] + replicas[0] + root_reduce)
+    local = sum(weight.local(layout.num_shards, 0) for weight in parameters.all if weight.is_trained)
+    state = model_state(parameters, num_shards=layout.num_shards, optimizer=layout.optimizer)
+    update_bytes = local * (_UPDATE_BYTES + (_EMA_BYTES if layout.ema != "none" else 0)) + 2 * state["optimizer"]
+    return StepTime(
+        compute=compute, update=update_bytes / speed.bytes_per_s, communication=communication, exposed=exposed
+    )
+
+
+def _gathered_bytes(weights: Sequence[Weight], layout: Layout) -> int:
+    return sum(weight.gathered_itemsize(layout.param_bytes) * weight.padded(layout.num_shards) for weight in weights)
+
+
+def _trained_elements(weights: Sequence[Weight], layout: Layout) -> int:
+    return sum(weight.padded(layout.num_shards) for weight in weights if weight.is_trained)
+
+
+def _gather_seconds(weights: Sequence[Weight], layout: Layout, device: Device) -> float:
+    num_bytes = _gathered_bytes(weights, layout)
+    return collective_seconds(num_bytes, ranks=layout.num_shards, stride=1, device=device)
+
+
+def _replicas_are_apart(layout: Layout, device: Device) -> bool:
+    """Shards inside a node and replicas in others: their collectives do not share a link."""
+    return layout.num_shards <= device.devices_per_node < layout.num_shards * layout.num_replicas
+
+
+def _reduce_seconds(weights: Sequence[Weight], layout: Layout, device: Device) -> tuple[float, float]:
+    """Reduce-scatter over the shards, and all-reduce of each shard over the replicas, which goes around twice."""
+    num_bytes = layout.reduce_bytes * _trained_elements(weights, layout)
+    scatter = collective_seconds(num_bytes, ranks=layout.num_shards, stride=1, device=device)
+    all_reduce = collective_seconds(
+        num_bytes / layout.num_shards, ranks=layout.num_replicas, stride=layout.num_shards, device=device
+    )
+    return scatter, 2 * all_reduce
+
+
+def collective_seconds(num_bytes: float, *, ranks: int, stride: int, device: Device) -> float:
+    """An all-gather or reduce-scatter of `num_bytes` in full over so many ranks, `stride` apart.
+
+    A ring passes (ranks - 1) / ranks of the bytes through every device. Between nodes each member of the group in a
+    node has its own network port.
+    """
+    if ranks == 1:
+        return 0.0
+    per_node = min(ranks, max(1, device.devices_per_node // stride))
+    nodes = math.ceil(ranks / per_node)
+    bandwidth = device.link_gb_per_s if per_node > 1 else math.inf
+    if nodes > 1:
+        bandwidth = min(bandwidth, per_node * device.network_gb_per_s)
+    latency = (per_node - 1) * LINK_LATENCY_S + (nodes - 1) * NETWORK_LATENCY_S
+    return num_bytes * (ranks - 1) / ranks / (LINK_EFFICIENCY * bandwidth * 1e9) + latency
+
+
+def _copy_seconds(weights: Sequence[Weight], layout: Layout, speed: Speed) -> tuple[float, float]:
+    """What FSDP copies around a gather (float32 shards to the gathered dtype, then into place) and a reduction."""
+    gathered = _gathered_bytes(weights, layout)
+    stored = sum(weight.itemsize * weight.padded(layout.num_shards) for weight in weights)
+    trained = _trained_elements(weights, layout)
+    gather = (stored + gathered) / layout.num_shards + 2 * gathered
+    reduce = trained * (layout.param_bytes + layout.reduce_bytes)
+    if layout.num_shards == 1:
+        reduce += trained * (layout.reduce_bytes + FLOAT32)
+    return gather / speed.bytes_per_s, reduce / speed.bytes_per_s

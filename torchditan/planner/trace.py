@@ -1,0 +1,438 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""One training step, run on the meta device and written down: what it keeps, allocates, moves and computes.
+
+Notable:
+- the model's own forward, the objective's own loss, activation checkpointing as in training and autograd's own
+  backward run; nothing is computed, so a step of any size takes milliseconds;
+- what lives is read off the storages: each counts once, however many views it has, from the operator that makes it
+  to the moment autograd or Python lets go of it. Parameters and the batch are not part of it;
+- our own model's blocks are of one kind: three stand for all, and planner_memory.py and planner_time.py repeat the
+  middle one. A published model has several kinds: three of each row of equal blocks are traced, each for itself;
+- every number is affine in the batch, so two traces give it for all batches;
+- meta has no attention and norm kernels of its own, so those of the device are put in: flash (bfloat16) or
+  memory-efficient attention (float32, or with a mask) and the fused RMSNorm on a GPU, the CPU's attention there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from torchditan.config.options import Diffusion
+from torchditan.diffusion.objectives import build_objective
+from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
+from torchditan.models.spec import ModelSpec
+from torchditan.planner.recorder import StepRecorder, list_tensors
+from torchditan.randomness import Randomness
+
+Kernels = Literal["cuda", "cpu"]
+Checkpointing = Literal["none", "full", "op"]
+"""What a block keeps: everything, its inputs, or the outputs of products and attention."""
+
+NUM_KEPT_BLOCKS = 3
+_BATCHES = (2, 4)  # not 1: a dimension of size 1 is contiguous where others are not
+
+_DIFFUSION = Diffusion()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the step, operator by operator. A pair (fixed, per image) stands for fixed + per image x batch."""
+
+    live: np.ndarray
+    """(n, 2) bytes alive above the start of the segment, right after each operator."""
+    net: np.ndarray
+    """(2,) bytes that are left of it at its end; negative where more was let go of."""
+    flops: np.ndarray
+    """(n, 2) of each operator; products and attention only."""
+    traffic: np.ndarray
+    """(n, 2) bytes each operator reads and writes; 0 for views."""
+    fused_traffic: np.ndarray
+    """(n, 2) the same where a compiler makes one kernel of the operators between two products; it stands at the first
+    of them."""
+    is_product: np.ndarray
+    """(n,) matrix products and attention."""
+
+    def peak(self, batch_size: int) -> float:
+        """Highest bytes above the start, at least 0."""
+        return max(0.0, float((self.live @ [1, batch_size]).max(initial=0)))
+
+    def left(self, batch_size: int) -> float:
+        return float(self.net @ [1, batch_size])
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """A step of a model as one of its blocks sees it, in the order in which it runs."""
+
+    embed: Segment
+    """From the batch to the input of the first block: x_t, velocity, embedders."""
+    forward: Segment
+    """One block."""
+    head: Segment
+    """Final layer and loss, forward and backward."""
+    backward: Segment
+    """One block; its weight gradients, in the weights' dtype, live in it and are not left of it."""
+    tail: Segment
+    """Backward of the embedders."""
+
+
+def trace_step(
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    checkpointing: Checkpointing,
+    kernels: Kernels,
+    diffusion: Diffusion = _DIFFUSION,
+) -> StepTrace:
+    """Trace a step of `spec`, whose blocks are of one kind, with every block checkpointed alike.
+
+    Args:
+        spec: the model.
+        dtype: of the gathered parameters in forward and backward.
+        checkpointing: of the blocks.
+        kernels: of which device attention and norms are.
+        diffusion: the objective and its options; above 0 label dropout masks the labels.
+    """
+    recorders = []
+    for batch in _BATCHES:
+        model, blocks = _with_three_blocks(spec, dtype)
+        recorder = _record(
+            spec,
+            model,
+            blocks,
+            batch,
+            dtype=dtype,
+            checkpointing=checkpointing,
+            kernels=kernels,
+            diffusion=diffusion,
+        )
+        # Between two blocks only the one's output is left; behind the last, at its hook, its input still is.
+        before, last = (recorder.marks[f"forward {i}"][1] for i in range(NUM_KEPT_BLOCKS - 2, NUM_KEPT_BLOCKS))
+        recorder.marks["head"] = (recorder.marks["head"][0], last + last - before)
+        recorders.append(recorder)
+    middle = NUM_KEPT_BLOCKS // 2
+    pieces = {
+        "embed": ("start", "forward 0"),
+        "forward": (f"forward {middle}", f"forward {middle + 1}"),
+        "head": ("head", f"backward {NUM_KEPT_BLOCKS - 1}"),
+        "backward": (f"backward {middle}", f"backward {middle - 1}"),
+        "tail": ("tail", "end"),
+    }
+    return StepTrace(**{name: _segment(recorders, *ends) for name, ends in pieces.items()})
+
+
+def trace_blocks(
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    checkpointing: Checkpointing,
+    kernels: Kernels,
+    diffusion: Diffusion = _DIFFUSION,
+) -> list[StepTrace]:
+    """Trace a step of `spec`, whose blocks may differ, with every block checkpointed alike: the trace of each block.
+
+    What runs between two blocks belongs to the one that came before it. Arguments as of `trace_step`.
+    """
+    recorders = []
+    for batch in _BATCHES:
+        with torch.device("meta"):
+            model = spec.build()
+        stands_for = keep_three_of_each_row(spec, model)
+        blocks = spec.blocks(_computing_in(model, dtype))
+        recorder = _record(
+            spec,
+            model,
+            blocks,
+            batch,
+            dtype=dtype,
+            checkpointing=checkpointing,
+            kernels=kernels,
+            diffusion=diffusion,
+        )
+        recorders.append(recorder)
+        _complete_marks(recorder, len(blocks))
+    embed, head, tail = (
+        _segment(recorders, *ends)
+        for ends in (("start", "forward 0"), ("head", f"backward {len(blocks) - 1}"), ("tail", "end"))
+    )
+    traces = []
+    for i in range(len(blocks)):
+        following = f"forward {i + 1}" if i + 1 < len(blocks) else "head"
+        before = f"backward {i - 1}" if i > 0 else "tail"
+        forward, backward = (
+            _segment(recorders, *ends) for ends in ((f"forward {i}", following), (f"backward {i}", before))
+        )
+        traces.append(StepTrace(embed=embed, forward=forward, head=head, backward=backward, tail=tail))
+    return [traces[i] for i in stands_for]
+
+
+def keep_three_of_each_row(spec: ModelSpec, model: nn.Module) -> list[int]:
+    """Shorten a model in place: of more than three equal blocks in a row the first, second and last stay.
+
+    Returns:
+        For each block of the whole model the number of the one that stands for it.
+    """
+    blocks = list(spec.blocks(model))
+    own = {id(block) for block in blocks}
+    stand_in = {id(block): id(block) for block in blocks}
+    for row in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+        if not all(id(block) in own for block in row):
+            continue
+        kept: list[nn.Module] = []
+        for _, group in itertools.groupby(row, key=_kind):
+            equal = list(group)
+            kept += equal if len(equal) <= NUM_KEPT_BLOCKS else [equal[0], equal[1], equal[-1]]
+            stand_in.update({id(block): id(equal[1]) for block in equal[1:-1]})
+        del row[:]
+        row.extend(kept)
+    numbers = {id(block): i for i, block in enumerate(spec.blocks(model))}
+    return [numbers[stand_in[id(block)]] for block in blocks]
+
+
+def _kind(block: nn.Module) -> tuple[Any, ...]:
+    parameters = ((name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters())
+    return type(block), tuple(parameters)
+
+
+def _computing_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """On meta, its floating-point parameters as FSDP gathers them; buffers keep their dtype."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return model.to("meta")
+
+
+def _complete_marks(recorder: StepRecorder, num_blocks: int) -> None:
+    """Marks where gradients do not reach: under a LoRA the first blocks' inputs, or all of a block, may need none."""
+    recorder.marks.setdefault("tail", recorder.marks["end"])
+    for i in range(num_blocks):
+        recorder.marks.setdefault(f"backward {i}", recorder.marks[f"backward {i - 1}" if i > 0 else "tail"])
+
+
+def _with_three_blocks(spec: ModelSpec, dtype: torch.dtype) -> tuple[nn.Module, nn.ModuleList]:
+    with torch.device("meta"):
+        model = spec.build().to(dtype)
+        blocks = spec.blocks(model)
+        del blocks[NUM_KEPT_BLOCKS:]
+        while len(blocks) < NUM_KEPT_BLOCKS:
+            blocks.append(spec.blocks(spec.build().to(dtype))[0])
+    return model, blocks
+
+
+def _record(
+    spec: ModelSpec,
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    batch_size: int,
+    *,
+    dtype: torch.dtype,
+    checkpointing: Checkpointing,
+    kernels: Kernels,
+    diffusion: Diffusion,
+) -> StepRecorder:
+    batch, randomness = _example_batch(spec, batch_size)
+    for block in blocks:  # backward switches the mode below off, and recomputes blocks
+        block.forward = _with_kernels(kernels, block.forward)
+    mode = "selective" if checkpointing == "op" else checkpointing
+    apply_activation_checkpoint(blocks, mode=mode, selective_option="op")
+    objective = build_objective(diffusion, spec)
+    inputs = [*model.parameters(), *model.buffers(), *batch.values()]
+    inputs += [tensor for tensor in randomness if tensor is not None]
+    recorder = StepRecorder(ignored=inputs)
+    with recorder, DeviceKernels(kernels), _marked(blocks, recorder):
+        recorder.mark("start")
+        losses = objective.loss(model, batch, randomness)
+        loss = losses.sum() / batch_size
+        loss.backward()
+        recorder.mark("end")
+    return recorder
+
+
+def _example_batch(spec: ModelSpec, batch_size: int) -> tuple[dict[str, torch.Tensor], Randomness]:
+    """What the trainer has on the device when the step starts."""
+    with torch.device("meta"):
+        sample = torch.empty(batch_size, *spec.sample_shape)
+        batch = {"sample": sample, "index": torch.empty(batch_size, dtype=torch.int64)}
+        for name, (shape, dtype) in spec.conditioning.tensors.items():
+            batch[name] = torch.empty(batch_size, *shape, dtype=dtype)
+        return batch, Randomness(torch.empty_like(sample), torch.empty(batch_size), torch.empty(batch_size))
+
+
+@contextmanager
+def _marked(blocks: nn.ModuleList, recorder: StepRecorder) -> Iterator[None]:
+    """Mark in the record where blocks begin and end, and take away the weight gradients FSDP reduces there."""
+    last = len(blocks) - 1
+
+    def before(i: int, inputs: Any) -> None:
+        recorder.mark(f"forward {i}")
+        if i == 0:
+            at_gradient(inputs, lambda: finish(0, "tail"))
+
+    def after(i: int, output: Any) -> None:
+        if i == last:
+            recorder.mark("head")
+            at_gradient(output, lambda: recorder.mark(f"backward {last}"))
+        else:
+            at_gradient(output, lambda: finish(i + 1, f"backward {i}"))
+
+    def at_gradient(tensors: Any, act: Callable[[], None]) -> None:
+        """When the first of these has its gradient, everything behind it in the model has run backward."""
+        todo = [act]
+        for tensor in list_tensors(tensors):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _gradient: todo.pop()() if todo else None)
+
+    def finish(i: int, label: str) -> None:
+        for parameter in blocks[i].parameters():
+            parameter.grad = None
+        recorder.mark(label)
+
+    handles = []
+    for i, block in enumerate(blocks):
+        handles.append(
+            block.register_forward_pre_hook(
+                lambda _module, args, kwargs, i=i: before(i, (args, kwargs)), with_kwargs=True
+            )
+        )
+        handles.append(block.register_forward_hook(lambda _module, _args, output, i=i: after(i, output)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class DeviceKernels(TorchFunctionMode):
+    """Attention and norms as the kernels of a device, with what those save for the backward pass."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func is F.rms_norm and self.kernels == "cuda":
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            return FusedRMSNorm.apply(args[0], args[0].new_ones(()) if weight is None else weight)
+        return func(*args, **kwargs)
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        **_options: Any,
+    ) -> torch.Tensor:
+        aten = torch.ops.aten
+        if self.kernels == "cpu":
+            bias = _attention_bias(query, key, attn_mask)
+            return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=bias)[0]
+        if query.dtype == torch.float32 or attn_mask is not None:
+            bias = _attention_bias(query, key, attn_mask)
+            return aten._scaled_dot_product_efficient_attention(query, key, value, bias, True)[0]
+        return aten._scaled_dot_product_flash_attention(query, key, value)[0]
+
+
+def _attention_bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """(B, heads, N, M), of a mask that broadcasts to it: additive, in the dtype of the query."""
+    if mask is None:
+        return None
+    bias = mask if mask.dtype != torch.bool else torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, 0.0)
+    return bias.expand(*query.shape[:-1], key.shape[-2])
+
+
+def _with_kernels(kernels: Kernels, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def with_kernels(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with DeviceKernels(kernels):
+            return forward(*args, **kwargs)
+
+    return with_kernels
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """Saves, allocates and moves what the GPU's fused RMSNorm does; on meta there is nothing to compute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        inverse_rms = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return x.contiguous() * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _inverse_rms = ctx.saved_tensors
+        return gradient.contiguous() * x.contiguous(), torch.empty_like(weight)
+
+
+def _segment(recorders: list[StepRecorder], start: str, end: str) -> Segment:
+    """The stretch between two marks, its numbers as (fixed, per image) from two batches."""
+    spans, nets = [], []
+    for recorder in recorders:
+        (first, live_at_start), (stop, live_at_end) = recorder.marks[start], recorder.marks[end]
+        rows = slice(first, stop)
+        spans.append(
+            {
+                "live": np.array(recorder.live_after[rows], dtype=np.float64) - live_at_start,
+                "flops": np.array(recorder.flops[rows], dtype=np.float64),
+                "traffic": np.array([_unfused(recorder, i) for i in range(first, stop)], dtype=np.float64),
+                "fused_traffic": _fused(recorder, first, stop),
+            }
+        )
+        nets.append(live_at_end - live_at_start)
+        is_product = np.array(recorder.is_product[rows], dtype=bool)
+    assert len(spans[0]["live"]) == len(spans[1]["live"]), "the operators of a step do not depend on the batch"
+    fitted = {key: _affine(spans[0][key], spans[1][key]) for key in spans[0]}
+    return Segment(net=_affine(np.float64(nets[0]), np.float64(nets[1])), is_product=is_product, **fitted)
+
+
+def _affine(small: Any, large: Any) -> np.ndarray:
+    """(..., 2): fixed and per image, of values at the two batches."""
+    per_image = (large - small) / (_BATCHES[1] - _BATCHES[0])
+    return np.stack([small - _BATCHES[0] * per_image, per_image], axis=-1)
+
+
+def _unfused(recorder: StepRecorder, i: int) -> int:
+    return sum(recorder.reads[i].values()) + sum(recorder.writes[i].values())
+
+
+def _fused(recorder: StepRecorder, first: int, stop: int) -> np.ndarray:
+    """(n,) bytes of each operator where those between two products are one kernel: it reads once what was made before
+    it, and writes what is read after it or stays.
+    """
+    last_read: dict[int, int] = {}
+    for i, reads in enumerate(recorder.reads):
+        last_read.update(dict.fromkeys(reads, i))
+    stays = recorder.alive()
+    traffic = np.zeros(stop - first)
+    i = first
+    while i < stop:
+        end = i + 1
+        while not recorder.is_product[i] and end < stop and not recorder.is_product[end]:
+            end += 1
+        if recorder.is_product[i]:
+            traffic[i - first] = _unfused(recorder, i)
+        else:
+            made: dict[int, int] = {}
+            read: dict[int, int] = {}
+            for j in range(i, end):
+                read.update({token: size for token, size in recorder.reads[j].items() if token not in made})
+                made.update(recorder.writes[j])
+            kept = {token: size for token, size in made.items() if last_read.get(token, -1) >= end or token in stays}
+            traffic[i - first] = sum(read.values()) + sum(kept.values())
+        i = end
+    return traffic

@@ -1,0 +1,285 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Runs side by side, as one job on different hardware leaves them: speed, loss, PSNR and SSIM at equal time and steps.
+
+Notable:
+- Everything comes from the files of the run directories (compared_run.py).
+- Runs are one job where their trajectory options agree; only then should their curves.
+- Reading needs no torch, and no pandas.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from torchditan.config.options import option_error
+from torchditan.report.compared_run import Run, Sampling, is_by, last_number, number, read_run
+from torchditan.report.grid_results import distinct_names
+
+SAME_CURVE = 1e-3
+"""Relative difference of losses up to which two curves of one job count as one."""
+# Weights that were moved are the same weights, which a path cannot tell.
+_PATHS = ("model.path", "checkpoint.initial_load_path", "text_encoder.path", "lora.assistant_path")
+_NAMES_AND_PLACES = ("job", "profiling", "comm", "cache", "metrics")
+_EVENTS = ("metrics.enable_sampling", "metrics.sample_freq")  # they take time
+_PLACES = ("dataset.root_dir", "autoencoder.path", "checkpoint.folder")
+_KINDS = ("job", "path", "drawing", "running")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An option that not all runs share. `kind`: `job`, `path`, `drawing` (of samples) or `running`."""
+
+    name: str
+    kind: str
+    values: list[Any]
+
+
+@dataclass(frozen=True)
+class CurvePair:
+    """Losses of two runs of one job, at the steps that both logged."""
+
+    first: Run
+    second: Run
+    num_steps: int
+    difference: float | None  # the largest, relative to the larger loss
+    step: int | None  # where that is
+    parted_at: int | None  # the first step at which they differ by more than SAME_CURVE
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a run stands at a time or a step; `sampling` is the last scored one by then."""
+
+    step: int | None = None
+    elapsed_s: float | None = None
+    loss: float | None = None
+    validation_loss: float | None = None
+    sampling: Sampling | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the runs say beside each other.
+
+    `equal_time_s` is the largest time that all runs reached, `equal_step` the largest step at which all drew scored
+    samples (without scores: pictures; without those: that all logged), `picture_step` the same of pictures. Runs that
+    have none of it are left out of the question. None where there is no such time or step.
+    """
+
+    runs: list[Run]
+    settings: list[Setting]
+    curves: list[CurvePair]
+    equal_time_s: float | None
+    equal_step: int | None
+    picture_step: int | None
+
+    @property
+    def is_same_job(self) -> bool:
+        return not any(setting.kind == "job" for setting in self.settings)
+
+    @property
+    def scored_against(self) -> set[str]:
+        """What the scores of these runs compare samples with; those of more than one kind are not comparable."""
+        return {run.scored_against for run in self.runs if run.scored_against is not None}
+
+    @property
+    def slowest(self) -> float | None:
+        return min((run.images_per_second for run in self.runs if run.images_per_second), default=None)
+
+    def speed_up(self, run: Run) -> float | None:
+        """Images/s over those of the slowest run."""
+        return run.images_per_second / self.slowest if run.images_per_second and self.slowest else None
+
+    def at_equal_time(self, run: Run) -> Standing:
+        limit = self.equal_time_s
+        if limit is None:
+            return Standing()
+        records = [record for record in run.records if is_by(number(record, "elapsed_s"), limit)]
+        samplings = [sampling for sampling in run.samplings if sampling.is_scored and is_by(sampling.elapsed_s, limit)]
+        return Standing(
+            step=records[-1]["step"] if records else None,
+            elapsed_s=number(records[-1], "elapsed_s") if records else None,
+            loss=last_number(records, "loss"),
+            validation_loss=last_number(records, "validation_loss"),
+            sampling=samplings[-1] if samplings else None,
+        )
+
+    def at_equal_step(self, run: Run) -> Standing:
+        step = self.equal_step
+        if step is None:
+            return Standing()
+        records = [record for record in run.records if record["step"] == step]
+        return Standing(
+            step=step,
+            elapsed_s=run.reached_at(step),
+            loss=last_number(records, "loss"),
+            validation_loss=last_number(records, "validation_loss"),
+            sampling=next((found for found in run.samplings if found.step == step and found.is_scored), None),
+        )
+
+    def picture_at_equal_time(self, run: Run) -> Sampling | None:
+        limit = self.equal_time_s
+        drawn = [sampling for sampling in run.samplings if sampling.picture is not None]
+        known = [sampling for sampling in drawn if limit is not None and is_by(sampling.elapsed_s, limit)]
+        return known[-1] if known else None
+
+    def picture_at_equal_step(self, run: Run) -> Sampling | None:
+        return next((found for found in run.samplings if found.picture and found.step == self.picture_step), None)
+
+
+def compare(folders: Sequence[Path], labels: Sequence[str] | None = None) -> Comparison:
+    """Read run directories and put them beside each other.
+
+    Args:
+        labels: a name for each; their folders' names by default.
+
+    Raises:
+        ConfigError: fewer than two runs, one run twice, a folder that is none, labels that do not fit.
+    """
+    runs = _read_runs(folders, labels)
+    scored = _last_common([found.step for found in run.samplings if found.is_scored] for run in runs)
+    pictured = _last_common(run.pictures for run in runs)
+    logged = _last_common([record["step"] for record in run.records] for run in runs)
+    has_scores = any(found.is_scored for run in runs for found in run.samplings)
+    has_pictures = any(run.pictures for run in runs)
+    return Comparison(
+        runs=runs,
+        settings=_differing_settings(runs),
+        curves=[_compare_curves(first, second) for first, second in combinations(runs, 2) if _are_one(first, second)],
+        equal_time_s=min((run.elapsed_s for run in runs if run.elapsed_s is not None), default=None),
+        equal_step=scored if has_scores else pictured if has_pictures else logged,
+        picture_step=pictured,
+    )
+
+
+def _read_runs(folders: Sequence[Path], labels: Sequence[str] | None) -> list[Run]:
+    if len(folders) < 2:
+        shown = " ".join(map(str, folders))
+        raise option_error("--compare", shown, "is a single run; must be two run directories or more")
+    twice = _repeated(folder.resolve() for folder in folders)
+    if twice is not None:
+        raise option_error("--compare", str(twice), "is named twice; name each run once")
+    names = distinct_names(list(folders)) if labels is None else list(labels)
+    if len(names) != len(folders):
+        raise option_error("--labels", " ".join(names), f"must be {len(folders)} names, one for each run")
+    if (same := _repeated(names)) is not None:
+        raise option_error("--labels", same, "is the name of two runs; each needs its own")
+    runs = [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    for first, second in combinations(runs, 2):
+        keys = ("run_id", "started")
+        if all(first.content.get(key) and first.content.get(key) == second.content.get(key) for key in keys):
+            raise option_error("--compare", str(second.path), f"is a copy of {first.path}; name each run once")
+    return runs
+
+
+def _differing_settings(runs: list[Run]) -> list[Setting]:
+    """Those of the job first, then paths, drawing and running; names and places of the runs are left out."""
+    jobs = {name for run in runs for name in run.trajectory}
+    trees = [run.options | run.trajectory for run in runs]
+    found = []
+    for name in dict.fromkeys(name for tree in trees for name in tree):
+        values = [tree.get(name, "absent") for tree in trees]
+        kind = _kind(name, is_job=name in jobs)
+        if kind is not None and any(value != values[0] for value in values):
+            found.append(Setting(name, kind, values))
+    return sorted(found, key=lambda setting: _KINDS.index(setting.kind))
+
+
+def _kind(name: str, *, is_job: bool) -> str | None:
+    if name in _PATHS:
+        return "path"
+    if is_job:
+        return "job"
+    section = name.split(".")[0]
+    if name in _PLACES or (section in _NAMES_AND_PLACES and name not in _EVENTS):
+        return None
+    return "drawing" if section == "sampling" else "running"
+
+
+def _are_one(first: Run, second: Run) -> bool:
+    """Whether two runs are one job."""
+    return not any(setting.kind == "job" for setting in _differing_settings([first, second]))
+
+
+def _compare_curves(first: Run, second: Run) -> CurvePair:
+    there = dict(second.curve("loss"))
+    common = [(step, loss, there[step]) for step, loss in first.curve("loss") if step in there]
+    relative = [(abs(a - b) / (max(abs(a), abs(b)) or 1.0), step) for step, a, b in common]
+    difference, step = max(relative, key=lambda pair: pair[0], default=(None, None))
+    parted_at = next((step for value, step in relative if value > SAME_CURVE), None)
+    return CurvePair(first, second, len(common), difference, step, parted_at)
+
+
+def _last_common(steps: Iterable[Iterable[int]]) -> int | None:
+    """The largest step that is in each set which is not empty."""
+    known = [found for found in map(set, steps) if found]
+    return max(set.intersection(*known), default=None) if known else None
+
+
+def _repeated(values: Iterable[Any]) -> Any | None:
+    seen = set()
+    for value in values:
+        if value in seen:
+            return value
+        seen.add(value)
+    return None
+
+
+def comparison_csv(comparison: Comparison) -> bytes:
+    """One row per run, numbers in full; empty where nothing was measured."""
+    file = io.StringIO()
+    rows = [_csv_row(comparison, run) for run in comparison.runs]
+    writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue().encode()
+
+
+def _csv_row(comparison: Comparison, run: Run) -> dict[str, Any]:
+    versions = run.content.get("versions", {})
+    row = {
+        "label": run.label,
+        "path": str(run.path),
+        "hardware": run.hardware,
+        "world_size": run.world_size,
+        "parallel_mode": run.parallel_mode,
+        "global_batch_size": run.global_batch_size,
+        "precision": run.precision,
+        "steps": run.steps,
+        "planned_steps": run.planned_steps,
+        "elapsed_s": run.elapsed_s,
+        "steps_per_second": run.steps_per_second,
+        "images_per_second": run.images_per_second,
+        "speed_up": comparison.speed_up(run),
+        "seconds_per_image": run.seconds_per_image,
+        "peak_memory_gib": run.peak_memory_gib,
+        "loss": run.loss,
+        "validation_loss": run.validation_loss,
+        "state": run.state,
+        "equal_time_s": comparison.equal_time_s,
+        "equal_step": comparison.equal_step,
+    }
+    for name, standing in (("time", comparison.at_equal_time(run)), ("step", comparison.at_equal_step(run))):
+        sampling = standing.sampling
+        row |= {
+            f"step_at_equal_{name}": standing.step,
+            f"elapsed_s_at_equal_{name}": standing.elapsed_s,
+            f"loss_at_equal_{name}": standing.loss,
+            f"validation_loss_at_equal_{name}": standing.validation_loss,
+            f"sampled_step_at_equal_{name}": sampling.step if sampling else None,
+            f"psnr_at_equal_{name}": sampling.psnr if sampling else None,
+            f"ssim_at_equal_{name}": sampling.ssim if sampling else None,
+        }
+    return row | {
+        "scored_against": run.scored_against,
+        "torch": versions.get("torch"),
+        "git_commit": run.content.get("git_commit"),
+        "hostname": run.machine.get("hostname"),
+        "run_id": run.content.get("run_id"),
+    }

@@ -1,0 +1,330 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Ledgers of one or more grid folders as one table, checked before anything is computed from them.
+
+Notable:
+- A *source* is one grid on one device: what the analysis compares within. A grid whose runs ran on two kinds of
+  device is two sources, so no comparison mixes them unless it is about them.
+- A *cell* is one setting of all axes in one source: the mean of its completed repeats. Only cells are data; runs that
+  ran out of memory, failed or were skipped are counted and listed, never averaged.
+- Axis values are text, as in the file, so that a number, a switch and `1,8` compare alike.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchditan.ablation.grid import (
+    BATCH_SIZE,
+    CHECKPOINT_FRACTION,
+    CHECKPOINTING,
+    COMPILE,
+    FLAVOR,
+    PARALLEL,
+    PATCH_SIZE,
+    PRECISION,
+    parallel_degrees,
+)
+from torchditan.ablation.ledger import CSV_NAME, PARQUET_NAME, SCHEMA_VERSION, STATUSES, column_type, columns
+from torchditan.config.options import ConfigError, option_error
+from torchditan.finetune.resolutions import MODEL, RESOLUTION
+from torchditan.run.directory import check_folder
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_COLUMNS = columns(())
+_AFTER_AXES = _COLUMNS[_COLUMNS.index("num_devices") :]
+_NUMBERS = tuple(name for name in _AFTER_AXES if column_type(name) is not str)
+# Zero or less would be a fault of the measurement, and its ratio to anything is meaningless.
+_POSITIVE = (
+    "step_time_s_mean",
+    "images_per_second_mean",
+    "images_per_second_per_device_mean",
+    "tflops_per_device_mean",
+    "mfu_mean",
+    "peak_memory_gib",
+    "peak_reserved_gib",
+)
+
+_ORDER = {
+    COMPILE: ("false", "true"),
+    CHECKPOINTING: ("none", "selective", "full"),
+    PRECISION: ("float32", "float16", "bfloat16", "bfloat16_f8"),
+}
+
+
+@dataclass(frozen=True)
+class GridResults:
+    """What the ledgers hold.
+
+    `runs`: one row per run, with `source` (its label). `cells`: one row per setting and source, repeats averaged,
+    with `batch` (a number), `made_by` (commit, versions, steps and window, where a comparison should not mix them)
+    and `num_repeats`. `axes`: their columns, in the order of the ledgers. `contents`: grid.json by grid. `folders`:
+    theirs, by grid.
+    """
+
+    contents: dict[str, dict[str, Any]]
+    runs: pd.DataFrame
+    cells: pd.DataFrame
+    axes: tuple[str, ...]
+    folders: dict[str, Path]
+
+    @cached_property
+    def sources(self) -> list[str]:
+        return list(dict.fromkeys(self.runs["source"]))
+
+    @cached_property
+    def varied(self) -> list[str]:
+        """Axes with more than one value in the runs of some source, whatever became of those runs."""
+        counts = self.runs.groupby("source")[list(self.axes)].nunique(dropna=False).max()
+        return [axis for axis in self.axes if counts[axis] > 1]
+
+    @cached_property
+    def effects(self) -> list[str]:
+        """Varied axes that two runs of one batch can differ in: the usual questions first.
+
+        Published models are not compared with each other, nor the resolutions that belong to them.
+        """
+        usual = (COMPILE, CHECKPOINTING, CHECKPOINT_FRACTION, PRECISION, PARALLEL, PATCH_SIZE, FLAVOR)
+        apart = [BATCH_SIZE, *([MODEL, FLAVOR] if MODEL in self.axes else [])]
+        if MODEL in self.axes and self.runs.groupby(MODEL)[RESOLUTION].nunique().max() == 1:
+            apart.append(RESOLUTION)
+        varied = [axis for axis in self.varied if axis not in apart]
+        return sorted(varied, key=lambda axis: usual.index(axis) if axis in usual else len(usual))
+
+    @cached_property
+    def searched(self) -> set[str]:
+        """Grids whose batch size was searched for, so that each setting has its own."""
+        return {
+            name
+            for name, content in self.contents.items()
+            if content.get("autotune") or "auto" in content.get("axes", {}).get(BATCH_SIZE, ())
+        }
+
+    def values(self, axis: str, *, completed: bool = True) -> list[str]:
+        """The values of an axis in the order in which they are compared."""
+        return ordered_values(axis, (self.cells if completed else self.runs)[axis].unique())
+
+
+def read_grids(folders: list[Path]) -> GridResults:
+    """The ledgers of grid folders; ConfigError for a folder or a ledger that cannot be trusted as a whole."""
+    import pandas as pd
+
+    unique = list({folder.resolve(): folder for folder in folders}.values())
+    names = distinct_names(unique)
+    contents = {name: _read_content(folder) for name, folder in zip(names, unique, strict=True)}
+    tables = [_read_ledger(folder) for folder in unique]
+    axes = tuple(dict.fromkeys(axis for table in tables for axis in _axes_of(list(table.columns))))
+    for table, name in zip(tables, names, strict=True):
+        table["grid"] = name
+    runs = pd.concat(tables, ignore_index=True)
+    for axis in axes:  # one that another ledger does not have
+        runs[axis] = runs[axis].fillna("")
+    runs["source"] = _source_labels(runs)
+    runs["batch"] = pd.to_numeric(runs[BATCH_SIZE], errors="coerce")
+    return GridResults(
+        contents=contents,
+        runs=runs,
+        cells=_average_repeats(runs, axes),
+        axes=axes,
+        folders=dict(zip(names, unique, strict=True)),
+    )
+
+
+def work_axes(axes: Iterable[str]) -> list[str]:
+    """Those that say how much work a sample is: across them no speed is compared with another."""
+    return [FLAVOR, PATCH_SIZE, *(axis for axis in (MODEL, RESOLUTION) if axis in axes)]
+
+
+def ordered_values(axis: str, values: Any) -> list[str]:
+    """Values of an axis from the plainer to the other: a comparison goes from left to right.
+
+    Known words have their order, numbers ascend, meshes go from the most sharded to the least; else as they come.
+    """
+    found = list(dict.fromkeys(values))
+    known = _ORDER.get(axis, ())
+    if axis == PARALLEL:
+        return sorted(found, key=_mesh_order)
+    if all(value in known for value in found):
+        return sorted(found, key=known.index)
+    try:
+        return sorted(found, key=float)
+    except ValueError:
+        return found
+
+
+def parallel_mode(value: str) -> str:
+    """Name of a `replicate,shard` mesh: one device, FSDP, DDP or HSDP."""
+    replicate, shard = parallel_degrees(value)
+    if replicate * shard == 1:
+        return "one device"
+    if replicate == 1:
+        return "FSDP"
+    return "DDP" if shard == 1 else "HSDP"
+
+
+def _mesh_order(value: str) -> tuple[int, int]:
+    replicate, shard = parallel_degrees(value)
+    return replicate * shard, -shard
+
+
+def _read_ledger(folder: Path) -> pd.DataFrame:
+    """The runs of one grid folder, checked: axes as text, measurements as numbers."""
+    file = folder / CSV_NAME
+    if file.exists():
+        table = _read_csv(file)
+    elif (file := folder / PARQUET_NAME).exists():
+        table = _read_parquet(file)
+    else:
+        raise ConfigError(f"{folder} holds no {CSV_NAME}: no run of this grid has ended yet")
+    _check_columns(file, list(table.columns))
+    if not len(table):
+        raise ConfigError(f"{file} holds no run yet")
+    return _typed(file, table)
+
+
+def _read_content(folder: Path) -> dict[str, Any]:
+    """grid.json: ConfigError where the folder is no grid's."""
+    file = folder / "grid.json"
+    check_folder(folder, mark="grid.json", what="a grid folder")
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} does not parse: {error}") from None
+    if not isinstance(content, dict) or "schema_version" not in content:
+        raise ConfigError(f"{file} is not that of an ablation grid: it has no schema_version")
+    if content["schema_version"] != SCHEMA_VERSION:
+        raise _other_version(file, content["schema_version"])
+    return content
+
+
+def _read_csv(file: Path) -> pd.DataFrame:
+    """Every field as text. A file that a copy or a full disk cut short is refused: the rest would look whole."""
+    import pandas as pd
+
+    try:
+        text = file.read_text(encoding="utf-8")
+        lines = list(csv.reader(io.StringIO(text, newline=""), strict=True))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{file} is no whole CSV file: {error}") from None
+    if not lines:
+        raise ConfigError(f"{file} is empty")
+    header, *rows = lines
+    _check_columns(file, header)
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise ConfigError(f"{file} is cut short: row {number} has {len(row)} of {len(header)} columns")
+    if not text.endswith("\n"):
+        raise ConfigError(f"{file} is cut short: its last row does not end")
+    return pd.DataFrame(rows, columns=header, dtype=object)
+
+
+def _read_parquet(file: Path) -> pd.DataFrame:
+    """Like `_read_csv`: text, empty where there is no value."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(file).to_pydict()
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ConfigError(f"{file} is no whole parquet file: {' '.join(str(error).split())}") from None
+    import pandas as pd
+
+    return pd.DataFrame({name: [_text(value) for value in values] for name, values in table.items()}, dtype=object)
+
+
+def _text(value: Any) -> str:
+    return "" if value is None or (isinstance(value, float) and math.isnan(value)) else str(value)
+
+
+def _check_columns(file: Path, header: list[str]) -> None:
+    if "schema_version" not in header:
+        raise ConfigError(f"{file} is not the ledger of a grid: it has no column schema_version")
+    missing = [name for name in _COLUMNS if name not in header]
+    if missing:
+        raise ConfigError(f"{file} is cut short or of another version: it has no column {', '.join(missing[:3])}")
+
+
+def _axes_of(header: list[str]) -> list[str]:
+    """Axes stand between `reason` and `num_devices`."""
+    return header[header.index("reason") + 1 : header.index("num_devices")]
+
+
+def _typed(file: Path, table: pd.DataFrame) -> pd.DataFrame:
+    import numpy as np
+    import pandas as pd
+
+    versions = list(dict.fromkeys(table["schema_version"]))
+    if versions != [str(SCHEMA_VERSION)]:
+        raise _other_version(file, ", ".join(versions) or "none")
+    unknown = [status for status in dict.fromkeys(table["status"]) if status not in STATUSES]
+    if unknown:
+        raise option_error(f"{file}: status", unknown[0], f"must be one of {', '.join(STATUSES)}")
+    for name in _NUMBERS:
+        numbers = pd.to_numeric(table[name].replace("", np.nan), errors="coerce")
+        wrong = table.index[numbers.isna() & ~table[name].isin(("", "nan"))]
+        if len(wrong):
+            raise ConfigError(f'{file}: row {wrong[0] + 2} has "{table[name][wrong[0]]}" for {name}, not a number')
+        table[name] = numbers.astype(float).replace([np.inf, -np.inf], np.nan)
+    for name in _POSITIVE:
+        table[name] = table[name].where(table[name] > 0)
+    for mesh in table[PARALLEL].unique():
+        parallel_degrees(mesh)
+    for axis in _axes_of(list(table.columns)):
+        table[axis] = table[axis].replace({"True": "true", "False": "false"}).str.replace(r"\.0$", "", regex=True)
+    return table
+
+
+def _other_version(file: Path, version: Any) -> ConfigError:
+    return ConfigError(f"{file} is of version {version}; this analysis reads version {SCHEMA_VERSION}")
+
+
+def distinct_names(folders: list[Path]) -> list[str]:
+    """The folders' names, with as many parents as tell them apart."""
+    resolved = [folder.resolve() for folder in folders]
+    for depth in range(1, max(len(path.parts) for path in resolved) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in resolved]
+        if len(set(names)) == len(names):
+            return names
+    raise AssertionError("resolved folders are unique")
+
+
+def _source_labels(runs: pd.DataFrame) -> pd.Series:
+    """`grid`, and the device with it where grids or devices are several."""
+    # A run that died before it could say where it ran belongs with the others of its grid.
+    named = runs[runs["device"] != ""].groupby("grid")["device"]
+    usual = {grid: names.mode()[0] for grid, names in named}
+    device = runs["device"].where(runs["device"] != "", [usual.get(grid, "unknown device") for grid in runs["grid"]])
+    if device.nunique() == 1:
+        return runs["grid"]
+    return runs["grid"] + " on " + device
+
+
+def _average_repeats(runs: pd.DataFrame, axes: tuple[str, ...]) -> pd.DataFrame:
+    """Cells: the completed runs that were measured, repeats of a setting averaged."""
+    data = runs[(runs["status"] == "completed") & runs["images_per_second_mean"].notna()].copy()
+    data["made_by"] = (
+        data["git_commit"]
+        + " torch "
+        + data["torch_version"]
+        + " python "
+        + data["python_version"]
+        + data["steps"].map(" steps {:g}".format)
+        + data["window"].map(" window {:g}".format)
+    )
+    keys = ["source", *axes]
+    numbers = [name for name in (*_NUMBERS, "batch") if name not in keys]
+    first = ["grid", "device", "device_type", "run_name", "made_by"]
+    groups = data.groupby(keys, sort=False, dropna=False)
+    cells = groups[numbers].mean().join(groups[first].first())
+    cells["num_repeats"] = groups.size()
+    cells["num_made_by"] = groups["made_by"].nunique()
+    return cells.reset_index()

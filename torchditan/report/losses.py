@@ -1,0 +1,94 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Loss against steps, read from the runs' own metrics: a convergence study is a grid like any other, of longer runs.
+
+Notable: a run whose loss was not finite is shown as far as it came, whatever its status.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torchditan.ablation.grid import PRECISION
+from torchditan.ablation.maker import RUNS_FOLDER
+from torchditan.report.grid_results import GridResults, ordered_values
+from torchditan.run.directory import read_metrics
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LEARNING_RATE = "optimizer.lr"
+FEWEST_STEPS = 100
+"""Of a run whose loss says something; a benchmark's random latents are not learned from."""
+_MOST_POINTS = 100
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """One run: means of its loss over stretches of steps."""
+
+    run_name: str
+    source: str
+    status: str
+    precision: str
+    learning_rate: str
+    """Empty where the grid does not vary it."""
+    steps: list[float]
+    losses: list[float]
+
+
+def loss_curves(results: GridResults) -> list[LossCurve]:
+    """The curves of all runs that logged `FEWEST_STEPS` or more, and of shorter ones of such grids that failed."""
+    runs = results.runs
+    long = runs[runs["steps"] >= FEWEST_STEPS]
+    curves = []
+    for _, run in long.iterrows():
+        records = read_metrics(results.folders[run["grid"]] / RUNS_FOLDER / run["run_name"])
+        points = [(record["step"], record["loss"]) for record in records if _is_finite(record.get("loss"))]
+        if points:
+            steps, losses = zip(*_means(points), strict=True)
+            rate = run[LEARNING_RATE] if LEARNING_RATE in results.axes else ""
+            curves.append(
+                LossCurve(
+                    run_name=run["run_name"],
+                    source=run["source"],
+                    status=run["status"],
+                    precision=run[PRECISION],
+                    learning_rate=rate,
+                    steps=list(steps),
+                    losses=list(losses),
+                )
+            )
+    return curves
+
+
+def _is_finite(loss: float | None) -> bool:
+    return loss is not None and math.isfinite(loss)
+
+
+def _means(points: list[tuple[float, float]]) -> list[tuple[float, ...]]:
+    """At most `_MOST_POINTS` of them: means over stretches of equal length."""
+    length = math.ceil(len(points) / _MOST_POINTS)
+    stretches = [points[start : start + length] for start in range(0, len(points), length)]
+    return [tuple(sum(column) / len(part) for column in zip(*part, strict=True)) for part in stretches]
+
+
+def final_losses(results: GridResults) -> dict[str, dict[str, str]]:
+    """Mean loss over the measured window, by learning rate and precision, in order; where no run completed, what became
+    of them.
+    """
+    runs = results.runs[results.runs["steps"] >= FEWEST_STEPS]
+    rates = runs[LEARNING_RATE] if LEARNING_RATE in results.axes else runs[PRECISION].map(lambda _: "")
+    return {
+        rate: {
+            precision: _final_loss(runs[(rates == rate) & (runs[PRECISION] == precision)])
+            for precision in ordered_values(PRECISION, runs[PRECISION])
+        }
+        for rate in ordered_values(LEARNING_RATE, rates)
+    }
+
+
+def _final_loss(runs: pd.DataFrame) -> str:
+    losses = runs["loss_mean"][runs["status"] == "completed"].dropna()
+    return f"{losses.mean():.4g}" if len(losses) else ", ".join(dict.fromkeys(runs["status"]))

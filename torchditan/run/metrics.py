@@ -1,0 +1,489 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What a run reports: console, metrics.jsonl, TensorBoard, Weights & Biases.
+
+Notable:
+- `images_per_second` is global and counts the images that were really in the batches.
+- Sampling, validation and checkpoint time (`timer.excluded`) is no training time; it is logged on its own.
+  Neither does their memory count into the peak of a GPU.
+- Loss and gradient norm come in as Python floats at log steps: nothing here waits for the device, except
+  `timer.excluded`, where the steps still queued on a GPU would be taken for sampling.
+- Rank 0 reports its own memory and time; the logger talks to no other rank.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from torchditan.config.options import Metrics, option_error
+from torchditan.run.directory import RunDirectory
+from torchditan.run.trackers import open_tensorboard, open_wandb
+
+ALWAYS_KEYS = (
+    "step",
+    "images_seen",
+    "loss",
+    "grad_norm",
+    "lr",
+    "step_time_s",
+    "images_per_second",
+    "tflops_per_device",
+    "mfu",
+    "peak_memory_gib",
+    "peak_reserved_gib",
+    "peak_memory_percent",
+    "data_loading_percent",
+    "elapsed_s",
+)
+_GIB = 1024**3
+CONSOLE_COLUMNS = 100
+"""Longest line where the output is not a terminal; a terminal has its own width."""
+_LEAST_IMPORTANT_FIRST = (
+    "encoding_percent",
+    "data_loading_percent",
+    "tflops_per_device",
+    "step_time_s",
+    "peak_memory_gib",
+    "lr",
+    "grad_norm",
+    "mfu",
+    "images_per_second",
+)
+"""Parts that a console line drops, in this order, until it fits; metrics.jsonl has everything."""
+
+
+def check_trackers(config: Metrics) -> None:
+    """ConfigError where TensorBoard or W&B is asked for but not installed; cheap: ask it before a run."""
+    if config.enable_tensorboard:
+        _require("torch.utils.tensorboard", "metrics.enable_tensorboard", "tensorboard")
+    if config.enable_wandb:
+        _require("wandb", "metrics.enable_wandb", "wandb")
+
+
+class PeakMemory:
+    """Highest memory since the last `read`.
+
+    CUDA: what the allocator handed out (allocated), also as percent of the device's memory, and what it
+    held (reserved, which keeps what sampling left in its cache).
+    CPU: resident memory of this process since it started, which the system cannot reset; no reserved
+    memory; percent of the host's memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.allocator: dict[str, float] = {}
+        """The last `read` as the course project has it: active memory, and what went wrong since the process began."""
+        self._allocated = self._reserved = self._active = 0
+        if device.type == "cuda":
+            self._capacity = torch.cuda.get_device_properties(device).total_memory
+        else:
+            self._capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def read(self) -> dict[str, float | None]:
+        self.collect()
+        allocated, reserved, active = self._allocated, self._reserved, self._active
+        self._allocated = self._reserved = self._active = 0
+        self.allocator = {"max_active(GiB)": active / _GIB, "max_active(%)": 100 * active / self._capacity}
+        if self.device.type == "cuda":
+            stats = torch.cuda.memory_stats(self.device)
+            self.allocator |= {
+                "max_reserved(GiB)": reserved / _GIB,
+                "max_reserved(%)": 100 * reserved / self._capacity,
+                **{name: stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")},
+            }
+        self.restart()
+        return {
+            "peak_memory_gib": allocated / _GIB,
+            "peak_reserved_gib": reserved / _GIB if self.device.type == "cuda" else None,
+            "peak_memory_percent": 100 * allocated / self._capacity,
+        }
+
+    def collect(self) -> None:
+        if self.device.type == "cuda":
+            self._allocated = max(self._allocated, torch.cuda.max_memory_allocated(self.device))
+            self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self.device))
+            active = torch.cuda.memory_stats(self.device).get("active_bytes.all.peak", 0)
+            self._active = max(self._active, active)
+        else:
+            unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+            self._allocated = self._active = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def restart(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+
+class StepTimer:
+    """Where the time since the last log step went: training, waiting for data, and what is excluded."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.device = device
+        self.memory = PeakMemory(device)
+        self._clock = clock
+        self._excluding: str | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin the window now: right before the first step, what was built until then does not count."""
+        self._window_start = self._clock()
+        self._data_loading = 0.0
+        self._encoding = 0.0
+        self._encoding_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._excluded: dict[str, float] = {}
+
+    @contextmanager
+    def excluded(self, name: str) -> Iterator[None]:
+        """Time (and GPU memory) of the body is not training's; its seconds are logged as `<name>_s`."""
+        assert self._excluding is None, f"{name} inside {self._excluding}"
+        self._synchronize()
+        self.memory.collect()
+        self._excluding, start = name, self._clock()
+        try:
+            yield
+            self._synchronize()
+        finally:
+            self._excluding = None
+            self._excluded[name] = self._excluded.get(name, 0.0) + self._clock() - start
+            self.memory.restart()
+
+    @contextmanager
+    def data_loading(self) -> Iterator[None]:
+        """The body waits for the next batch."""
+        start = self._clock()
+        yield
+        if self._excluding is None:
+            self._data_loading += self._clock() - start
+
+    @contextmanager
+    def encoding(self) -> Iterator[None]:
+        """The body encodes pixels into latents: a part of the step, measured without waiting for a GPU."""
+        if self._excluding is not None:
+            yield
+        elif self.device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._encoding_events.append((begin, end))
+        else:
+            start = self._clock()
+            yield
+            self._encoding += self._clock() - start
+
+    def _encoding_seconds(self) -> float:
+        for begin, end in self._encoding_events:
+            end.synchronize()  # long past at a log step: the loss was read after it
+            self._encoding += begin.elapsed_time(end) / 1000
+        return self._encoding
+
+    def read(self, *, steps: int, images: int) -> dict[str, float | None]:
+        """Means over the window of so many steps and images, which ends here; None without a step."""
+        elapsed = self._clock() - self._window_start
+        seconds = elapsed - sum(self._excluded.values())
+        counts = steps > 0 and seconds > 0
+        means: dict[str, float | None] = {
+            "step_time_s": seconds / steps if counts else None,
+            "images_per_second": images / seconds if counts else None,
+            "data_loading_percent": 100 * self._data_loading / seconds if counts else None,
+        }
+        encoding = self._encoding_seconds()
+        if counts and encoding:
+            means["encoding_percent"] = 100 * encoding / seconds
+        means.update({f"{name}_s": spent for name, spent in self._excluded.items()})
+        self.restart()
+        return means
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Console:
+    """Lines of text, and below them on a terminal a progress bar that never mixes with them."""
+
+    _BAR_WIDTH = 24
+    _REDRAW_S = 0.1
+
+    def __init__(self, stream: TextIO, *, color: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._stream = stream
+        self._clock = clock
+        self.is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.color = color and self.is_terminal and not os.environ.get("NO_COLOR")
+        self._bar = ""
+        self._drawn_at = float("-inf")
+
+    @property
+    def columns(self) -> int:
+        """Width that a line may have."""
+        return shutil.get_terminal_size().columns if self.is_terminal else CONSOLE_COLUMNS
+
+    def line(self, text: str) -> None:
+        self._stream.write(f"{self._erase()}{text}\n{self._bar}")
+        self._stream.flush()
+
+    def progress(self, step: int, total_steps: int, eta: str, *, unit: str = "step") -> None:
+        """Redraw the bar, a few times a second at most; nothing in a log."""
+        if not self.is_terminal or (self._clock() - self._drawn_at < self._REDRAW_S and step < total_steps):
+            return
+        self._drawn_at = self._clock()
+        share = min(step / total_steps, 1.0)
+        bar = "#" * int(share * self._BAR_WIDTH)
+        text = f"{share:4.0%} [{bar:.<{self._BAR_WIDTH}}] {unit} {step:,}/{total_steps:,}  ETA {eta}"
+        text = text[: shutil.get_terminal_size().columns - 1]  # a wrapped bar could not be erased
+        self._stream.write(f"{self._erase()}{text}")
+        self._stream.flush()
+        self._bar = text
+
+    def close(self) -> None:
+        self._stream.write(self._erase())
+        self._stream.flush()
+        self._bar = ""
+
+    def _erase(self) -> str:
+        return "\r\x1b[2K" if self._bar else ""
+
+
+class MetricsLogger:
+    """Counts and reports the steps of a run. On ranks that do not write it only counts.
+
+    `flops_per_image` are the model FLOPs of forward and backward; `peak_flops` the device's dense bf16
+    peak in FLOP/s, None where it is unknown; `tokens_per_image` the patches of one. `start_step`, `images_seen` and
+    `elapsed_s` are where a resumed run goes on.
+    """
+
+    def __init__(
+        self,
+        config: Metrics,
+        run_directory: RunDirectory,
+        *,
+        world_size: int,
+        device: torch.device,
+        flops_per_image: float | None,
+        peak_flops: float | None,
+        total_steps: int,
+        tokens_per_image: int | None = None,
+        start_step: int = 0,
+        images_seen: int = 0,
+        elapsed_s: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+        stream: TextIO | None = None,
+    ) -> None:
+        self.images_seen = images_seen
+        self.timer = StepTimer(device, clock)
+        self._run_directory = run_directory
+        self._world_size = world_size
+        self._flops_per_image = flops_per_image
+        self._tokens_per_image = tokens_per_image
+        self._has_legacy_tags = config.legacy_tags
+        self._peak_flops = peak_flops
+        self._total_steps = total_steps
+        self._clock = clock
+        self._start = clock() - elapsed_s
+        self._step = self._logged_step = start_step
+        self._logged_images = images_seen
+        self._first_step: tuple[int, float] | None = None  # where the ETA is measured from: (step, its end)
+        self._console: Console | None = None
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if not run_directory.is_writer:
+            return
+        check_trackers(config)
+        self._console = Console(stream or sys.stdout, color=config.enable_color_printing, clock=clock)
+        if config.enable_tensorboard:
+            self._tensorboard = open_tensorboard(run_directory.folder(config.save_tb_folder), start_step)
+        if config.enable_wandb:
+            self._wandb = open_wandb(config, run_directory)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Wall-clock seconds of the run so far, those before a resume included."""
+        return self._clock() - self._start
+
+    def count_images(self, num_images: int) -> None:
+        """Call once after each optimizer step with the images in its global batch."""
+        self.images_seen += num_images
+        self._step += 1
+        if self._first_step is None:  # the first step compiles and warms up: a poor predictor
+            self._first_step = (self._step, self._clock())
+        if self._console is not None:
+            self._console.progress(self._step, self._total_steps, self._eta())
+
+    def log(
+        self,
+        step: int,
+        *,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        extra: dict[str, Any] | None = None,
+        max_loss: float | None = None,
+    ) -> dict[str, Any]:
+        """Report the steps since the last call; `extra` (validation_loss, ...) stands beside the fixed keys.
+
+        `max_loss`, the largest of any rank, is one of the course project's TensorBoard tags.
+
+        Returns the record, the same keys on every rank.
+        """
+        assert step == self._step, f"step {step} logged, {self._step} counted"
+        images = self.images_seen - self._logged_images
+        window = self.timer.read(steps=step - self._logged_step, images=images)
+        self._logged_step, self._logged_images = step, self.images_seen
+        known: dict[str, Any] = {
+            "step": step,
+            "images_seen": self.images_seen,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "elapsed_s": self.elapsed_s,
+            **self._flops(window["images_per_second"]),
+            **self.timer.memory.read(),
+            **window,
+        }
+        record = {key: known.pop(key) for key in ALWAYS_KEYS} | known
+        assert record.keys().isdisjoint(extra or {}), extra
+        record.update(extra or {})
+        self._report(record, max_loss=max_loss)
+        return record
+
+    def roll_back(self, step: int, images_seen: int) -> None:
+        """Forget the steps behind `step`, in every log: they come again."""
+        self._run_directory.truncate_metrics(step)
+        if self._tensorboard is not None:
+            folder = Path(self._tensorboard.log_dir)
+            with self._tensorboard_if_it_can():
+                self._tensorboard.close()
+                self._tensorboard = open_tensorboard(folder, step)
+        self._step = self._logged_step = step
+        self.images_seen = self._logged_images = images_seen
+        self._first_step = None
+        self.timer.restart()
+
+    def flush(self) -> None:
+        """What was logged is on the disk when this returns: a checkpoint of this step must not be ahead of it."""
+        self._run_directory.sync_metrics()
+        if self._tensorboard is not None:
+            with self._tensorboard_if_it_can():
+                self._tensorboard.flush()
+
+    @contextmanager
+    def _tensorboard_if_it_can(self) -> Iterator[None]:
+        """A full disk ends its event files, not the run: metrics.jsonl has the same numbers."""
+        try:
+            yield
+        except OSError as error:
+            self._tensorboard = None
+            self.message(f"warning: TensorBoard cannot write ({error.strerror}); metrics.jsonl goes on")
+
+    def message(self, text: str) -> None:
+        """Print a line."""
+        if self._console is not None:
+            self._console.line(text)
+
+    def log_image(self, name: str, image: str | Path | Any, step: int) -> None:
+        """Show a picture in TensorBoard and W&B: a file, or a uint8 array (H, W, 3)."""
+        if self._tensorboard is None and self._wandb is None:
+            return
+        import numpy as np
+        from PIL import Image
+
+        pixels = np.asarray(Image.open(image).convert("RGB")) if isinstance(image, (str, Path)) else image
+        if self._tensorboard is not None:
+            with self._tensorboard_if_it_can():
+                self._tensorboard.add_image(name, pixels, step, dataformats="HWC")
+        if self._wandb is not None:
+            self._wandb.log({name: import_module("wandb").Image(pixels), "step": step})
+
+    def close(self) -> None:
+        """Remove the bar and finish the trackers."""
+        if self._console is not None:
+            self._console.close()
+        if self._tensorboard is not None:
+            with self._tensorboard_if_it_can():
+                self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def _flops(self, images_per_second: float | None) -> dict[str, float | None]:
+        if images_per_second is None or self._flops_per_image is None:
+            return {"tflops_per_device": None, "mfu": None}
+        flops = images_per_second * self._flops_per_image / self._world_size
+        mfu = None if self._peak_flops is None else 100 * flops / self._peak_flops
+        return {"tflops_per_device": flops / 1e12, "mfu": mfu}
+
+    def _report(self, record: dict[str, Any], *, max_loss: float | None) -> None:
+        self._run_directory.append_metrics(record)
+        if self._console is not None:
+            console = self._console
+            line = _console_line(record, self._total_steps, self._eta(), color=console.color, columns=console.columns)
+            console.line(line)
+        numbers = {key: value for key, value in record.items() if isinstance(value, (int, float))}
+        if self._tensorboard is not None:
+            scalars = {key: value for key, value in numbers.items() if key != "step"}
+            if self._has_legacy_tags:
+                from torchditan.run.legacy_tags import legacy_scalars  # of the option metrics.legacy_tags
+
+                scalars |= legacy_scalars(
+                    record,
+                    max_loss=max_loss,
+                    flops_per_image=self._flops_per_image,
+                    tokens_per_image=self._tokens_per_image,
+                    world_size=self._world_size,
+                    memory=self.timer.memory.allocator,
+                )
+            with self._tensorboard_if_it_can():
+                for key, value in scalars.items():
+                    self._tensorboard.add_scalar(key, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log(numbers)
+
+    def _eta(self) -> str:
+        if self._first_step is None or self._step == self._first_step[0]:
+            return "-:--:--"
+        first, ended = self._first_step
+        seconds = (self._clock() - ended) / (self._step - first) * (self._total_steps - self._step)
+        return str(timedelta(seconds=round(seconds)))
+
+
+def _console_line(record: dict[str, Any], total_steps: int, eta: str, *, color: bool, columns: int) -> str:
+    """One line of at most `columns` characters, without what is least important where it would be longer."""
+    parts = {
+        "step": (f"step {{:>{len(str(total_steps))}}}/{total_steps}", 31),
+        "loss": ("loss {:.4f}", 32),
+        "validation_loss": ("val {:.4f}", 32),
+        "grad_norm": ("grad {:.3f}", 33),
+        "lr": ("lr {:.1e}", 39),
+        "images_per_second": ("{:,.1f} images/s", 34),
+        "step_time_s": ("{:.3f} s/step", 34),
+        "tflops_per_device": ("{:,.2f} TFLOP/s", 36),
+        "mfu": ("MFU {:.1f}%", 36),
+        "peak_memory_gib": ("{:.2f} GiB", 35),
+        "data_loading_percent": ("data {:.1f}%", 39),
+        "encoding_percent": ("encoding {:.1f}%", 39),
+    }
+    shown = {
+        key: (text.format(record[key]), code) for key, (text, code) in parts.items() if record.get(key) is not None
+    }
+    shown["eta"] = (f"ETA {eta}", 39)
+    for key in _LEAST_IMPORTANT_FIRST:
+        if len("  ".join(text for text, _ in shown.values())) <= columns:
+            break
+        shown.pop(key, None)
+    return "  ".join(f"\x1b[{code}m{text}\x1b[0m" if color and code else text for text, code in shown.values())
+
+
+def _require(module: str, option: str, package: str) -> None:
+    try:
+        import_module(module)
+    except ImportError:
+        raise option_error(option, True, f"needs the {package} package: pip install {package}") from None

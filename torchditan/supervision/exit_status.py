@@ -1,0 +1,189 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""How a run ended: its status, its reason in one line, and the exit code of the process.
+
+Exit codes: 0 done, 2 the user's mistake, 3 out of memory, 75 interrupted and resumable, 1 anything else.
+
+torchrun exits 1 whatever happened to its ranks, so scripts/launch.sh asks here for the code:
+
+    python -m torchditan.supervision.exit_status FOLDER --num_ranks 8
+
+reads what the ranks wrote into the folder, says in one line how they ended, and exits with the code of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torchditan.config.command_line import count
+from torchditan.config.options import ConfigError
+from torchditan.distributed.cpu_threads import check_user_threads, limit_spinning
+from torchditan.run.directory import RANKS_VARIABLE, read_rank_statuses, write_rank_status
+from torchditan.supervision.lost_rank import LOST_RANK, exit_at_once, is_of_others
+from torchditan.supervision.parent_death import die_with_launcher
+
+# What raises a bare RuntimeError: the CPU allocator, the CUDA driver, cuBLAS's workspace.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
+# What oneDNN says when it finds no memory for its own buffers, but not only then.
+_PERHAPS_OUT_OF_MEMORY = ("could not create a primitive", "could not create a memory", "could not execute a primitive")
+
+
+class Interrupted(Exception):
+    """All ranks stopped after one step, because they were asked to; the message says after which, and what next."""
+
+
+class Verdict(NamedTuple):
+    status: str
+    exit_code: int
+    reason: str
+
+
+def verdict_of(error: BaseException) -> Verdict:
+    """Status, exit code and one-line reason of an exception."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, ConfigError):
+        return Verdict("error", 2, reason)
+    if isinstance(error, Interrupted):
+        return Verdict("interrupted", 75, reason)
+    if isinstance(error, KeyboardInterrupt):
+        return Verdict("interrupted", 75, "interrupted from the keyboard")
+    if _is_out_of_memory(error):
+        return Verdict("oom", 3, reason)
+    return Verdict("error", 1, f"{type(error).__name__}: {reason}")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    is_limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    texts = _OUT_OF_MEMORY + (_PERHAPS_OUT_OF_MEMORY if is_limited else ())
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def run_job(main: Callable[[], None]) -> int:
+    """Run a job and return the exit code of the process; a user's mistake prints one line.
+
+    A launcher that asked for it is told how this rank began and ended, whatever happens. A rank that fails while its
+    process group is open exits here, without exit handlers.
+    """
+    die_with_launcher()
+    limit_spinning()
+    write_rank_status("running")
+    try:
+        check_user_threads()
+        main()
+    except SystemExit as stop:
+        state = "interrupted" if stop.code == 75 else "error" if stop.code else "completed"
+        write_rank_status(state, str(stop.code or "") or None)
+        if stop.code and _may_wait_for_others():
+            if not isinstance(stop.code, int):
+                print(stop.code, file=sys.stderr)
+            exit_at_once(stop.code if isinstance(stop.code, int) else 1)
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        verdict = verdict_of(error)
+        write_rank_status(verdict.status, verdict.reason, exit_code=verdict.exit_code)
+        if verdict.exit_code == 2:
+            _report_mistake(verdict.reason, is_of_this_rank=getattr(error, "is_of_this_rank", False))
+        elif verdict.exit_code == 75:
+            is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+            if int(os.environ.get("RANK", 0)) == 0:
+                # torchrun raises when the signal reaches it; scripts/launch.sh, which sets the variable, prevents that.
+                is_alone = is_under_torchrun and RANKS_VARIABLE not in os.environ
+                print(verdict.reason + ("; a traceback below is torchrun's own" if is_alone else ""), file=sys.stderr)
+            if isinstance(error, Interrupted) and is_under_torchrun:
+                return 0  # torchrun would start a rank that failed again; scripts/launch.sh exits with 75
+        else:
+            traceback.print_exc()
+        if _may_wait_for_others():
+            exit_at_once(verdict.exit_code)
+        return verdict.exit_code
+    write_rank_status("completed", exit_code=0)
+    return 0
+
+
+def _may_wait_for_others() -> bool:
+    """Whether collectives with other ranks may be pending: a run that ends as it should has closed its group."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def judge_ranks(
+    ranks: Sequence[Mapping[str, Any]], *, num_ranks: int, was_signalled: bool = False, killed: str | None = None
+) -> Verdict:
+    """How a job ended whose processes have all ended.
+
+    Out of memory on any rank is `oom`; else the first rank that failed by itself says why. A rank that failed since
+    another was gone is asked last, and after a signal not at all: what it saw was the others going.
+
+    Args:
+        ranks: what each rank wrote (run_directory.write_rank_status); one that never began wrote nothing.
+        num_ranks: how many there should be.
+        was_signalled: whether the launcher passed a signal on.
+        killed: what the launcher knows of a rank that was ended before it could write.
+    """
+    failed = sorted((rank for rank in ranks if rank["state"] in ("oom", "error")), key=lambda rank: rank["time"])
+    out_of_memory = [rank for rank in failed if rank["state"] == "oom"]
+    if out_of_memory:
+        return Verdict("oom", 3, _said(out_of_memory[0]))
+    own = [rank for rank in failed if not is_of_others(str(rank["reason"]))]
+    if own:
+        return Verdict("error", 2 if own[0].get("exit_code") == 2 else 1, _said(own[0]))
+    states = [rank["state"] for rank in ranks]
+    if states.count("completed") == num_ranks:
+        return Verdict("completed", 0, f"{num_ranks} rank(s)")
+    interrupted = [rank for rank in ranks if rank["state"] == "interrupted"]
+    if interrupted and not failed:
+        return Verdict("interrupted", 75, _said(interrupted[0]))
+    if was_signalled:
+        reason = "ended by the signal before its ranks had saved; the same command continues from the last checkpoint"
+        return Verdict("interrupted", 75, reason)
+    explained = sorted(failed, key=lambda rank: not str(rank["reason"]).startswith(LOST_RANK))
+    unfinished = num_ranks - states.count("completed")
+    silent = f"{unfinished} of {num_ranks} rank(s) ended without a word, as when the system killed them"
+    return Verdict("error", 1, killed or (_said(explained[0]) if explained else silent))
+
+
+def _said(rank: Mapping[str, Any]) -> str:
+    return f"rank {rank['rank']}: {rank['reason']}"
+
+
+def main() -> int:
+    """Judge the ranks of a finished job; the exit code is the verdict's."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchditan.supervision.exit_status", description="How the ranks of a job ended."
+    )
+    parser.add_argument("folder", help=f"where the ranks wrote ({RANKS_VARIABLE} of their environment)")
+    parser.add_argument("--num_ranks", type=count, required=True, help="ranks that were started there")
+    parser.add_argument("--signalled", action="store_true", help="they were asked to stop")
+    given = parser.parse_args()
+    ranks = read_rank_statuses(given.folder)
+    verdict = judge_ranks(ranks, num_ranks=given.num_ranks, was_signalled=given.signalled)
+    print(f"{verdict.status}: {verdict.reason} (exit code {verdict.exit_code})", file=sys.stderr)
+    return verdict.exit_code
+
+
+def _report_mistake(reason: str, *, is_of_this_rank: bool) -> None:
+    if int(os.environ.get("RANK", 0)) != 0:
+        # Most mistakes are found by every rank. torchrun ends all of them when the first one exits, so the others
+        # leave rank 0 the time to say it once; who is still there found something of its own, a corrupt image say.
+        time.sleep(5)
+        distributed = sys.modules.get("torch.distributed")
+        if not is_of_this_rank and (distributed is None or not distributed.is_initialized()):
+            return  # found before the ranks knew each other: rank 0, perhaps of another machine, says it
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

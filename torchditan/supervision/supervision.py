@@ -1,0 +1,136 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What surrounds the training of one rank: where it is, which rank was lost, and the verdict when it ends.
+
+It exists before anything is built, so that a failure while building has its verdict too.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch.distributed as dist
+
+from torchditan.checkpoint.manager import Progress
+from torchditan.data_stream.stream import end_loader_workers
+from torchditan.distributed.process_group import Rank, set_timeout
+from torchditan.run.directory import RunDirectory, read_status, write_rank_status
+from torchditan.run.metrics import MetricsLogger
+from torchditan.run.progress import Advance, report_progress
+from torchditan.supervision.exit_status import verdict_of
+from torchditan.supervision.watchdog import RankWatch
+
+
+class Supervision:
+    """The watch over one rank, its messages and its verdict.
+
+    Args:
+        rank: this process.
+        run_directory: opened; closed by `close`.
+    """
+
+    def __init__(self, rank: Rank, run_directory: RunDirectory) -> None:
+        self.rank = rank
+        self.run_directory = run_directory
+        self.progress = Progress()
+        """The trainer's own, changed in place."""
+        self.start_step: int | None = None
+        """Step at which this process began to train; None: it is still building."""
+        self.logger: MetricsLogger | None = None
+        """Given by the trainer once the console is its own."""
+        self.watch: RankWatch | None = None
+        self._closing = ExitStack()  # from the last to the first, each though another one fails
+        self._closing.callback(run_directory.close)
+        self._closing.callback(end_loader_workers)
+
+    def connect(self, *, timeout_seconds: int) -> None:
+        """Watch the other ranks from now on; called by all of them, with the process group open."""
+        self.watch = RankWatch(
+            self.rank,
+            timeout_seconds=timeout_seconds,
+            on_lost=self.record_lost,
+            folder=self.run_directory.folder("flight_recorder"),
+        )
+        self._closing.callback(self.watch.close)
+
+    def log_with(self, logger: MetricsLogger) -> None:
+        """Messages go through the logger from now on, which is closed with the rest."""
+        self.logger = logger
+        self._closing.callback(logger.close)
+
+    def close(self) -> None:
+        self._closing.close()
+
+    def note(self, step: int, place: str) -> None:
+        """This rank is in `step` and does `place` from now on: what is said of it when it is lost."""
+        if self.watch is not None:
+            self.watch.note(step, place)
+
+    @property
+    def timeout_seconds(self) -> int:
+        """How long ranks wait for each other."""
+        assert self.watch is not None
+        return int(self.watch.timeout_seconds)
+
+    def set_timeout(self, seconds: int, *, but: dist.ProcessGroup | None) -> None:
+        """How long ranks wait for each other from now on, but for the group of those that save."""
+        assert self.watch is not None
+        set_timeout(seconds, but=but)
+        self.watch.timeout_seconds = seconds
+
+    def warn(self, text: str) -> None:
+        """Print a line on rank 0's terminal, with the logger or before there is one."""
+        if self.rank.rank == 0:
+            self.logger.message(text) if self.logger is not None else print(text, file=sys.stderr, flush=True)
+
+    def reporting(self, what: str) -> AbstractContextManager[Advance]:
+        """Lines about slow work, above the bar of the console where there is one."""
+        return report_progress(what, say=None if self.logger is None else self.logger.message)
+
+    def record_end(self, status: str, reason: str | None = None, *, exit_code: int = 0, **memory: Any) -> None:
+        """Write the verdict that all ranks share, and close the process group."""
+        self.run_directory.write_status(status, reason, step=self.progress.step)
+        dist.barrier()
+        write_rank_status(status, reason, step=self.progress.step, exit_code=exit_code, **memory)
+        dist.destroy_process_group()
+        if self.watch is not None:
+            self.watch.close()  # nobody waits for this rank while it deletes
+
+    def record_failure(self, error: BaseException) -> None:
+        """Write the verdict. Any rank may, since the others are ended when this one exits; the first one stands.
+
+        A mistake found before the first step is every rank's, and rank 0 alone deals with it.
+        """
+        verdict = verdict_of(error)
+        status = verdict.status
+        if status == "interrupted" and self.rank.world_size > 1:
+            status = "error"  # the ranks did not agree to stop
+        is_own = dist.is_initialized() and (self.start_step is not None or verdict.exit_code != 2)
+        if is_own:
+            self.exit_if_another_rank_failed()
+        lost = None if self.watch is None else self.watch.explain_lost_rank(error)
+        if lost is not None:
+            self.record_lost(lost)
+            raise SystemExit(f"rank {self.rank.rank}: {lost}") from None
+        step = self.progress.step
+        write_rank_status(status, verdict.reason, step=step, exit_code=verdict.exit_code)
+        if verdict.exit_code == 2 and self.start_step in (None, step) and self.rank.rank == 0:
+            self.run_directory.discard()
+        elif is_own and self.run_directory.path.exists():
+            self.run_directory.write_failure(status, verdict.reason, step=step, rank=self.rank.rank)
+        else:
+            self.run_directory.write_status(status, verdict.reason, step=step)
+
+    def record_lost(self, reason: str) -> None:
+        """Write that another rank was killed or is stuck; also called by the watching thread."""
+        write_rank_status("error", reason, step=self.progress.step, exit_code=1)
+        self.run_directory.write_failure("error", reason, step=self.progress.step, rank=self.rank.rank)
+
+    def exit_if_another_rank_failed(self) -> None:
+        """Its end shows here as a lost connection, which is no news: rank 0 repeats the reason in one line."""
+        status = read_status(self.run_directory.path)
+        if status is not None and status["state"] in ("error", "oom") and status["rank"] != self.rank.rank:
+            stopped = f"stopped by rank {status['rank']}: {status['reason']}"
+            write_rank_status("error", stopped, step=self.progress.step, exit_code=1)
+            raise SystemExit(stopped if self.rank.rank == 0 else 1)

@@ -1,0 +1,348 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Which rank was lost, when a collective fails or never ends.
+
+A rank that is killed or stuck cannot say so, and the error that the others get names nobody. So each rank tells the
+others once a second, through the process group's store, where it is: the step, what it does, and how many collectives
+it began (torch's Flight Recorder counts them). When a collective fails, `RankWatch.explain_lost_rank` looks for
+
+1. a rank of this machine whose process is gone, and how it ended, if torchrun has not yet asked for that;
+2. what another rank already found;
+3. a rank that gives no sign: stopped, or its machine is gone;
+4. the rank that began the fewest collectives: it is the one the others wait for.
+
+The thread that tells also looks: at the processes of this machine and at the next rank. Where the main thread does not
+come back, computing on or since NCCL raises nothing in ranks that wait, it ends its own process after the timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from torchditan.distributed.process_group import Rank
+from torchditan.supervision.lost_rank import LOST_RANK, describe_end, exit_at_once, is_of_others, read_process
+
+_BEAT_S = 1.0
+_PATIENCE_S = 2.5
+"""How long a failing rank looks for the reason: a rank that lives gives at least one sign meanwhile."""
+_GRACE_S = 5.0
+"""How long the main thread has to find by itself what the watching thread saw."""
+_SHARE_OF_TIMEOUT = 0.9
+"""NCCL ends the process at the timeout; the reason has to be written before."""
+
+Record = dict[str, Any]
+
+
+class Group(NamedTuple):
+    """How many collectives of one process group this rank began, and how many are known to have ended."""
+
+    began: int
+    completed: int
+    on_device: bool
+
+
+class RankWatch:
+    """Tells the other ranks where this one is, and finds the one that was lost. All ranks make one together.
+
+    Args:
+        rank: this process; alone it has nobody to watch.
+        timeout_seconds: what collectives are given; the attribute follows `process_group.set_timeout`.
+        on_lost: called in the watching thread with the reason, before it ends this process because the main thread
+            does not come back: it writes the reason down. Without it the thread ends nothing.
+        folder: for what the Flight Recorder holds of each rank when one is stuck.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        *,
+        timeout_seconds: float,
+        on_lost: Callable[[str], None] | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self.rank = rank
+        self.timeout_seconds = timeout_seconds
+        self.on_lost = on_lost
+        self.folder = folder
+        self._place: tuple[int, str, float] = (0, "starting", time.monotonic())
+        self._has_left = threading.Event()
+        self._leaving: str | None = None  # once this rank ends: why, or nothing
+        self._publishing = threading.Lock()
+        self._num_beats = 0
+        self._collectives: dict[str, Group] = {}
+        self._moved_at = time.monotonic()
+        self._successor_beat, self._successor_seen = 0, time.monotonic()
+        self._thread: threading.Thread | None = None
+        if rank.world_size == 1:
+            return
+        # A connection of its own: while one waits for an answer, no other thread can use it.
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = store.clone()
+        process = read_process(os.getpid())
+        self._identity: Record = {
+            "rank": rank.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": process and process.started,
+        }
+        if folder is not None and rank.device.type == "cuda":
+            folder.mkdir(parents=True, exist_ok=True)  # NCCL writes there itself, and makes no folder
+        # torchrun keeps one store over restarts: when all have met here, nobody finds the ranks of an earlier attempt.
+        self._publish()
+        records: list[Any] = [None] * rank.world_size
+        dist.all_gather_object(records, self._identity)
+        # From now on a store that does not answer is one whose machine is gone.
+        self._store.set_timeout(timedelta(seconds=_GRACE_S))
+        self._neighbours = [
+            record
+            for record in records
+            if record["host"] == self._identity["host"] and record["started"] and record["rank"] != rank.rank
+        ]
+        self._ends: dict[int, str] = {}
+        self._poller = select.poll()
+        self._pidfds = self._open_neighbours()
+        self._thread = threading.Thread(target=self._watch, name="rank watch", daemon=True)
+        self._thread.start()
+
+    def note(self, step: int, place: str) -> None:
+        """This rank is in `step` and does `place` from now on; costs well under a microsecond."""
+        self._place = (step, place, time.monotonic())
+
+    def close(self) -> None:
+        """The end of this rank is its own doing: nobody is to look for it."""
+        if self._thread is not None and not self._has_left.is_set():
+            self._leave("")
+
+    def explain_lost_rank(self, error: BaseException) -> str | None:
+        """One line on the rank whose loss is behind `error`; None where the error is this rank's own, or nobody's.
+
+        Called where the error was caught, before this process ends; takes up to 3 s. The line begins with
+        `lost_rank.LOST_RANK`.
+        """
+        if self._thread is None or self._has_left.is_set():
+            return None
+        self._leave("")
+        if not is_of_others(f"{type(error).__name__}: {error}"):
+            return None
+        try:
+            reason = self._find_lost(_collective_in(error))
+        except RuntimeError:  # the store is gone too: nobody is left to ask
+            return None
+        self._leave(reason or "")
+        return reason
+
+    def _find_lost(self, waited_in: str) -> str | None:
+        earlier = self._records()
+        deadline, pause = time.monotonic() + _PATIENCE_S, 0.001
+        reason = self._find_gone() or self._find_told()
+        while reason is None and time.monotonic() < deadline:
+            time.sleep(pause)  # briefly at first: how a process ended can be read until torchrun asks for it
+            pause = min(2 * pause, 0.1)
+            reason = self._find_gone() or self._find_told()
+        if reason is None:
+            reason = self._find_silent(earlier, waited_in) or self._find_behind(waited_in)
+            self._dump_collectives()
+        return reason
+
+    def _watch(self) -> None:
+        while not self._has_left.is_set():
+            self._wait_a_beat()
+            if self._has_left.is_set():
+                return
+            self._publish()
+            if self.on_lost is None:
+                continue
+            try:
+                reason = self._find_gone()
+                if reason is not None and self._has_left.wait(_GRACE_S):
+                    return
+                reason = reason or self._find_silent_successor()
+            except RuntimeError:  # the store is gone: torchrun is, and this process is about to be ended
+                return
+            if reason is None and self._waits_for_ever():
+                reason = self._explain_wait()
+            if reason is not None:
+                self._leave(reason)
+                self.on_lost(reason)
+                print(f"rank {self.rank.rank}: {reason}", file=sys.stderr)
+                exit_at_once(1)
+
+    def _open_neighbours(self) -> dict[int, Record]:
+        """Ranks of this machine by the file descriptor that shows their end, where the system has such."""
+        pidfds: dict[int, Record] = {}
+        for neighbour in self._neighbours if hasattr(os, "pidfd_open") else ():
+            with contextlib.suppress(OSError):  # one that is gone already is found without
+                pidfds[os.pidfd_open(neighbour["pid"])] = neighbour
+        for pidfd in pidfds:
+            self._poller.register(pidfd, select.POLLIN)
+        return pidfds
+
+    def _wait_a_beat(self) -> None:
+        """Sleep; the end of a rank of this machine wakes, so that its cause is read before torchrun takes it away."""
+        for pidfd, _ in self._poller.poll(1000 * _BEAT_S):
+            self._poller.unregister(pidfd)
+            neighbour = self._pidfds[pidfd]
+            process = read_process(neighbour["pid"])
+            if process is not None and process.has_ended:
+                self._ends[neighbour["rank"]] = describe_end(process.wait_status)
+
+    def _leave(self, reason: str) -> None:
+        self._leaving = reason
+        self._has_left.set()
+        self._publish()
+
+    def _publish(self) -> None:
+        step, place, since = self._place
+        collectives = _collectives()
+        if collectives != self._collectives:
+            self._collectives, self._moved_at = collectives, time.monotonic()
+        self._num_beats += 1
+        record: Record = {
+            **self._identity,
+            "beat": self._num_beats,
+            "time": time.time(),
+            "step": step,
+            "place": place,
+            "seconds": time.monotonic() - since,
+            "began": self._num_began(),
+        }
+        # The store may be gone before this rank is: that is for others to notice.
+        with self._publishing, contextlib.suppress(RuntimeError):
+            self._store.set(f"watch/{self.rank.rank}", json.dumps({**record, "leaving": self._leaving}))
+
+    def _num_began(self) -> int:
+        return sum(group.began for group in self._collectives.values())
+
+    def _records(self) -> list[Record]:
+        """Where each of the other ranks last said it was."""
+        others = [f"watch/{other}" for other in range(self.rank.world_size) if other != self.rank.rank]
+        return [json.loads(record) for record in self._store.multi_get(others)]
+
+    def _find_gone(self) -> str | None:
+        """A rank of this machine whose process ended though it did not say that it would."""
+        for neighbour in self._neighbours:
+            process = read_process(neighbour["pid"])
+            if process is not None and process.started == neighbour["started"] and not process.has_ended:
+                continue
+            record = json.loads(self._store.get(f"watch/{neighbour['rank']}"))
+            if record["leaving"] is None:
+                how = self._ends.get(record["rank"], "its process is gone")
+                if process is not None and process.has_ended:
+                    how = describe_end(process.wait_status)
+                return f"{LOST_RANK} {record['rank']}: {how}, last seen in {_place(record)}"
+        return None
+
+    def _find_told(self) -> str | None:
+        told = (record["leaving"] or "" for record in self._records())
+        return next((reason for reason in told if reason.startswith(LOST_RANK)), None)
+
+    def _find_silent(self, earlier: list[Record], waited_in: str) -> str | None:
+        for record, before in zip(self._records(), earlier, strict=True):
+            if record["leaving"] is None and record["beat"] == before["beat"]:
+                return self._call_silent(record, time.time() - record["time"], waited_in)
+        return None
+
+    def _find_silent_successor(self) -> str | None:
+        """The next rank, when it gave no sign for as long as collectives may take. Each rank looks at one, so that all
+        are seen and the store is asked once per rank and second."""
+        record = json.loads(self._store.get(f"watch/{(self.rank.rank + 1) % self.rank.world_size}"))
+        if record["beat"] != self._successor_beat:
+            self._successor_beat, self._successor_seen = record["beat"], time.monotonic()
+        seconds = time.monotonic() - self._successor_seen
+        if record["leaving"] is not None or seconds < self.timeout_seconds:
+            return None
+        self._dump_collectives()
+        return self._call_silent(record, seconds, _newest_collective() or "a collective")
+
+    def _call_silent(self, record: Record, seconds: float, waited_in: str) -> str:
+        silent = f"no sign of it for {seconds:.0f} s (stopped, or its machine is gone), last seen in {_place(record)}"
+        return f"{LOST_RANK} {record['rank']}: {silent}; rank {self.rank.rank} waited for it in {waited_in}"
+
+    def _find_behind(self, waited_in: str) -> str | None:
+        own = (self._num_began(), self._place[0])
+        staying = [record for record in self._records() if record["leaving"] is None]
+        last = min(staying, key=lambda record: (record["began"], record["step"]), default=None)
+        if last is None or (last["began"], last["step"]) >= own:
+            return None
+        waited = f"rank {self.rank.rank} waited for it in {waited_in}, {own[0] - last['began']} collective(s) ahead"
+        return f"{LOST_RANK} {last['rank']}: for {last['seconds']:.0f} s in {_place(last)}; {waited}"
+
+    def _waits_for_ever(self) -> bool:
+        """Whether collectives on the device were begun and not one of them moves; gloo's raise by themselves."""
+        on_device = [group for group in self._collectives.values() if group.on_device]
+        is_waiting = any(group.began > group.completed for group in on_device)
+        return is_waiting and time.monotonic() - self._moved_at > _SHARE_OF_TIMEOUT * self.timeout_seconds
+
+    def _explain_wait(self) -> str:
+        waited_in = _newest_collective() or "a collective"
+        try:
+            reason = self._find_lost(waited_in)
+        except RuntimeError:
+            reason = None
+        step, place, _ = self._place
+        return reason or f"{LOST_RANK} unknown: {waited_in} in step {step}, {place}, did not end though all began it"
+
+    def _dump_collectives(self) -> None:
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for recorder, on_device in _recorders():
+                name = f"rank_{self.rank.rank}{'_device' if on_device else ''}.json"
+                (self.folder / name).write_bytes(recorder(True, False))
+
+
+def _place(record: Record) -> str:
+    return f"step {record['step']}, {record['place']}"
+
+
+def record_collectives(folder: Path, *, buffer_size: int) -> None:
+    """Have torch's Flight Recorder keep the last collectives, and NCCL write them to `folder` when one times out.
+
+    Called before the process group is made; what the environment says already stands.
+    """
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(buffer_size))
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "rank_"))
+
+
+def _recorders() -> list[tuple[Callable[[bool, bool], bytes], bool]]:
+    """Flight Recorders of this torch, and whether each is of the device: (with collectives, only active) -> JSON."""
+    known = (("_dump_nccl_trace_json", True), ("_dump_fr_trace_json", False))
+    return [(getattr(c10d, name), on_device) for name, on_device in known if hasattr(c10d, name)]
+
+
+def _collectives() -> dict[str, Group]:
+    """How far the collectives of each process group are; nothing where the recorder is switched off."""
+    groups: dict[str, Group] = {}
+    for recorder, on_device in _recorders():
+        for name, status in json.loads(recorder(False, False)).get("pg_status", {}).items():
+            began, completed = (int(status[f"last_{done}_collective"]) for done in ("enqueued", "completed"))
+            groups[f"{name} on the device" if on_device else name] = Group(max(0, began), max(0, completed), on_device)
+    return groups
+
+
+def _newest_collective() -> str | None:
+    """Name of the collective that this rank began last: "gloo:all_reduce"."""
+    entries = [entry for recorder, _ in _recorders() for entry in json.loads(recorder(True, False)).get("entries", [])]
+    newest = max(entries, key=lambda entry: entry["time_created_ns"], default=None)
+    return None if newest is None else str(newest["profiling_name"])
+
+
+def _collective_in(error: BaseException) -> str:
+    """Name of the collective that failed: as recorded, else torch's function in the error's traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    functions = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
+    return _newest_collective() or (functions[-1] if functions else "a collective")

@@ -1,0 +1,144 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A run directory made of an exported file of weights: it can be sampled and evaluated, not continued.
+
+The file may come from anybody: its configuration passes the checks that a user's does, and its tensors must be those
+of the model that this configuration makes, before anything is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torchditan.checkpoint.files import ChecksummingWriter, read_back
+from torchditan.checkpoint.manager import Progress, publish_checkpoint
+from torchditan.config.loader import from_dict, override, to_dict
+from torchditan.config.options import Config, ConfigError, option_error
+from torchditan.config.trajectory import trajectory
+from torchditan.run import provenance
+from torchditan.run.directory import beside, check_folders, read_config, sync_folder, write_file
+from torchditan.weights.export_and_import import (
+    StoredWeights,
+    key_of,
+    open_file,
+    read_weights_metadata,
+    refuse_other_model,
+)
+from torchditan.weights.trained_model import stored_spec
+
+
+def import_weights(path: Path, run: Path, *, flags: Sequence[str] = (), overwrite: bool = False) -> StoredWeights:
+    """Make a run directory of an exported file: it can be sampled and evaluated, not continued.
+
+    Args:
+        path: the file.
+        run: the directory to make.
+        flags: `--dataset.root_dir value` and `--autoencoder.path value`, where these lie on this machine.
+        overwrite: replace a run that was imported too.
+
+    Raises:
+        ConfigError: no exported file, one that does not fit its own configuration, or `run` is there or unwritable.
+    """
+    stored = read_weights_metadata(path)
+    _refuse_existing(run, overwrite=overwrite)
+    config = _check_config(stored, flags)
+    refuse_other_model(_meta_model(config), stored, [])
+    partial = beside(run)
+    try:
+        partial.mkdir(parents=True)
+        _write_run(partial, stored, config)
+        if run.exists():
+            shutil.rmtree(run)
+        os.replace(partial, run)
+        sync_folder(run.parent)
+    except OSError as error:
+        raise ConfigError(f"{run} cannot be written: {error.strerror}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return stored
+
+
+def _refuse_existing(run: Path, *, overwrite: bool) -> None:
+    """A run that was trained is never replaced."""
+    if not run.exists() or (run.is_dir() and not any(run.iterdir())):
+        return
+    if not run.is_dir() or "imported" not in read_config(run):
+        raise ConfigError(f"{run} exists and was not imported; choose another name")
+    if not overwrite:
+        raise ConfigError(f"{run} exists; choose another name, or replace it with --overwrite")
+
+
+def _check_config(stored: StoredWeights, flags: Sequence[str]) -> Config:
+    """The configuration in a file, judged as a user's is, with the flags over it."""
+    assert stored.config is not None
+    try:
+        config = override(from_dict(stored.config), [], sections=())
+        check_folders(to_dict(config))
+    except ConfigError as error:
+        raise ConfigError(f"{stored.path} has a configuration that does not fit here: {error}") from None
+    if None in (config.dataset.image_size, config.dataset.num_classes, config.model.input_channels):
+        raise ConfigError(f"{stored.path} has a configuration that leaves image size, classes or channels open")
+    config = override(config, list(flags), sections=("dataset", "autoencoder"))
+    if config.autoencoder.name is None and config.autoencoder.path is not None:
+        right = "these weights are of pixels, there is nothing to decode; leave it out"
+        raise option_error("autoencoder.path", config.autoencoder.path, right)
+    config.ema.enable = stored.weights == "ema"  # by which the scripts know what a run has
+    return config
+
+
+def _meta_model(config: Config) -> nn.Module:
+    with torch.device("meta"):
+        return stored_spec(config).build()
+
+
+def _write_run(run: Path, stored: StoredWeights, config: Config) -> None:
+    assert stored.step is not None and stored.images_seen is not None
+    origin = f"{stored.path.name} (a new run begins from it with --checkpoint.initial_load_path)"
+    identity = {**trajectory(config), "imported_from": origin}  # no run of train.py can have it
+    _write_checkpoint(run / config.checkpoint.folder, stored, config, identity)
+    content = {
+        "run_id": uuid4().hex[:8],
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "config": to_dict(config),
+        "trajectory": identity,
+        "versions": provenance.versions("torch", "torchditan"),
+        "git_commit": stored.git_commit,
+        "imported": {"file": stored.path.name, "step": stored.step, "weights": stored.weights},
+        "command": sys.argv,
+    }
+    write_file(run / "config.json", json.dumps(content, indent=2, ensure_ascii=False).encode())
+
+
+def _write_checkpoint(folder: Path, stored: StoredWeights, config: Config, identity: dict[str, Any]) -> None:
+    """A checkpoint of weights alone, in the dtype of the file."""
+    assert stored.step is not None and stored.images_seen is not None
+    target = folder / f"step-{stored.step:08d}"
+    partial = target.with_suffix(".partial")
+    partial.mkdir(parents=True)
+    writer = ChecksummingWriter(partial)
+    try:
+        with open_file(stored.path) as file, warnings.catch_warnings():
+            # Of a save in one process, which is what was asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            weights = {name: file.get_tensor(name) for name in stored.shapes}  # in the memory map until it is written
+            dcp.save({key_of(stored.weights): weights}, storage_writer=writer, no_dist=True)
+    except CheckpointException as error:
+        raise writer.error or RuntimeError(f"the checkpoint cannot be written: {error}") from None
+    read_back(partial, writer.checksums)
+    progress = Progress(step=stored.step, images_seen=stored.images_seen)
+    publish_checkpoint(
+        partial, target, writer.checksums, progress=progress, config=to_dict(config), trajectory=identity
+    )

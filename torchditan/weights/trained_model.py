@@ -1,0 +1,220 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Open a finished or running run for reading: its configuration, and its model with a checkpoint's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from torchditan.checkpoint.manager import find_checkpoint, load_weights, read_progress
+from torchditan.config.loader import from_dict, override
+from torchditan.config.options import Config, option_error
+from torchditan.diffusion.objectives import build_objective
+from torchditan.distributed.process_group import Rank
+from torchditan.evaluation.generate import generate
+from torchditan.evaluation.sample_rows import SampleRows
+from torchditan.finetune.captions.dataset import encode_prompts
+from torchditan.finetune.lora import set_active_adapters
+from torchditan.finetune.published import PublishedModel
+from torchditan.job.complete import with_empty_caption
+from torchditan.latents.latent_space import StoredLatents, decode_latents, open_decoder
+from torchditan.latents.sample_space import SampleSpace
+from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
+from torchditan.run.directory import read_config
+from torchditan.weights.export_and_import import load_initial_weights
+
+
+@dataclass
+class TrainedModel:
+    """A run's model in one process, in float32, ready to sample."""
+
+    config: Config
+    spec: ModelSpec
+    model: nn.Module
+    sample_shape: tuple[int, ...]
+    num_classes: int
+    step: int
+    weights: Literal["ema", "raw"]
+    device: torch.device
+
+    @classmethod
+    def load(
+        cls,
+        run: Path,
+        *,
+        step: int | None = None,
+        weights: Literal["ema", "raw"] | None = None,
+        device: torch.device,
+        flags: Sequence[str] = (),
+    ) -> TrainedModel:
+        """Load a checkpoint of a run directory.
+
+        Args:
+            run: the run directory.
+            step: step of the checkpoint; None takes the newest.
+            weights: averaged or raw; None takes the averaged ones where the run kept them.
+            device: where to put the model.
+            flags: `--sampling.key value` and `--autoencoder.path value`, laid over the run's own options.
+
+        Raises:
+            ConfigError: no run, no such checkpoint or no such weights are there, or a flag is wrong.
+        """
+        sections = ("sampling", "autoencoder", "text_encoder")
+        config = override(from_dict(read_config(run)["config"]), list(flags), sections=sections)
+        if config.autoencoder.name is None and config.autoencoder.path is not None:
+            right = "this run was trained on pixels, and has nothing to decode; leave it out"
+            raise option_error("autoencoder.path", config.autoencoder.path, right)
+        if weights == "ema" and not config.ema.enable:
+            raise option_error("--weights", weights, "this run kept no average; must be raw")
+        weights = weights or ("ema" if config.ema.enable else "raw")
+        checkpoint = find_checkpoint(run / config.checkpoint.folder, step)
+        spec = stored_spec(config)
+        channels, num_classes = spec.sample_shape[0], config.dataset.num_classes
+        assert num_classes is not None
+        if config.autoencoder.name is not None:
+            # Only to see that it opens: a decoder that is not at hand is better missed now than after the sampling.
+            open_decoder(config.autoencoder, channels=channels, device=device)
+        with torch.device("meta"):
+            model = spec.build()
+        model.to_empty(device=device)
+        if config.lora.rank:  # the checkpoint has the LoRA alone
+            cast(Any, model).init_weights(config.training.seed)
+        elif isinstance(model, PublishedModel):  # those that are not stored
+            model.fill_buffers()
+        load_weights(model, checkpoint, ema=weights == "ema", only_trained=config.lora.rank > 0)
+        return cls(
+            config=config,
+            spec=spec,
+            model=model.eval().requires_grad_(False),
+            sample_shape=spec.sample_shape,
+            num_classes=num_classes,
+            step=read_progress(checkpoint).step,
+            weights=weights,
+            device=device,
+        )
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether its samples are latents, of pixels that were encoded before training or at each step."""
+        return self.config.autoencoder.name is not None
+
+    @property
+    def real_heading(self) -> str:
+        """What the dataset's own samples are called in a grid."""
+        is_decoded = self.is_latent and not self.config.autoencoder.online
+        return StoredLatents.real_heading if is_decoded else SampleSpace.real_heading
+
+    def to_pixels(self, samples: torch.Tensor) -> torch.Tensor:
+        """Samples of the model (..., C, H, W) -> pictures (..., 1 or 3, H', W'), on the CPU.
+
+        Raises:
+            ConfigError: the decoder of its latents is not at hand, or is another one.
+        """
+        if not self.is_latent:
+            return samples
+        return decode_latents(
+            self.config.autoencoder,
+            samples,
+            device=self.device,
+            sample_dims=len(self.sample_shape),
+            at_once=self.config.metrics.sample_batch_size,
+        )
+
+    def real_to_pixels(self, samples: torch.Tensor) -> torch.Tensor:
+        """Samples of the dataset (..., C, H, W) -> pictures."""
+        return samples if self.config.autoencoder.online else self.to_pixels(samples)
+
+    def generate(self, labels: list[int], *, samples_per_label: int, seed: int, batch_size: int) -> torch.Tensor:
+        """Samples of these classes: (len(labels), samples_per_label, C, H, W), pixels or latents."""
+        rows = SampleRows.of_classes(labels, class_names=[str(label) for label in range(self.num_classes)])
+        return self.generate_rows(rows, samples_per_row=samples_per_label, seed=seed, batch_size=batch_size)
+
+    def generate_rows(self, rows: SampleRows, *, samples_per_row: int, seed: int, batch_size: int) -> torch.Tensor:
+        """Sample by the run's `[sampling]` options: (rows, samples_per_row, *sample_shape), pixels or latents."""
+        with self.spec.sampling(self.model):
+            return generate(
+                self.model,
+                rows=rows,
+                samples_per_row=samples_per_row,
+                sample_shape=self.sample_shape,
+                conditioning=self.spec.conditioning,
+                objective=build_objective(self.config.diffusion, self.spec),
+                sampling=self.config.sampling,
+                seed=seed,
+                batch_size=batch_size,
+                device=self.device,
+            )
+
+    def drop_lora(self) -> None:
+        """Leave the published model alone.
+
+        Raises:
+            ConfigError: this run trained no LoRA.
+        """
+        if not self.config.lora.rank:
+            raise option_error("--without_lora", True, "this run trained all weights; must be --original")
+        set_active_adapters(self.model, [])
+
+    def check_original(self) -> None:
+        """Refuse a run without an original, before anything is drawn.
+
+        Raises:
+            ConfigError: it started with random weights, or those it started with are gone.
+        """
+        given = self.config.checkpoint.initial_load_path
+        if self.config.model.path is None and given is None:
+            raise option_error("--original", True, "this run began with random weights; leave it out")
+        if given is not None and not self.config.lora.rank and not Path(given).exists():
+            raise option_error("--original", True, f"the run started from {given}, which is gone; leave it out")
+
+    def restore_original(self) -> str:
+        """Go back, in place, to the model that the run started from: without its LoRA, or with its initial weights.
+
+        Returns:
+            Which weights these are, for the log.
+
+        Raises:
+            ConfigError: the weights are no longer there.
+        """
+        if self.config.lora.rank:
+            self.drop_lora()
+            return f"weights of {self.config.model.path}"
+        given = self.config.checkpoint.initial_load_path
+        if given is None:
+            cast(Any, self.model).init_weights(self.config.training.seed)
+            return f"weights of {self.config.model.path}"
+        return load_initial_weights(self.model, given, config=self.config)
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether it is conditioned on captions."""
+        return isinstance(self.spec.conditioning, TextEmbeddings)
+
+    def encode_prompts(self, prompts: Sequence[str]) -> SampleRows:
+        """A row for each text, encoded by the run's text encoders; the empty caption becomes the null condition.
+
+        Raises:
+            ConfigError: the text encoders are not at hand.
+        """
+        assert isinstance(self.spec.conditioning, TextEmbeddings)
+        if self.spec.conditioning.kept & self.spec.conditioning.tensors.keys():
+            right = "this model continues a first frame; export the LoRA, and draw with its own pipeline"
+            raise option_error("--prompts", list(prompts), right)
+        rows, null = encode_prompts(self.config, prompts, rank=Rank(0, 0, 1))
+        self.spec = with_empty_caption(self.spec, null, self.config, device=self.device)
+        return rows
+
+
+def stored_spec(config: Config) -> ModelSpec:
+    """The model of a configuration in which nothing is left open, as runs store it."""
+    size, channels, num_classes = config.dataset.image_size, config.model.input_channels, config.dataset.num_classes
+    assert size is not None and channels is not None and num_classes is not None, "runs store resolved configs"
+    factor = (config.autoencoder.downsampling or 1) if config.autoencoder.online else 1
+    inner = config.model.sample_size or [size[0] // factor, size[-1] // factor]  # runs of before do not say it
+    sample_shape = (channels, *inner)
+    return model_spec_of(config, sample_shape=sample_shape, num_classes=num_classes)
