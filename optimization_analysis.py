@@ -17,7 +17,7 @@ from pathlib import Path
 
 def parse(argv: list[str]) -> argparse.Namespace:
     from torchditan.config.command_line import ScriptParser
-    from torchditan.config.options import option_error
+    from torchditan.config.errors import option_error
 
     parser = ScriptParser(__doc__, options=())
     parser.epilog = None

@@ -37,7 +37,7 @@ from torchditan.config.options import Config, dataset_channels
 from torchditan.config.trajectory import trajectory
 from torchditan.job.prepare import prepare_job
 from torchditan.run import provenance
-from torchditan.run.directory import write_file
+from torchditan.run.atomic_files import write_file
 from torchditan.supervision.preemption import StopRequest
 from torchditan.supervision.supervision import Supervision
 from torchditan.trainer import Trainer

@@ -32,12 +32,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
 from data.latents import Latents
-from torchditan.data_stream.stream import BatchPlan, Collate, TrainingStream
+from torchditan.data_stream.loader import Collate, TrainingStream
+from torchditan.data_stream.order import BatchPlan
 from torchditan.latents.index import Encoding
 from torchditan.latents.shards import LatentShards, MappedFile
 from torchditan.latents.writer import LatentWriter, Shard
 from torchditan.run import provenance
-from torchditan.run.directory import write_file
+from torchditan.run.atomic_files import write_file
 
 TARGET_IMAGES_PER_SECOND = 20_000
 TARGET_RATIO = 0.7

@@ -25,7 +25,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
 from torchditan.run import provenance
-from torchditan.run.directory import read_metrics, write_file
+from torchditan.run.atomic_files import write_file
+from torchditan.run.reading import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CASES = {

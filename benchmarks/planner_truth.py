@@ -31,12 +31,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is 
 from step_cases import NUM_CLASSES, PATCH_SIZE, SAMPLE_SHAPES, Case, fill_with_normal, make_batch, trainer_step
 from step_measure import GIB, one_process, time_steps
 
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import build_config
-from torchditan.config.options import Config, ConfigError
+from torchditan.config.options import Config
 from torchditan.planner.devices import device_named
 from torchditan.planner.plan import plan_run
 from torchditan.run import provenance
-from torchditan.run.directory import write_file
+from torchditan.run.atomic_files import write_file
 
 Row = dict[str, Any]
 MODES = ("none", "full", "2", "op")

@@ -34,7 +34,7 @@ from step_cases import CPU_VARIANTS, GPU_BATCH_SIZES, SAMPLE_SHAPES, cpu_cases, 
 from step_measure import OUT_OF_TIME, Row, new_row, one_process, sweep_in_subprocess, take_turns
 
 from torchditan.run import provenance
-from torchditan.run.directory import write_file
+from torchditan.run.atomic_files import write_file
 
 TARGETS = {"fp32_eager": 0.96, "bf16_compiled": 0.42}
 """Time of our variant over that of diffusers in fp32 eager, at most; for DiT-S."""

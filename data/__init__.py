@@ -2,7 +2,7 @@
 """The datasets, by name. To add yours: write `data/mine.py` with a `build`, and add one line below.
 
 `build(config, *, split, input_channels)` returns anything with the attributes of
-`torchditan.data_stream.stream.ImageDataset`; `build_dataset` then checks it against the options, so a dataset of
+`torchditan.data_stream.datasets.ImageDataset`; `build_dataset` then checks it against the options, so a dataset of
 yours is checked like ours. docs/data.md has an example.
 """
 
@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from data.options import height_and_width
 from torchditan.config import options
-from torchditan.config.options import did_you_mean, option_error
-from torchditan.data_stream.stream import ImageDataset
+from torchditan.config.errors import did_you_mean, option_error
+from torchditan.data_stream.datasets import ImageDataset
 
 DATASETS: dict[str, str | Callable[..., Any]] = {
     "captions": "data.captions:build",
@@ -26,7 +26,7 @@ DATASETS: dict[str, str | Callable[..., Any]] = {
     "emoji": "data.emoji:build",
     "folder": "data.folder:build",
     "imagenet": "data.imagenet:build",
-    "imagenet_dummy": "data.latents:build",  # of runs that began when it meant the public file; see legacy_config.py
+    "imagenet_dummy": "data.latents:build",  # an old name; see config/legacy_keys.py
     "imagenet_hub": "data.imagenet:build_hub",
     "latents": "data.latents:build",
 }

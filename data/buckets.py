@@ -1,14 +1,14 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Aspect-ratio buckets: a few sizes of about the same area, so that images keep about their own shape.
 
-All samples of an optimizer step come from one bucket (torchditan/data_stream/stream.py).
+All samples of an optimizer step come from one bucket (torchditan/data_stream/order.py).
 """
 
 from __future__ import annotations
 
 import math
 
-from torchditan.config.options import option_error
+from torchditan.config.errors import option_error
 
 MAX_ASPECT_RATIO = 2.0
 """Longer over shorter side of a bucket; an image beyond it loses its ends."""

@@ -26,7 +26,7 @@ from data.hub import require
 from data.images import IMAGE_SUFFIXES, Encoded, corrupt_image
 from data.videos import VIDEO_SUFFIXES
 from torchditan.config import options
-from torchditan.config.options import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error
 
 METADATA_FILE = "metadata.jsonl"
 Refusal = Callable[[str], ConfigError]

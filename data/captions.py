@@ -30,8 +30,8 @@ from data.images import _FORMATS, DECODE_ERRORS, Crop, Encoded, corrupt_image, f
 from data.options import existing_path, height_and_width, photo_channels, refuse
 from data.videos import corrupt_video, open_video
 from torchditan.config import options
-from torchditan.config.options import option_error
-from torchditan.data_stream.stream import CorruptImageError
+from torchditan.config.errors import option_error
+from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.randomness import generator, name_to_index
 
 TRIGGER = "[trigger]"

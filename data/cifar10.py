@@ -17,7 +17,7 @@ from data.hub import open_hub, require
 from data.images import corrupt_image, load_sample, to_sample
 from data.options import existing_path, photo_channels, refuse_crop
 from torchditan.config import options
-from torchditan.config.options import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error
 
 CLASS_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 RECORD_BYTES = 1 + 3 * 32 * 32

@@ -25,7 +25,7 @@ from PIL import Image
 from data.images import to_sample
 from data.options import height_and_width, refuse, refuse_crop
 from torchditan.config import options
-from torchditan.config.options import option_error
+from torchditan.config.errors import option_error
 
 CLASS_NAMES = ["coast", "desert", "forest", "grassland", "ice", "ice coast", "mountain"]
 SIZES = (32, 64)

@@ -21,7 +21,7 @@ import torch
 from data.images import IMAGE_SUFFIXES, Crop, load_sample
 from data.options import existing_path, height_and_width, photo_channels, refuse
 from torchditan.config import options
-from torchditan.config.options import option_error
+from torchditan.config.errors import option_error
 
 Split = Literal["train", "validation"]
 HELD_OUT_SHARE = 0.02

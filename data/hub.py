@@ -20,8 +20,8 @@ import torch
 
 from data.images import Crop, corrupt_image, load_sample
 from torchditan.config import options
-from torchditan.config.options import ConfigError, option_error
-from torchditan.data_stream.stream import CorruptImageError
+from torchditan.config.errors import ConfigError, option_error
+from torchditan.data_stream.datasets import CorruptImageError
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
 

@@ -13,7 +13,7 @@ from data.folder import ImageFolder, find_validation
 from data.hub import open_hub
 from data.options import existing_path, height_and_width, photo_channels, refuse
 from torchditan.config import options
-from torchditan.config.options import option_error
+from torchditan.config.errors import option_error
 
 HUB_NAME = "ILSVRC/imagenet-1k"
 

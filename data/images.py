@@ -21,7 +21,7 @@ from typing import BinaryIO, Literal, Protocol
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from torchditan.data_stream.stream import CorruptImageError
+from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.randomness import generator
 
 Crop = Literal["center", "adm", "random"]

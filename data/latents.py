@@ -20,8 +20,8 @@ import torch
 
 from data.options import refuse, refuse_crop
 from torchditan.config import options
-from torchditan.config.options import option_error
-from torchditan.data_stream.stream import Batch
+from torchditan.config.errors import option_error
+from torchditan.data_stream.datasets import Batch
 from torchditan.latents.index import INDEX_FILE, SETTINGS_FILE, fingerprint_of
 from torchditan.latents.shards import PUBLIC_FILE, LatentShards, to_sample
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchditan.config import options
-from torchditan.config.options import option_error
+from torchditan.config.errors import option_error
 
 
 def height_and_width(config: options.Dataset, *, default: tuple[int, int]) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from PIL import Image
 
 from data.hub import require
 from data.images import Encoded
-from torchditan.data_stream.stream import CorruptImageError
+from torchditan.data_stream.datasets import CorruptImageError
 
 VIDEO_SUFFIXES = frozenset([".gif", ".mov", ".mp4", ".webm"])
 

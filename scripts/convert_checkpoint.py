@@ -23,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 def export_file(argv: list[str]) -> None:
     from torchditan.config.command_line import ScriptParser
+    from torchditan.config.errors import ConfigError, option_error
     from torchditan.config.loader import override
-    from torchditan.config.options import Config, ConfigError, option_error
+    from torchditan.config.options import Config
 
     parser = ScriptParser(__doc__, options=())
     parser.prog, parser.epilog = f"{parser.prog} export", None
@@ -68,7 +69,7 @@ def export_file(argv: list[str]) -> None:
             exported = export_pipeline(arguments.source, arguments.out, **options)
             stored, files = exported.weights, [path for path in arguments.out.rglob("*") if path.is_file()]
         else:
-            from torchditan.weights.export_and_import import export_weights
+            from torchditan.weights.exported import export_weights
 
             stored, files = export_weights(arguments.source, arguments.out, **options), [arguments.out]
     print(
@@ -99,7 +100,7 @@ def import_file(argv: list[str]) -> None:
 
 
 def main() -> None:
-    from torchditan.config.options import ConfigError
+    from torchditan.config.errors import ConfigError
 
     commands = {"export": export_file, "import": import_file}
     command, argv = (sys.argv[1:2] or [""])[0], sys.argv[2:]

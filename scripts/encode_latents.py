@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if TYPE_CHECKING:
     from torchditan.autoencoders import Autoencoder
     from torchditan.config.options import Config
-    from torchditan.data_stream.stream import ImageDataset
+    from torchditan.data_stream.datasets import ImageDataset
     from torchditan.distributed.process_group import Rank
     from torchditan.latents.index import LatentIndex
     from torchditan.latents.writer import LatentWriter
@@ -38,8 +38,9 @@ SPLITS = ("train", "validation")
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """Arguments of this script, and the configuration that the `--dataset.*` and `--autoencoder.*` flags make."""
     from torchditan.config.command_line import ScriptParser, count
+    from torchditan.config.errors import ConfigError, option_error
     from torchditan.config.loader import override
-    from torchditan.config.options import Config, ConfigError, option_error
+    from torchditan.config.options import Config
 
     parser = ScriptParser(__doc__, options=("dataset", "autoencoder"))
     parser.add_argument("out", type=Path, help="folder to write; it comes first")
@@ -97,7 +98,7 @@ class Progress:
 
 def run_split(writer: LatentWriter, work: Callable[..., LatentIndex | None], *, rank: Rank) -> None:
     """Do this rank's part of a folder by `work(report=...)`, and say how it ended."""
-    from torchditan.config.options import ConfigError
+    from torchditan.config.errors import ConfigError
 
     writer.open()
     name, total = str(writer.folder), writer.encoding.num_source_images
@@ -130,7 +131,7 @@ def summary(folder: Path, index: LatentIndex, *, encoded: int, seconds: float) -
 def open_dataset(config: Config, *, split: Any, is_asked_for: bool) -> ImageDataset | None:
     """One split; None where the dataset has none and nobody asked for it by name."""
     from data import build_dataset
-    from torchditan.config.options import ConfigError, option_error
+    from torchditan.config.errors import ConfigError, option_error
 
     if config.dataset.dataset_name in ("latents", "imagenet_dummy"):
         right = "is encoded already; --convert makes shards of the public ImageNet file"
@@ -149,7 +150,7 @@ def open_dataset(config: Config, *, split: Any, is_asked_for: bool) -> ImageData
 
 def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> None:
     from torchditan.autoencoders import open_autoencoder
-    from torchditan.config.options import option_error
+    from torchditan.config.errors import option_error
     from torchditan.latents.encoding import describe_encoding, encode
     from torchditan.latents.writer import LatentWriter
     from torchditan.run.progress import report_progress
@@ -195,7 +196,7 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
 
 
 def convert_file(arguments: argparse.Namespace, rank: Rank) -> None:
-    from torchditan.config.options import option_error
+    from torchditan.config.errors import option_error
     from torchditan.latents.encoding import convert, describe_conversion
     from torchditan.latents.shards import LatentShards
     from torchditan.latents.writer import LatentWriter

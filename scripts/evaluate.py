@@ -24,7 +24,8 @@ def main() -> None:
     args, flags = parser.parse(sys.argv[1:])
 
     from data import build_dataset
-    from torchditan.config.options import ConfigError, dataset_channels
+    from torchditan.config.errors import ConfigError
+    from torchditan.config.options import dataset_channels
     from torchditan.distributed.cpu_threads import set_cpu_threads
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.classifier import accuracy, as_tensors, train_classifier

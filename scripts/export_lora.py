@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 def main() -> None:
     from torchditan.config.command_line import ScriptParser
+    from torchditan.config.errors import ConfigError, option_error
     from torchditan.config.loader import override
-    from torchditan.config.options import Config, ConfigError, option_error
+    from torchditan.config.options import Config
 
     parser = ScriptParser(__doc__, options=())
     parser.epilog = None
@@ -40,8 +41,8 @@ def main() -> None:
     import torch
 
     from torchditan.finetune.lora_export import export_run, ignored_by_sd_scripts
-    from torchditan.run.directory import read_config
     from torchditan.run.progress import report_progress
+    from torchditan.run.reading import read_config
 
     with report_progress(f"exporting {args.run}"):
         layers, step = export_run(

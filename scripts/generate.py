@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the `--sampling.*` flags left for the configuration."""
     from torchditan.config.command_line import RunParser, check_output, count
-    from torchditan.config.options import option_error
+    from torchditan.config.errors import option_error
 
     parser = RunParser(__doc__)
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema where the run has them)")
@@ -54,7 +54,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def parse_labels(text: str, *, num_classes: int) -> list[int]:
     """`3,5,7` as labels of the run."""
-    from torchditan.config.options import option_error
+    from torchditan.config.errors import option_error
 
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) < num_classes for word in words):
@@ -69,7 +69,8 @@ def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[Sample
     Raises:
         ConfigError: classes are asked of a model of captions, or the other way round.
     """
-    from torchditan.config.options import dataset_channels, option_error
+    from torchditan.config.errors import option_error
+    from torchditan.config.options import dataset_channels
     from torchditan.evaluation.generate import real_samples
     from torchditan.evaluation.sample_rows import SampleRows
 

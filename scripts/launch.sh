@@ -38,9 +38,9 @@ fi
 # Activations of changing sizes fragment the allocator's fixed segments.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 # Every rank writes here how it fares.
-torchditanRANKS_FOLDER=$(mktemp -d)
-export torchditanRANKS_FOLDER
-trap 'rm -rf "$torchditanRANKS_FOLDER"' EXIT
+TORCHDITAN_RANKS_FOLDER=$(mktemp -d)
+export TORCHDITAN_RANKS_FOLDER
+trap 'rm -rf "$TORCHDITAN_RANKS_FOLDER"' EXIT
 
 children() {
   if [[ -r /proc/$1/stat ]]; then
@@ -108,7 +108,7 @@ while kill -0 "$torchrun" 2>/dev/null; do wait "$torchrun" 2>/dev/null || true; 
 trap '' TERM USR1 INT
 
 code=0
-PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}" python -m torchditan.supervision.exit_status "$torchditanRANKS_FOLDER" \
+PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}" python -m torchditan.supervision.exit_status "$TORCHDITAN_RANKS_FOLDER" \
   --num_ranks="$NGPU" ${stopped_at:+--signalled} || code=$?
 
 if ((code == 75)) && [[ -n ${SLURM_JOB_ID:-} && $NODE_RANK == 0 && ${REQUEUE:-1} != 0 ]]; then

@@ -52,7 +52,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def choose(config: AutoencoderConfig, compare: list[str] | None) -> list[AutoencoderConfig]:
     """The autoencoders asked for; what `--autoencoder.*` says beside name and path holds for each of them."""
-    from torchditan.config.options import option_error
+    from torchditan.config.errors import option_error
 
     if config.online or config.sample_posterior:
         option = "online" if config.online else "sample_posterior"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torchditan.autoencoders.patch import PatchAutoencoder, PatchNetwork
     from torchditan.config.options import Config
-    from torchditan.data_stream.stream import Batch, ImageDataset
+    from torchditan.data_stream.datasets import Batch, ImageDataset
     from torchditan.evaluation.reconstruction import Reconstruction
     from torchditan.randomness import Randomness
 
@@ -41,7 +41,7 @@ PICTURE = "reconstructions.png"
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the `--dataset.*` flags left for the configuration."""
     from torchditan.config.command_line import ScriptParser, count
-    from torchditan.config.options import ConfigError
+    from torchditan.config.errors import ConfigError
 
     parser = ScriptParser(__doc__, options=("dataset",))
     parser.add_argument("out", type=Path, help="folder to write; it comes first")
@@ -87,7 +87,7 @@ def positive(text: str) -> float:
 def check_out(out: Path, *, overwrite: bool) -> None:
     """Refuse a folder that cannot be written, and one that holds an autoencoder, before anything is trained."""
     from torchditan.autoencoders.patch import CONFIG_FILE, WEIGHTS_FILE
-    from torchditan.config.options import option_error
+    from torchditan.config.errors import option_error
 
     existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -100,7 +100,7 @@ def check_out(out: Path, *, overwrite: bool) -> None:
 def build_datasets(config: Config, *, patch_size: int) -> tuple[ImageDataset, ImageDataset]:
     """Training and held-out pictures, of a size that divides into patches."""
     from data import build_dataset
-    from torchditan.config.options import option_error
+    from torchditan.config.errors import option_error
     from torchditan.evaluation.reconstruction import check_pictures
 
     training = build_dataset(config.dataset, split="train")
@@ -115,7 +115,8 @@ def build_stream(
     dataset: ImageDataset, config: Config, *, args: argparse.Namespace, pin_memory: bool
 ) -> Iterator[tuple[Batch, Randomness]]:
     """Batches from position 0 on, endlessly, each with noise for its latents; all keyed to (seed, position)."""
-    from torchditan.data_stream.stream import BatchPlan, TrainingStream
+    from torchditan.data_stream.loader import TrainingStream
+    from torchditan.data_stream.order import BatchPlan
 
     latent_shape = (args.latent_channels, *(side // args.patch_size for side in dataset.sample_shape[1:]))
     stream = TrainingStream(
@@ -153,7 +154,7 @@ class Progress:
         self.console.progress(step, self.args.steps, self.eta)
 
     def report(self, step: int, *, lr: float, network: PatchNetwork) -> None:
-        from torchditan.config.options import ConfigError
+        from torchditan.config.errors import ConfigError
 
         num_steps = step - self.reported
         loss = self.total_loss.item() / num_steps
@@ -275,7 +276,7 @@ def save(
     """
     import torch
 
-    from torchditan.config.options import option_error
+    from torchditan.config.errors import option_error
     from torchditan.evaluation.grid_picture import save_grid
 
     count = min(NUM_SHOWN, len(held_out))

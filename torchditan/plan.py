@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-
 if __name__ == "__main__":
     from torchditan.planner.__main__ import main
 

@@ -2,7 +2,7 @@
 """What the value of an option stands for. One line here adds an objective or an optimizer (docs/extending.md).
 
 A line says `"value": "module:name"`. The module is imported when a job asks for that value, so this file imports no
-torch, and config.py takes the choices of its options from it.
+torch, and config/options.py takes the choices of its options from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPTIMIZERS = {
     "AdamW": "torchditan.optim.optimizers:adamw",
     "AdamW8bit": "torchditan.optim.optimizers:adamw_8bit",
 }
-"""`optimizer.name`: functions from the `[optimizer]` options to a list of `torchditan.optim.optimizers.ParameterGroup`."""
+"""`optimizer.name`: functions from the `[optimizer]` options to a list of `ParameterGroup` (optim/optimizers.py)."""
 
 
 def registered(registry: Mapping[str, str], name: str) -> Any:

@@ -4,7 +4,7 @@
 Notable:
 - one step is the same code on a laptop and on a node: every mode goes through one `parallelize`;
 - the host never waits for the device inside a step; it reads numbers at log steps only;
-- supervision.py, periodic_tasks.py and run_checkpoints.py hold what is not the step; the loop calls them.
+- supervision/, periodic_tasks.py and checkpoint/run_checkpoints.py hold what is not the step; the loop calls them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.checkpoint.run_checkpoints import Rollback, RunCheckpoints, StopPoint
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import to_dict
-from torchditan.config.options import ConfigError
 from torchditan.config.trajectory import trajectory
-from torchditan.data_stream.stream import Batch
+from torchditan.data_stream.datasets import Batch
 from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.process_group import raise_on_all_ranks
 from torchditan.job import announcements
@@ -42,8 +42,8 @@ from torchditan.optim.divergence import DivergenceError, DivergenceGuard
 from torchditan.optim.optimizers import build_optimizer, clip_grad_norm, learning_rate
 from torchditan.periodic_tasks import PeriodicTasks, StepResult, mean_over_ranks
 from torchditan.randomness import Randomness
-from torchditan.run.directory import write_rank_status
 from torchditan.run.profiling import Profiler, profiling
+from torchditan.run.rank_status import write_rank_status
 from torchditan.supervision.exit_status import Interrupted
 from torchditan.supervision.preemption import StopAgreement, StopRequest
 from torchditan.supervision.supervision import Supervision

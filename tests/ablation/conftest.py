@@ -20,5 +20,5 @@ def train_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script.write_text(TRAIN)
     monkeypatch.setattr(launch, "TORCHRUN", (sys.executable, str(tmp_path / "torchrun.py")))
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    monkeypatch.delenv("torchditanRANKS_FOLDER", raising=False)
+    monkeypatch.delenv("TORCHDITAN_RANKS_FOLDER", raising=False)
     return script

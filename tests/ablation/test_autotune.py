@@ -31,9 +31,10 @@ from torchditan.ablation.grid import load_grid
 from torchditan.ablation.launchers import LocalLauncher
 from torchditan.ablation.ledger import read_ledger
 from torchditan.ablation.runner import run_grid
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import build_config
-from torchditan.config.options import Config, ConfigError
-from torchditan.run.directory import read_config
+from torchditan.config.options import Config
+from torchditan.run.reading import read_config
 
 
 def trial(batch_size: int, *, fits_up_to: int, speed: Callable[[int], float] = float) -> Trial:

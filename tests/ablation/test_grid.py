@@ -12,8 +12,8 @@ import pytest
 
 from torchditan.ablation.__main__ import parse
 from torchditan.ablation.grid import as_flags, load_grid, parse_axis, run_name
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
-from torchditan.config.options import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = """

@@ -11,7 +11,7 @@ import pytest
 from torchditan.ablation import ledger
 from torchditan.ablation.grid import STANDARD_AXES
 from torchditan.ablation.ledger import columns, measure, read_ledger, write_ledger
-from torchditan.config.options import ConfigError
+from torchditan.config.errors import ConfigError
 
 AXES = ("training.batch_size", "optimizer.lr", "dataset.image_size")
 

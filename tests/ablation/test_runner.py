@@ -32,8 +32,8 @@ from torchditan.ablation.launchers import LocalLauncher, SlurmLauncher, slurm_la
 from torchditan.ablation.ledger import read_ledger
 from torchditan.ablation.maker import maker_of
 from torchditan.ablation.runner import run_grid
-from torchditan.config.options import ConfigError
-from torchditan.run.directory import RANKS_VARIABLE, read_rank_statuses, write_rank_status
+from torchditan.config.errors import ConfigError
+from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 from torchditan.supervision.exit_status import verdict_of
 
 TIMINGS = ("start_up_s", "elapsed_s", "started")
@@ -206,7 +206,7 @@ RUNNER = """
     from test_runner import quiet, small_grid
     from torchditan.ablation.launchers import LocalLauncher
     from torchditan.ablation.runner import run_grid
-    from torchditan.config.options import ConfigError
+    from torchditan.config.errors import ConfigError
     folder = Path(sys.argv[1])
     launch.TORCHRUN = (sys.executable, str(folder / "torchrun.py"))
     axes = {"model.patch_size": [2, 4], "training.batch_size": [2, 8, 32, 64]}

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torchditan.autoencoders import AUTOENCODERS, Autoencoder, open_autoencoder
 from torchditan.autoencoders.catalogue import PUBLISHED
 from torchditan.autoencoders.cosmos import CosmosAutoencoder
+from torchditan.config.errors import ConfigError
 from torchditan.config.options import Autoencoder as AutoencoderConfig
-from torchditan.config.options import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

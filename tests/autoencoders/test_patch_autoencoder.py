@@ -21,7 +21,7 @@ from torchditan.autoencoders.patch import (
     PatchNetwork,
     reconstruction_loss,
 )
-from torchditan.config.options import ConfigError
+from torchditan.config.errors import ConfigError
 from torchditan.evaluation.reconstruction import channel_statistics, normalization_of, psnr
 
 if TYPE_CHECKING:

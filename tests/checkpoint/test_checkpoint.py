@@ -19,7 +19,8 @@ from torch import nn
 
 from torchditan.checkpoint import manager as checkpoint
 from torchditan.checkpoint.files import list_checkpoints, remove
-from torchditan.checkpoint.manager import CheckpointManager, Progress, read_state
+from torchditan.checkpoint.loading import Progress, read_state
+from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.config.options import Config
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from course_toml import COURSE_TOML
 
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import TRAIN_CONFIGS, from_dict, load_config, options, to_dict, to_toml
-from torchditan.config.options import FLAVOR_NAMES, Config, ConfigError, flatten
+from torchditan.config.options import FLAVOR_NAMES, Config, flatten
 from torchditan.config.trajectory import trajectory
 
 REPOSITORY = Path(__file__).resolve().parents[2]

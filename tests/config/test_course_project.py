@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 
 from torchditan.ablation.grid import load_grid
 from torchditan.config import loader as config_loader
+from torchditan.config.errors import ConfigError
 from torchditan.config.legacy_keys import FLAVORS, LEGACY_KEYS, PRESET
 from torchditan.config.loader import load_config
-from torchditan.config.options import Config, ConfigError
+from torchditan.config.options import Config
 from torchditan.models import build_model_spec
 from torchditan.models.dit import LLAMA3_FLAVORS
-from torchditan.run.directory import read_config, read_metrics
+from torchditan.run.reading import read_config, read_metrics
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript

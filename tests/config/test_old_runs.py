@@ -18,7 +18,7 @@ from PIL import Image
 from torchditan.config.loader import from_dict
 from torchditan.config.options import Config, flatten
 from torchditan.config.trajectory import TRAJECTORY_KEYS, VALUES_BEFORE, differences, trajectory
-from torchditan.run.directory import read_config, read_metrics
+from torchditan.run.reading import read_config, read_metrics
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

@@ -19,8 +19,12 @@ from PIL import Image
 from data import DATASETS, build_dataset
 from data.buckets import bucket_sizes, nearest_bucket
 from data.caption_sources import TarMember
-from torchditan.config.options import Config, ConfigError, Dataset, validate
-from torchditan.data_stream.stream import BatchPlan, CorruptImageError, TrainingStream
+from torchditan.config.errors import ConfigError
+from torchditan.config.options import Config, Dataset
+from torchditan.config.rules import validate
+from torchditan.data_stream.datasets import CorruptImageError
+from torchditan.data_stream.loader import TrainingStream
+from torchditan.data_stream.order import BatchPlan
 
 
 def encode(grey: int = 0, *, size: tuple[int, int] = (8, 8), suffix: str = ".png", **options: Any) -> bytes:

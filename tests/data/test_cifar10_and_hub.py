@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from data import build_dataset
-from torchditan.config.options import ConfigError, Dataset
-from torchditan.data_stream.stream import CorruptImageError
+from torchditan.config.errors import ConfigError
+from torchditan.config.options import Dataset
+from torchditan.data_stream.datasets import CorruptImageError
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 32, 32, 3), dtype=np.uint8)
 LABELS = [3, 0, 9, 1, 1, 7, 2]

@@ -12,7 +12,8 @@ import pytest
 
 from data import build_dataset
 from data.earth import CROPS_PER_CLASS
-from torchditan.config.options import ConfigError, Dataset
+from torchditan.config.errors import ConfigError
+from torchditan.config.options import Dataset
 
 
 @functools.cache

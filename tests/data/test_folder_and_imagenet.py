@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from data import build_dataset
-from torchditan.config.options import ConfigError, Dataset
-from torchditan.data_stream.stream import CorruptImageError
+from torchditan.config.errors import ConfigError
+from torchditan.config.options import Dataset
+from torchditan.data_stream.datasets import CorruptImageError
 
 
 def write_image(path: Path, grey: int = 0) -> None:

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from data.images import load_sample
-from torchditan.data_stream.stream import CorruptImageError
+from torchditan.data_stream.datasets import CorruptImageError
 
 RAMP = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3) * 3
 

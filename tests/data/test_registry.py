@@ -12,7 +12,8 @@ import torch
 
 import data
 from data import DATASETS, build_dataset
-from torchditan.config.options import ConfigError, Dataset
+from torchditan.config.errors import ConfigError
+from torchditan.config.options import Dataset
 
 
 def refuse(message: str, *, input_channels: int | None = None, **options: Any) -> None:

@@ -13,16 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from torchditan.config.options import Config, ConfigError, Dataset
-from torchditan.data_stream.stream import (
-    Batch,
-    BatchPlan,
-    BucketOrder,
-    CorruptImageError,
-    StreamDataset,
-    StreamedTraining,
-    TrainingStream,
-)
+from torchditan.config.errors import ConfigError
+from torchditan.config.options import Config, Dataset
+from torchditan.data_stream.datasets import Batch, CorruptImageError
+from torchditan.data_stream.loader import TrainingStream
+from torchditan.data_stream.order import BatchPlan, BucketOrder, OrderedDataset
+from torchditan.data_stream.streamed import SequentialStream
 from torchditan.job.build import build_stream
 from torchditan.randomness import draw
 
@@ -83,7 +79,7 @@ def assert_same(left: dict[int, dict[str, torch.Tensor]], right: dict[int, dict[
 
 
 def test_an_epoch_shows_every_sample_once_and_the_next_in_another_order() -> None:
-    stream = StreamDataset(Numbers(), seed=0, num_classes=2, horizontal_flip=False, corrupt_images="error")
+    stream = OrderedDataset(Numbers(), seed=0, num_classes=2, horizontal_flip=False, corrupt_images="error")
     epochs = stream.locate(np.arange(30)).reshape(3, 10).tolist()
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
@@ -200,8 +196,8 @@ class Shapes(Numbers):
         return {**item, "sample": sample, "text": torch.full((3,), index), "caption": "a dog"}
 
 
-def grouped(dataset: Any, *, global_batch_size: int = 4, seed: int = 0, **options: Any) -> StreamDataset:
-    return StreamDataset(
+def grouped(dataset: Any, *, global_batch_size: int = 4, seed: int = 0, **options: Any) -> OrderedDataset:
+    return OrderedDataset(
         dataset,
         seed=seed,
         num_classes=2,
@@ -377,9 +373,9 @@ class Streamed(Numbers):
         return InOrder(range(rank, 16, world_size))
 
 
-def streamed(rank: int = 0, world_size: int = 1, *, num_workers: int = 0, pin_memory: bool = False) -> StreamedTraining:
+def streamed(rank: int = 0, world_size: int = 1, *, num_workers: int = 0, pin_memory: bool = False) -> SequentialStream:
     plan = BatchPlan(batch_size=4, global_batch_size=4 * world_size, rank=rank, world_size=world_size)
-    return StreamedTraining(
+    return SequentialStream(
         Streamed(),
         plan=plan,
         seed=0,
@@ -498,7 +494,7 @@ def test_a_corrupt_image_in_a_streamed_source_stops_the_run_wherever_it_stands(
         corrupt_images="error",
     )
     plan = BatchPlan(batch_size=4, global_batch_size=4)
-    stream = StreamedTraining(
+    stream = SequentialStream(
         images, plan=plan, seed=0, num_classes=1, horizontal_flip=None, num_workers=num_workers, pin_memory=False
     )
     with pytest.raises(CorruptImageError):
@@ -523,7 +519,7 @@ def test_a_streamed_source_without_a_whole_batch_is_refused() -> None:
             return InOrder(range(2))
 
     plan = BatchPlan(batch_size=4, global_batch_size=4)
-    stream = StreamedTraining(
+    stream = SequentialStream(
         Short(), plan=plan, seed=0, num_classes=2, horizontal_flip=None, num_workers=0, pin_memory=False
     )
     with pytest.raises(ConfigError, match="fewer readable images than a batch of 4"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchditan.config.options import ConfigError
+from torchditan.config.errors import ConfigError
 from torchditan.distributed.parallel_dims import ParallelDims
 
 

@@ -39,14 +39,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from torchditan.ablation.launch import TRAIN_SCRIPT, Job, end_processes, environment, processes_of
 from torchditan.config.command_line import ScriptParser, count
-from torchditan.config.options import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.run import provenance
-from torchditan.run.directory import read_metrics, read_rank_statuses, read_status, write_file
+from torchditan.run.atomic_files import write_file
+from torchditan.run.rank_status import read_rank_statuses
+from torchditan.run.reading import read_metrics, read_status
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchditan.checkpoint.manager import Progress
+    from torchditan.checkpoint.loading import Progress
 
 STEPS = 20
 GLOBAL_BATCH_SIZE = 12  # divides by 1, 2, 3 and 4 ranks
@@ -412,7 +414,7 @@ def reason_of(attempt: Attempt) -> str:
 
 def progress_of(run: Path) -> Progress:
     """How far the newest checkpoint of a run is."""
-    from torchditan.checkpoint.manager import Progress, latest_checkpoint, read_progress
+    from torchditan.checkpoint.loading import Progress, latest_checkpoint, read_progress
 
     newest = latest_checkpoint(run / "checkpoint")
     return Progress() if newest is None else read_progress(newest)
@@ -460,7 +462,7 @@ def _read_proc(pid: int, name: str) -> bytes:
 
 def problems_of(run: Path, reference: Path, plan: Plan) -> dict[str, str]:
     """Each check that the finished run fails, with what was seen; none where all is as if never stopped."""
-    from torchditan.checkpoint.manager import latest_checkpoint, read_progress, read_state
+    from torchditan.checkpoint.loading import latest_checkpoint, read_progress, read_state
 
     found: dict[str, str | None] = {}
     records, expected = read_metrics(run), read_metrics(reference)

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from torchditan.checkpoint.files import INDEX, MANIFEST, DamagedCheckpointError, list_checkpoints, verify
-from torchditan.checkpoint.manager import find_checkpoint, read_state
-from torchditan.config.options import ConfigError
-from torchditan.run.directory import read_metrics, read_status
+from torchditan.checkpoint.loading import find_checkpoint, read_state
+from torchditan.config.errors import ConfigError
+from torchditan.run.reading import read_metrics, read_status
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

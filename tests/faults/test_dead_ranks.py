@@ -20,7 +20,7 @@ import torch.distributed as dist
 from test_launch import TINY, TRAINER, end_of, environment, processes_in, wait_for
 
 from torchditan.distributed.process_group import Rank
-from torchditan.run.directory import read_metrics, read_status
+from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision import watchdog
 from torchditan.supervision.lost_rank import is_of_others, read_process
 from torchditan.supervision.watchdog import Group, RankWatch

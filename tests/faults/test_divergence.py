@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from torchditan.checkpoint.manager import read_progress, read_state
-from torchditan.data_stream.stream import TrainingStream
+from torchditan.checkpoint.loading import read_progress, read_state
+from torchditan.data_stream.loader import TrainingStream
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.optim.divergence import LossSpikes
-from torchditan.run.directory import read_metrics, read_status
+from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision.supervision import Supervision
 
 if TYPE_CHECKING:

@@ -33,8 +33,9 @@ from torchditan.autoencoders import open_autoencoder
 from torchditan.autoencoders.published import CLASSES
 from torchditan.autoencoders.torchscript import _OPERATIONS
 from torchditan.checkpoint.files import INDEX, MANIFEST, read_manifest, write_manifest
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config, to_dict
-from torchditan.config.options import Autoencoder, ConfigError, Dataset
+from torchditan.config.options import Autoencoder, Dataset
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from torchditan.run.directory import read_metrics, read_status
+from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision.exit_status import Verdict, judge_ranks
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -64,7 +64,7 @@ while True:
 # What a rank does when it is ready, by the variable RANKS; "stop" saves when it is asked to.
 RANK = """
 import os, signal, sys, time
-from torchditan.run.directory import write_rank_status
+from torchditan.run.rank_status import write_rank_status
 does, rank = os.environ["RANKS"], int(os.environ["RANK"])
 write_rank_status("running")
 signals = []

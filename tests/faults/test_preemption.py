@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from torchditan.checkpoint.files import list_checkpoints, step_of
-from torchditan.checkpoint.manager import read_state
-from torchditan.run.directory import RANKS_VARIABLE, read_metrics, read_rank_statuses, read_status
+from torchditan.checkpoint.loading import read_state
+from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses
+from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision import exit_status as verdict
 from torchditan.supervision.exit_status import Interrupted, run_job
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from torchditan.checkpoint.files import list_checkpoints, step_of, verify
-from torchditan.checkpoint.manager import CheckpointManager, read_state
+from torchditan.checkpoint.loading import read_state
+from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.optim.ema import EMA
 from torchditan.periodic_tasks import PeriodicTasks
-from torchditan.run.directory import RunDirectory, read_config, read_metrics, read_status
+from torchditan.run.directory import RunDirectory
+from torchditan.run.reading import read_config, read_metrics, read_status
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
@@ -39,7 +41,7 @@ import json, os, sys
 sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *{arguments!r}]
 import train
-from torchditan.data_stream.stream import TrainingStream
+from torchditan.data_stream.loader import TrainingStream
 from torchditan.supervision.exit_status import run_job
 
 batches = TrainingStream.batches

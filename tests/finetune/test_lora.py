@@ -20,7 +20,7 @@ pytest.importorskip("peft")
 from safetensors.torch import load_file, save_file
 from tiny_published import blocks_of, flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
 
-from torchditan.config.options import ConfigError
+from torchditan.config.errors import ConfigError
 from torchditan.distributed.parallelize import drop_gathered_weights, parallelize
 from torchditan.finetune.int8 import base_names, fill_parameter, quantize_base
 from torchditan.finetune.lora import (

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_published import flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
 
-from torchditan.config.options import ConfigError
+from torchditan.config.errors import ConfigError
 from torchditan.finetune.lora import add_lora, find_target_modules, load_assistant, lora_parameters
 from torchditan.finetune.lora_export import export_lora, ignored_by_sd_scripts
 from torchditan.finetune.lora_layers import original_layer

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 import tiny_pipelines
 
 from torchditan.finetune.published import family
-from torchditan.run.directory import read_config, read_metrics
+from torchditan.run.reading import read_config, read_metrics
 from torchditan.weights.trained_model import TrainedModel
 
 if TYPE_CHECKING:

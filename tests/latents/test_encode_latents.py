@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from torchditan.autoencoders.autoencoder import Autoencoder
-from torchditan.config.options import ConfigError
-from torchditan.data_stream.stream import CorruptImageError
+from torchditan.config.errors import ConfigError
+from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.distributed.process_group import Rank
 from torchditan.latents import writer as latent_writer
 from torchditan.latents.encoding import describe_encoding, encode

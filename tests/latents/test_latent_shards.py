@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from torchditan.config.options import ConfigError
+from torchditan.config.errors import ConfigError
 from torchditan.latents import index as latent_index
 from torchditan.latents.index import Encoding, LatentIndex, index_to_json, read_index
 from torchditan.latents.shards import LatentShards, to_sample, verify

@@ -22,12 +22,13 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from torchditan.config import options
-from torchditan.config.options import ConfigError
-from torchditan.data_stream.stream import BatchPlan, TrainingStream
+from torchditan.config.errors import ConfigError
+from torchditan.data_stream.loader import TrainingStream
+from torchditan.data_stream.order import BatchPlan
 from torchditan.evaluation.grid_picture import save_grid
 from torchditan.latents import latent_space
 from torchditan.latents.latent_space import build_sample_space, decode_latents
-from torchditan.run.directory import read_config, read_metrics
+from torchditan.run.reading import read_config, read_metrics
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchditan.config.options import ConfigError, Model
+from torchditan.config.errors import ConfigError
+from torchditan.config.options import Model
 from torchditan.models import ClassLabels, Unconditional, build_model_spec
 from torchditan.models.dit import FLAVORS, PRESETS
 

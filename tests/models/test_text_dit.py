@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
-from torchditan.config.options import Config, ConfigError, Model
+from torchditan.config.options import Config, Model
 from torchditan.distributed.parallelize import CompileOptions, parallelize
 from torchditan.job.complete import fill_in_text_sizes
 from torchditan.models import ModelSpec, TextEmbeddings, build_model_spec

@@ -20,8 +20,11 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("torchao")
 
-from torchditan.checkpoint.manager import CheckpointManager, Progress
-from torchditan.config.options import Config, ConfigError, Optimizer, validate
+from torchditan.checkpoint.loading import Progress
+from torchditan.checkpoint.manager import CheckpointManager
+from torchditan.config.errors import ConfigError
+from torchditan.config.options import Config, Optimizer
+from torchditan.config.rules import validate
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
 from torchditan.optim.optimizers import build_optimizer, clip_grad_norm
 

@@ -25,8 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchditan.ablation.grid import as_flags
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
-from torchditan.config.options import Config, ConfigError, Model
+from torchditan.config.options import Config, Model
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.finetune.resolutions import LATENT_GRIDS, published_options
 from torchditan.models import ModelSpec, build_model_spec, model_spec_of
@@ -419,8 +420,8 @@ def test_flops_and_mfu_are_those_of_the_run() -> None:
 
 
 def test_traced_flops_of_a_block_are_a_share_of_the_models() -> None:
-    """Without recomputation a block's operators have the FLOPs of flops.py, but for flash attention's own recomputed
-    scores.
+    """Without recomputation a block's operators have the FLOPs of models/flops.py, except flash attention's own
+    recomputed scores.
     """
     trace = block_trace("none")
     per_image = sum(float(segment.flops[:, 1].sum()) for segment in (trace.forward, trace.backward))

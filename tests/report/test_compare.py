@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
-from torchditan.config.options import ConfigError
+from torchditan.config.errors import ConfigError
 from torchditan.report.compare import Comparison, compare, comparison_csv
 from torchditan.report.compare_report import comparison_html
 

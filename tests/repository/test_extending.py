@@ -24,9 +24,11 @@ from torch.distributed.tensor import DTensor
 import torchditan
 import torchditan.diffusion
 from torchditan import registry
-from torchditan.checkpoint.manager import CheckpointManager, Progress, read_state
+from torchditan.checkpoint.loading import Progress, read_state
+from torchditan.checkpoint.manager import CheckpointManager
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
-from torchditan.config.options import Config, ConfigError, Diffusion, Optimizer, Sampling
+from torchditan.config.options import Config, Diffusion, Optimizer, Sampling
 from torchditan.diffusion.objectives import build_objective
 from torchditan.models import build_model_spec
 from torchditan.optim.divergence import DivergenceGuard
@@ -40,7 +42,7 @@ from torchditan.optim.optimizers import (
 )
 from torchditan.planner.memory import Parameters, Weight, model_state
 from torchditan.randomness import draw
-from torchditan.run.directory import read_metrics
+from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunScript

@@ -13,9 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from torchditan.config.options import ConfigError, Metrics
-from torchditan.run.directory import RunDirectory, read_config, read_metrics
+from torchditan.config.errors import ConfigError
+from torchditan.config.options import Metrics
+from torchditan.run.directory import RunDirectory
 from torchditan.run.metrics import ALWAYS_KEYS, MetricsLogger, PeakMemory, StepTimer, check_trackers
+from torchditan.run.reading import read_config, read_metrics
 
 CPU = torch.device("cpu")
 

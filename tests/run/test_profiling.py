@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerAction
 
-from torchditan.config.options import ConfigError, Profiling
+from torchditan.config.errors import ConfigError
+from torchditan.config.options import Profiling
 from torchditan.run import profiling as profiling_module
-from torchditan.run.directory import RunDirectory, read_metrics
+from torchditan.run.directory import RunDirectory
 from torchditan.run.profiling import profiling, trace_action
+from torchditan.run.reading import read_metrics
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from torchditan.config.options import ConfigError
+from torchditan.config.errors import ConfigError
 from torchditan.run import directory as run_directory
-from torchditan.run.directory import RunDirectory, read_config, read_metrics, read_status, run_path
+from torchditan.run.directory import RunDirectory, run_path
+from torchditan.run.reading import read_config, read_metrics, read_status
 
 CONFIG = {"model": {"patch_size": 2}, "metrics": {"log_freq": 10, "save_tb_folder": "tensorboard"}}
 TRAJECTORY = {"model": {"patch_size": 2}, "optimizer": {"lr": 1e-4, "betas": (0.9, 0.999)}}

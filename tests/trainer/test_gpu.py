@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchditan.run.directory import read_metrics
+from torchditan.run.reading import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = [
@@ -90,7 +90,7 @@ def test_float8_trains_where_the_device_has_it(tmp_path: Path) -> None:
 def test_saving_beside_the_training_stores_what_saving_in_between_does(async_mode: str, tmp_path: Path) -> None:
     import torch
 
-    from torchditan.checkpoint.manager import read_state
+    from torchditan.checkpoint.loading import read_state
 
     flags = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"]
     flags += ["--training.deterministic"]
@@ -106,7 +106,7 @@ def test_saving_beside_the_training_stores_what_saving_in_between_does(async_mod
 def test_a_run_on_a_gpu_resumes_to_the_bit(tmp_path: Path) -> None:
     import torch
 
-    from torchditan.checkpoint.manager import read_state
+    from torchditan.checkpoint.loading import read_state
 
     flags = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=4", "--training.deterministic"]
     train(tmp_path, "whole", *flags)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from torchditan.run.directory import read_config, read_metrics, read_status
+from torchditan.run.reading import read_config, read_metrics, read_status
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunDistributed, RunScript
@@ -201,7 +201,7 @@ def test_deterministic_cublas_is_asked_for_before_anything_can_use_it(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torchditan.job.prepare
-    from torchditan.config.options import ConfigError
+    from torchditan.config.errors import ConfigError
 
     found: list[str | None] = []
 

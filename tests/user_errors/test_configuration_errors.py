@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
-from torchditan.config.options import FLAVOR_NAMES, Config, ConfigError
+from torchditan.config.options import FLAVOR_NAMES, Config
 
 SECTIONS = ", ".join(vars(Config()))
 

@@ -21,8 +21,8 @@ from PIL import Image
 
 from data import build_dataset
 from torchditan.config.options import FLAVOR_NAMES, Dataset
-from torchditan.data_stream.stream import StreamDataset
-from torchditan.run.directory import read_metrics, read_status
+from torchditan.data_stream.order import OrderedDataset
+from torchditan.run.reading import read_metrics, read_status
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
@@ -66,7 +66,7 @@ def image_at(folder: Path, position: int) -> Path:
     """The image at this position of the training stream, seed 0."""
     config = Dataset(dataset_name="folder", root_dir=str(folder), image_size=[8, 8])
     dataset: Any = build_dataset(config, split="train")
-    stream = StreamDataset(dataset, seed=0, num_classes=2, horizontal_flip=False, corrupt_images="error")
+    stream = OrderedDataset(dataset, seed=0, num_classes=2, horizontal_flip=False, corrupt_images="error")
     return folder / dataset.paths[stream.locate(np.array([position]))[0]].decode()
 
 

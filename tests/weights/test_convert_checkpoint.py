@@ -22,17 +22,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from torchditan.checkpoint.manager import read_state
+from torchditan.checkpoint.loading import read_state
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import to_dict
-from torchditan.config.options import Config, ConfigError, Model
-from torchditan.run.directory import read_config
-from torchditan.weights.export_and_import import (
-    TensorToWrite,
-    load_initial_weights,
-    load_weights_file,
-    read_weights_metadata,
-    write_weights,
-)
+from torchditan.config.options import Config, Model
+from torchditan.run.reading import read_config
+from torchditan.weights.exported import read_weights_metadata
+from torchditan.weights.initial import load_initial_weights, load_weights_file
+from torchditan.weights.safetensors_files import TensorToWrite, write_weights
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
@@ -687,7 +684,8 @@ from pathlib import Path
 sys.path[:0] = [{repository!r}, {repository!r} + '/tests/weights']
 from torchditan.weights.imported_run import import_weights
 from torchditan.weights.safetensors_files import DTYPES
-from torchditan.weights.export_and_import import export_weights, load_initial_weights, load_weights_file
+from torchditan.weights.exported import export_weights
+from torchditan.weights.initial import load_initial_weights, load_weights_file
 from test_convert_checkpoint import large_config, large_model
 model = large_model()
 before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

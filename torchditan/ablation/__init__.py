@@ -1,6 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Ablations: a grid file (grid.py), its runs (runner.py, launch.py), and one ledger (ledger.py).
+"""Ablations: a grid file (grid.py), its runs (runner.py, launch.py), one ledger (ledger.py); docs/ablations.md.
 
-autotune.py searches the batch size. `python -m torchditan.ablation run GRID.toml`; see docs/ablations.md.
-Imports the core and `planner`.
+autotune.py searches the batch size of one run.
+
+May import: config, distributed, finetune, planner, run, supervision.
 """

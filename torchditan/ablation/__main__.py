@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchditan.config.options import ConfigError, did_you_mean
+from torchditan.config.errors import ConfigError, did_you_mean
 
 _PREFIXES = ("--axes.", "--settings.", "--slurm.")
 _EPILOG = """\

@@ -22,7 +22,8 @@ from torchditan.ablation.grid import Grid
 from torchditan.ablation.ledger import CSV_NAME, SKIPPED_AFTER_OOM, Row, read_ledger
 from torchditan.ablation.maker import RUNS_FOLDER
 from torchditan.run import provenance
-from torchditan.run.directory import read_metrics, write_file
+from torchditan.run.atomic_files import write_file
+from torchditan.run.reading import read_metrics
 
 FOLDER = "amd"
 WARMUP_STEPS, TAIL_STEPS = 5, 10

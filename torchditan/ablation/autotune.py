@@ -29,10 +29,12 @@ from typing import TYPE_CHECKING, Any
 from torchditan.ablation.device import Device, probe
 from torchditan.ablation.launch import TRAIN_SCRIPT, Job, Outcome, Tick, execute
 from torchditan.ablation.ledger import measure
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import to_toml
-from torchditan.config.options import Config, ConfigError, flatten, option_error
+from torchditan.config.options import Config, flatten
 from torchditan.run import provenance
-from torchditan.run.directory import read_metrics, write_file
+from torchditan.run.atomic_files import write_file
+from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:
     from torchditan.distributed.process_group import Rank

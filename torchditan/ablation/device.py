@@ -49,7 +49,8 @@ def probe() -> Device:
 def _look() -> Device:
     import torch
 
-    from torchditan.config.options import ConfigError, Float8
+    from torchditan.config.errors import ConfigError
+    from torchditan.config.options import Float8
     from torchditan.distributed.float8 import check_float8
     from torchditan.run.provenance import device_name
 

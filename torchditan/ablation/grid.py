@@ -5,7 +5,7 @@ Notable:
 - an axis is any option of the configuration. `parallel` ("replicate,shard") and `precision` stand for several options
   at once, and are the only way to set those: nobody compares DDP in one precision with FSDP in another by accident;
 - `model`, `resolution` and `checkpoint_fraction` do so where a grid names them: a published model takes five options
-  (resolutions.py);
+  (finetune/resolutions.py);
 - every run is a validated `Config` before anything starts, so a mistake costs a line and not a night;
 - batches vary innermost and grow, so that one out-of-memory verdict saves the runs above it; repeats go round the whole
   grid, so that a machine that slows down slows all cells alike;
@@ -25,9 +25,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchditan.config.errors import ConfigError, did_you_mean, option_error
 from torchditan.config.legacy_keys import adopt_file, adopt_legacy
 from torchditan.config.loader import TRAIN_CONFIGS, build_config, find_config, options, read_toml, value_of_text
-from torchditan.config.options import Config, ConfigError, did_you_mean, flatten, option_error, validate
+from torchditan.config.options import Config, flatten
+from torchditan.config.rules import validate
 from torchditan.config.trajectory import flatten_tree
 from torchditan.finetune.resolutions import MODEL, RESOLUTION, published_options, resolution_numbers, resolution_of
 

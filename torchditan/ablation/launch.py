@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchditan.run.directory import RANKS_VARIABLE, read_metrics, read_rank_statuses
+from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses
+from torchditan.run.reading import read_metrics
 from torchditan.supervision.exit_status import judge_ranks
 
 TRAIN_SCRIPT = Path(__file__).resolve().parents[2] / "train.py"

@@ -13,7 +13,7 @@ from torchditan.ablation.device import Device, probe
 from torchditan.ablation.grid import Run
 from torchditan.ablation.ledger import Row
 from torchditan.ablation.maker import Maker, Watch
-from torchditan.config.options import ConfigError
+from torchditan.config.errors import ConfigError
 
 SLURM_FOLDER = "slurm"
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from torchditan.ablation.grid import ALIASES, CHECKPOINT_FRACTION, STANDARD_AXES
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import options
-from torchditan.config.options import ConfigError
-from torchditan.run.directory import write_file
+from torchditan.run.atomic_files import write_file
 
 SCHEMA_VERSION = 1
 CSV_NAME, PARQUET_NAME = "runs_summary.csv", "runs_summary.parquet"

@@ -19,9 +19,9 @@ from torchditan.ablation.device import Device
 from torchditan.ablation.grid import BATCH_SIZE, Grid, Run, as_flags
 from torchditan.ablation.launch import RANKS_FOLDER, TRAIN_SCRIPT, Job, Outcome, Tick, end_processes, execute
 from torchditan.ablation.ledger import SCHEMA_VERSION, Row, columns, measure
-from torchditan.config.options import ConfigError
+from torchditan.config.errors import ConfigError
 from torchditan.run import provenance
-from torchditan.run.directory import read_config, read_metrics
+from torchditan.run.reading import read_config, read_metrics
 
 RUNS_FOLDER = "runs"
 _LONGEST_REASON = 300

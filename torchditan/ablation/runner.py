@@ -29,8 +29,10 @@ from torchditan.ablation.launch import TRAIN_SCRIPT
 from torchditan.ablation.launchers import SLURM_FOLDER, Launcher, Pending
 from torchditan.ablation.ledger import SCHEMA_VERSION, SKIPPED_AFTER_OOM, Row, read_ledger, write_ledger
 from torchditan.ablation.maker import Maker, Watch, maker_of
-from torchditan.config.options import ConfigError
-from torchditan.run.directory import read_metrics, take_lock, write_file
+from torchditan.config.errors import ConfigError
+from torchditan.run.atomic_files import write_file
+from torchditan.run.directory import take_lock
+from torchditan.run.reading import read_metrics
 
 GRID_NAME = "grid.json"
 RETRIED = ("error", "timeout")

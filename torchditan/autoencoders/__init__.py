@@ -1,5 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Autoencoders, by name: pixels -> normalised latents -> pixels. `open_autoencoder` opens any of them."""
+"""Autoencoders, by name: pixels -> normalised latents -> pixels. `open_autoencoder` opens any of them.
+
+May import: config, models, run.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torchditan.autoencoders.autoencoder import Autoencoder
 from torchditan.autoencoders.catalogue import PUBLISHED
 from torchditan.autoencoders.haar import DOWNSAMPLINGS, HaarAutoencoder
 from torchditan.config import options
-from torchditan.config.options import did_you_mean, option_error
+from torchditan.config.errors import did_you_mean, option_error
 
 __all__ = ["AUTOENCODERS", "Autoencoder", "kind_of", "open_autoencoder"]
 

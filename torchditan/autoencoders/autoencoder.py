@@ -14,7 +14,7 @@ import abc
 import torch
 from torch import Tensor
 
-from torchditan.config.options import option_error
+from torchditan.config.errors import option_error
 
 
 class Autoencoder(abc.ABC):

@@ -23,7 +23,7 @@ from torchditan.autoencoders.autoencoder import Autoencoder
 from torchditan.autoencoders.catalogue import Published
 from torchditan.autoencoders.hub import find_weights, first_line
 from torchditan.autoencoders.torchscript import NotATrace, Trace
-from torchditan.config.options import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error
 
 FILES = ("encoder.jit", "decoder.jit")
 _PROBE_SIZE = 64

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchditan.config.errors import option_error
 from torchditan.config.optional_libraries import import_optional
-from torchditan.config.options import option_error
 
 
 def find_weights(place: str, *, files: Sequence[str], subfolders: Sequence[str] = ("",)) -> Path:

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from torchditan.autoencoders.autoencoder import Autoencoder
 from torchditan.autoencoders.catalogue import Published
+from torchditan.config.errors import ConfigError, did_you_mean, option_error
 from torchditan.config.loader import TRAIN_CONFIGS
-from torchditan.config.options import ConfigError, did_you_mean, option_error
 from torchditan.models.initialization import draw_xavier_uniform
-from torchditan.run.directory import write_file
+from torchditan.run.atomic_files import write_file
 
 FORMAT = "torchditan patch autoencoder"
 VERSION = 1

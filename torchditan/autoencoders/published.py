@@ -24,7 +24,7 @@ from torch import Tensor
 from torchditan.autoencoders.autoencoder import Autoencoder
 from torchditan.autoencoders.catalogue import Published
 from torchditan.autoencoders.hub import find_weights, first_line, require
-from torchditan.config.options import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error
 
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")
 IMAGE_CLASSES = ("AutoencoderKL", "AutoencoderDC")

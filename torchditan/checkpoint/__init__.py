@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Checkpoints: writing and loading (manager.py), files on disk (files.py), those of one run (run_checkpoints.py).
+"""Checkpoints: writing (manager.py), loading (loading.py), files on disk (files.py), those of one run.
 
-Imports `config`, `optim`, `run` and `supervision`; nothing optional.
+May import: config, data_stream, models, optim, run, supervision.
 """

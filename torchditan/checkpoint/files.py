@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from torchditan.run.directory import sync_folder
+from torchditan.run.atomic_files import sync_folder
 
 MANIFEST = "manifest.json"
 INDEX = ".metadata"

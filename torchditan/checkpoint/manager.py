@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import json
 import shutil
-import sys
 import threading
 import time
 import warnings
@@ -34,7 +33,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -47,7 +45,6 @@ from torchditan.checkpoint.files import (
     CheckpointReader,
     ChecksummingWriter,
     DamagedCheckpointError,
-    SafeLoadPlanner,
     discard,
     discard_unfinished,
     list_checkpoints,
@@ -60,40 +57,23 @@ from torchditan.checkpoint.files import (
     write_json,
     write_manifest,
 )
-from torchditan.checkpoint.model_state import checkpoint_keys, saved_parameters, saved_weights
+from torchditan.checkpoint.loading import (
+    CONFIG_FILE,
+    PROGRESS_FILE,
+    Progress,
+    detached,
+    latest_checkpoint,
+    load_safely,
+    read_progress,
+)
 from torchditan.checkpoint.staging import Stager
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import to_dict
-from torchditan.config.options import Config, ConfigError, option_error
+from torchditan.config.options import Config
 from torchditan.config.trajectory import differences, trajectory
+from torchditan.models.saved_weights import saved_weights
 from torchditan.optim.ema import EMA
 from torchditan.optim.optimizers import optimizer_parts
-
-_PROGRESS = "progress.json"
-_CONFIG = "config.json"
-
-
-@dataclasses.dataclass
-class Progress:
-    """How far a run is."""
-
-    step: int = 0
-    """Optimizer steps done."""
-    images_seen: int = 0
-    """Samples the weights learned from, over all ranks."""
-    elapsed_s: float = 0.0
-    """Seconds spent training, over all parts of the run."""
-    position: int = 0
-    """Position in the training stream: `images_seen`, and the windows that were skipped."""
-    rollbacks: int = 0
-    """How often the run returned to a checkpoint because it diverged."""
-    mean_loss: float = 0.0
-    """Running mean of the loss, by which a spike is told."""
-    mean_loss_steps: int = 0
-    """Steps in that mean."""
-    loss_scale: float = 0.0
-    """Scale of the loss in float16, 0 in other precisions."""
-    loss_scale_steps: int = 0
-    """Steps since it changed."""
 
 
 def check_async_mode(config: Config, *, device: torch.device) -> None:
@@ -323,7 +303,7 @@ class CheckpointManager:
         for optimizer in self.optimizers:
             make_optimizer_state(optimizer)
         state: dict[str, Any] = {
-            "model": _detached(saved_weights(self.model, only_trained=self.only_trained)),
+            "model": detached(saved_weights(self.model, only_trained=self.only_trained)),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizers),
         }
         if self.ema is not None:
@@ -378,14 +358,10 @@ def publish_checkpoint(
     trajectory: dict[str, Any],
 ) -> None:
     """Put what makes it a checkpoint to the files that are there, whose checksums are given, and give it its name."""
-    own = {_CONFIG: write_json(partial / _CONFIG, config)}
-    own[_PROGRESS] = write_json(partial / _PROGRESS, dataclasses.asdict(progress))
+    own = {CONFIG_FILE: write_json(partial / CONFIG_FILE, config)}
+    own[PROGRESS_FILE] = write_json(partial / PROGRESS_FILE, dataclasses.asdict(progress))
     write_manifest(partial, step=progress.step, trajectory=trajectory, checksums={**checksums, **own})
     publish(partial, target)
-
-
-def _detached(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach() for name, tensor in weights.items()}
 
 
 def make_optimizer_state(optimizer: Optimizer) -> None:
@@ -416,115 +392,6 @@ def make_optimizer_state(optimizer: Optimizer) -> None:
         parameter.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def latest_checkpoint(folder: Path) -> Path | None:
-    checkpoints = list_checkpoints(folder)
-    return checkpoints[-1] if checkpoints else None
-
-
-def find_checkpoint(folder: Path, step: int | None) -> Path:
-    """The checkpoint of a step, or the newest whole one, saying which newer ones are not.
-
-    Raises:
-        ConfigError: there is none, or it is damaged; the message lists those there are.
-    """
-    checkpoints = {step_of(path): path for path in list_checkpoints(folder)}
-    if not checkpoints:
-        raise ConfigError(
-            f"{folder} holds no checkpoint: the run has not finished, or it was told to keep no weights "
-            "(checkpoint.save_final = false); train with --checkpoint.enable_checkpoint"
-        )
-    if step is not None and step not in checkpoints:
-        raise option_error("--step", step, f"no such checkpoint in {folder}; there are {sorted(checkpoints)}")
-    damages = []
-    for number in sorted(checkpoints, reverse=True) if step is None else [step]:
-        try:
-            verify(checkpoints[number])
-        except DamagedCheckpointError as error:
-            damages.append(f"{checkpoints[number]} is not used: {error}")
-            continue
-        for damage in damages:
-            print(f"warning: {damage}; {checkpoints[number].name} is", file=sys.stderr)
-        return checkpoints[number]
-    others = f"; there are {sorted(checkpoints)}" if step is not None and len(checkpoints) > 1 else ""
-    raise ConfigError(f"no checkpoint is whole: {'; '.join(damages)}{others}")
-
-
-def read_progress(checkpoint: Path) -> Progress:
-    """How far the run was.
-
-    Raises:
-        DamagedCheckpointError: progress.json does not say it.
-    """
-    try:
-        content = json.loads((checkpoint / _PROGRESS).read_bytes())
-        progress = Progress(**content)
-    except (OSError, ValueError, TypeError, RecursionError):
-        raise DamagedCheckpointError(f"{_PROGRESS} cannot be read") from None
-    kinds = {field.name: float if field.type == "float" else int for field in dataclasses.fields(Progress)}
-    for name, value in dataclasses.asdict(progress).items():
-        if type(value) not in (kinds[name], int) or not 0 <= value < 2**63:
-            raise DamagedCheckpointError(f"{_PROGRESS} has {value!r} as {name}")
-    if progress.step != step_of(checkpoint):
-        raise DamagedCheckpointError(f"{_PROGRESS} is that of step {progress.step}")
-    return progress
-
-
-def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool, only_trained: bool = False) -> None:
-    """Load only the weights of a checkpoint, averaged or raw, into a model, in place; in one process.
-
-    Args:
-        only_trained: the checkpoint holds those of a LoRA alone.
-
-    Raises:
-        ConfigError: it has no such weights, or they are not those of the model.
-    """
-    weights, required = (listed(model, only_trained=only_trained) for listed in (saved_weights, saved_parameters))
-    try:
-        reader = CheckpointReader(checkpoint)
-        keys = checkpoint_keys(reader.read_metadata().state_dict_metadata, ema=ema)
-        if not keys:
-            raise option_error("--weights", "ema" if ema else "raw", f"{checkpoint} holds the other ones only")
-        state = {keys.get(name, name): tensor for name, tensor in weights.items() if name in keys or name in required}
-        load_safely(_detached(state), reader, no_dist=True)
-    except DamagedCheckpointError as error:
-        raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
-
-
-def read_state(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Every whole tensor of a checkpoint whose name begins with `prefix`, on the CPU, in one process.
-
-    Names are `model.<parameter>`, `ema.<parameter>` and `optimizer.state.<parameter>.<what the optimizer calls it>`,
-    exp_avg, exp_avg_sq and step for AdamW.
-    """
-    reader = CheckpointReader(checkpoint)
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
-    }
-    load_safely(state, reader, no_dist=True)
-    return state
-
-
-def load_safely(state: dict[str, Any], reader: CheckpointReader, **options: Any) -> None:
-    """Fill the tensors of a state, which may be sharded, from a checkpoint.
-
-    Raises:
-        DamagedCheckpointError: they are not all there, or not what they should be.
-    """
-    try:
-        with warnings.catch_warnings():
-            # Of a load in one process, which is what was asked for.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, storage_reader=reader, planner=SafeLoadPlanner(), **options)
-    except (CheckpointException, DamagedCheckpointError) as error:
-        failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
-        cause = next(iter(failures))[0]
-        kind = "" if isinstance(cause, DamagedCheckpointError) else f"{type(cause).__name__}: "
-        first_line = str(cause).strip().split("\n")[0]
-        raise DamagedCheckpointError(f"{kind}{first_line}") from None
 
 
 def _without_new_moments(state: dict[str, Any], stored: Iterable[str]) -> dict[str, Any]:

@@ -12,9 +12,11 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torchditan.checkpoint.manager import CheckpointManager, latest_checkpoint
+from torchditan.checkpoint.loading import latest_checkpoint
+from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.config.options import Config
-from torchditan.data_stream.stream import StreamedTraining, TrainingStream
+from torchditan.data_stream.loader import TrainingStream
+from torchditan.data_stream.streamed import SequentialStream
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard, LossSpikes
 from torchditan.optim.ema import EMA
 from torchditan.run.directory import RunDirectory
@@ -42,7 +44,7 @@ class RunCheckpoints:
         manager: CheckpointManager,
         *,
         supervision: Supervision,
-        stream: TrainingStream | StreamedTraining,
+        stream: TrainingStream | SequentialStream,
         guard: DivergenceGuard,
         spikes: LossSpikes | None,
         scaler: LossScaler | None,

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Configuration: every option (options.py), the rules of their values (rules.py), loading and legacy keys.
+"""Options (options.py), their rules (rules.py), loading from TOML and flags (loader.py), legacy keys, the trajectory.
 
-trajectory.py lists the options that decide what a run learns. Imports only `torchditan.registry`.
+May import: registry, run.
 """

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torchditan.config.options import Config, ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.options import Config
 
 LEGACY_KEYS: dict[str, tuple[Any, str] | None] = {
     # option: None where it changed nothing, else (the one value that asks for nothing, why others are refused)
@@ -41,7 +42,7 @@ LEGACY_KEYS: dict[str, tuple[Any, str] | None] = {
     "checkpoint.create_seed_checkpoint": (False, "initial weights are the same on every mesh without it"),
     "metrics.rank_0_only": (True, "metrics are written by rank 0"),
     "metrics.disable_color_printing": (False, "set metrics.enable_color_printing = false"),
-    "memory_estimation.enabled": (False, "use python -m torchditan.planner.__main__"),
+    "memory_estimation.enabled": (False, "use python -m torchditan.planner"),
     "memory_estimation.disable_fake_mode": None,
 }
 

@@ -2,7 +2,7 @@
 """From a TOML file and command-line flags to a validated `Config`, and back to plain values.
 
 Notable:
-- options, their help and their defaults are read off the dataclasses of config.py; nothing is declared twice;
+- options, their help and their defaults are read off the dataclasses of options.py; nothing is declared twice;
 - TOML values and flags pass through one coercion, so a mistake reads the same wherever it was made;
 - a configuration given by name is looked up in train_configs/, from any working directory.
 """
@@ -27,26 +27,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 from torchditan.config import options as config_module
+from torchditan.config.errors import ConfigError, did_you_mean, nearest, option_error
 from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy, adopt_names
-from torchditan.config.options import (
-    Config,
-    ConfigError,
-    did_you_mean,
-    flatten,
-    nearest,
-    option_error,
-    validate,
-    validate_flags,
-)
+from torchditan.config.options import Config, flatten
+from torchditan.config.rules import validate, validate_flags
 from torchditan.config.trajectory import flatten_tree, with_values_before
-from torchditan.run.directory import read_config, run_path
+from torchditan.run.directory import run_path
+from torchditan.run.reading import read_config
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-TRAIN_CONFIGS = Path(__file__).resolve().parent.parent / "train_configs"
+TRAIN_CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 
 USAGE = "python train.py --job.config_file NAME [--section.key value ...]"
 
@@ -183,7 +177,7 @@ def to_toml(config: Config) -> str:
 
 @functools.cache
 def options() -> dict[str, Option]:
-    """Every option by its full name, in the order of config.py."""
+    """Every option by its full name, in the order of options.py."""
     docs = _field_docs()
     found = {}
     for section, section_type in typing.get_type_hints(Config).items():
@@ -221,7 +215,7 @@ def _describe(hint: Any) -> tuple[type, bool, bool, Collection[str]]:
 
 
 def _field_docs() -> dict[tuple[str, str], str]:
-    """The string under each field of config.py; Python itself keeps only those of classes."""
+    """The string under each field of options.py; Python itself keeps only those of classes."""
     docs = {}
     for node in ast.parse(inspect.getsource(config_module)).body:
         if not isinstance(node, ast.ClassDef):

@@ -8,7 +8,7 @@ import logging
 import os
 from types import ModuleType
 
-from torchditan.config.options import ConfigError
+from torchditan.config.errors import ConfigError
 
 
 def import_optional(module: str, *, extra: str) -> ModuleType:

@@ -17,8 +17,8 @@ import os
 import re
 from pathlib import Path
 
-from torchditan.config.options import option_error
-from torchditan.run.directory import read_config
+from torchditan.config.errors import option_error
+from torchditan.run.reading import read_config
 
 _SPIN_COUNT = 3000
 _CGROUPS = Path("/sys/fs/cgroup")

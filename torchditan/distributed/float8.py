@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchditan.config.options import Float8, option_error
+from torchditan.config.errors import option_error
+from torchditan.config.options import Float8
 
 if TYPE_CHECKING:
     from torchditan.models.spec import ModelSpec

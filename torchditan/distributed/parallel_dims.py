@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchditan.config.options import option_error
+from torchditan.config.errors import option_error
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from torchditan.config.options import option_error
+from torchditan.config.errors import option_error
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchditan.config.options import ConfigError
+from torchditan.config.errors import ConfigError
 from torchditan.supervision.parent_death import check_launcher
 
 _jobs = itertools.count()

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Validation loss, sample grids, and measures of generated or reconstructed images.
 
-The trainer imports validation and sample grids; reconstruction.py and classifier.py are imported where an option asks.
+May import: autoencoders, config, data_stream, diffusion, latents, models, randomness, run.
 """

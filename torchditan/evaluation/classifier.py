@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchditan.data_stream.stream import ImageDataset
+from torchditan.data_stream.datasets import ImageDataset
 from torchditan.run.progress import Advance
 
 

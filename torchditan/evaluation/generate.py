@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchditan.config.options import Sampling
-from torchditan.data_stream.stream import CorruptImageError, ImageDataset
+from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
 from torchditan.diffusion.objectives import Objective
 from torchditan.diffusion.samplers import Prediction, guided_prediction
 from torchditan.evaluation.sample_rows import SampleRows

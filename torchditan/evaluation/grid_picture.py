@@ -21,7 +21,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from torchditan.run.directory import write_file
+from torchditan.run.atomic_files import write_file
 
 _MARGIN = 16
 _CELL_GAP = 6

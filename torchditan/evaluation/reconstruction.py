@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchditan.autoencoders.autoencoder import Autoencoder
-from torchditan.config.options import option_error
-from torchditan.data_stream.stream import ImageDataset, read_image
+from torchditan.config.errors import option_error
+from torchditan.data_stream.datasets import ImageDataset, read_image
 
 SSIM_WINDOW = 11
 """Pixels of the window, a side; smaller images have no SSIM."""

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from torchditan.config.options import Config
-from torchditan.data_stream.stream import ImageDataset
+from torchditan.data_stream.datasets import ImageDataset
 from torchditan.evaluation.generate import real_samples
 from torchditan.evaluation.grid_picture import add_to_steps, save_grid, stills
 from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.latents.sample_space import SampleSpace
-from torchditan.run.directory import written_beside
+from torchditan.run.atomic_files import written_beside
 
 ORIGINAL = "original.npz"
 """In samples/: what the original model drew before the first step, and how it was drawn."""

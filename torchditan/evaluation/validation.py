@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchditan.data_stream.stream import GroupedDataset, ImageDataset, read_image
+from torchditan.data_stream.datasets import GroupedDataset, ImageDataset, read_image
 from torchditan.diffusion.objectives import Objective
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.randomness import Randomness, normal

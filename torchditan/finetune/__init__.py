@@ -1,5 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Published models, captions, LoRA and its export, int8 base weights, export of whole pipelines.
 
-Imports the core and `autoencoders`; chosen by `registry`, `job.optional_parts` or a script.
+The core never imports it: a registry or a script does, by the option that asks for it.
+
+May import: autoencoders, checkpoint, config, data_stream, distributed, evaluation, latents, models,
+randomness, run, weights.
 """

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchditan.config.options import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.finetune.lora_layers import ORIGINAL_LAYERS, original_layer, rows_of_parts, swap_shift_and_scale
 from torchditan.models.initialization import fill, named_parameters_to_fill, weight_generator
 from torchditan.weights.safetensors_files import open_file

@@ -22,9 +22,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchditan.checkpoint.manager import find_checkpoint, read_progress, read_state
+from torchditan.checkpoint.loading import find_checkpoint, read_progress, read_state
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict
-from torchditan.config.options import ConfigError, option_error
 from torchditan.finetune.lora_layers import (
     ORIGINAL_LAYERS,
     OriginalLayer,
@@ -33,7 +33,7 @@ from torchditan.finetune.lora_layers import (
     swap_shift_and_scale,
 )
 from torchditan.finetune.published import family
-from torchditan.run.directory import read_config
+from torchditan.run.reading import read_config
 from torchditan.weights.safetensors_files import TensorToWrite, write_weights
 
 

@@ -22,13 +22,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchditan.checkpoint.model_state import saved_weights
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict
-from torchditan.config.options import Config, ConfigError, option_error
+from torchditan.config.options import Config
 from torchditan.finetune.published import FAMILIES, PublishedModel, family
 from torchditan.finetune.published.stored_weights import fetch, is_hub_name
-from torchditan.run.directory import beside, sync_folder
-from torchditan.weights.export_and_import import Kind, StoredWeights, open_weights, refuse_other_model
+from torchditan.models.saved_weights import saved_weights
+from torchditan.run.atomic_files import beside, sync_folder
+from torchditan.weights.exported import Kind, StoredWeights, open_weights
+from torchditan.weights.initial import refuse_other_model
 from torchditan.weights.safetensors_files import TensorToWrite, write_weights
 from torchditan.weights.trained_model import stored_spec
 

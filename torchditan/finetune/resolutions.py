@@ -2,7 +2,7 @@
 """Published models in pixels and frames: what a grid's `model` and `resolution` stand for, among the options.
 
 Notable: a published model trains on latents, so the dummy dataset's sizes are latent cells. The numbers here repeat
-those of models/published/, which imports torch; a test compares them.
+those of finetune/published/, which imports torch; a test compares them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from torchditan.config.options import PUBLISHED_FLAVORS, Config, did_you_mean, option_error
+from torchditan.config.errors import did_you_mean, option_error
+from torchditan.config.options import PUBLISHED_FLAVORS, Config
 
 MODEL, RESOLUTION = "model", "resolution"
 

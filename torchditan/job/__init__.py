@@ -1,5 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A job before the training starts: complete and check its settings (prepare.py, complete.py), then build its parts (build.py).
+"""From options to the parts of a training: complete and check them (prepare.py, complete.py), build (build.py).
 
-optional_parts.py chooses what only some jobs need, by name. Imports the core; only train.py, the scripts and the trainer import it.
+optional_parts.py chooses by name what only some jobs need.
+
+May import: checkpoint, config, data_stream, distributed, evaluation, latents, models, optim, run, supervision.
 """

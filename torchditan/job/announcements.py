@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from torchditan.checkpoint.manager import Progress
+from torchditan.checkpoint.loading import Progress
 from torchditan.config.options import Config
 from torchditan.distributed.parallelize import compile_advice
 from torchditan.evaluation.sample_grids import Grids

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from torchditan.checkpoint.manager import Progress
+from torchditan.checkpoint.loading import Progress
 from torchditan.config.options import Config
-from torchditan.data_stream.stream import GroupedDataset, StreamedDataset, StreamedTraining, TrainingStream
+from torchditan.data_stream.datasets import GroupedDataset, SequentialDataset
+from torchditan.data_stream.loader import TrainingStream
+from torchditan.data_stream.streamed import SequentialStream
 from torchditan.distributed.host_memory import keep_freed_memory
 from torchditan.distributed.parallelize import CompileOptions, parallelize
 from torchditan.distributed.process_group import init_process_group
@@ -102,7 +104,7 @@ def build_ema(config: Config, model: nn.Module) -> EMA | None:
     return EMA(model, decay=config.ema.decay, warmup=config.ema.warmup, only_trained=config.lora.rank > 0)
 
 
-def build_stream(job: Job) -> TrainingStream | StreamedTraining:
+def build_stream(job: Job) -> TrainingStream | SequentialStream:
     """Batches of the training data, in the order of the seed."""
     options = job.config.dataset
     shared: dict[str, Any] = {
@@ -116,7 +118,7 @@ def build_stream(job: Job) -> TrainingStream | StreamedTraining:
         "posterior": job.space.draws_posterior,
     }
     if options.streaming:
-        return StreamedTraining(cast(StreamedDataset, job.dataset), **shared)
+        return SequentialStream(cast(SequentialDataset, job.dataset), **shared)
     return TrainingStream(
         job.dataset,
         corrupt_images=options.corrupt_images,

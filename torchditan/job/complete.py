@@ -11,14 +11,17 @@ from typing import Any, cast
 import torch
 
 from torchditan.checkpoint.files import list_checkpoints, step_of
-from torchditan.config.options import Config, flatten, has_effect, option_error
+from torchditan.config.errors import option_error
+from torchditan.config.options import Config, flatten
+from torchditan.config.rules import has_effect
 from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree
-from torchditan.data_stream.stream import BatchPlan, ImageDataset
+from torchditan.data_stream.datasets import ImageDataset
+from torchditan.data_stream.order import BatchPlan
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.models import ModelSpec, TextEmbeddings
 from torchditan.optim.optimizers import learning_rate
-from torchditan.run.directory import read_config
+from torchditan.run.reading import read_config
 
 
 def fill_in_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape: tuple[int, ...]) -> None:

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torchditan.config.options import Config
-from torchditan.data_stream.stream import CaptionedDataset, ImageDataset
+from torchditan.data_stream.datasets import CaptionedDataset, ImageDataset
 
 PARTS = {
     "open_captions": "torchditan.finetune.captions.dataset:open_captions",
     "open_latents": "torchditan.latents.latent_space:build_sample_space",
     "tune_batch_size": "torchditan.ablation.autotune:resolve_batch_size",
-    "load_initial_weights": "torchditan.weights.export_and_import:load_initial_weights",
+    "load_initial_weights": "torchditan.weights.initial:load_initial_weights",
 }
 """Argument of `prepare_job` -> `module:function`."""
 

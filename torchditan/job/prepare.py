@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from torchditan.checkpoint.manager import check_async_mode
-from torchditan.config.options import Config, option_error
-from torchditan.data_stream.stream import BatchPlan, CaptionedDataset, ImageDataset
+from torchditan.config.errors import option_error
+from torchditan.config.options import Config
+from torchditan.data_stream.datasets import CaptionedDataset, ImageDataset
+from torchditan.data_stream.order import BatchPlan
 from torchditan.distributed.cpu_threads import set_cpu_threads
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.parallelize import check_backend

@@ -1,6 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Latents on disk and on the device: shards, their index and writer, encoding, and the space a model is trained in.
+"""Latents: shards on disk, their index and writer, encoding, and the space that a model is trained in.
 
-sample_space.py is the interface for pixels and latents alike; the rest is imported only by jobs on latents.
-Imports `autoencoders`, `data_stream` and `weights.safetensors_files`.
+sample_space.py is the interface for pixels and latents; only jobs on latents import the rest.
+
+May import: autoencoders, config, data_stream, distributed, run, weights.
 """

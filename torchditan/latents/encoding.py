@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Images -> latents on disk: encodes a dataset into the shards of latent_shards.py, on any number of ranks.
+"""Images -> latents on disk: encodes a dataset into the shards of shards.py, on any number of ranks.
 
 Notable:
 - a shard is a function of its source images and the settings: its batches start at its first image, and rank r of W
   encodes shards r, r + W, ... So any number of ranks, stopped anywhere and rerun, ends with the same bytes;
-- ranks never talk: latent_writer.py keeps what is done in the folder itself;
+- ranks never talk: writer.py keeps what is done in the folder itself;
 - while one shard is written by a thread, the next is encoded; loader workers decode images ahead of both;
 - an image that cannot be read is skipped, and listed with its reason in the index.
 """
@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from torchditan.autoencoders.autoencoder import Autoencoder
-from torchditan.config.options import ConfigError, option_error
-from torchditan.data_stream.stream import CorruptImageError, GroupedDataset, ImageDataset
+from torchditan.config.errors import ConfigError, option_error
+from torchditan.data_stream.datasets import CorruptImageError, GroupedDataset, ImageDataset
 from torchditan.distributed.process_group import Rank
 from torchditan.latents.index import Encoding, LatentIndex
 from torchditan.latents.shards import PUBLIC_SCALE, LatentShards
@@ -180,7 +180,7 @@ class _SourceBatch(NamedTuple):
 
 
 class _SourceImages(Dataset):
-    """Map-style view of the dataset for loader workers, where an error travels as a value: see stream.py."""
+    """Map-style view of the dataset for loader workers; an error travels as a value, see data_stream/loader.py."""
 
     def __init__(self, dataset: ImageDataset) -> None:
         self.dataset = dataset

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from torchditan.config.options import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error
 
 FORMAT_VERSION = 1
 INDEX_FILE = "index.json"

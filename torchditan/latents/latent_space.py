@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from torchditan.autoencoders import AUTOENCODERS, Autoencoder, kind_of, open_autoencoder
+from torchditan.config.errors import ConfigError, did_you_mean, option_error
 from torchditan.config.options import Autoencoder as AutoencoderConfig
-from torchditan.config.options import ConfigError, did_you_mean, option_error
 from torchditan.latents.sample_space import Batch, SampleSpace, pixel_space
 from torchditan.latents.shards import LatentIndex, to_sample
 

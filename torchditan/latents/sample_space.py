@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """What the model is trained on, and how that becomes pictures: one interface for the trainer, and pixels.
 
-With pixels nothing happens; latents are in autoencoders/latent_space.py.
+With pixels nothing happens; latents are in latent_space.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torchditan.config.errors import option_error
 from torchditan.config.options import Autoencoder as AutoencoderConfig
-from torchditan.config.options import option_error
 
 Batch = dict[str, Tensor]
 

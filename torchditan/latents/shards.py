@@ -2,7 +2,7 @@
 """Encoded latents on disk: a folder of safetensors shards with an index, read through memory maps.
 
 Notable:
-- a folder holds `index.json` (see latent_index.py), `labels.npy` and the shards; encoding.py
+- a folder holds `index.json` (see index.py), `labels.npy` and the shards; encoding.py
   writes it, and writes the index last: a folder with an index is whole;
 - a shard holds `latents` (n, C, h, w), the posterior mean BEFORE normalisation, as bf16, or as int8 with `scale` (C,)
   to multiply with; `latents_flipped` of the mirrored images; `logvar` and `logvar_flipped` where they were asked for;
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchditan.config.options import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.latents.index import (
     INDEX_FILE,
     REPAIR,

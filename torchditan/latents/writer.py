@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchditan.config.options import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.trajectory import flatten_tree
 from torchditan.latents.index import (
     INDEX_FILE,
@@ -43,7 +43,7 @@ from torchditan.latents.index import (
     standardizing,
 )
 from torchditan.latents.shards import LABELS_FILE, LOCK_FILE, MappedFile, size_problems
-from torchditan.run.directory import write_file
+from torchditan.run.atomic_files import write_file
 
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -1,8 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Registry of models: from the options of [model] and the shape of a sample to a `ModelSpec`.
+"""Our diffusion transformer (dit.py), what others may know about a model (spec.py), FLOPs, and the registry `MODELS`.
 
-To add an architecture of your own, write a function like `build_dit_spec` and name it in `MODELS`; one that diffusers
-has is a file in published/.
+To add an architecture, write a function like `build_dit_spec` and name it in `MODELS`. One that diffusers has is a file
+in finetune/published/.
+
+May import: config, randomness.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Callable
 from torch import nn
 
 import torchditan.config.options
-from torchditan.config.options import did_you_mean, option_error
+from torchditan.config.errors import did_you_mean, option_error
 from torchditan.models.dit import FLAVORS, PRESETS, DiT, DiTConfig, flavor_size
 from torchditan.models.spec import (
     ClassLabels,

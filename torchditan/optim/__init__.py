@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Optimizers by parameter groups, the learning-rate schedule, EMA, divergence guard, loss scaling.
+"""Optimizers by parameter groups, learning-rate schedule, gradient clipping, EMA, divergence guard, loss scaling.
 
-Imports `config` and `registry`.
+May import: config, distributed, models, registry.
 """

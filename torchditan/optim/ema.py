@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchditan.checkpoint.model_state import saved_parameters
 from torchditan.distributed.parallelize import drop_gathered_weights
+from torchditan.models.saved_weights import saved_parameters
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchditan.config.options import LRScheduler, option_error
+from torchditan.config.errors import option_error
+from torchditan.config.options import LRScheduler
 from torchditan.config.options import Optimizer as OptimizerConfig
 from torchditan.registry import OPTIMIZERS, registered
 

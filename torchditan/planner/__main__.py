@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """What a run will need and reach, without a GPU: memory of each device, time of a step, the settings that fit.
 
-python -m torchditan.planner.__main__ dit_7b --device a100-80gb --num_devices 8
-python -m torchditan.planner.__main__ dit_7b --device h100 --num_devices 8 --activation_checkpoint.mode none --training.batch_size 4
-python -m torchditan.planner.__main__ dit_7b --device h100 --num_devices 8 --sweep
-python -m torchditan.planner.__main__ sd3_medium_lora_int8 --device l4 --dataset.image_size 1024
+python -m torchditan.planner dit_7b --device a100-80gb --num_devices 8
+python -m torchditan.planner dit_7b --device h100 --num_devices 8 --training.batch_size 4
+python -m torchditan.planner dit_7b --device h100 --num_devices 8 --sweep
+python -m torchditan.planner sd3_medium_lora_int8 --device l4 --dataset.image_size 1024
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from torchditan.config.command_line import ScriptParser, check_output, count
-from torchditan.config.options import Config, option_error
+from torchditan.config.errors import option_error
+from torchditan.config.options import Config
 from torchditan.planner.plan import Plan, alternatives, largest_batch, parallel_modes, plan_run, with_options
 
 __all__ = ["Plan", "largest_batch", "plan_run"]
@@ -53,7 +54,7 @@ def main() -> None:
 
     from torchditan.config.loader import load_config
     from torchditan.planner import plan_report as report
-    from torchditan.run.directory import write_file
+    from torchditan.run.atomic_files import write_file
     from torchditan.run.progress import report_progress
 
     check_output("--plot", args.plot)

@@ -1,16 +1,16 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """The devices the planner knows: memory, peaks and links, as their datasheets have them.
 
-Notable: bfloat16 peaks are those of flops.py. `links` between the devices of a node are NVLink, Infinity Fabric or
-PCIe, per device and direction. Networks are no property of a device: 400 Gb/s per device where the maker's own 8-way
-systems have it, 200 Gb/s beside an A100, 100 Gb/s beside PCIe cards.
+Notable: bfloat16 peaks are those of models/flops.py. `links` between the devices of a node are NVLink, Infinity
+Fabric or PCIe, per device and direction. Networks are not a property of a device: 400 Gb/s per device in the maker's
+own 8-way systems, 200 Gb/s beside an A100, 100 Gb/s beside PCIe cards.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchditan.config.options import did_you_mean, option_error
+from torchditan.config.errors import did_you_mean, option_error
 from torchditan.models.flops import peak_flops
 
 
@@ -18,7 +18,7 @@ from torchditan.models.flops import peak_flops
 class Device:
     name: str
     driver_name: str
-    """As the driver reports it, and flops.py lists its peak."""
+    """As the driver reports it, and models/flops.py lists its peak."""
     memory_gib: float
     float32_tflops: float
     """Dense matrix products in float32, as torch computes them by default (no TF32)."""

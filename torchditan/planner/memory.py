@@ -7,7 +7,7 @@ Notable:
 - what is gathered and reduced, and when it is let go of, follows FSDP2 of torch 2.11 to 2.13 under parallelize.py:
   one block and the next one's all-gather at a time where there are shards or frozen weights, else everything from
   forward to backward; gradients are reduced in float32 through a copy that the next block's reduction lets go of;
-- the optimizer's state is counted from what it makes on the meta device, or declares (optim.py);
+- the optimizer's state is counted from what it makes on the meta device, or declares (optim/optimizers.py);
 - the optimizer, clipping and EMA work in place: the optimizer step is never the peak;
 - frozen weights have no gradient and no moments, and are stored in their own dtype; int8 ones are gathered as int8.
 

@@ -4,9 +4,9 @@
 Notable:
 - a plan is made of a configuration as train.py takes it; no data is read and nothing large is built;
 - published models are planned as our own, LoRA and quantised weights included;
-- memory is exact where arithmetic is (the model's state) and traced where it is not (planner_trace.py); eager blocks.
+- memory is exact where arithmetic is (the model's state) and traced where it is not (trace.py); eager blocks.
   A compiled run needs less than its plan;
-- time is a roofline (planner_time.py): good for comparing settings, not for a promise;
+- time is a roofline (step_time.py): good for comparing settings, not for a promise;
 - traces and FLOPs of a model are kept, so that further plans of it cost milliseconds.
 """
 
@@ -24,7 +24,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from torchditan.config.options import Config, Diffusion, option_error, validate
+from torchditan.config.errors import option_error
+from torchditan.config.options import Config, Diffusion
+from torchditan.config.rules import validate
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.finetune.resolutions import LATENT_GRIDS
@@ -90,7 +92,7 @@ class Plan:
 
     @property
     def flops_per_image(self) -> int:
-        """Model FLOPs, forward and backward (flops.py); counted when first asked for, which takes seconds for 7B."""
+        """Model FLOPs, forward and backward (models/flops.py); counted on first use, seconds for 7B."""
         return self.model.flops_per_image
 
     @property

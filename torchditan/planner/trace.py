@@ -6,7 +6,7 @@ Notable:
   backward run; nothing is computed, so a step of any size takes milliseconds;
 - what lives is read off the storages: each counts once, however many views it has, from the operator that makes it
   to the moment autograd or Python lets go of it. Parameters and the batch are not part of it;
-- our own model's blocks are of one kind: three stand for all, and planner_memory.py and planner_time.py repeat the
+- our own model's blocks are of one kind: three stand for all, and memory.py and step_time.py repeat the
   middle one. A published model has several kinds: three of each row of equal blocks are traced, each for itself;
 - every number is affine in the batch, so two traces give it for all batches;
 - meta has no attention and norm kernels of its own, so those of the device are put in: flash (bfloat16) or

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Reports: the tables, plots and sentences of ablation grids (report.py) and of compared runs (compare.py).
+"""Reports: tables, plots and sentences of ablation grids (report.py) and of compared runs (compare.py).
 
-Imports `ablation`'s ledger and grids, and run directories.
+May import: ablation, config, finetune, run.
 """

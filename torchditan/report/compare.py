@@ -17,7 +17,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from torchditan.config.options import option_error
+from torchditan.config.errors import option_error
 from torchditan.report.compared_run import Run, Sampling, is_by, last_number, number, read_run
 from torchditan.report.grid_results import distinct_names
 

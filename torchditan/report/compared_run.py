@@ -18,9 +18,9 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from torchditan.config.options import ConfigError
+from torchditan.config.errors import ConfigError
 from torchditan.report.grid_results import parallel_mode
-from torchditan.run.directory import read_config, read_metrics, read_status
+from torchditan.run.reading import read_config, read_metrics, read_status
 
 _SCORES = ("psnr", "ssim", "seconds_per_image")
 _TO_ORIGINAL = "_to_original"  # ends the names of scores against the original model's samples

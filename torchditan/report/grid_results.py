@@ -33,9 +33,9 @@ from torchditan.ablation.grid import (
     parallel_degrees,
 )
 from torchditan.ablation.ledger import CSV_NAME, PARQUET_NAME, SCHEMA_VERSION, STATUSES, column_type, columns
-from torchditan.config.options import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.finetune.resolutions import MODEL, RESOLUTION
-from torchditan.run.directory import check_folder
+from torchditan.run.reading import check_folder
 
 if TYPE_CHECKING:
     import pandas as pd

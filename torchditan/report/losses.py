@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torchditan.ablation.grid import PRECISION
 from torchditan.ablation.maker import RUNS_FOLDER
 from torchditan.report.grid_results import GridResults, ordered_values
-from torchditan.run.directory import read_metrics
+from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:
     import pandas as pd

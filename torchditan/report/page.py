@@ -14,9 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torchditan.config.options import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.report.findings import Finding
-from torchditan.run.directory import write_file
+from torchditan.run.atomic_files import write_file
 
 MOST_ROWS = 200
 _CSS = """

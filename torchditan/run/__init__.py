@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """What a run writes and reports: run directory, metrics, trackers, progress lines, profiles, provenance.
 
-Imports `config` and `models.flops`.
+May import: config.
 """

@@ -19,26 +19,27 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import socket
 import sys
-import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
-from torchditan.config.options import ConfigError, nearest, option_error
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.trajectory import differences
 from torchditan.run import provenance
+from torchditan.run.atomic_files import write_file
+from torchditan.run.reading import read_config, read_metrics
 
-RANKS_VARIABLE = "torchditanRANKS_FOLDER"
 STATES = ("running", "completed", "interrupted", "oom", "error")
+
+
 _OWN_NAMES = ("config.json", "metrics.jsonl", "status.json", ".lock", "samples", "wandb", "flight_recorder")
+
+
 _FOLDER_OPTIONS = (
     ("checkpoint", "folder"),
     ("metrics", "save_tb_folder"),
@@ -61,44 +62,6 @@ def check_folders(config: dict[str, Any]) -> None:
             _check_inside(f"{section}.{key}", value, "the run directory")
             if Path(value).parts[0] in _OWN_NAMES:
                 raise option_error(f"{section}.{key}", value, "is a name the run uses itself; choose another")
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write `data` to `path` so that a reader, or a crash, meets the old file or the whole new one."""
-    with written_beside(path) as file:
-        file.write(data)
-
-
-@contextmanager
-def written_beside(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write from begin to end, which takes the place of `path` when it is whole and on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = beside(path)
-    try:
-        with open(partial, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def beside(path: Path) -> Path:
-    """Where this process writes what will be `path`."""
-    # Processes of two machines, or of two containers, may have one number.
-    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
-
-
-def sync_folder(folder: Path) -> None:
-    """What was renamed in a folder survives a power cut when this returns."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class RunDirectory:
@@ -170,7 +133,7 @@ class RunDirectory:
             "hardware": {**provenance.hardware(device, world_size), **_kept_threads(stored)},
             "command": sys.argv,
         }
-        write_file(self.config_path, _to_json(content, indent=2))
+        write_file(self.config_path, to_json(content, indent=2))
 
     def _remove_debris(self) -> None:
         """What killed processes had half-written beside the run's files."""
@@ -223,7 +186,7 @@ class RunDirectory:
 
     def _write_status(self, status: dict[str, Any]) -> None:
         try:
-            write_file(self.status_path, _to_json(status, indent=2))
+            write_file(self.status_path, to_json(status, indent=2))
         except OSError as error:  # a full disk, which is no reason to end a run, nor to hide why one ended
             text = f"{self.status_path} cannot be written ({error.strerror}): {status['state']}"
             print(f"warning: {text}{', ' + status['reason'] if status['reason'] else ''}", file=sys.stderr)
@@ -236,7 +199,7 @@ class RunDirectory:
         if not self.is_writer:
             return
         assert self._lock is not None, "the run directory is not open"
-        self._unwritten += _to_json(record) + b"\n"
+        self._unwritten += to_json(record) + b"\n"
         self._write_metrics()
 
     def _write_metrics(self, *, sync: bool = False) -> None:
@@ -280,7 +243,7 @@ class RunDirectory:
             names = (self.path / f"metrics.jsonl.{number}" for number in itertools.count(1))
             os.replace(self.metrics_path, next(name for name in names if not name.exists()))
             return
-        write_file(self.metrics_path, b"".join(_to_json(record) + b"\n" for record in kept))
+        write_file(self.metrics_path, b"".join(to_json(record) + b"\n" for record in kept))
 
     def _refuse_other_trajectory(self, trajectory: dict[str, Any]) -> dict[str, Any] | None:
         """The stored config.json, None for a new run; ConfigError where the folder belongs to another run."""
@@ -356,123 +319,10 @@ def take_lock(lock: int, folder: Path, *, holder: str, remedy: str) -> None:
     os.pwrite(lock, f"PID {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
-def write_rank_status(state: str, reason: str | None = None, **extra: Any) -> None:
-    """Write `rank-00003.json` into the folder that the launcher named; without a launcher that asks, nothing.
-
-    What an earlier call wrote stays where this one does not say otherwise; once a rank ended, its first word stands.
-    """
-    assert state in STATES, state
-    folder = os.environ.get(RANKS_VARIABLE)
-    if not folder:
-        return
-    rank = int(os.environ.get("RANK", 0))
-    path = Path(folder) / f"rank-{rank:05d}.json"
-    earlier = _read_rank_status(path) or {}
-    if earlier.get("pid") != os.getpid():
-        earlier = {}  # of another attempt
-    if earlier.get("state", "running") != "running":
-        return
-    own = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
-    status = {"state": state, "reason": reason, "time": time.time(), **extra}
-    write_file(path, _to_json({"step": None, **earlier, **own, **status}, indent=2))
-
-
-def read_rank_statuses(folder: str | Path) -> list[dict[str, Any]]:
-    """What each rank wrote with `write_rank_status`, by rank; those that wrote nothing are absent."""
-    found = (_read_rank_status(path) for path in sorted(Path(folder).glob("rank-*.json")))
-    return [status for status in found if status is not None]
-
-
-def _read_rank_status(path: Path) -> dict[str, Any] | None:
-    try:
-        status: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return status
-
-
 def _kept_threads(stored: dict[str, Any] | None) -> dict[str, Any]:
     """The CPU threads that a run started with, which decide its last bits; later resumes return to them."""
     threads = (stored or {}).get("hardware", {}).get("cpu_threads")
     return {} if threads is None else {"cpu_threads": threads}
-
-
-def check_folder(path: Path, *, mark: str, what: str) -> None:
-    """Refuse a path that is not a folder of this kind, and suggest one that is.
-
-    Args:
-        path: what the user gave.
-        mark: the file that every folder of this kind holds, config.json for example.
-        what: the kind, for the message: "a run directory".
-
-    Raises:
-        ConfigError: it does not exist, is a file, or lacks the mark.
-    """
-    if not path.exists():
-        raise ConfigError(f"{path} does not exist; must be {what}{similar_folder(path, mark=mark)}")
-    if not path.is_dir():
-        is_inside = (path.parent / mark).is_file()
-        hint = f"; did you mean {path.parent}?" if is_inside else ""
-        if path.suffix == ".safetensors":
-            hint = "; scripts/convert_checkpoint.py import makes a run of exported weights"
-        raise ConfigError(f"{path} is a file; must be {what}{hint}")
-    if not (path / mark).exists():
-        raise ConfigError(f"{path} is not {what}: it has no {mark}")
-
-
-def similar_folder(path: Path, *, mark: str) -> str:
-    """`; did you mean outputs/quickstart?`, or nothing: looks next to the path, and in outputs/."""
-    folders = [path.parent, path.parent / "outputs"]
-    found = {
-        child.name: child for folder in reversed(folders) for child in _children(folder) if (child / mark).is_file()
-    }
-    name = nearest(path.name, found)
-    return f"; did you mean {found[name]}?" if name else ""
-
-
-def _children(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []
-
-
-def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json of the run in folder `path`; ConfigError where there is none."""
-    check_folder(Path(path), mark="config.json", what="a run directory")
-    file = Path(path) / "config.json"
-    try:
-        content: dict[str, Any] = json.loads(file.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} does not parse: {error}") from None
-    config = content.get("config") if isinstance(content, dict) else None
-    if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
-        step = re.fullmatch(r"step-0*(\d+)", Path(path).name)
-        if step:
-            run = Path(path).parent.parent
-            raise ConfigError(f"{path} is a checkpoint; must be its run directory: {run} --step {step[1]}")
-        raise ConfigError(f"{file} is not that of a run: it holds no configuration")
-    return content
-
-
-def read_status(path: str | Path) -> dict[str, Any] | None:
-    """status.json of the run in folder `path`, None where none was written."""
-    file = Path(path) / "status.json"
-    return json.loads(file.read_bytes()) if file.exists() else None
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl of the run in folder `path`; none where none was written."""
-    file = Path(path) / "metrics.jsonl"
-    records = []
-    for line in file.read_bytes().split(b"\n") if file.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except ValueError:  # empty after the last newline, or torn by a kill
-            continue
-    return records
 
 
 def _check_inside(option: str, value: str, place: str) -> None:
@@ -481,7 +331,7 @@ def _check_inside(option: str, value: str, place: str) -> None:
         raise option_error(option, value, f"must name a folder inside {place}, without `..`")
 
 
-def _to_json(value: Any, indent: int | None = None) -> bytes:
+def to_json(value: Any, indent: int | None = None) -> bytes:
     text = json.dumps(_finite(value), indent=indent, allow_nan=False, default=str, ensure_ascii=False)
     return text.encode()
 

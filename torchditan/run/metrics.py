@@ -26,7 +26,8 @@ from typing import Any, TextIO
 
 import torch
 
-from torchditan.config.options import Metrics, option_error
+from torchditan.config.errors import option_error
+from torchditan.config.options import Metrics
 from torchditan.run.directory import RunDirectory
 from torchditan.run.trackers import open_tensorboard, open_wandb
 

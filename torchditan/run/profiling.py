@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from torchditan.config.options import Profiling, option_error
+from torchditan.config.errors import option_error
+from torchditan.config.options import Profiling
 from torchditan.run.directory import RunDirectory
 
 _WARMUP_STEPS = 3  # the first traced step would pay for starting the tracer

@@ -37,7 +37,7 @@ def git_user() -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:

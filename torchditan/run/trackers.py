@@ -11,7 +11,8 @@ from typing import Any
 from urllib.parse import urlparse
 
 from torchditan.config.options import Metrics
-from torchditan.run.directory import RunDirectory, read_config
+from torchditan.run.directory import RunDirectory
+from torchditan.run.reading import read_config
 
 
 def open_tensorboard(folder: Path, start_step: int) -> Any:

@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchditan.config.command_line import count
-from torchditan.config.options import ConfigError
+from torchditan.config.errors import ConfigError
 from torchditan.distributed.cpu_threads import check_user_threads, limit_spinning
-from torchditan.run.directory import RANKS_VARIABLE, read_rank_statuses, write_rank_status
+from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 from torchditan.supervision.lost_rank import LOST_RANK, exit_at_once, is_of_others
 from torchditan.supervision.parent_death import die_with_launcher
 

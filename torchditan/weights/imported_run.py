@@ -24,19 +24,19 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchditan.checkpoint.files import ChecksummingWriter, read_back
-from torchditan.checkpoint.manager import Progress, publish_checkpoint
+from torchditan.checkpoint.loading import Progress
+from torchditan.checkpoint.manager import publish_checkpoint
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict, override, to_dict
-from torchditan.config.options import Config, ConfigError, option_error
+from torchditan.config.options import Config
 from torchditan.config.trajectory import trajectory
 from torchditan.run import provenance
-from torchditan.run.directory import beside, check_folders, read_config, sync_folder, write_file
-from torchditan.weights.export_and_import import (
-    StoredWeights,
-    key_of,
-    open_file,
-    read_weights_metadata,
-    refuse_other_model,
-)
+from torchditan.run.atomic_files import beside, sync_folder, write_file
+from torchditan.run.directory import check_folders
+from torchditan.run.reading import read_config
+from torchditan.weights.exported import StoredWeights, key_of, read_weights_metadata
+from torchditan.weights.initial import refuse_other_model
+from torchditan.weights.safetensors_files import open_file
 from torchditan.weights.trained_model import stored_spec
 
 

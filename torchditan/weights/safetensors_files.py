@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchditan.config.options import ConfigError
-from torchditan.run.directory import written_beside
+from torchditan.config.errors import ConfigError
+from torchditan.run.atomic_files import written_beside
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _STORED_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}

@@ -11,9 +11,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from torchditan.checkpoint.manager import find_checkpoint, load_weights, read_progress
+from torchditan.checkpoint.loading import find_checkpoint, load_weights, read_progress
+from torchditan.config.errors import option_error
 from torchditan.config.loader import from_dict, override
-from torchditan.config.options import Config, option_error
+from torchditan.config.options import Config
 from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.generate import generate
@@ -25,8 +26,8 @@ from torchditan.job.complete import with_empty_caption
 from torchditan.latents.latent_space import StoredLatents, decode_latents, open_decoder
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
-from torchditan.run.directory import read_config
-from torchditan.weights.export_and_import import load_initial_weights
+from torchditan.run.reading import read_config
+from torchditan.weights.initial import load_initial_weights
 
 
 @dataclass

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from torchditan.config.options import ConfigError
-from torchditan.run.directory import write_file
+from torchditan.config.errors import ConfigError
+from torchditan.run.atomic_files import write_file
 
 _SUFFIX = ".safetensors"
 _SEPARATOR = "."

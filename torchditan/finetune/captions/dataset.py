@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from torchditan.autoencoders import Autoencoder
-from torchditan.config.options import Config, option_error
-from torchditan.data_stream.stream import CaptionedDataset
+from torchditan.config.errors import option_error
+from torchditan.config.options import Config
+from torchditan.data_stream.datasets import CaptionedDataset
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.finetune.captions.cache import TensorCache, hash_of

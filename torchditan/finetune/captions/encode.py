@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from torchditan.autoencoders import Autoencoder, open_autoencoder
-from torchditan.config.options import Config, ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.options import Config
 from torchditan.distributed.process_group import Rank
 from torchditan.finetune.captions.cache import TensorCache, hash_of, identity_of_files
 from torchditan.finetune.published import PublishedModel

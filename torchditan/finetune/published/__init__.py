@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import torchditan.config.options
-from torchditan.config.options import option_error
+from torchditan.config.errors import option_error
 from torchditan.finetune.int8 import base_names, fill_parameter, quantize_base
 from torchditan.finetune.lora import (
     AdapterWeights,

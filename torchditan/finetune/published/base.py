@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from torchditan.config.errors import ConfigError
 from torchditan.config.optional_libraries import import_optional
-from torchditan.config.options import ConfigError
 from torchditan.models.initialization import draw_normal, draw_xavier_uniform
 from torchditan.models.spec import Condition, TensorSpec
 

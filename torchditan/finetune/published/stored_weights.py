@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchditan.config.options import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.finetune.published.base import require
 
 _PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchditan.config.options import option_error
+from torchditan.config.errors import option_error
 from torchditan.finetune.published.base import Flavor, PublishedModel
 from torchditan.models.spec import Condition, TensorSpec
 

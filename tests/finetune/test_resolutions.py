@@ -9,8 +9,9 @@ import pytest
 
 from torchditan.ablation.grid import load_grid, parse_axis
 from torchditan.ablation.ledger import column_type, columns
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import build_config
-from torchditan.config.options import PUBLISHED_FLAVORS, ConfigError, flatten
+from torchditan.config.options import PUBLISHED_FLAVORS, flatten
 from torchditan.finetune.resolutions import (
     LATENT_GRIDS,
     RESOLUTIONS,

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
-from torchditan.config.options import PUBLISHED_FLAVORS, ConfigError, Model
+from torchditan.config.errors import ConfigError
+from torchditan.config.options import PUBLISHED_FLAVORS, Model
 from torchditan.finetune.published import FAMILIES, family
 from torchditan.models import build_model_spec
 from torchditan.models.flops import count_model_flops

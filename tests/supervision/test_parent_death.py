@@ -18,7 +18,8 @@ from torchditan.supervision import parent_death
 REPOSITORY = Path(__file__).resolve().parents[2]
 PARENT = """
 import subprocess, sys, time
-code = "import sys; sys.path.insert(0, {repository!r}); from torchditan.supervision.exit_status import run_job; import time; "
+code = "import sys; sys.path.insert(0, {repository!r}); from torchditan.supervision.exit_status import run_job; "
+code += "import time; "
 code += "run_job(lambda: (print('begun', flush=True), time.sleep(60)))"
 child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 print(child.pid, flush=True)

@@ -25,7 +25,8 @@ from debugmodels import MODELS, spec_of
 from torchditan.config.options import Diffusion, Optimizer
 from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.parallelize import parallelize
-from torchditan.optim.optimizers import build_optimizer, clip_grad_norm
+from torchditan.optim.optimizers import clip_grad_norm
+from torchditan.optim.optimizers import build_optimizer
 from torchditan.randomness import draw, normal
 
 STEPS, GLOBAL_BATCH, IMAGES = 20, 4, 4

@@ -11,7 +11,7 @@ import pytest
 import torch
 from debugmodels import MODELS, built, inputs_of, pristine, spec_of
 
-from torchditan.config.options import ConfigError
+from torchditan.config.errors import ConfigError
 from torchditan.finetune.published import family
 
 pytest.importorskip("diffusers")

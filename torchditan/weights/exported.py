@@ -1,12 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Weights on their own: a safetensors file, exported from a checkpoint, and the weights that a new run begins from.
-
-Notable:
-- a file is written and read one tensor at a time, so that neither takes more host memory than the model does;
-- tensors stand in the order of their names: the same weights give the same bytes from any sharding;
-- the metadata (texts, as the format demands) has the configuration, how far the run was, and which weights these are;
-- a file runs no code, and nothing in it is believed: names and shapes must be those of the model.
-"""
+"""Exported weights: a safetensors file made from a checkpoint, and what its metadata says."""
 
 from __future__ import annotations
 
@@ -18,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchditan.checkpoint.files import (
@@ -29,21 +21,21 @@ from torchditan.checkpoint.files import (
     step_of,
     verify,
 )
-from torchditan.checkpoint.manager import find_checkpoint, load_safely, load_weights, read_progress
-from torchditan.checkpoint.model_state import checkpoint_keys, saved_parameters, saved_weights
-from torchditan.config.loader import to_dict
-from torchditan.config.options import Config, ConfigError, option_error
-from torchditan.config.trajectory import differences
-from torchditan.distributed.process_group import raise_on_all_ranks
-from torchditan.models.initialization import fill
-from torchditan.run.directory import read_config, similar_folder
+from torchditan.checkpoint.loading import find_checkpoint, load_safely, read_progress
+from torchditan.config.errors import ConfigError, option_error
+from torchditan.models.saved_weights import checkpoint_keys
+from torchditan.run.reading import read_config
 from torchditan.weights.safetensors_files import TensorToWrite, open_file, write_weights
 
 FORMAT = "torchditan"
+
+
 VERSION = "1"
 """Of the metadata; raised when an older reader would misunderstand it."""
+
+
 _READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
-_NUM_SHOWN = 3
+
 
 Kind = Literal["ema", "raw"]
 
@@ -101,9 +93,9 @@ def open_weights(
     Raises:
         ConfigError: there are no such weights, they are damaged, or they are a LoRA's.
     """
-    checkpoint = _find(source, step=step)
+    checkpoint = find_weights(source, step=step)
     reader = CheckpointReader(checkpoint)
-    stored = _describe_checkpoint(checkpoint, reader, weights=weights)
+    stored = describe_checkpoint(checkpoint, reader, weights=weights)
     assert stored.config is not None
     if stored.config.get("lora", {}).get("rank"):
         right = "trained a LoRA; export it with scripts/export_lora.py RUN OUT.safetensors"
@@ -138,7 +130,7 @@ def read_weights_metadata(path: Path) -> StoredWeights:
     Raises:
         ConfigError: it cannot be read, is no safetensors file or cut short, or none that `export_weights` wrote.
     """
-    stored = _describe_file(path)
+    stored = describe_file(path)
     if stored.config is None:
         raise ConfigError(
             f"{path} has weights without a configuration; must be a file that scripts/convert_checkpoint.py exported. "
@@ -147,7 +139,7 @@ def read_weights_metadata(path: Path) -> StoredWeights:
     return stored
 
 
-def _describe_file(path: Path) -> StoredWeights:
+def describe_file(path: Path) -> StoredWeights:
     with open_file(path) as file:
         metadata, slices = file.metadata() or {}, {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
@@ -167,7 +159,7 @@ def _describe_file(path: Path) -> StoredWeights:
     return StoredWeights(path, shapes, config, step, images_seen, kind, metadata.get("git_commit"))
 
 
-def _describe_checkpoint(checkpoint: Path, reader: CheckpointReader, *, weights: Kind | None) -> StoredWeights:
+def describe_checkpoint(checkpoint: Path, reader: CheckpointReader, *, weights: Kind | None) -> StoredWeights:
     """What a checkpoint, which was verified, has; of averaged and raw weights those asked for, or the averaged ones."""
     try:
         entries, progress = reader.read_metadata().state_dict_metadata, read_progress(checkpoint)
@@ -198,7 +190,7 @@ def _git_commit_of(checkpoint: Path, config: dict[str, dict[str, Any]]) -> str |
         return None
 
 
-def _find(path: Path, *, step: int | None = None) -> Path:
+def find_weights(path: Path, *, step: int | None = None) -> Path:
     """The checkpoint that a run directory, or the folder of a checkpoint, stands for; it is whole.
 
     Raises:
@@ -218,149 +210,6 @@ def _find(path: Path, *, step: int | None = None) -> Path:
     except (KeyError, TypeError):
         raise ConfigError(f"{path / 'config.json'} is not that of a run") from None
     return find_checkpoint(path / folder, step)
-
-
-def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
-    """Give a model of any sharding the weights of a file, of a run's newest checkpoint, or of a checkpoint, in place.
-
-    Every rank calls it. Averaged weights go before raw ones where a run has both.
-
-    Args:
-        model: its parameters have memory; what they hold does not matter.
-        path: `checkpoint.initial_load_path`.
-        config: of this run, to say how that of the weights differs.
-
-    Returns:
-        What was loaded, for the log: `weights of outputs/x, step 100 (ema)`.
-
-    Raises:
-        ConfigError: there are none, or they are not those of this model.
-    """
-    found: list[Any] = [None]
-    mistake: ConfigError | None = None
-    try:
-        if not dist.is_initialized() or dist.get_rank() == 0:  # to verify a checkpoint is to read all of it
-            found = [_describe(Path(path))]
-    except ConfigError as error:
-        right = str(error).removeprefix(f"{Path(path)} ")
-        mistake = option_error("checkpoint.initial_load_path", path, right)
-    if dist.is_initialized():
-        raise_on_all_ranks(mistake)
-        dist.broadcast_object_list(found, src=0)
-    elif mistake is not None:
-        raise mistake
-    stored: StoredWeights = found[0]
-    differing = _other_options(stored, config)
-    try:
-        refuse_unknown_convention(stored, config)
-        refuse_other_model(model, stored, differing)
-        if stored.path.is_dir():
-            load_weights(model, stored.path, ema=stored.weights == "ema")
-        else:
-            _fill_from_file(model, stored.path)
-    except ConfigError as error:
-        right = str(error).removeprefix(f"{Path(path)} ")
-        raise option_error("checkpoint.initial_load_path", path, right) from None
-    step = "" if stored.step is None else f", step {stored.step} ({stored.weights})"
-    return "; ".join([f"weights of {path}{step}", *differing])
-
-
-def load_weights_file(model: nn.Module, path: Path) -> StoredWeights:
-    """Give a model of any sharding the weights of a file, in place; no rank holds more than one whole tensor.
-
-    Raises:
-        ConfigError: it is no safetensors file, cut short, or not that of this model.
-    """
-    stored = _describe_file(path)
-    refuse_other_model(model, stored, [])
-    _fill_from_file(model, path)
-    return stored
-
-
-def _describe(path: Path) -> StoredWeights:
-    if path.is_file():
-        return _describe_file(path)
-    if not path.exists():
-        right = (
-            f"a .safetensors file, a run directory, or a checkpoint in one{similar_folder(path, mark='config.json')}"
-        )
-        raise ConfigError(f"{path} no such file or folder; must be {right}")
-    if _is_of_diffusers(path):
-        raise ConfigError(f"{path} is a folder that diffusers saved; give it as --model.path, with its --model.name")
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{path} holds no config.json; must be a run directory, or a checkpoint in one")
-    checkpoint = _find(path)
-    return _describe_checkpoint(checkpoint, CheckpointReader(checkpoint), weights=None)
-
-
-def _is_of_diffusers(path: Path) -> bool:
-    if (path / "model_index.json").is_file():
-        return True
-    try:
-        content = json.loads((path / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and "_class_name" in content
-
-
-def refuse_unknown_convention(stored: StoredWeights, config: Config) -> None:
-    """Names and shapes do not say how weights count time, nor what they predict; their configuration or the user must.
-
-    Raises:
-        ConfigError: neither does.
-    """
-    if stored.config is not None or config.checkpoint.initial_load_convention is not None:
-        return
-    unknown = f"{stored.path} has no configuration of ours, so its time and its prediction are unknown"
-    if config.model.name != "dit":
-        raise ConfigError(
-            f"{unknown}; give published weights as --model.path, or add --checkpoint.initial_load_convention "
-            f"torchditan if this project trained them as {config.model.name}"
-        )
-    raise ConfigError(
-        f"{unknown}; add --checkpoint.initial_load_convention torchditan if t = 0 is noise and t = 1 is data (times "
-        "1000 in its embedding) and it predicts the velocity data - noise. Others cannot be loaded: SiT (unscaled "
-        "time), REPA (t = 1 is noise), DiT and other DDPMs (predict noise)"
-    )
-
-
-def refuse_other_model(model: nn.Module, stored: StoredWeights, differing_options: list[str]) -> None:
-    """All names and shapes must be those of the model; only its buffers may be missing."""
-    required = saved_parameters(model)
-    expected = {
-        name: tuple(tensor.shape)
-        for name, tensor in saved_weights(model).items()
-        if name in required or name in stored.shapes
-    }
-    there: dict[str, Any] = {name: str(shape) for name, shape in stored.shapes.items()}
-    phrases = differences(there, {name: str(shape) for name, shape in expected.items()})
-    if phrases:
-        more = [f"{len(phrases) - _NUM_SHOWN} more"] if len(phrases) > _NUM_SHOWN else []
-        raise ConfigError(
-            f"{stored.path} holds another model: {'; '.join([*differing_options, *phrases[:_NUM_SHOWN], *more])}. "
-            "Use its options, or weights of this model"
-        )
-
-
-def _other_options(stored: StoredWeights, config: Config) -> list[str]:
-    """Options of the model that are not the same there and here."""
-    if stored.config is None:
-        return []
-    here = to_dict(config)
-    return differences(_model_options(stored.config), _model_options(here))
-
-
-def _model_options(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {"model": config.get("model"), "dataset": {"num_classes": config.get("dataset", {}).get("num_classes")}}
-
-
-def _fill_from_file(model: nn.Module, path: Path) -> None:
-    required = saved_parameters(model)
-    for name, tensor in saved_weights(model).items():
-        # Opened anew for each: the pages of a memory map that was read count as memory of the process.
-        with open_file(path) as file:
-            if name in required or name in file.keys():  # noqa: SIM118  it is no mapping
-                fill(tensor, file.get_tensor(name))
 
 
 def key_of(weights: Kind | None) -> str:

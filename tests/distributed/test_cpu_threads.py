@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from torchditan.config.options import ConfigError
+from torchditan.config.errors import ConfigError
 from torchditan.distributed import cpu_threads
 from torchditan.distributed.cpu_threads import check_user_threads, cores_per_rank, cpu_quota, is_set_by_user, num_cores
-from torchditan.run.directory import read_config
+from torchditan.run.reading import read_config
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunScript
@@ -104,7 +104,8 @@ LAUNCHER = """
 import os, subprocess, sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
 os.environ["TORCHELASTIC_RUN_ID"] = "none"
-subprocess.run([sys.executable, "-c", "from torchditan.distributed.cpu_threads import *; print(is_set_by_user())"], check=True)
+code = "from torchditan.distributed.cpu_threads import *; print(is_set_by_user())"
+subprocess.run([sys.executable, "-c", code], check=True)
 """
 
 

@@ -1,0 +1,170 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Finding checkpoints and reading them: progress, weights, and loading with errors that say what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torchditan.checkpoint.files import (
+    CheckpointReader,
+    DamagedCheckpointError,
+    SafeLoadPlanner,
+    list_checkpoints,
+    step_of,
+    verify,
+)
+from torchditan.config.errors import ConfigError, option_error
+from torchditan.models.saved_weights import checkpoint_keys, saved_parameters, saved_weights
+
+PROGRESS_FILE = "progress.json"
+
+
+CONFIG_FILE = "config.json"
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    images_seen: int = 0
+    """Samples the weights learned from, over all ranks."""
+    elapsed_s: float = 0.0
+    """Seconds spent training, over all parts of the run."""
+    position: int = 0
+    """Position in the training stream: `images_seen`, and the windows that were skipped."""
+    rollbacks: int = 0
+    """How often the run returned to a checkpoint because it diverged."""
+    mean_loss: float = 0.0
+    """Running mean of the loss, by which a spike is told."""
+    mean_loss_steps: int = 0
+    """Steps in that mean."""
+    loss_scale: float = 0.0
+    """Scale of the loss in float16, 0 in other precisions."""
+    loss_scale_steps: int = 0
+    """Steps since it changed."""
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    checkpoints = list_checkpoints(folder)
+    return checkpoints[-1] if checkpoints else None
+
+
+def find_checkpoint(folder: Path, step: int | None) -> Path:
+    """The checkpoint of a step, or the newest whole one, saying which newer ones are not.
+
+    Raises:
+        ConfigError: there is none, or it is damaged; the message lists those there are.
+    """
+    checkpoints = {step_of(path): path for path in list_checkpoints(folder)}
+    if not checkpoints:
+        raise ConfigError(
+            f"{folder} holds no checkpoint: the run has not finished, or it was told to keep no weights "
+            "(checkpoint.save_final = false); train with --checkpoint.enable_checkpoint"
+        )
+    if step is not None and step not in checkpoints:
+        raise option_error("--step", step, f"no such checkpoint in {folder}; there are {sorted(checkpoints)}")
+    damages = []
+    for number in sorted(checkpoints, reverse=True) if step is None else [step]:
+        try:
+            verify(checkpoints[number])
+        except DamagedCheckpointError as error:
+            damages.append(f"{checkpoints[number]} is not used: {error}")
+            continue
+        for damage in damages:
+            print(f"warning: {damage}; {checkpoints[number].name} is", file=sys.stderr)
+        return checkpoints[number]
+    others = f"; there are {sorted(checkpoints)}" if step is not None and len(checkpoints) > 1 else ""
+    raise ConfigError(f"no checkpoint is whole: {'; '.join(damages)}{others}")
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """How far the run was.
+
+    Raises:
+        DamagedCheckpointError: progress.json does not say it.
+    """
+    try:
+        content = json.loads((checkpoint / PROGRESS_FILE).read_bytes())
+        progress = Progress(**content)
+    except (OSError, ValueError, TypeError, RecursionError):
+        raise DamagedCheckpointError(f"{PROGRESS_FILE} cannot be read") from None
+    kinds = {field.name: float if field.type == "float" else int for field in dataclasses.fields(Progress)}
+    for name, value in dataclasses.asdict(progress).items():
+        if type(value) not in (kinds[name], int) or not 0 <= value < 2**63:
+            raise DamagedCheckpointError(f"{PROGRESS_FILE} has {value!r} as {name}")
+    if progress.step != step_of(checkpoint):
+        raise DamagedCheckpointError(f"{PROGRESS_FILE} is that of step {progress.step}")
+    return progress
+
+
+def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool, only_trained: bool = False) -> None:
+    """Load only the weights of a checkpoint, averaged or raw, into a model, in place; in one process.
+
+    Args:
+        only_trained: the checkpoint holds those of a LoRA alone.
+
+    Raises:
+        ConfigError: it has no such weights, or they are not those of the model.
+    """
+    weights, required = (listed(model, only_trained=only_trained) for listed in (saved_weights, saved_parameters))
+    try:
+        reader = CheckpointReader(checkpoint)
+        keys = checkpoint_keys(reader.read_metadata().state_dict_metadata, ema=ema)
+        if not keys:
+            raise option_error("--weights", "ema" if ema else "raw", f"{checkpoint} holds the other ones only")
+        state = {keys.get(name, name): tensor for name, tensor in weights.items() if name in keys or name in required}
+        load_safely(detached(state), reader, no_dist=True)
+    except DamagedCheckpointError as error:
+        raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
+
+
+def read_state(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Every whole tensor of a checkpoint whose name begins with `prefix`, on the CPU, in one process.
+
+    Names are `model.<parameter>`, `ema.<parameter>` and `optimizer.state.<parameter>.<what the optimizer calls it>`,
+    exp_avg, exp_avg_sq and step for AdamW.
+    """
+    reader = CheckpointReader(checkpoint)
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
+    }
+    load_safely(state, reader, no_dist=True)
+    return state
+
+
+def load_safely(state: dict[str, Any], reader: CheckpointReader, **options: Any) -> None:
+    """Fill the tensors of a state, which may be sharded, from a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: they are not all there, or not what they should be.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Of a load in one process, which is what was asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state, storage_reader=reader, planner=SafeLoadPlanner(), **options)
+    except (CheckpointException, DamagedCheckpointError) as error:
+        failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
+        cause = next(iter(failures))[0]
+        kind = "" if isinstance(cause, DamagedCheckpointError) else f"{type(cause).__name__}: "
+        first_line = str(cause).strip().split("\n")[0]
+        raise DamagedCheckpointError(f"{kind}{first_line}") from None
+
+
+def detached(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in weights.items()}

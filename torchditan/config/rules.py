@@ -1,0 +1,318 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Rules of the options that need neither data nor devices; `validate` applies them in order.
+
+It asks the objective for its own rules last, since that file imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import PurePath
+from typing import Any
+
+from torchditan.config.errors import did_you_mean, option_error
+from torchditan.config.options import FLAVOR_NAMES, PUBLISHED_FLAVORS, Config, flatten
+from torchditan.registry import OBJECTIVES, registered
+
+
+def _is_inner_folder(name: str) -> bool:
+    parts = PurePath(name).parts
+    return bool(parts) and not PurePath(name).is_absolute() and ".." not in parts and name.isprintable()
+
+
+def _is_plain_name(name: str) -> bool:
+    return _is_inner_folder(name) and len(name.encode()) <= 200 and "/" not in name and "\\" not in name
+
+
+_RULES: list[tuple[str, Callable[[Any], bool], str]] = [
+    (
+        "must be at least 1",
+        lambda value: value >= 1,
+        "model.patch_size model.input_channels model.text_tokens model.text_width model.pooled_width "
+        "autoencoder.downsampling dataset.prefetch_factor dataset.dummy_size "
+        "dataset.bucket_step dataset.num_frames "
+        "training.batch_size training.global_batch_size training.steps training.gc_freq "
+        "training.data_parallel_replicate_degree "
+        "checkpoint.interval metrics.log_freq metrics.sample_batch_size sampling.num_steps "
+        "sampling.guidance_channels sampling.images_per_class sampling.max_classes validation.num_images "
+        "profiling.profile_freq comm.init_timeout_seconds comm.train_timeout_seconds text_encoder.max_length "
+        "training.max_rollbacks autotune.batch_size_multiple autotune.max_batch_size",
+    ),
+    (
+        "must be at least 2: the first step warms up",
+        lambda value: value >= 2,
+        "autotune.steps",
+    ),
+    (
+        "must be 0 or more",
+        lambda value: value >= 0,
+        "dataset.num_classes dataset.num_workers dataset.shuffle_tags dataset.held_out training.max_norm optimizer.lr "
+        "optimizer.weight_decay "
+        "lr_scheduler.warmup_steps checkpoint.keep_latest_k metrics.sample_freq sampling.guidance_scale lora.rank "
+        "diffusion.embedded_guidance sampling.embedded_guidance "
+        "validation.freq comm.trace_buf_size",
+    ),
+    (
+        "must be greater than 0",
+        lambda value: value > 0,
+        "model.rope_theta diffusion.logit_normal_std diffusion.timestep_shift optimizer.eps autotune.memory_limit_gib "
+        "lora.alpha",
+    ),
+    (
+        "must not be empty",
+        lambda value: bool(value.strip()),
+        "dataset.trigger_word",
+    ),
+    (
+        "must be greater than 0",
+        lambda values: min(values, default=0) > 0,
+        "autoencoder.scale",
+    ),
+    (
+        "must be above 1, or 0 for none",
+        lambda value: value == 0 or value > 1,
+        "training.loss_spike_factor",
+    ),
+    (
+        "must be between 0 and 1",
+        lambda value: 0 <= value <= 1,
+        "diffusion.label_dropout lr_scheduler.decay_ratio lr_scheduler.min_lr_factor activation_checkpoint.fraction",
+    ),
+    (
+        "must be 0 or more and below 1",
+        lambda value: 0 <= value < 1,
+        "optimizer.beta1 optimizer.beta2 ema.decay autotune.memory_margin",
+    ),
+    (
+        "must be 0 or more and below 2^63",
+        lambda value: 0 <= value < 2**63,
+        "training.seed",
+    ),
+    (
+        "must be at least 1, or -1 for all ranks left",
+        lambda value: value >= 1 or value == -1,
+        "training.data_parallel_shard_degree",
+    ),
+    (
+        "must be a plain folder name inside the run directory, without `..`",
+        _is_inner_folder,
+        "checkpoint.folder metrics.save_tb_folder profiling.save_traces_folder profiling.save_memory_snapshot_folder",
+    ),
+    (
+        "must be a plain folder name without slashes, of at most 200 bytes",
+        _is_plain_name,
+        "metrics.experiment_name",
+    ),
+]
+"""(what is right, its test, the options it holds for); one left open (None or auto) is not tested."""
+
+
+def validate(config: Config) -> None:
+    """Refuse what the options alone show to be wrong; data, ranks and devices are checked by their owners."""
+    values = flatten(config)
+    for right, is_right, options in _RULES:
+        for option in options.split():
+            if values[option] not in (None, "auto") and not is_right(values[option]):
+                raise option_error(option, values[option], right)
+    _validate_model(config)
+    _validate_effects(config)
+    _validate_image_size(config)
+    _validate_global_batch_size(config)
+    _validate_streaming(config)
+    _validate_guidance_interval(config)
+    _validate_activation_checkpoint(config)
+    _validate_rollback(config)
+    _validate_checkpoint(config)
+    _validate_optimizer(config)
+    _validate_objective(config)
+
+
+def _validate_model(config: Config) -> None:
+    model = config.model
+    flavors = PUBLISHED_FLAVORS.get(model.name, FLAVOR_NAMES)
+    if model.flavor not in flavors:
+        hint = did_you_mean(model.flavor, flavors)
+        whose = f" for {model.name}" if model.name in PUBLISHED_FLAVORS else ""
+        raise option_error("model.flavor", model.flavor, f"must be one of {', '.join(flavors)}{whose}{hint}")
+    if model.name in PUBLISHED_FLAVORS:
+        _validate_published(config)
+        return
+    _validate_own_model(config)
+
+
+_WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
+    (
+        lambda config: config.model.name == "dit",
+        "model.path model.overrides lora.rank lora.alpha lora.target_modules lora.assistant_path",
+        "is for published models; leave it out for dit",
+    ),
+    (
+        lambda config: config.model.name == "dit" and config.model.text is None,
+        "model.text_tokens model.text_width model.pooled_width sampling.prompts",
+        "has no effect without model.text; set --model.text in_context or cross_attention, or leave it out",
+    ),
+    (
+        lambda config: config.model.name in PUBLISHED_FLAVORS,
+        "model.preset model.patch_size model.conditioning model.norm_type model.qk_norm model.mlp model.position "
+        "model.rope_theta model.learn_sigma model.text model.text_tokens model.text_width model.pooled_width",
+        "{name} has its own; leave it out",
+    ),
+    (
+        lambda config: config.model.name not in ("flux", "hunyuan_video"),
+        "diffusion.embedded_guidance sampling.embedded_guidance",
+        "{name} embeds no guidance scale; leave it out",
+    ),
+    (
+        lambda config: config.checkpoint.initial_load_path is None,
+        "checkpoint.initial_load_convention",
+        "has no effect without checkpoint.initial_load_path; leave it out",
+    ),
+    (
+        lambda config: not config.metrics.enable_tensorboard,
+        "metrics.legacy_tags",
+        "has no effect without TensorBoard; set --metrics.enable_tensorboard, or leave it out",
+    ),
+    (
+        lambda config: config.lora.rank == 0,
+        "lora.alpha lora.target_modules lora.assistant_path",
+        "has no effect with lora.rank 0, which trains all weights",
+    ),
+]
+"""(where it holds, options that are not read there and stay at their default, what to say), the first one told."""
+
+
+_WITHOUT_EFFECT_IF_GIVEN: list[tuple[Callable[[Config], bool], str, str]] = [
+    (
+        lambda config: not config.dataset.aspect_buckets,
+        "dataset.bucket_order",
+        "has no effect without dataset.aspect_buckets; leave it out",
+    ),
+    (
+        lambda config: config.lr_scheduler.schedule == "constant",
+        "lr_scheduler.decay_until",
+        "has no effect with lr_scheduler.schedule constant; leave it out",
+    ),
+]
+"""The same for options that a resumed older run may hold although they have no effect there (`VALUES_BEFORE`)."""
+
+
+def _validate_effects(config: Config) -> None:
+    _refuse_without_effect(config, _WITHOUT_EFFECT)
+
+
+def validate_flags(config: Config, flags: Iterable[str]) -> None:
+    """Refuse flags without effect whose values a stored run, or a file made from one, may hold."""
+    _refuse_without_effect(config, [row for row in _WITHOUT_EFFECT_IF_GIVEN if row[1] in flags])
+
+
+def has_effect(config: Config, option: str) -> bool:
+    """Whether one of the options of `VALUES_BEFORE` changes anything under these settings."""
+    return not any(option in options.split() and holds(config) for holds, options, _ in _WITHOUT_EFFECT_IF_GIVEN)
+
+
+def _refuse_without_effect(config: Config, table: list[tuple[Callable[[Config], bool], str, str]]) -> None:
+    values, defaults = flatten(config), flatten(Config())
+    for holds, options, right in table:
+        for option in options.split() if holds(config) else ():
+            if values[option] != defaults[option]:
+                raise option_error(option, values[option], right.format(name=config.model.name))
+
+
+def _validate_own_model(config: Config) -> None:
+    position = config.model.position or ("sincos" if config.model.preset == "official" else "rope")
+    if config.dataset.aspect_buckets and position == "sincos":
+        right = "sincos positions are a table for one size; set --model.position rope, or leave it out"
+        raise option_error("dataset.aspect_buckets", True, right)
+    if config.quantize.base != "float32":
+        raise option_error("quantize.base", config.quantize.base, "is for the frozen weights under a LoRA")
+
+
+def _validate_published(config: Config) -> None:
+    model, lora = config.model, config.lora
+    objective = "ddpm" if model.name == "sdxl" else "flow_matching"
+    if config.diffusion.objective != objective:
+        right = f"{model.name} was trained with {objective}; set --diffusion.objective {objective}"
+        raise option_error("diffusion.objective", config.diffusion.objective, right)
+    if not lora.rank and config.quantize.base != "float32":
+        right = "is for the frozen weights under a LoRA; set lora.rank, or leave it out"
+        raise option_error("quantize.base", config.quantize.base, right)
+    if lora.rank and config.float8.enable_float8_linear:
+        right = "is for layers that are trained, and under a LoRA they are frozen; must be false"
+        raise option_error("float8.enable_float8_linear", True, right)
+    for text in model.overrides:
+        name, _, value = text.partition("=")
+        if not (name.isidentifier() and value):
+            raise option_error("model.overrides", text, "must be NAME=VALUE, num_layers=2 say")
+
+
+def _validate_image_size(config: Config) -> None:
+    size, patch_size = config.dataset.image_size, config.model.patch_size
+    if size is None:
+        return
+    if config.model.name in PUBLISHED_FLAVORS:
+        patch_size = 1  # the adapter knows its own
+    if len(size) not in (1, 2) or min(size) < 1:
+        raise option_error("dataset.image_size", size, "must be one or two positive integers, 32 or [32, 48]")
+    if not config.autoencoder.online and any(side % patch_size for side in size):
+        right = f"must be a multiple of model.patch_size = {patch_size}"
+        raise option_error("dataset.image_size", size, right)
+
+
+def _validate_global_batch_size(config: Config) -> None:
+    global_batch_size, batch_size = config.training.global_batch_size, config.training.batch_size
+    if global_batch_size is None or batch_size is None or batch_size == "auto":
+        return
+    if global_batch_size % batch_size:
+        right = f"must be a multiple of training.batch_size = {batch_size} times the number of ranks"
+        raise option_error("training.global_batch_size", global_batch_size, right)
+
+
+def _validate_streaming(config: Config) -> None:
+    if config.dataset.streaming and config.validation.freq:
+        right = "reads held-out images in an order of its own, which dataset.streaming cannot give; must be 0"
+        raise option_error("validation.freq", config.validation.freq, right)
+
+
+def _validate_guidance_interval(config: Config) -> None:
+    interval = config.sampling.guidance_interval
+    if len(interval) != 2 or not 0 <= interval[0] <= interval[1] <= 1:
+        right = "must be two numbers, 0 <= from <= to <= 1"
+        raise option_error("sampling.guidance_interval", interval, right)
+
+
+def _validate_activation_checkpoint(config: Config) -> None:
+    option = config.activation_checkpoint.selective_ac_option
+    if option != "op" and not (option.isascii() and option.isdigit() and int(option) >= 1):
+        right = "must be an integer of at least 1, or op"
+        raise option_error("activation_checkpoint.selective_ac_option", option, right)
+
+
+def _validate_rollback(config: Config) -> None:
+    if config.training.on_nonfinite != "rollback":
+        return
+    if not config.checkpoint.enable_checkpoint:
+        raise option_error("training.on_nonfinite", "rollback", "needs checkpoint.enable_checkpoint to return to")
+    if config.dataset.streaming:
+        right = "skips data, which dataset.streaming cannot; must be stop"
+        raise option_error("training.on_nonfinite", "rollback", right)
+
+
+def _validate_checkpoint(config: Config) -> None:
+    if config.checkpoint.enable_checkpoint and not config.checkpoint.save_final:
+        right = "checkpoint.enable_checkpoint saves the last step too; leave it out, or set both to false"
+        raise option_error("checkpoint.save_final", False, right)
+
+
+def _validate_optimizer(config: Config) -> None:
+    if config.optimizer.name == "AdamW8bit" and config.checkpoint.async_mode != "disabled":
+        right = "AdamW8bit keeps tensors that torch cannot copy aside; must be disabled"
+        raise option_error("checkpoint.async_mode", config.checkpoint.async_mode, right)
+
+
+def _validate_objective(config: Config) -> None:
+    """What the objective itself refuses; last, since its file imports torch."""
+    values, defaults = flatten(config), flatten(Config())
+    changed = {option for option, value in values.items() if value != defaults[option]}
+    objective = registered(OBJECTIVES, config.diffusion.objective)
+    for option, right in objective.option_mistakes(config, changed):
+        raise option_error(option, values[option], right)

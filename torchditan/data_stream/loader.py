@@ -1,0 +1,151 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Sample -> batch: this rank's micro-batches with their noise and timesteps.
+
+Notable:
+- a loader worker also draws the sample's noise, timestep and label dropout (see randomness.py);
+- latents are copied out of memory-mapped shards in threads; images are decoded in worker processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from torchditan.config.errors import ConfigError, option_error
+from torchditan.data_stream.datasets import Batch, BatchedDataset, ImageDataset
+from torchditan.data_stream.order import BatchPlan, BucketOrder, OrderedDataset
+from torchditan.data_stream.workers import init_worker, run_ahead, start_workers
+from torchditan.randomness import Randomness, draw
+
+_NUMBERS = ("index", "skipped", "class_label")
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Samples -> batch, in the worker; an error among them travels as a value.
+
+    Every tensor of a sample is stacked (embeddings of its text beside `sample`); what else it carries stays behind.
+    """
+
+    labelled: bool
+
+    def __call__(self, items: list[dict[str, Any] | ConfigError] | Batch | ConfigError) -> Batch | ConfigError:
+        if isinstance(items, ConfigError):
+            return items
+        if isinstance(items, dict):
+            return {**items, "skipped": torch.zeros(len(items["index"]), dtype=torch.int64)}
+        for item in items:
+            if isinstance(item, ConfigError):
+                return item
+        samples = cast(list[dict[str, Any]], items)
+        tensors = [key for key, value in samples[0].items() if isinstance(value, torch.Tensor) and key not in _NUMBERS]
+        batch = {key: torch.stack([item[key] for item in samples]) for key in tensors}  # sample: (B, C, H, W)
+        for key in _NUMBERS if self.labelled else _NUMBERS[:2]:
+            batch[key] = torch.tensor([item.get(key, 0) for item in samples], dtype=torch.int64)  # (B,)
+        return batch
+
+
+@dataclass(frozen=True)
+class CollateAndDraw:
+    """Samples -> (batch, randomness), in the worker."""
+
+    seed: int
+    sample_shape: tuple[int, ...] | None
+    """(C, H, W) of what the model sees: of latents, where pixels are encoded on the device. None: the batch's own."""
+    posterior: bool
+    collate: Collate
+
+    def __call__(
+        self, items: list[dict[str, Any] | ConfigError] | Batch | ConfigError
+    ) -> tuple[Batch, Randomness] | ConfigError:
+        batch = self.collate(items)
+        if isinstance(batch, ConfigError):
+            return batch
+        shape = self.sample_shape or batch["sample"].shape[1:]
+        return batch, draw(self.seed, batch["index"].tolist(), shape, posterior=self.posterior)
+
+
+class TrainingStream:
+    """This rank's micro-batches, from a position on, endlessly."""
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        *,
+        plan: BatchPlan,
+        seed: int,
+        num_classes: int,
+        horizontal_flip: bool | None,
+        corrupt_images: Literal["error", "skip"],
+        num_workers: int,
+        prefetch_factor: int,
+        pin_memory: bool,
+        sample_shape: tuple[int, ...] | None = None,
+        posterior: bool = False,
+        bucket_order: BucketOrder = "epochs",
+    ) -> None:
+        flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
+        self.plan = plan
+        self.stream = OrderedDataset(
+            dataset,
+            seed=seed,
+            num_classes=num_classes,
+            horizontal_flip=flip,
+            corrupt_images=corrupt_images,
+            global_batch_size=plan.global_batch_size,
+            bucket_order=bucket_order,
+        )
+        noise_shape: tuple[int, ...] | None = sample_shape or dataset.sample_shape
+        if self.stream.groups is not None:
+            if noise_shape != dataset.sample_shape:
+                right = "images of several sizes cannot be encoded at each step; encode them before"
+                raise option_error("dataset.aspect_buckets", True, right)
+            noise_shape = None
+        self.loader_options: dict[str, Any] = {
+            "collate_fn": CollateAndDraw(seed, noise_shape, posterior, Collate(labelled=num_classes > 0)),
+            "num_workers": num_workers,
+            "prefetch_factor": prefetch_factor if num_workers else None,
+            "pin_memory": pin_memory,
+        }
+
+    def state(self) -> None:
+        """Nothing: the position says it all."""
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        assert state is None
+
+    def batches(self, position: int) -> Iterator[tuple[Batch, Randomness]]:
+        """Micro-batches of this rank from a global position of the stream."""
+        positions = self.plan.positions(position)
+        for item in self._read_in_threads(positions) if self.uses_threads else self._read_in_processes(positions):
+            if isinstance(item, ConfigError):
+                raise item
+            yield item
+
+    @property
+    def uses_threads(self) -> bool:
+        """Copying rows and drawing noise let go of the interpreter's lock, so threads do what decoding needs processes
+        for, and no batch is copied from one process to another."""
+        return isinstance(self.stream.dataset, BatchedDataset) and self.loader_options["num_workers"] > 0
+
+    def _read_in_processes(self, positions: Iterator[list[int]]) -> Iterator[tuple[Batch, Randomness] | ConfigError]:
+        sampler = cast(Iterable[list[int]], positions)
+        stream = cast(Dataset, self.stream)
+        loader = DataLoader(stream, batch_sampler=sampler, worker_init_fn=init_worker, **self.loader_options)
+        yield from start_workers(loader)
+
+    def _read_in_threads(self, positions: Iterator[list[int]]) -> Iterator[tuple[Batch, Randomness] | ConfigError]:
+        options = self.loader_options
+        ahead = options["num_workers"] * options["prefetch_factor"]
+        return run_ahead(self._load, positions, num_threads=options["num_workers"], ahead=ahead)
+
+    def _load(self, positions: list[int]) -> tuple[Batch, Randomness] | ConfigError:
+        item = self.loader_options["collate_fn"](self.stream.__getitems__(positions))
+        if isinstance(item, ConfigError) or not self.loader_options["pin_memory"]:
+            return item
+        batch, randomness = item
+        return {name: tensor.pin_memory() for name, tensor in batch.items()}, randomness.pin_memory()

@@ -1,0 +1,125 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The training stream of a source that can only be read in order, through torchdata's StatefulDataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+
+from torchditan.config.errors import ConfigError, option_error
+from torchditan.data_stream.datasets import Batch, SequentialDataset
+from torchditan.data_stream.loader import Collate
+from torchditan.data_stream.order import BatchPlan
+from torchditan.data_stream.workers import init_worker, run_ahead, start_workers
+from torchditan.randomness import Randomness, draw, uniform
+
+
+class SequentialStream:
+    """This rank's micro-batches of a source that is read in its stored order, unshuffled.
+
+    Every rank reads its own share of the source, so a checkpoint holds a state for each rank: a resume is exact
+    with the same number of ranks and workers, and refused with others. Flips, noise, timesteps and label dropout
+    are keyed to the position in the stream, as everywhere. A worker does not know the positions of its samples, so
+    threads draw the noise, as many as there are workers; without workers it is drawn when its batch is.
+    """
+
+    def __init__(
+        self,
+        dataset: SequentialDataset,
+        *,
+        plan: BatchPlan,
+        seed: int,
+        num_classes: int,
+        horizontal_flip: bool | None,
+        num_workers: int,
+        pin_memory: bool,
+        sample_shape: tuple[int, ...] | None = None,
+        posterior: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.plan = plan
+        self.seed = seed
+        self.sample_shape = sample_shape or dataset.sample_shape
+        self.posterior = posterior
+        self.flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
+        self.collate = Collate(labelled=num_classes > 0)
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self._loader: Any = None
+        self._resume_from: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "world_size": self.plan.world_size,
+            "num_workers": self.num_workers,
+            "loader": self._loader.state_dict(),
+        }
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Continue from a saved state.
+
+        Raises:
+            ConfigError: it is of another number of ranks or workers.
+        """
+        there = (state["world_size"], state["num_workers"]) if state else None
+        here = (self.plan.world_size, self.num_workers)
+        if state is None or there != here:
+            right = (
+                f"the checkpoint is of {there} ranks and workers, this job of {here}; a streamed source resumes with "
+                "the same numbers only"
+            )
+            raise option_error("dataset.streaming", True, right)
+        self._resume_from = state["loader"]
+
+    def batches(self, position: int) -> Iterator[tuple[Batch, Randomness]]:
+        """Micro-batches of this rank; `position` names the samples, the loader's state finds them."""
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        while True:
+            self._loader = StatefulDataLoader(
+                self.dataset.iterate(rank=self.plan.rank, world_size=self.plan.world_size),
+                batch_size=self.plan.batch_size,
+                collate_fn=self.collate,
+                drop_last=True,
+                num_workers=self.num_workers,
+                pin_memory=self.pin_memory,
+                worker_init_fn=init_worker,
+            )
+            is_empty = self._resume_from is None  # a state may stand at the very end of the source
+            if self._resume_from is not None:
+                self._loader.load_state_dict(self._resume_from)
+                self._resume_from = None
+            # The noise of an epoch has threads of its own, which start after the loader forked its workers.
+            draws = self._draws(position)
+            for batch in start_workers(self._loader):
+                is_empty = False
+                if isinstance(batch, ConfigError):
+                    raise batch
+                index, randomness = next(draws)
+                yield self._with_position(batch, index), randomness
+                position += self.plan.batch_size * self.plan.world_size
+            draws.close()
+            if is_empty:
+                right = f"rank {self.plan.rank} finds fewer readable images than a batch of {self.plan.batch_size}"
+                raise option_error("dataset.dataset_name", self.dataset.name, right)
+
+    def _draws(self, position: int) -> Generator[tuple[torch.Tensor, Randomness], None, None]:
+        """Positions (B,) and randomness of this rank's batches, endlessly, from a global position."""
+        positions = self.plan.positions(position)
+        if self.num_workers == 0:
+            yield from map(self._draw, positions)
+        else:
+            yield from run_ahead(self._draw, positions, num_threads=self.num_workers, ahead=self.num_workers)
+
+    def _draw(self, positions: list[int]) -> tuple[torch.Tensor, Randomness]:
+        index = torch.tensor(positions, dtype=torch.int64)
+        randomness = draw(self.seed, positions, self.sample_shape, posterior=self.posterior)
+        return (index.pin_memory(), randomness.pin_memory()) if self.pin_memory else (index, randomness)
+
+    def _with_position(self, batch: Batch, index: torch.Tensor) -> Batch:
+        if self.flip:
+            flips = uniform(self.seed, "flip", index.numpy()) < 0.5  # (B,)
+            batch["sample"][flips] = batch["sample"][flips].flip(-1)
+        return {**batch, "index": index}

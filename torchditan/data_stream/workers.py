@@ -1,0 +1,66 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Worker processes and threads of the loader: they ignore stop signals and end with their rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+from torchditan.supervision.parent_death import die_with_parent
+from torchditan.supervision.preemption import SIGNALS
+
+Result = TypeVar("Result")
+
+
+def run_ahead(
+    function: Callable[[list[int]], Result], positions: Iterator[list[int]], *, num_threads: int, ahead: int
+) -> Iterator[Result]:
+    """What `function` makes of the positions of each batch, in order; threads compute the next `ahead` of them."""
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="batches")
+    try:
+        pending = deque(pool.submit(function, next(positions)) for _ in range(ahead))
+        while True:
+            pending.append(pool.submit(function, next(positions)))
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)  # the next epoch may fork loader workers at once
+
+
+def init_worker(worker: int) -> None:
+    """For a loader worker: it ignores the signals that ask its rank to stop, and ends when the rank does.
+
+    A rank that shall finish its step needs the next batch, and clusters signal every process of a job.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
+
+
+_workers: set[BaseProcess] = set()
+
+
+def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
+    """An iterator over a loader, whose workers `end_loader_workers` will know."""
+    before = set(multiprocessing.active_children())
+    iterator = iter(loader)
+    _workers.update(set(multiprocessing.active_children()) - before)
+    return iterator
+
+
+def end_loader_workers() -> None:
+    """End what is left of them when a run is over: they would not listen to the SIGTERM that Python sends them."""
+    workers = [worker for worker in multiprocessing.active_children() if worker in _workers]
+    _workers.clear()
+    if not workers or threading.current_thread() is not threading.main_thread():
+        return
+    previous = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's loader takes a dead worker for a failure
+    for worker in workers:
+        worker.kill()
+        worker.join()
+    signal.signal(signal.SIGCHLD, previous)

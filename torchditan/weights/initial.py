@@ -1,0 +1,171 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The weights that a new run starts from: of a checkpoint, an exported file or a published model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from torchditan.checkpoint.files import (
+    CheckpointReader,
+)
+from torchditan.checkpoint.loading import load_weights
+from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.loader import to_dict
+from torchditan.config.options import Config
+from torchditan.config.trajectory import differences
+from torchditan.distributed.process_group import raise_on_all_ranks
+from torchditan.models.initialization import fill
+from torchditan.models.saved_weights import saved_parameters, saved_weights
+from torchditan.run.reading import similar_folder
+from torchditan.weights.exported import StoredWeights, describe_checkpoint, describe_file, find_weights
+from torchditan.weights.safetensors_files import open_file
+
+_NUM_SHOWN = 3
+
+
+def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
+    """Give a model of any sharding the weights of a file, of a run's newest checkpoint, or of a checkpoint, in place.
+
+    Every rank calls it. Averaged weights go before raw ones where a run has both.
+
+    Args:
+        model: its parameters have memory; what they hold does not matter.
+        path: `checkpoint.initial_load_path`.
+        config: of this run, to say how that of the weights differs.
+
+    Returns:
+        What was loaded, for the log: `weights of outputs/x, step 100 (ema)`.
+
+    Raises:
+        ConfigError: there are none, or they are not those of this model.
+    """
+    found: list[Any] = [None]
+    mistake: ConfigError | None = None
+    try:
+        if not dist.is_initialized() or dist.get_rank() == 0:  # to verify a checkpoint is to read all of it
+            found = [_describe(Path(path))]
+    except ConfigError as error:
+        right = str(error).removeprefix(f"{Path(path)} ")
+        mistake = option_error("checkpoint.initial_load_path", path, right)
+    if dist.is_initialized():
+        raise_on_all_ranks(mistake)
+        dist.broadcast_object_list(found, src=0)
+    elif mistake is not None:
+        raise mistake
+    stored: StoredWeights = found[0]
+    differing = _other_options(stored, config)
+    try:
+        refuse_unknown_convention(stored, config)
+        refuse_other_model(model, stored, differing)
+        if stored.path.is_dir():
+            load_weights(model, stored.path, ema=stored.weights == "ema")
+        else:
+            _fill_from_file(model, stored.path)
+    except ConfigError as error:
+        right = str(error).removeprefix(f"{Path(path)} ")
+        raise option_error("checkpoint.initial_load_path", path, right) from None
+    step = "" if stored.step is None else f", step {stored.step} ({stored.weights})"
+    return "; ".join([f"weights of {path}{step}", *differing])
+
+
+def load_weights_file(model: nn.Module, path: Path) -> StoredWeights:
+    """Give a model of any sharding the weights of a file, in place; no rank holds more than one whole tensor.
+
+    Raises:
+        ConfigError: it is no safetensors file, cut short, or not that of this model.
+    """
+    stored = describe_file(path)
+    refuse_other_model(model, stored, [])
+    _fill_from_file(model, path)
+    return stored
+
+
+def _describe(path: Path) -> StoredWeights:
+    if path.is_file():
+        return describe_file(path)
+    if not path.exists():
+        right = (
+            f"a .safetensors file, a run directory, or a checkpoint in one{similar_folder(path, mark='config.json')}"
+        )
+        raise ConfigError(f"{path} no such file or folder; must be {right}")
+    if _is_of_diffusers(path):
+        raise ConfigError(f"{path} is a folder that diffusers saved; give it as --model.path, with its --model.name")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path} holds no config.json; must be a run directory, or a checkpoint in one")
+    checkpoint = find_weights(path)
+    return describe_checkpoint(checkpoint, CheckpointReader(checkpoint), weights=None)
+
+
+def _is_of_diffusers(path: Path) -> bool:
+    if (path / "model_index.json").is_file():
+        return True
+    try:
+        content = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "_class_name" in content
+
+
+def refuse_unknown_convention(stored: StoredWeights, config: Config) -> None:
+    """Names and shapes do not say how weights count time, nor what they predict; their configuration or the user must.
+
+    Raises:
+        ConfigError: neither does.
+    """
+    if stored.config is not None or config.checkpoint.initial_load_convention is not None:
+        return
+    unknown = f"{stored.path} has no configuration of ours, so its time and its prediction are unknown"
+    if config.model.name != "dit":
+        raise ConfigError(
+            f"{unknown}; give published weights as --model.path, or add --checkpoint.initial_load_convention "
+            f"torchditan if this project trained them as {config.model.name}"
+        )
+    raise ConfigError(
+        f"{unknown}; add --checkpoint.initial_load_convention torchditan if t = 0 is noise and t = 1 is data (times "
+        "1000 in its embedding) and it predicts the velocity data - noise. Others cannot be loaded: SiT (unscaled "
+        "time), REPA (t = 1 is noise), DiT and other DDPMs (predict noise)"
+    )
+
+
+def refuse_other_model(model: nn.Module, stored: StoredWeights, differing_options: list[str]) -> None:
+    """All names and shapes must be those of the model; only its buffers may be missing."""
+    required = saved_parameters(model)
+    expected = {
+        name: tuple(tensor.shape)
+        for name, tensor in saved_weights(model).items()
+        if name in required or name in stored.shapes
+    }
+    there: dict[str, Any] = {name: str(shape) for name, shape in stored.shapes.items()}
+    phrases = differences(there, {name: str(shape) for name, shape in expected.items()})
+    if phrases:
+        more = [f"{len(phrases) - _NUM_SHOWN} more"] if len(phrases) > _NUM_SHOWN else []
+        raise ConfigError(
+            f"{stored.path} holds another model: {'; '.join([*differing_options, *phrases[:_NUM_SHOWN], *more])}. "
+            "Use its options, or weights of this model"
+        )
+
+
+def _other_options(stored: StoredWeights, config: Config) -> list[str]:
+    """Options of the model that are not the same there and here."""
+    if stored.config is None:
+        return []
+    here = to_dict(config)
+    return differences(_model_options(stored.config), _model_options(here))
+
+
+def _model_options(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {"model": config.get("model"), "dataset": {"num_classes": config.get("dataset", {}).get("num_classes")}}
+
+
+def _fill_from_file(model: nn.Module, path: Path) -> None:
+    required = saved_parameters(model)
+    for name, tensor in saved_weights(model).items():
+        # Opened anew for each: the pages of a memory map that was read count as memory of the process.
+        with open_file(path) as file:
+            if name in required or name in file.keys():  # noqa: SIM118  it is no mapping
+                fill(tensor, file.get_tensor(name))
