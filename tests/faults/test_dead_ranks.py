@@ -22,7 +22,7 @@ from test_launch import TINY, TRAINER, end_of, environment, processes_in, wait_f
 from torchditan.distributed.process_group import Rank
 from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision import watchdog
-from torchditan.supervision.lost_rank import is_of_others, read_process
+from torchditan.supervision.lost_rank import is_peer_failure, read_process
 from torchditan.supervision.watchdog import Group, RankWatch
 
 SCRIPTS = TRAINER.parent / "scripts"
@@ -275,7 +275,7 @@ def test_a_device_that_waits_for_ever_ends_its_rank_with_the_reason(
     ],
 )
 def test_an_error_that_only_says_that_others_went_is_known(reason: str, is_others: bool) -> None:
-    assert is_of_others(reason) == is_others
+    assert is_peer_failure(reason) == is_others
 
 
 WITH_PENDING_COLLECTIVE = """

@@ -25,7 +25,7 @@ from torchditan.config.command_line import count
 from torchditan.config.errors import ConfigError
 from torchditan.distributed.cpu_threads import check_user_threads, limit_spinning
 from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
-from torchditan.supervision.lost_rank import LOST_RANK, exit_at_once, is_of_others
+from torchditan.supervision.lost_rank import LOST_RANK, exit_at_once, is_peer_failure
 from torchditan.supervision.parent_death import die_with_launcher
 
 # What raises a bare RuntimeError: the CPU allocator, the CUDA driver, cuBLAS's workspace.
@@ -137,7 +137,7 @@ def judge_ranks(
     out_of_memory = [rank for rank in failed if rank["state"] == "oom"]
     if out_of_memory:
         return Verdict("oom", 3, _said(out_of_memory[0]))
-    own = [rank for rank in failed if not is_of_others(str(rank["reason"]))]
+    own = [rank for rank in failed if not is_peer_failure(str(rank["reason"]))]
     if own:
         return Verdict("error", 2 if own[0].get("exit_code") == 2 else 1, _said(own[0]))
     states = [rank["state"] for rank in ranks]

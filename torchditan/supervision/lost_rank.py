@@ -39,7 +39,7 @@ class Process(NamedTuple):
         return self.state in "ZX"
 
 
-def is_of_others(reason: str) -> bool:
+def is_peer_failure(reason: str) -> bool:
     """Whether an error's text only says that other ranks are gone or do not answer."""
     return _OTHERS_WENT.search(reason) is not None
 

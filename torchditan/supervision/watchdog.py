@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from torchditan.distributed.process_group import Rank
-from torchditan.supervision.lost_rank import LOST_RANK, describe_end, exit_at_once, is_of_others, read_process
+from torchditan.supervision.lost_rank import LOST_RANK, describe_end, exit_at_once, is_peer_failure, read_process
 
 _BEAT_S = 1.0
 _PATIENCE_S = 2.5
@@ -136,7 +136,7 @@ class RankWatch:
         if self._thread is None or self._has_left.is_set():
             return None
         self._leave("")
-        if not is_of_others(f"{type(error).__name__}: {error}"):
+        if not is_peer_failure(f"{type(error).__name__}: {error}"):
             return None
         try:
             reason = self._find_lost(_collective_in(error))
