@@ -451,7 +451,7 @@ def test_noise_of_a_streamed_source_is_drawn_beside_the_training_and_pinned(monk
         pinned.add(tensor.data_ptr())
         return tensor
 
-    monkeypatch.setattr("torchditan.data_stream.stream.draw", drawn)
+    monkeypatch.setattr("torchditan.data_stream.streamed.draw", drawn)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     for num_workers in (0, 2):
         threads.clear()
