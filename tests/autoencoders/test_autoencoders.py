@@ -784,7 +784,8 @@ def test_offline_opens_what_was_fetched_before(offline_cache: Path, cosmos: Call
 
 def test_the_hub_is_asked_in_a_process_that_imported_nothing_of_it(tmp_path: Path) -> None:
     code = (
-        "import torch; from torchditan.config.options import Autoencoder; from torchditan.autoencoders import open_autoencoder\n"
+        "import torch; from torchditan.config.options import Autoencoder\n"
+        "from torchditan.autoencoders import open_autoencoder\n"
         "open_autoencoder(Autoencoder(name='cosmos-ci8x8'), device=torch.device('cpu'))"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
