@@ -29,7 +29,7 @@ def main() -> None:
     job = prepare_job(config, train, validation, **choose_parts(config, train))
     if config.job.print_config:
         if Rank.from_environment().rank == 0:
-            print(to_toml(config))
+            print(to_toml(config if job is None else job.config))
     elif job is not None:
         run(job)
 

@@ -13,7 +13,6 @@ Notable:
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import statistics
@@ -62,8 +61,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def job(folder: Path, flags: list[str], *, async_mode: str) -> Config:
     """DiT-S/2 on random latents of 4 x 32 x 32, unless flags say otherwise."""
-    config = load_config(
+    return load_config(
         [
+            "--checkpoint.enable_checkpoint",
             "--model.flavor=DiT-S",
             "--model.patch_size=2",
             "--model.input_channels=4",
@@ -81,8 +81,6 @@ def job(folder: Path, flags: list[str], *, async_mode: str) -> Config:
             *flags,
         ]
     )
-    config.checkpoint.enable_checkpoint = True
-    return config
 
 
 def build(config: Config) -> Trainer:
@@ -94,14 +92,12 @@ def build(config: Config) -> Trainer:
 
 
 def manager(trainer: Trainer, name: str, *, async_mode: str) -> CheckpointManager:
-    config = copy.deepcopy(trainer.config)
-    config.checkpoint.async_mode = async_mode  # type: ignore[assignment]
     return CheckpointManager(
         trainer.job.run_directory.folder(name),
         model=trainer.model,
         ema=trainer.ema,
         optimizer=trainer.optimizer,
-        config=config,
+        config=trainer.config.replace({"checkpoint.async_mode": async_mode}),
         timeout_seconds=600,
     )
 

@@ -97,12 +97,10 @@ def test_margin_retries_and_memory_decide_what_fits() -> None:
 
 def test_batches_are_multiples_or_divisors_of_a_ranks_share() -> None:
     assert candidate_batches(options(batch_size_multiple=16, max_batch_size=64), num_devices=8) == [16, 32, 48, 64]
-    shared = options(max_batch_size=64)
-    shared.training.global_batch_size = 96
+    shared = options(max_batch_size=64).replace({"training.global_batch_size": 96})
     assert candidate_batches(shared, num_devices=4) == [1, 2, 3, 4, 6, 8, 12, 24]
-    shared.training.global_batch_size = 97
     with pytest.raises(ConfigError, match=r"global_batch_size = 97: no batch size divides the share of 4 rank\(s\)"):
-        candidate_batches(shared, num_devices=4)
+        candidate_batches(shared.replace({"training.global_batch_size": 97}), num_devices=4)
     with pytest.raises(ConfigError, match=r"autotune\.max_batch_size = 8: must be at least autotune.batch_size_multi"):
         candidate_batches(options(max_batch_size=8, batch_size_multiple=16), num_devices=1)
 
@@ -135,8 +133,7 @@ def test_allocator_retries_of_any_rank_rule_a_batch_out_and_the_answer_is_kept(f
     assert find(options()) == (30, []), "the same question again"
     coarser, further = find(options(batch_size_multiple=8))
     assert coarser == 24 and not set(further) & set(tried), "trials serve other searches"
-    other = options()
-    other.activation_checkpoint.mode = "full"
+    other = options().replace({"activation_checkpoint.mode": "full"})
     assert find(other)[1] != [], "another question"
     assert find(options(), num_devices=1)[1] != [], "another number of ranks"
     stored = json.loads((tmp_path / "autotune.json").read_text())
@@ -156,8 +153,7 @@ def test_nothing_that_fits_is_said(find: Any) -> None:
 
 
 def test_a_trial_that_fails_is_no_verdict_on_its_batch(find: Any) -> None:
-    broken = options()
-    broken.model.patch_size = 4
+    broken = options().replace({"model.patch_size": 4})
     with pytest.raises(TrialFailed, match=r"the trial of batch size 16 says nothing .* error: rank 1: RuntimeError"):
         find(broken)
 
@@ -189,10 +185,9 @@ def test_a_store_of_another_version_or_cut_in_half_is_refused(tmp_path: Path) ->
 
 
 def test_a_trial_trains_random_samples_of_the_jobs_shape(find: Any, tmp_path: Path) -> None:
-    config = options(steps=3)
-    config.dataset.dataset_name, config.dataset.root_dir = "imagenet", "somewhere"
-    config.dataset.fingerprint = "latents-0123456789abcdef"  # as the trainer fills it in before the search
-    find(config)
+    stored = {"dataset.dataset_name": "imagenet", "dataset.root_dir": "somewhere"}
+    stored["dataset.fingerprint"] = "latents-0123456789abcdef"  # as the trainer fills it in before the search
+    find(options(steps=3).replace(stored))
     from torchditan.config.loader import load_config
 
     made = load_config(["--job.config_file", str(tmp_path / "trials" / "job_bs16" / "trial.toml")])
@@ -203,10 +198,9 @@ def test_a_trial_trains_random_samples_of_the_jobs_shape(find: Any, tmp_path: Pa
 
 
 def test_a_trial_that_encodes_keeps_its_images_whose_channels_only_the_dataset_knows(find: Any, tmp_path: Path) -> None:
-    config = options(steps=3)
-    config.dataset.dataset_name = "digits"  # grey: random samples would have three channels
-    config.autoencoder.online, config.autoencoder.name = True, "haar"
-    find(config)
+    encoded = {"autoencoder.online": True, "autoencoder.name": "haar"}
+    encoded["dataset.dataset_name"] = "digits"  # grey: random samples would have three channels
+    find(options(steps=3).replace(encoded))
     from torchditan.config.loader import load_config
 
     made = load_config(["--job.config_file", str(tmp_path / "trials" / "job_bs16" / "trial.toml")])

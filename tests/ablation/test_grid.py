@@ -104,8 +104,7 @@ def test_train_py_reads_the_flags_of_a_run_as_the_grid_meant_them(tmp_path: Path
     text = SMALL + "dataset.image_size = [[16, 32]]\n[settings]\noptimizer.lr = 3e-5\nmodel.qk_norm = false\n"
     for run in load_grid(write_grid(tmp_path, text)).runs():
         config = load_config(list(as_flags({**run.flags, "metrics.experiment_name": "x"})))
-        config.metrics.experiment_name = None
-        assert config == run.config
+        assert config.replace({"metrics.experiment_name": None}) == run.config
 
 
 def test_a_base_file_is_the_ground_and_gives_the_dataset(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torchditan.checkpoint import manager as checkpoint
 from torchditan.checkpoint.files import list_checkpoints, remove
 from torchditan.checkpoint.loading import Progress, read_state
 from torchditan.checkpoint.manager import CheckpointManager
-from torchditan.config.options import Config
+from torchditan.config.options import Checkpoint, Config
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed
@@ -58,9 +58,7 @@ def test_pinned_copies_share_no_memory_page_and_are_allocated_once(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    config = Config()
-    config.checkpoint.async_mode = "async_with_pinned_mem"
-    manager = make_manager(config)
+    manager = make_manager(Config(checkpoint=Checkpoint(async_mode="async_with_pinned_mem")))
     for step in (1, 2):
         torch.nn.init.constant_(next(manager.model.parameters()), step)
         manager.save(Progress(step=step))
@@ -89,9 +87,7 @@ def test_old_checkpoints_are_deleted_beside_the_training_once_the_new_one_is_pub
         remove(old)
 
     monkeypatch.setattr(checkpoint, "remove", remove_slowly)
-    config = Config()
-    config.checkpoint.keep_latest_k = 1
-    manager = make_manager(config)
+    manager = make_manager(Config(checkpoint=Checkpoint(keep_latest_k=1)))
     for step in (1, 2, 3):  # which none of the deletions holds up
         manager.save(Progress(step=step))
     assert found == [("step-00000001", ["step-00000001", "step-00000002"])]

@@ -297,5 +297,4 @@ def test_the_printed_configuration_reads_back_as_itself(tmp_path: Path) -> None:
     path = tmp_path / "printed.toml"
     path.write_text(to_toml(config), encoding="utf-8")
     again = load_config(["--job.config_file", str(path)])
-    again.job.config_file = None
-    assert again == config
+    assert again.replace({"job.config_file": None}) == config

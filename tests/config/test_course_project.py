@@ -193,7 +193,7 @@ def test_a_run_begun_with_imagenet_dummy_as_the_public_file_resumes(
     write_public(tmp_path / "imagenet_ci8x8.safetensors")
     flags = ["--model.patch_size=8", "--metrics.experiment_name=run", "--checkpoint.enable_checkpoint", *QUICK]
     with monkeypatch.context() as before:  # commit 36e2f02 read the name so, and stored it as it was typed
-        before.setattr(config_loader, "adopt_names", lambda config, **_: [])
+        before.setattr(config_loader, "adopt_names", lambda values, **_: (values, []))
         first = run_script("train.py", *flags, "--dataset.dataset_name=imagenet_dummy")
     assert first.code == 0, first.err
     for name in ("imagenet_dummy", "latents"):

@@ -108,7 +108,7 @@ def test_the_colour_drawn_is_the_one_the_prompt_names(
     trained = TrainedModel.load(run, device=torch.device("cpu"))
     rows, shares = trained.encode_prompts(PROMPTS), {}
     for guidance_scale in (0.0, 1.0, 3.0):
-        trained.config.sampling.guidance_scale = guidance_scale
+        trained.config = trained.config.replace({"sampling.guidance_scale": guidance_scale})
         samples = trained.generate_rows(rows, samples_per_row=16, seed=0, batch_size=48)
         shares[guidance_scale] = share_of_right_colour(samples)
     picture = tmp_path / "out.png"
@@ -235,8 +235,12 @@ def test_the_batch_size_is_searched_on_samples_of_the_size_of_the_latents(tmp_pa
 
     sizes = {"text_tokens": 7, "text_width": 24, "input_channels": 16, "sample_size": [4, 6]}
     dataset = Dataset(dataset_name="captions", root_dir="balls", image_size=[32, 48], num_classes=0)
-    config = Config(model=Model(text="in_context", **sizes), dataset=dataset, autoencoder=Autoencoder(name="diffusers"))
-    config.metrics = Metrics(experiment_name="run")
+    config = Config(
+        model=Model(text="in_context", **sizes),
+        dataset=dataset,
+        autoencoder=Autoencoder(name="diffusers"),
+        metrics=Metrics(experiment_name="run"),
+    )
     _trial_job(config, 2, num_devices=1, folder=tmp_path, script=Path("train.py"), timeout_s=1.0)
     trial = load_config([f"--job.config_file={tmp_path / 'run_bs2' / 'trial.toml'}"])
     assert (trial.dataset.dataset_name, trial.dataset.image_size) == ("dummy", [4, 6])

@@ -17,7 +17,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Model
 from torchditan.distributed.parallelize import CompileOptions, parallelize
-from torchditan.job.complete import fill_in_text_sizes
+from torchditan.job.complete import text_sizes_of
 from torchditan.models import ModelSpec, TextEmbeddings, build_model_spec
 from torchditan.models.dit import PRESETS, DiT, DiTConfig, rope_table
 from torchditan.models.flops import count_model_flops
@@ -297,12 +297,12 @@ class Captions:
 
 def test_sizes_that_are_left_open_are_those_of_the_captions():
     config = Config(model=Model(text="in_context"))
-    fill_in_text_sizes(config, Captions())  # type: ignore[arg-type]
-    assert (config.model.text_tokens, config.model.text_width, config.model.pooled_width) == (TOKENS, WIDTH, POOLED)
-    fill_in_text_sizes(config, Captions())  # type: ignore[arg-type]  # as a run that is continued has them
-    config = Config(model=Model(text="in_context"))
-    fill_in_text_sizes(config, Captions(pooled=None))  # type: ignore[arg-type]
-    assert config.model.pooled_width is None
+    sizes = text_sizes_of(Captions(), config)  # type: ignore[arg-type]
+    assert sizes == {"model.text_tokens": TOKENS, "model.text_width": WIDTH, "model.pooled_width": POOLED}
+    completed = config.fill_in(sizes)  # as a run that is continued has them
+    assert text_sizes_of(Captions(), completed) == sizes  # type: ignore[arg-type]
+    sizes = text_sizes_of(Captions(pooled=None), config)  # type: ignore[arg-type]
+    assert config.fill_in(sizes).model.pooled_width is None
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_sizes_that_are_left_open_are_those_of_the_captions():
 def test_embeddings_of_another_size_are_refused_in_one_line(options, pooled, message):
     config = Config(model=Model(text="cross_attention", **options))
     with pytest.raises(ConfigError) as error:
-        fill_in_text_sizes(config, Captions(pooled=pooled))  # type: ignore[arg-type]
+        text_sizes_of(Captions(pooled=pooled), config)  # type: ignore[arg-type]
     assert str(error.value) == message
 
 

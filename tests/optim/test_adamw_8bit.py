@@ -127,8 +127,7 @@ def test_without_torchao_it_is_refused_in_one_line(monkeypatch: pytest.MonkeyPat
 
 
 def test_its_checkpoints_are_not_written_aside() -> None:
-    config = Config()
-    config.optimizer.name, config.checkpoint.async_mode = "AdamW8bit", "async"
+    config = Config().replace({"optimizer.name": "AdamW8bit", "checkpoint.async_mode": "async"})
     with pytest.raises(ConfigError, match=r'checkpoint\.async_mode = "async": AdamW8bit keeps tensors'):
         validate(config)
 
@@ -141,8 +140,7 @@ def run(rank: int, world_size: int, folder: str, *, resume: bool) -> None:
     try:
         model: Any = small_model()
         fully_shard(model, mesh=init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",)))
-        config = Config()
-        config.optimizer.name = "AdamW8bit"
+        config = Config(optimizer=Optimizer(name="AdamW8bit"))
         optimizer = build_optimizer(model, config.optimizer)
         checkpoints = CheckpointManager(
             Path(folder), model=model, ema=None, optimizer=optimizer, config=config, timeout_seconds=60

@@ -7,7 +7,6 @@ rank, the bytes of its model state and the highest sum of its living storages.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import json
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torchditan.ablation.grid import as_flags
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
-from torchditan.config.options import Config, Model
+from torchditan.config.options import Config, Model, flatten
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.finetune.resolutions import LATENT_GRIDS, published_options
 from torchditan.models import ModelSpec, build_model_spec, model_spec_of
@@ -557,9 +556,9 @@ def _parts(value: torch.Tensor) -> list[torch.Tensor]:
 
 def test_planning_changes_no_configuration() -> None:
     config = config_of("--training.global_batch_size=16")
-    before = copy.deepcopy(config)
+    before = flatten(config)
     plan = plan_run(config, device="h100", num_devices=2)
-    assert config == before
+    assert flatten(config) == before
     assert plan.num_micro_batches == 2
 
 

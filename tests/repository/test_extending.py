@@ -247,8 +247,7 @@ def continue_run(rank: int, world_size: int, folder: str, name: str, *, resume: 
     try:
         model: Any = Blocks()
         fully_shard(model, mesh=init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",)))
-        config = Config()
-        config.optimizer = Optimizer(name=name, lr=0.05, weight_decay=0.1)
+        config = Config(optimizer=Optimizer(name=name, lr=0.05, weight_decay=0.1))
         optimizer = build_optimizer(model, config.optimizer)
         guard = DivergenceGuard(optimizer)
         checkpoints = CheckpointManager(

@@ -628,18 +628,19 @@ def test_a_damaged_checkpoint_is_not_exported(trained: Path, tmp_path: Path, run
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-LARGE = {"model": {"flavor": "DiT-B", "input_channels": 4, "conditioning": "in_context"}}
-LARGE["dataset"] = {"image_size": [32, 32], "num_classes": 10}
+LARGE = {
+    "model.flavor": "DiT-B",
+    "model.input_channels": 4,
+    "model.conditioning": "in_context",
+    "dataset.image_size": [32, 32],
+    "dataset.num_classes": 10,
+}
 SHARE = 1.3
 """Of the model, that a conversion may take of the host's memory."""
 
 
 def large_config() -> Config:
-    config = Config()
-    for section, values in LARGE.items():
-        for key, value in values.items():
-            setattr(getattr(config, section), key, value)
-    return config
+    return Config().replace(LARGE)
 
 
 def large_model() -> nn.Module:

@@ -14,7 +14,6 @@ Notable:
 
 from __future__ import annotations
 
-import copy
 import fcntl
 import hashlib
 import json
@@ -59,6 +58,22 @@ _DECIDES_TOO = (
     "autotune.steps",
     "autotune.memory_limit_gib",
 )
+
+
+_OF_TRIALS: dict[str, Any] = {
+    "job.config_file": None,
+    "metrics.log_freq": 1,
+    "metrics.enable_sampling": False,
+    "metrics.enable_tensorboard": False,
+    "metrics.legacy_tags": False,
+    "metrics.enable_wandb": False,
+    "validation.freq": 0,
+    "checkpoint.enable_checkpoint": False,
+    "checkpoint.save_final": False,
+    "profiling.enable_profiling": False,
+    "profiling.enable_memory_snapshot": False,
+}
+"""Options of every trial: it logs each step, and writes nothing else."""
 
 
 class TrialFailed(RuntimeError):
@@ -294,26 +309,18 @@ def _trial_job(
     name = f"{config.metrics.experiment_name}_bs{batch_size}"
     path = folder / name
     shutil.rmtree(path, ignore_errors=True)
-    trial = copy.deepcopy(config)
-    trial.job.config_file = None
-    trial.job.dump_folder, trial.metrics.experiment_name = str(folder), name
-    trial.training.batch_size, trial.training.steps = batch_size, config.autotune.steps
-    trial.metrics.log_freq, trial.metrics.enable_sampling = 1, False
-    trial.metrics.enable_tensorboard = trial.metrics.legacy_tags = trial.metrics.enable_wandb = False
-    trial.validation.freq = 0
-    trial.checkpoint.enable_checkpoint = trial.checkpoint.save_final = False
-    trial.profiling.enable_profiling = trial.profiling.enable_memory_snapshot = False
-    dataset = trial.dataset
-    is_known = None not in (dataset.image_size, dataset.num_classes, trial.model.input_channels)
-    if is_known and not trial.autoencoder.online:  # the channels of images to encode are the dataset's alone
-        # Random samples of the same shape: the same memory, and nothing to wait for.
-        dataset.dataset_name, dataset.root_dir, dataset.hub_name = "dummy", None, None
-        dataset.streaming, dataset.horizontal_flip, dataset.fingerprint = False, None, None
-        if trial.model.sample_size is not None:  # of captioned images that were encoded, image_size is that in pixels
-            *frames, height, width = trial.model.sample_size
-            dataset.image_size, dataset.num_frames = [height, width], frames[0] if frames else None
+    values = {
+        **_OF_TRIALS,
+        "job.dump_folder": str(folder),
+        "metrics.experiment_name": name,
+        "training.batch_size": batch_size,
+        "training.steps": config.autotune.steps,
+    }
+    is_known = None not in (config.dataset.image_size, config.dataset.num_classes, config.model.input_channels)
+    if is_known and not config.autoencoder.online:  # the channels of images to encode are the dataset's alone
+        values |= _random_samples(config)
     file = path / "trial.toml"
-    write_file(file, to_toml(trial).encode())
+    write_file(file, to_toml(config.replace(values)).encode())
     return Job(
         folder=path,
         flags=(f"--job.config_file={file}",),
@@ -322,6 +329,22 @@ def _trial_job(
         memory_limit_gib=config.autotune.memory_limit_gib,
         script=script,
     )
+
+
+def _random_samples(config: Config) -> dict[str, Any]:
+    """Options of random samples of the same shape: the same memory, and nothing to wait for."""
+    values: dict[str, Any] = {
+        "dataset.dataset_name": "dummy",
+        "dataset.root_dir": None,
+        "dataset.hub_name": None,
+        "dataset.streaming": False,
+        "dataset.horizontal_flip": None,
+        "dataset.fingerprint": None,
+    }
+    if config.model.sample_size is not None:  # of captioned images that were encoded, image_size is that in pixels
+        *frames, height, width = config.model.sample_size
+        values |= {"dataset.image_size": [height, width], "dataset.num_frames": frames[0] if frames else None}
+    return values
 
 
 def _judge_trial(job: Job, batch_size: int, outcome: Outcome, *, config: Config, device: Device) -> Trial:

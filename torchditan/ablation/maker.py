@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import shutil
 import socket
@@ -86,11 +85,9 @@ class Maker:
         return self._row(run, outcome, batch_size=batch_size, device=device)
 
     def _search(self, run: Run, *, device: Device, watch: Watch | None) -> int:
-        config = copy.deepcopy(run.config)
-        config.metrics.experiment_name = run.name
-        config.autotune.memory_limit_gib = config.autotune.memory_limit_gib or self.memory_limit_gib
+        limit = run.config.autotune.memory_limit_gib or self.memory_limit_gib
         return find_batch_size(
-            config,
+            run.config.replace({"metrics.experiment_name": run.name, "autotune.memory_limit_gib": limit}),
             device=device,
             num_devices=run.num_devices,
             folder=self.folder / TRIALS_FOLDER,

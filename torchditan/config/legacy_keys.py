@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.config.options import Config
 
 LEGACY_KEYS: dict[str, tuple[Any, str] | None] = {
     # option: None where it changed nothing, else (the one value that asks for nothing, why others are refused)
@@ -123,49 +122,64 @@ def _check_value(name: str, value: Any) -> None:
         raise option_error(name, value, f"{reason}; leave it out")
 
 
-def adopt_names(config: Config, *, given: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Read the course project's names of datasets and its sizes as they were meant there; a line on each.
+def adopt_names(
+    values: Mapping[str, Any], *, given: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Read the course project's names of datasets and its sizes as they were meant there.
 
     Args:
-        config: changed in place.
+        values: all options.
         given: options that were given, before any reading.
         stored: sections of the run that this one continues, {} for a new one: it keeps what its names meant.
+
+    Returns:
+        All options; a line on each name that was read in another way.
     """
-    return [*_adopt_dataset(config, given=given, stored=stored), *_adopt_preset(config, given=given, stored=stored)]
+    dataset, dataset_notes = _adopt_dataset(values, given=given, stored=stored)
+    preset, preset_notes = _adopt_preset(values, given=given, stored=stored)
+    return {**values, **dataset, **preset}, [*dataset_notes, *preset_notes]
 
 
-def _adopt_dataset(config: Config, *, given: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    dataset = config.dataset
-    name, root = dataset.dataset_name, dataset.root_dir
+def _adopt_dataset(
+    values: Mapping[str, Any], *, given: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, Any], list[str]]:
+    """(options to change, a line on the name)."""
+    name, root = values["dataset.dataset_name"], values["dataset.root_dir"]
     # Before the name meant zeros, it was the public file of latents.
     is_old_run = stored.get("dataset", {}).get("dataset_name") == "imagenet_dummy"
     meaning = None
+    changed = {"dataset.dataset_name": name}
     if name == "imagenet_pixel":
-        dataset.dataset_name, meaning = "imagenet", "pixels"
+        changed["dataset.dataset_name"], meaning = "imagenet", "pixels"
     elif name == "imagenet" and root is not None and root.endswith(".safetensors"):
-        dataset.dataset_name, meaning = "latents", f"the latents of {root}"
+        changed["dataset.dataset_name"], meaning = "latents", f"the latents of {root}"
     elif name == "imagenet" and given.get("model.name") == MODEL_NAME:
         meaning = "pixels; for latents dataset.root_dir must be a .safetensors file"
     elif name == "imagenet_dummy" and not is_old_run:
-        dataset.dataset_name, meaning = (
+        changed["dataset.dataset_name"], meaning = (
             "dummy",
             "zeros, and no file is read; for latents from a file use --dataset.dataset_name latents",
         )
         if "dataset.dummy_fill" not in given:
-            dataset.dummy_fill = "zeros"
-    if is_old_run and dataset.dataset_name in ("imagenet_dummy", "latents"):
-        dataset.dataset_name, meaning = "imagenet_dummy", "the public file of latents, as when this run began"
-    return [] if meaning is None else [f"dataset.dataset_name {name}: {meaning}"]
+            changed["dataset.dummy_fill"] = "zeros"
+    if is_old_run and changed["dataset.dataset_name"] in ("imagenet_dummy", "latents"):
+        changed["dataset.dataset_name"], meaning = (
+            "imagenet_dummy",
+            "the public file of latents, as when this run began",
+        )
+    return changed, [] if meaning is None else [f"dataset.dataset_name {name}: {meaning}"]
 
 
-def _adopt_preset(config: Config, *, given: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    model = config.model
-    if model.preset != PRESET or "model.preset" in given:
-        return []
-    if model.flavor not in FLAVORS:
-        model.preset = "torchditan"  # the same model
-        return []
+def _adopt_preset(
+    values: Mapping[str, Any], *, given: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, Any], list[str]]:
+    """(options to change, a line on the preset)."""
+    flavor = values["model.flavor"]
+    if values["model.preset"] != PRESET or "model.preset" in given:
+        return {}, []
+    if flavor not in FLAVORS:
+        return {"model.preset": "torchditan"}, []  # the same model
     if stored.get("model", {}).get("preset") != "torchditan":
-        return []
-    model.preset = "torchditan"
-    return [f"model.name {MODEL_NAME}: this run began with the sizes of torchditan's {model.flavor}, and keeps them"]
+        return {}, []
+    note = f"model.name {MODEL_NAME}: this run began with the sizes of torchditan's {flavor}, and keeps them"
+    return {"model.preset": "torchditan"}, [note]

@@ -109,11 +109,11 @@ def load_config(argv: list[str]) -> Config:
         values, notes = adopt_file(read_toml(path), flags=flags, world_size=world_size)
     given = {**values, **flags}
     values, ignored, read_otherwise = adopt_legacy(given)
-    config = build_config(values)
-    if path is not None:
-        config.job.config_file = str(path)
-    _fill_in(config)
-    notes += [*read_otherwise, *adopt_names(config, given=given, stored=_stored_sections(config))]
+    values = {**flatten(Config()), **_coerce_all(values), "job.config_file": None if path is None else str(path)}
+    values.update(_defaults_from_others(values))
+    values, read_as_meant = adopt_names(values, given=given, stored=_stored_sections(values))
+    config = Config().replace(values)
+    notes += [*read_otherwise, *read_as_meant]
     validate(config)
     validate_flags(config, flags)
     if os.environ.get("RANK", "0") == "0":
@@ -124,11 +124,10 @@ def load_config(argv: list[str]) -> Config:
     return config
 
 
-def _stored_sections(config: Config) -> Mapping[str, Mapping[str, Any]]:
+def _stored_sections(values: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """The configuration of the run that the folder of this one holds; {} where there is none to be read."""
-    assert config.metrics.experiment_name is not None
     try:
-        stored = read_config(run_path(config.job.dump_folder, config.metrics.experiment_name))
+        stored = read_config(run_path(values["job.dump_folder"], values["metrics.experiment_name"]))
     except (ConfigError, OSError, ValueError):  # what is wrong with the folder is said when it is opened
         return {}
     sections: Mapping[str, Mapping[str, Any]] = stored["config"]
@@ -137,23 +136,30 @@ def _stored_sections(config: Config) -> Mapping[str, Mapping[str, Any]]:
 
 def build_config(values: Mapping[str, Any]) -> Config:
     """A Config with `{"training.steps": 10, ...}` over the defaults, each value checked against its type."""
-    config = Config()
+    return Config().replace(_coerce_all(values))
+
+
+def _coerce_all(values: Mapping[str, Any]) -> dict[str, Any]:
+    """These options, each with a value of its type; a ConfigError names an unknown option or a wrong value."""
+    coerced = {}
     for name, value in values.items():
         if name not in options():
             raise _unknown_option(name)
-        section, key = name.split(".")
-        setattr(getattr(config, section), key, _coerce(options()[name], value))
-    return config
+        coerced[name] = _coerce(options()[name], value)
+    return coerced
 
 
-def _fill_in(config: Config) -> None:
-    size = config.dataset.image_size
+def _defaults_from_others(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options whose default follows from other options: one side of a square image gives both, a file names its run."""
+    found: dict[str, Any] = {}
+    size = values["dataset.image_size"]
     if size is not None and len(size) == 1:
-        config.dataset.image_size = [size[0], size[0]]
-    if config.metrics.experiment_name is None:
-        unnamed = f"{config.dataset.dataset_name}-{config.model.flavor}".lower()
-        config_file = config.job.config_file
-        config.metrics.experiment_name = Path(config_file).stem if config_file else unnamed
+        found["dataset.image_size"] = [size[0], size[0]]
+    if values["metrics.experiment_name"] is None:
+        unnamed = f"{values['dataset.dataset_name']}-{values['model.flavor']}".lower()
+        config_file = values["job.config_file"]
+        found["metrics.experiment_name"] = Path(config_file).stem if config_file else unnamed
+    return found
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:

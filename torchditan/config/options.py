@@ -3,12 +3,17 @@
 
 One dataclass per TOML section; its docstring heads the section in `--help`, and the string under a field is the help of
 that option. rules.py checks the values, loader.py reads TOML files and the command line. Nothing here imports torch.
+
+A `Config` is frozen: `Config.replace` and `Config.fill_in` return a changed copy. Its lists are lists, as in TOML and
+JSON, and nothing changes one in place.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from torchditan.registry import OBJECTIVES, OPTIMIZERS
@@ -29,7 +34,7 @@ PUBLISHED_FLAVORS = {
 """Sizes of the families in finetune/published/, repeated here for the same reason."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Job:
     """Which configuration to run, and where its results go."""
 
@@ -43,7 +48,7 @@ class Job:
     """Print the resolved configuration and exit without training."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Model:
     """The diffusion transformer: a flavor names its sizes; a preset the options of our own."""
 
@@ -88,7 +93,7 @@ class Model:
     """Width of the vector of a whole caption, which joins the timestep; left open, the captions say."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Dataset:
     """The images to train on; the registry is in data/."""
 
@@ -144,7 +149,7 @@ class Dataset:
     """Read videos instead of images, the first so many frames of each (captions)."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Autoencoder:
     """The latent space: how pixels become latents, and latents pictures."""
 
@@ -168,7 +173,7 @@ class Autoencoder:
     """Identity of the weights; filled in from the latents, and a decoder that has another one is refused."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Diffusion:
     """The training objective and its timesteps."""
 
@@ -188,7 +193,7 @@ class Diffusion:
     """Guidance scale told to models that embed one (FLUX.1-dev, HunyuanVideo) while they train."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Training:
     """Batch, steps, precision, and how ranks share the work."""
 
@@ -226,7 +231,7 @@ class Training:
     """Collect Python garbage every so many steps, on all ranks at once."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Optimizer:
     """The update of the weights."""
 
@@ -244,7 +249,7 @@ class Optimizer:
     """Decoupled weight decay."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class LRScheduler:
     """The learning rate over the run."""
 
@@ -260,7 +265,7 @@ class LRScheduler:
     """Where a decay ends: one step after the run, so that the last step still learns, or at its last step."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ActivationCheckpoint:
     """Trade compute for memory: recompute activations in the backward pass."""
 
@@ -272,7 +277,7 @@ class ActivationCheckpoint:
     """For mode fraction: the share of the blocks, spread evenly; 0 is none and 1 all of them."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Compile:
     """How torch.compile works, with --training.compile."""
 
@@ -282,7 +287,7 @@ class Compile:
     """Effort of the inductor backend; max-autotune tries matmul templates and starts slowly."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Float8:
     """Float8 training of the linear layers, through torchao."""
 
@@ -296,7 +301,7 @@ class Float8:
     tests."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Checkpoint:
     """Saving the run, and continuing it."""
 
@@ -318,7 +323,7 @@ class Checkpoint:
     """For weights without our configuration; torchditan: t = 0 is noise, t = 1 data, and they predict the velocity."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Metrics:
     """What a run is called, logs and draws while it trains."""
 
@@ -346,7 +351,7 @@ class Metrics:
     """Images sampled at once on each rank."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sampling:
     """How images are drawn, while training and by scripts/generate.py."""
 
@@ -374,7 +379,7 @@ class Sampling:
     """Guidance scale told to models that embed one (FLUX.1-dev, HunyuanVideo) while they are sampled."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TextEncoder:
     """Captions become embeddings once, before the training, and are kept with the latents."""
 
@@ -386,7 +391,7 @@ class TextEncoder:
     """Precision the text encoders compute in."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Cache:
     """Latents and text embeddings of captioned images, encoded once."""
 
@@ -396,7 +401,7 @@ class Cache:
     """Encode what is missing and end: `--cache_only`."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoRA:
     """Low-rank adapters instead of training all weights of a published model."""
 
@@ -410,7 +415,7 @@ class LoRA:
     """A LoRA that is active in training and off in sampling: FLUX.1-schnell's training adapter."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Quantize:
     """How the frozen weights under a LoRA are stored."""
 
@@ -418,7 +423,7 @@ class Quantize:
     """Of the blocks' frozen linear layers; int8 halves bfloat16 again, with one scale per row."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class EMA:
     """The average of the weights that samples are drawn from."""
 
@@ -430,7 +435,7 @@ class EMA:
     """Start with a short average: decay min(decay, (1 + step) / (10 + step))."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Validation:
     """A loss on held-out images, comparable between runs."""
 
@@ -440,7 +445,7 @@ class Validation:
     """Held-out images each validation uses."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Profiling:
     """Traces and memory snapshots of the running job."""
 
@@ -456,7 +461,7 @@ class Profiling:
     """Folder of the snapshots inside the run directory."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Comm:
     """How long ranks wait for each other."""
 
@@ -468,7 +473,7 @@ class Comm:
     """Collectives that torch's Flight Recorder keeps, to be written when a rank is stuck; 0 keeps none."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Autotune:
     """The search behind --training.batch_size=auto: trial runs of a few steps, each in processes of its own."""
 
@@ -486,7 +491,7 @@ class Autotune:
     """Memory that a rank may take on a CPU, where nothing else ends the search before the machine does."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     """Every section, in the order of --help."""
 
@@ -513,6 +518,23 @@ class Config:
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
     autotune: Autotune = field(default_factory=Autotune)
+
+    def replace(self, values: Mapping[str, Any]) -> Config:
+        """A copy with other values: `config.replace({"training.batch_size": 8})`; values are not checked.
+
+        Raises:
+            AttributeError, TypeError: a name is not an option.
+        """
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            section, _, key = name.partition(".")
+            sections.setdefault(section, {})[key] = value
+        changed = {name: dataclasses.replace(getattr(self, name), **keys) for name, keys in sections.items()}
+        return dataclasses.replace(self, **changed)
+
+    def fill_in(self, values: Mapping[str, Any]) -> Config:
+        """A copy with these values where the option is left open (None): `config.fill_in({"model.text_width": 64})`."""
+        return self.replace({name: value for name, value in values.items() if attrgetter(name)(self) is None})
 
 
 def dataset_channels(config: Config) -> int | None:

@@ -1,10 +1,14 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What a configuration leaves open: filled in from the dataset, from the ranks, and from the run it continues."""
+"""Completing a configuration: the dataset, the ranks and the run it continues fill in what it leaves open.
+
+Configurations are frozen: `complete` returns a new one. This is the only place that completes them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,101 +23,156 @@ from torchditan.data_stream.datasets import ImageDataset
 from torchditan.data_stream.order import BatchPlan
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.sample_rows import SampleRows
-from torchditan.models import ModelSpec, TextEmbeddings
+from torchditan.latents.sample_space import SampleSpace
+from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
 from torchditan.optim.optimizers import learning_rate
 from torchditan.run.reading import read_config
 
 
-def fill_in_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape: tuple[int, ...]) -> None:
+@dataclass(frozen=True)
+class StoredRun:
+    """What the config.json of the run that is continued says."""
+
+    path: Path
+    options: dict[str, Any]
+    """`{"training.steps": 10, ...}`, as they were written."""
+    global_batch_size: int | None
+
+
+def read_stored_run(path: Path) -> StoredRun | None:
+    """The run in this folder; None where there is none.
+
+    Raises:
+        ConfigError: its config.json cannot be read.
+    """
+    if not (path / "config.json").exists():
+        return None
+    content = read_config(path)
+    size = content.get("trajectory", {}).get("training.global_batch_size")
+    return StoredRun(
+        path=path,
+        options=flatten_tree(content["config"]),
+        global_batch_size=size if isinstance(size, int) and size > 0 else None,
+    )
+
+
+def keep_values_of_run(config: Config, run: StoredRun | None) -> tuple[Config, list[str]]:
+    """A run that is continued keeps what older versions did where an option was added since.
+
+    Returns:
+        The configuration; the options that changed and have an effect, a phrase each. One that was given another value
+        than its default stays as it is, and the run directory refuses it.
+    """
+    if run is None:
+        return config, []
+    stored = {option: run.options.get(option, before) for option, before in VALUES_BEFORE.items()}
+    defaults, given = flatten(Config()), flatten(config)
+    kept = {option: value for option, value in stored.items() if given[option] == defaults[option] != value}
+    return config.replace(kept), [f"{option} = {value}" for option, value in kept.items() if has_effect(config, option)]
+
+
+def complete(
+    config: Config,
+    *,
+    dataset: ImageDataset,
+    space: SampleSpace,
+    rank: Rank,
+    run: StoredRun | None,
+    tune_batch_size: Callable[[Config, Rank], int] | None = None,
+) -> tuple[Config, ModelSpec]:
+    """The configuration with nothing left open, and the model that it describes.
+
+    Args:
+        config: the job; with the values that `keep_values_of_run` keeps.
+        dataset: training images.
+        space: what the model sees of them; it has completed the section `[autoencoder]`.
+        rank: one of those that share the batch.
+        run: the run that is continued, None for a new one.
+        tune_batch_size: finds the number for a batch size of "auto"; needed where the config asks for it.
+
+    Raises:
+        ConfigError: an option contradicts the data, the number of ranks or the run that is continued.
+    """
+    config = dataclasses.replace(config, autoencoder=space.config)
+    config = complete_from_dataset(config, dataset, sample_shape=space.sample_shape)
+    if run is not None:
+        config = keep_global_batch_size(config, run, world_size=rank.world_size)
+        check_steps(config, run)
+    config = complete_batches(config, rank, tune_batch_size=tune_batch_size)
+    spec = model_spec_of(config, sample_shape=space.sample_shape, num_classes=len(dataset.class_names))
+    return config.fill_in({"diffusion.timestep_shift": spec.timestep_shift}), spec
+
+
+def complete_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape: tuple[int, ...]) -> Config:
     """What the config leaves open, the dataset decides; `sample_shape` (C, H, W) is what the model sees of it."""
-    if config.model.input_channels is None:
-        config.model.input_channels = sample_shape[0]
-    if config.model.sample_size not in (None, list(sample_shape[1:])):
-        right = f"samples of this data are {list(sample_shape[1:])}; leave it out"
+    sample_size = list(sample_shape[1:])
+    if config.model.sample_size not in (None, sample_size):
+        right = f"samples of this data are {sample_size}; leave it out"
         raise option_error("model.sample_size", config.model.sample_size, right)
-    config.model.sample_size = list(sample_shape[1:])
-    if config.dataset.image_size is None:
-        config.dataset.image_size = list(dataset.sample_shape[-2:])
-    if config.dataset.num_classes is None:
-        config.dataset.num_classes = len(dataset.class_names)
-    fill_in_text_sizes(config, dataset)
-    if config.dataset.horizontal_flip is None:
-        config.dataset.horizontal_flip = dataset.horizontal_flip
+    text_sizes = text_sizes_of(dataset, config)
     fingerprint = getattr(dataset, "fingerprint", None)
     if config.dataset.fingerprint not in (None, fingerprint):
         right = (
             f"the data here is {fingerprint or 'of no known identity'}; leave it out, or give the data it belongs to"
         )
         raise option_error("dataset.fingerprint", config.dataset.fingerprint, right)
-    config.dataset.fingerprint = fingerprint
+    return config.fill_in(
+        {
+            "model.input_channels": sample_shape[0],
+            "model.sample_size": sample_size,
+            "dataset.image_size": list(dataset.sample_shape[-2:]),
+            "dataset.num_classes": len(dataset.class_names),
+            "dataset.horizontal_flip": dataset.horizontal_flip,
+            "dataset.fingerprint": fingerprint,
+            **text_sizes,
+        }
+    )
 
 
-def fill_in_text_sizes(config: Config, dataset: ImageDataset) -> None:
+def text_sizes_of(dataset: ImageDataset, config: Config) -> dict[str, int | None]:
     """Sizes of the captions' embeddings, which our own model is built for; published ones have theirs.
+
+    Returns:
+        `{"model.text_tokens": 77, ...}`; {} for a model without text.
 
     Raises:
         ConfigError: there are no captions, or their embeddings are of other sizes than the options say.
     """
     model = config.model
     if model.text is None or getattr(dataset, "stands_in_for_any", False):
-        return
+        return {}
     null = getattr(dataset, "null_tensors", None)
     if null is None:
         right = f"{dataset.name} has no captions; leave it out, or set --dataset.dataset_name captions"
         raise option_error("model.text", model.text, right)
     tokens, width = null["prompt_embeds"].shape
     pooled = null.get("pooled_prompt_embeds")
-    found = {"text_tokens": tokens, "text_width": width, "pooled_width": None if pooled is None else pooled.shape[-1]}
-    for option, size in found.items():
-        if getattr(model, option) not in (None, size):
-            right = f"the captions' embeddings have {'none' if size is None else size}; leave it out"
-            raise option_error(f"model.{option}", getattr(model, option), right)
-        setattr(model, option, size)
+    found = {
+        "model.text_tokens": tokens,
+        "model.text_width": width,
+        "model.pooled_width": None if pooled is None else pooled.shape[-1],
+    }
+    for option, given in zip(found, (model.text_tokens, model.text_width, model.pooled_width), strict=True):
+        if given not in (None, found[option]):
+            right = f"the captions' embeddings have {'none' if found[option] is None else found[option]}; leave it out"
+            raise option_error(option, given, right)
+    return found
 
 
-def keep_values_of_run(config: Config, run: Path) -> list[str]:
-    """A run that is continued keeps what older versions did where an option was added since.
-
-    Returns:
-        The options that were set and have an effect, a phrase each. One that was given another value than its default
-        stays as it is, and the run directory refuses it.
-    """
-    if not (run / "config.json").exists():
-        return []
-    stored = flatten_stored(run)
-    defaults, given = flatten(Config()), flatten(config)
-    kept = []
-    for option, before in VALUES_BEFORE.items():
-        value = stored.get(option, before)
-        if given[option] == defaults[option] != value:
-            section, key = option.split(".")
-            setattr(getattr(config, section), key, value)
-            if has_effect(config, option):
-                kept.append(f"{option} = {value}")
-    return kept
-
-
-def flatten_stored(run: Path) -> dict[str, Any]:
-    """`{"training.steps": 10, ...}` of the config.json of a run, as it was written."""
-    return flatten_tree(read_config(run)["config"])
-
-
-def check_steps(config: Config, run: Path) -> None:
+def check_steps(config: Config, run: StoredRun) -> None:
     """A run may train longer, or shorter, where the learning rates of the steps it has done stay as they were.
 
     Raises:
         ConfigError: the schedule decays over all steps, or the decay of wsd has begun.
     """
-    if not (run / "config.json").exists():
-        return
-    stored, steps, scheduler = flatten_stored(run), config.training.steps, config.lr_scheduler
-    before = stored.get("training.steps")
-    checkpoints = list_checkpoints(run / config.checkpoint.folder)
+    steps, scheduler = config.training.steps, config.lr_scheduler
+    before = run.options.get("training.steps")
+    path, checkpoints = run.path, list_checkpoints(run.path / config.checkpoint.folder)
     done: int = step_of(checkpoints[-1]) if checkpoints else before or 0
     if checkpoints and steps < done:
-        right = f"{run} is at step {done}; must be {done} or more, or name a new run with --metrics.experiment_name"
+        right = f"{path} is at step {done}; must be {done} or more, or name a new run with --metrics.experiment_name"
         raise option_error("training.steps", steps, right)
-    is_other = stored.get("lr_scheduler.schedule") != scheduler.schedule  # which the run directory refuses
+    is_other = run.options.get("lr_scheduler.schedule") != scheduler.schedule  # which the run directory refuses
     if before in (None, steps) or scheduler.schedule == "constant" or is_other:
         return
     rates = [learning_rate(done, steps=total, peak=1.0, config=scheduler) for total in (before, steps)]
@@ -122,44 +181,34 @@ def check_steps(config: Config, run: Path) -> None:
     when = f"the {scheduler.schedule} schedule decays over all steps"
     if scheduler.schedule == "wsd":
         when = f"the decay of wsd began after step {round(before * (1 - scheduler.decay_ratio))}, this run is at {done}"
-    weights = f" from its weights: --checkpoint.initial_load_path {run}" if checkpoints else ":"
-    right = f"{run} was started with {before}, and {when}; start a new run{weights} --metrics.experiment_name NAME"
+    weights = f" from its weights: --checkpoint.initial_load_path {path}" if checkpoints else ":"
+    right = f"{path} was started with {before}, and {when}; start a new run{weights} --metrics.experiment_name NAME"
     raise option_error("training.steps", steps, right)
 
 
-def keep_global_batch_size(config: Config, run: Path, *, world_size: int) -> None:
+def keep_global_batch_size(config: Config, run: StoredRun, *, world_size: int) -> Config:
     """A run that is continued keeps its global batch, whatever the number of ranks; they share it as they can.
 
     Raises:
         ConfigError: so many ranks do not divide it.
     """
-    training = config.training
-    stored = stored_global_batch_size(run)
-    if stored is None or training.global_batch_size not in (None, stored):
-        return  # a new run; or another batch, which the run directory refuses
+    stored, batch_size = run.global_batch_size, config.training.batch_size
+    if stored is None or config.training.global_batch_size not in (None, stored):
+        return config  # another batch, which the run directory refuses
     if stored % world_size:
         sizes = ", ".join(str(size) for size in range(1, stored + 1) if stored % size == 0)
-        right = f"{run} was begun with it, and {world_size} ranks do not divide it; must be one of {sizes} ranks"
+        right = f"{run.path} was begun with it, and {world_size} ranks do not divide it; must be one of {sizes} ranks"
         raise option_error("training.global_batch_size", stored, right)
-    share = stored // world_size
-    training.global_batch_size = stored
-    if isinstance(training.batch_size, int) and share % training.batch_size:
-        # The largest micro-batch that fits where the given one did.
-        training.batch_size = max(size for size in range(1, training.batch_size + 1) if share % size == 0)
+    if isinstance(batch_size, int):  # the largest micro-batch that fits where the given one did
+        share = stored // world_size
+        batch_size = max(size for size in range(1, batch_size + 1) if share % size == 0)
+    return config.replace({"training.global_batch_size": stored, "training.batch_size": batch_size})
 
 
-def stored_global_batch_size(run: Path) -> int | None:
-    """The global batch of the run in a folder, None where there is none."""
-    if not (run / "config.json").exists():
-        return None
-    size = read_config(run).get("trajectory", {}).get("training.global_batch_size")
-    return size if isinstance(size, int) and size > 0 else None
-
-
-def resolve_batches(
+def complete_batches(
     config: Config, rank: Rank, *, tune_batch_size: Callable[[Config, Rank], int] | None = None
-) -> BatchPlan:
-    """Batches of each rank; fills in what the config leaves open of batch size and global batch size.
+) -> Config:
+    """The config with its batch size and its global batch size.
 
     Args:
         tune_batch_size: finds the number for "auto"; needed where the config asks for it.
@@ -167,24 +216,28 @@ def resolve_batches(
     Raises:
         ConfigError: the global batch is not divisible by what the ranks take at once.
     """
-    training = config.training
-    if training.batch_size == "auto":
+    batch_size, global_batch_size = config.training.batch_size, config.training.global_batch_size
+    if batch_size == "auto":
         assert tune_batch_size is not None, "optional_parts.choose_parts gives it"
-        training.batch_size = tune_batch_size(config, rank)
-    if training.batch_size is None:
-        training.batch_size = max(1, (training.global_batch_size or 16 * rank.world_size) // rank.world_size)
-    at_once = training.batch_size * rank.world_size
-    if training.global_batch_size is None:
-        training.global_batch_size = at_once
-    if training.global_batch_size % at_once:
-        at_once_is = f"{rank.world_size} rank(s) x training.batch_size {training.batch_size}"
+        batch_size = tune_batch_size(config, rank)
+    if batch_size is None:
+        batch_size = max(1, (global_batch_size or 16 * rank.world_size) // rank.world_size)
+    at_once = batch_size * rank.world_size
+    if global_batch_size is None:
+        global_batch_size = at_once
+    if global_batch_size % at_once:
+        at_once_is = f"{rank.world_size} rank(s) x training.batch_size {batch_size}"
         right = f"must be a multiple of {at_once}: {at_once_is}"
-        raise option_error("training.global_batch_size", training.global_batch_size, right)
+        raise option_error("training.global_batch_size", global_batch_size, right)
+    return config.replace({"training.batch_size": batch_size, "training.global_batch_size": global_batch_size})
+
+
+def plan_batches(config: Config, rank: Rank) -> BatchPlan:
+    """The batches of this rank, by a completed configuration."""
+    batch_size, global_batch_size = config.training.batch_size, config.training.global_batch_size
+    assert isinstance(batch_size, int) and global_batch_size is not None
     return BatchPlan(
-        batch_size=training.batch_size,
-        global_batch_size=training.global_batch_size,
-        rank=rank.rank,
-        world_size=rank.world_size,
+        batch_size=batch_size, global_batch_size=global_batch_size, rank=rank.rank, world_size=rank.world_size
     )
 
 

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,16 +21,15 @@ from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.parallelize import check_backend
 from torchditan.distributed.process_group import Rank, check_devices
 from torchditan.job.complete import (
-    check_steps,
+    complete,
     describe_batches,
-    fill_in_from_dataset,
-    keep_global_batch_size,
     keep_values_of_run,
-    resolve_batches,
+    plan_batches,
+    read_stored_run,
     with_condition_of,
 )
 from torchditan.latents.sample_space import SampleSpace, pixel_space
-from torchditan.models import ModelSpec, model_spec_of
+from torchditan.models import ModelSpec
 from torchditan.run.directory import RunDirectory, run_path
 from torchditan.run.metrics import check_trackers
 from torchditan.run.profiling import check_profiling
@@ -43,7 +41,7 @@ class Job:
     """All that the Trainer is built from."""
 
     config: Config
-    """What it left open is filled in."""
+    """The completed configuration: nothing is left open."""
     dataset: ImageDataset
     validation_dataset: ImageDataset | None
     """Held-out images, there where `validation.freq` is set."""
@@ -80,7 +78,7 @@ def prepare_job(
     """Complete and check the settings; quick, apart from encoding captions and tuning the batch size.
 
     Args:
-        config: the job, completed in place.
+        config: the job; it stays as it is, and `Job.config` is the completed one.
         dataset: training images.
         validation_dataset: held-out images, needed where `validation.freq` is set.
         open_captions, open_latents, tune_batch_size, load_initial_weights: parts that only some jobs need; see
@@ -105,11 +103,13 @@ def prepare_job(
     path = run_path(config.job.dump_folder, config.metrics.experiment_name)
     threads_changed = set_cpu_threads(path)
     _check_machine(config, rank)
-    if (kept := keep_values_of_run(config, path)) and rank.rank == 0:
+    run = read_stored_run(path)
+    continued, kept = keep_values_of_run(config, run)
+    if kept and rank.rank == 0:
         print(f"{path} keeps what it was started with: {', '.join(kept)}", file=sys.stderr)
     if isinstance(dataset, CaptionedDataset):
         assert open_captions is not None, "optional_parts.choose_parts gives it"
-        dataset, validation_dataset, space = open_captions(config, dataset, validation_dataset, rank=rank)
+        dataset, validation_dataset, space = open_captions(continued, dataset, validation_dataset, rank=rank)
         if config.cache.only:
             if rank.rank == 0 and not config.job.print_config:
                 print(f"the cache has all {len(dataset)} samples and their captions")
@@ -117,23 +117,22 @@ def prepare_job(
     elif config.cache.only:
         raise option_error("cache.only", True, f"{dataset.name} has no captions to encode; leave it out")
     else:
-        space = _open_space(config, dataset, device=rank.device, open_latents=open_latents)
-    fill_in_from_dataset(config, dataset, sample_shape=space.sample_shape)
-    plan, batches = _plan_batches(config, path, rank, tune_batch_size=tune_batch_size)
-    spec = model_spec_of(config, sample_shape=space.sample_shape, num_classes=len(dataset.class_names))
-    if config.diffusion.timestep_shift is None:
-        config.diffusion.timestep_shift = spec.timestep_shift
-    spec = with_condition_of(spec, dataset, config, device=rank.device)
+        space = _open_space(continued, dataset, device=rank.device, open_latents=open_latents)
+    completed, spec = complete(
+        continued, dataset=dataset, space=space, rank=rank, run=run, tune_batch_size=tune_batch_size
+    )
+    plan = plan_batches(completed, rank)
+    spec = with_condition_of(spec, dataset, completed, device=rank.device)
     if validation_dataset is not None:
-        with_condition_of(spec, validation_dataset, config, device=rank.device)  # a stand-in is conditioned too
+        with_condition_of(spec, validation_dataset, completed, device=rank.device)  # a stand-in is conditioned too
     return Job(
-        config=config,
+        config=completed,
         dataset=dataset,
         validation_dataset=validation_dataset,
         space=space,
         spec=spec,
         plan=plan,
-        batches=batches,
+        batches=describe_batches(plan, asked=config.training.batch_size),
         rank=rank,
         parallel_dims=parallel_dims,
         run_directory=RunDirectory(path, is_writer=rank.rank == 0),
@@ -167,14 +166,3 @@ def _open_space(
         return pixel_space(config.autoencoder, dataset)
     with report_progress("opening the autoencoder"):
         return open_latents(config.autoencoder, dataset, device=device, needs_decoder=config.metrics.enable_sampling)
-
-
-def _plan_batches(
-    config: Config, run: Path, rank: Rank, *, tune_batch_size: Callable[[Config, Rank], int] | None
-) -> tuple[BatchPlan, str]:
-    """The batches, and a line that describes them; a run that is continued keeps its global batch."""
-    asked = config.training.batch_size
-    keep_global_batch_size(config, run, world_size=rank.world_size)
-    check_steps(config, run)
-    plan = resolve_batches(config, rank, tune_batch_size=tune_batch_size)
-    return plan, describe_batches(plan, asked=asked)

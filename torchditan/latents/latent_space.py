@@ -4,11 +4,12 @@
 Notable:
 - stored latents travel to the device as they are on disk and are dequantised, drawn and normalised there;
 - a decoder is opened for a grid and dropped after it: between grids it holds no memory;
-- what the options leave open is filled in here, so that a run's config.json says all that decoding it needs.
+- a space completes the section `[autoencoder]`, so that a run's config.json says all that decoding it needs.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class StoredLatents(SampleSpace):
     """Latents that scripts/encode_latents.py wrote; decoded for pictures where the decoder is at hand.
 
     Args:
-        config: completed from the index: name, path, downsampling, shift, scale and fingerprint.
+        config: section `[autoencoder]`; the index completes name, path, downsampling, shift, scale and fingerprint.
         index: of the latents.
         sample_shape: (C, h, w).
         device: where to decode.
@@ -50,9 +51,8 @@ class StoredLatents(SampleSpace):
         if config.sample_posterior and not index.posterior:
             right = "these latents hold no variance; encode them with --posterior, or leave it out"
             raise option_error("autoencoder.sample_posterior", True, right)
-        _fill_in_from_index(config, index)
-        super().__init__(sample_shape)
-        self.config = config
+        config = _complete_from_index(config, index)
+        super().__init__(sample_shape, config)
         self.draws_posterior = config.sample_posterior
         self.device = device
         self.shift, self.scale = (torch.tensor(values, device=device) for values in (config.shift, config.scale))
@@ -86,11 +86,7 @@ class EncodedPixels(SampleSpace):
     def __init__(
         self, config: AutoencoderConfig, *, image_shape: tuple[int, ...], device: torch.device, autoencoder: Autoencoder
     ) -> None:
-        super().__init__(autoencoder.latent_shape(image_shape[1], image_shape[2]))
-        self.autoencoder = autoencoder
-        self.config = config
-        self.device = device
-        self.draws_posterior = config.sample_posterior
+        latent_shape = autoencoder.latent_shape(image_shape[1], image_shape[2])
         if config.sample_posterior and not autoencoder.has_posterior:
             right = f"{autoencoder.name} gives no variance; leave it out"
             raise option_error("autoencoder.sample_posterior", True, right)
@@ -100,10 +96,10 @@ class EncodedPixels(SampleSpace):
                 "which scripts/reconstruct.py prints for a dataset"
             )
             raise option_error("autoencoder.scale", None, right)
-        config.path = autoencoder.path
-        config.downsampling = autoencoder.downsampling
-        config.shift, config.scale = autoencoder.shift.tolist(), autoencoder.scale.tolist()
-        config.fingerprint = autoencoder.fingerprint
+        super().__init__(latent_shape, complete_from_autoencoder(config, autoencoder))
+        self.autoencoder = autoencoder
+        self.device = device
+        self.draws_posterior = config.sample_posterior
         self.shift, self.scale = autoencoder.shift.to(device), autoencoder.scale.to(device)
         autoencoder.drop_decoder()
 
@@ -120,10 +116,10 @@ class EncodedPixels(SampleSpace):
 def build_sample_space(
     config: AutoencoderConfig, dataset: Any, *, device: torch.device, needs_decoder: bool
 ) -> SampleSpace:
-    """The space that `[autoencoder]` and the dataset ask for; what the section leaves open is filled in.
+    """The space that `[autoencoder]` and the dataset ask for; its `config` is the completed section.
 
     Args:
-        config: section `[autoencoder]`, changed in place.
+        config: section `[autoencoder]`.
         dataset: pixels, or latents, which have an `index` (a LatentIndex).
         device: where to encode and decode.
         needs_decoder: pictures of latents will be asked for.
@@ -175,8 +171,8 @@ def decode_latents(
     return torch.cat([autoencoder.decode(chunk).cpu() for chunk in chunks]).unflatten(0, leading)
 
 
-def _fill_in_from_index(config: AutoencoderConfig, index: LatentIndex) -> None:
-    """Complete the section from the latents; what it says itself stays, and must not contradict them."""
+def _complete_from_index(config: AutoencoderConfig, index: LatentIndex) -> AutoencoderConfig:
+    """The section completed from the latents; what it says itself stays, and must not contradict them."""
     if config.fingerprint is not None and config.fingerprint != index.fingerprint:
         right = f"these latents come from {index.fingerprint}; leave it out, or give the latents it belongs to"
         raise option_error("autoencoder.fingerprint", config.fingerprint, right)
@@ -189,12 +185,30 @@ def _fill_in_from_index(config: AutoencoderConfig, index: LatentIndex) -> None:
     if config.downsampling not in (None, index.downsampling):
         right = f"these latents have {index.downsampling}; leave it out"
         raise option_error("autoencoder.downsampling", config.downsampling, right)
-    if config.name is None and config.path is None:
-        config.path = index.autoencoder_path
-    config.name = config.name or index.autoencoder_name
-    config.downsampling = index.downsampling
-    config.fingerprint = index.fingerprint
-    config.shift, config.scale = list(index.shift), list(index.scale)
+    is_named = config.name is not None or config.path is not None
+    return replace(
+        config,
+        name=config.name or index.autoencoder_name,
+        path=config.path if is_named else index.autoencoder_path,
+        downsampling=index.downsampling,
+        fingerprint=index.fingerprint,
+        shift=list(index.shift),
+        scale=list(index.scale),
+    )
+
+
+def complete_from_autoencoder(config: AutoencoderConfig, autoencoder: Autoencoder) -> AutoencoderConfig:
+    """The section completed from the autoencoder that it opened, which has a normalisation."""
+    assert autoencoder.shift is not None and autoencoder.scale is not None
+    return replace(
+        config,
+        name=autoencoder.name,
+        path=autoencoder.path,
+        downsampling=autoencoder.downsampling,
+        shift=autoencoder.shift.tolist(),
+        scale=autoencoder.scale.tolist(),
+        fingerprint=autoencoder.fingerprint,
+    )
 
 
 def open_decoder(config: AutoencoderConfig, *, channels: int, device: torch.device) -> Autoencoder:

@@ -15,10 +15,16 @@ from torchditan.config.errors import option_error
 from torchditan.config.options import Autoencoder as AutoencoderConfig
 
 Batch = dict[str, Tensor]
+_PIXELS = AutoencoderConfig()
 
 
 class SampleSpace:
-    """The samples of a model, between a dataset and its pictures. This one: the dataset's pixels are the samples."""
+    """The samples of a model, between a dataset and its pictures. This one: the dataset's pixels are the samples.
+
+    Args:
+        sample_shape: (C, H, W) of what the model sees.
+        config: the completed section `[autoencoder]`; the default is that of pixels.
+    """
 
     draws_posterior: bool = False
     """Whether `prepare` needs noise for the autoencoder's posterior."""
@@ -29,9 +35,9 @@ class SampleSpace:
     real_heading: str = "real"
     """What the dataset's own samples are called in a grid."""
 
-    def __init__(self, sample_shape: tuple[int, ...]) -> None:
+    def __init__(self, sample_shape: tuple[int, ...], config: AutoencoderConfig = _PIXELS) -> None:
         self.sample_shape = sample_shape
-        """(C, H, W) of what the model sees."""
+        self.config = config
 
     def prepare(self, batch: Batch, posterior: Tensor | None = None) -> Batch:
         """A batch on the device with `sample` as the model sees it."""
@@ -52,13 +58,13 @@ class SampleSpace:
 
 
 def pixel_space(config: AutoencoderConfig, dataset: Any) -> SampleSpace:
-    """The dataset's pixels as samples; a dataset that takes the place of any other clears `[autoencoder]`.
+    """The dataset's pixels as samples; a dataset that takes the place of any other needs no `[autoencoder]`.
 
     Raises:
         ConfigError: the section asks for an autoencoder.
     """
     if getattr(dataset, "stands_in_for_any", False):
-        vars(config).update(vars(AutoencoderConfig()))
+        return SampleSpace(dataset.sample_shape)
     for option, value in dataclasses.asdict(config).items():
         if value not in (None, False):
             right = f"{dataset.name} holds pixels; encode them first, or at each step with --autoencoder.online"

@@ -12,20 +12,19 @@ Notable:
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from torchditan.config.errors import option_error
-from torchditan.config.options import Config, Diffusion
+from torchditan.config.options import Config, Diffusion, flatten
 from torchditan.config.rules import validate
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallel_dims import ParallelDims
@@ -215,17 +214,17 @@ def with_options(
     option: str | None = None,
 ) -> Config:
     """A copy with other settings; a batch size given here is a whole step."""
-    changed = copy.deepcopy(config)
+    values = {
+        "training.batch_size": batch_size,
+        "training.data_parallel_replicate_degree": replicate,
+        "training.data_parallel_shard_degree": shard,
+        "activation_checkpoint.mode": mode,
+        "activation_checkpoint.selective_ac_option": option,
+    }
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     if batch_size is not None:
-        changed.training.batch_size, changed.training.global_batch_size = batch_size, None
-    if replicate is not None and shard is not None:
-        changed.training.data_parallel_replicate_degree = replicate
-        changed.training.data_parallel_shard_degree = shard
-    if mode is not None:
-        changed.activation_checkpoint.mode = mode  # type: ignore[assignment]
-    if option is not None:
-        changed.activation_checkpoint.selective_ac_option = option
-    return changed
+        given["training.global_batch_size"] = None
+    return config.replace(given)
 
 
 def _known(device: str | None) -> Device | None:
@@ -239,54 +238,46 @@ def _kernels(device: str | None) -> Kernels:
 def _resolve(config: Config, num_devices: int) -> Config:
     """A copy with everything filled in that the trainer fills in."""
     from torchditan.distributed.process_group import Rank
-    from torchditan.job.complete import resolve_batches
+    from torchditan.job.complete import complete_batches
 
-    config = copy.deepcopy(config)
     validate(config)
     if config.autoencoder.online:
         right = (
             "the planner counts no encoder; plan its latents with false, model.input_channels and dataset.image_size"
         )
         raise option_error("autoencoder.online", True, right)
-    name = config.dataset.dataset_name
     if config.model.name in LATENT_GRIDS:
-        _resolve_latents(config)
-    channels, height, width, num_classes = SAMPLE_SHAPES.get(name, (None, None, None, None))
-    if config.model.input_channels is None:
-        config.model.input_channels = channels
-    if config.dataset.image_size is None and height is not None and width is not None:
-        config.dataset.image_size = [height, width]
-    if config.dataset.num_classes is None:
-        config.dataset.num_classes = num_classes
-    for option, value in (
-        ("model.input_channels", config.model.input_channels),
-        ("dataset.image_size", config.dataset.image_size),
-        ("dataset.num_classes", config.dataset.num_classes),
-    ):
-        if value is None:
+        config = _resolve_latents(config)
+    name = config.dataset.dataset_name
+    channels, *size, num_classes = SAMPLE_SHAPES.get(name, (None, None))
+    by_dataset = {
+        "model.input_channels": channels,
+        "dataset.image_size": size or None,
+        "dataset.num_classes": num_classes,
+    }
+    config = config.fill_in(by_dataset)
+    values = flatten(config)
+    for option in by_dataset:
+        if values[option] is None:
             raise option_error(option, None, f"must be given: the planner does not open the dataset {name}")
-    resolve_batches(config, Rank(rank=0, local_rank=0, world_size=num_devices))
-    return config
+    return complete_batches(config, Rank(rank=0, local_rank=0, world_size=num_devices))
 
 
-def _resolve_latents(config: Config) -> None:
+def _resolve_latents(config: Config) -> Config:
     """Channels and classes of a published model's samples; the size of its captions' dataset is in pixels.
 
     Weights that are not on this disk are not looked for: the flavor has their sizes.
     """
     grid, dataset = LATENT_GRIDS[config.model.name], config.dataset
-    for section, option in ((config.model, "path"), (config.lora, "assistant_path")):
-        place = getattr(section, option)
+    values: dict[str, Any] = {}
+    for option, place in (("model.path", config.model.path), ("lora.assistant_path", config.lora.assistant_path)):
         if place is not None and not Path(place).expanduser().exists():
-            setattr(section, option, None)
-    if config.model.input_channels is None:
-        config.model.input_channels = grid.channels
-    if dataset.num_classes is None:
-        dataset.num_classes = 0
+            values[option] = None
     if dataset.dataset_name == "captions" and dataset.image_size is not None:
-        dataset.image_size = [side // grid.downsampling for side in dataset.image_size]
+        values["dataset.image_size"] = [side // grid.downsampling for side in dataset.image_size]
         if dataset.num_frames is not None and grid.temporal_downsampling is not None:
-            dataset.num_frames = 1 + (dataset.num_frames - 1) // grid.temporal_downsampling
+            values["dataset.num_frames"] = 1 + (dataset.num_frames - 1) // grid.temporal_downsampling
+    return config.replace(values).fill_in({"model.input_channels": grid.channels, "dataset.num_classes": 0})
 
 
 def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: int) -> Plan:

@@ -95,8 +95,7 @@ def _check_config(stored: StoredWeights, flags: Sequence[str]) -> Config:
     if config.autoencoder.name is None and config.autoencoder.path is not None:
         right = "these weights are of pixels, there is nothing to decode; leave it out"
         raise option_error("autoencoder.path", config.autoencoder.path, right)
-    config.ema.enable = stored.weights == "ema"  # by which the scripts know what a run has
-    return config
+    return config.replace({"ema.enable": stored.weights == "ema"})  # by which the scripts know what a run has
 
 
 def _meta_model(config: Config) -> nn.Module:

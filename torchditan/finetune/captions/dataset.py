@@ -13,6 +13,7 @@ import torch
 
 from torchditan.autoencoders import Autoencoder
 from torchditan.config.errors import option_error
+from torchditan.config.options import Autoencoder as AutoencoderConfig
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import CaptionedDataset
 from torchditan.distributed.process_group import Rank
@@ -29,7 +30,7 @@ from torchditan.finetune.captions.encode import (
 )
 from torchditan.finetune.published import FAMILIES, family_of, patch_size_of
 from torchditan.finetune.published.stored_weights import find_lora
-from torchditan.latents.latent_space import decode_latents
+from torchditan.latents.latent_space import complete_from_autoencoder, decode_latents
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.randomness import uniform
 
@@ -41,10 +42,11 @@ _TEXTS_AT_ONCE = 8
 class LatentSpace(SampleSpace):
     """Cached latents; decoded for pictures by an autoencoder that is opened for them and dropped."""
 
-    def __init__(self, config: Config, *, sample_shape: tuple[int, ...], device: torch.device) -> None:
-        super().__init__(sample_shape)
-        self.config = config.autoencoder
-        self.at_once = config.metrics.sample_batch_size
+    def __init__(
+        self, config: AutoencoderConfig, *, sample_shape: tuple[int, ...], at_once: int, device: torch.device
+    ) -> None:
+        super().__init__(sample_shape, config)
+        self.at_once = at_once
         self.device = device
 
     def to_pixels(self, samples: torch.Tensor) -> torch.Tensor:
@@ -130,7 +132,7 @@ class CachedCaptions:
 def open_captions(
     config: Config, train: CaptionedDataset, validation: CaptionedDataset | None, *, rank: Rank
 ) -> tuple[CachedCaptions, CachedCaptions | None, SampleSpace]:
-    """Encode what the cache lacks, and open it; all ranks call it. What `[autoencoder]` leaves open is filled in.
+    """Encode what the cache lacks, and open it; all ranks call it.
 
     Args:
         config: the job.
@@ -138,7 +140,7 @@ def open_captions(
         rank: encodes its share, on its device.
 
     Returns:
-        (training data, held-out data or None, the space of their samples)
+        (training data, held-out data or None, the space of their samples, which completes `[autoencoder]`)
 
     Raises:
         ConfigError: encoders are missing, or do not belong to the model.
@@ -176,9 +178,21 @@ def open_captions(
     ]
     if rank.device.type == "cuda":
         torch.cuda.empty_cache()  # what the encoders held; the closures that had them are gone
-    shape = opened[0].sample_shape
-    space = SampleSpace(shape) if autoencoder is None else LatentSpace(config, sample_shape=shape, device=rank.device)
+    space = _space(config, autoencoder, sample_shape=opened[0].sample_shape, device=rank.device)
     return opened[0], opened[1] if len(opened) > 1 else None, space
+
+
+def _space(
+    config: Config, autoencoder: Autoencoder | None, *, sample_shape: tuple[int, ...], device: torch.device
+) -> SampleSpace:
+    if autoencoder is None:
+        return SampleSpace(sample_shape, config.autoencoder)
+    return LatentSpace(
+        complete_from_autoencoder(config.autoencoder, autoencoder),
+        sample_shape=sample_shape,
+        at_once=config.metrics.sample_batch_size,
+        device=device,
+    )
 
 
 def encode_prompts(config: Config, prompts: Sequence[str], *, rank: Rank) -> tuple[SampleRows, dict[str, torch.Tensor]]:
@@ -266,11 +280,6 @@ def _encode_images(
     if frames is not None and (frames - 1) % step:
         right = f"must be 1 more than a multiple of {step}, the frames in a latent one"
         raise option_error("dataset.num_frames", frames, right)
-    options = config.autoencoder
-    assert autoencoder.shift is not None and autoencoder.scale is not None
-    options.path, options.downsampling = autoencoder.path, autoencoder.downsampling
-    options.shift, options.scale = autoencoder.shift.tolist(), autoencoder.scale.tolist()
-    options.fingerprint = autoencoder.fingerprint
     cache = TensorCache(folder / "latents", f"{autoencoder.fingerprint}-{str(autoencoder.dtype).split('.')[-1]}")
 
     at_once = _IMAGES_AT_ONCE if config.dataset.num_frames is None else 1
@@ -324,8 +333,9 @@ def _encode_conditions(
     cls = encoders.cls
     if config.model.name != cls.name or not cls.kept & cls.tensor_names(config.model.flavor):
         return None
-    assert autoencoder is not None
-    normalization = json.dumps([config.autoencoder.shift, config.autoencoder.scale, str(autoencoder.dtype)])
+    assert autoencoder is not None and autoencoder.shift is not None and autoencoder.scale is not None
+    shift, scale = autoencoder.shift.tolist(), autoencoder.scale.tolist()
+    normalization = json.dumps([shift, scale, str(autoencoder.dtype)])
     maker = hash_of(autoencoder.fingerprint, normalization, encoders.identity)[:16]
     cache = TensorCache(folder / "conditions", maker)
 

@@ -13,6 +13,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,16 +234,16 @@ def open_image_autoencoder(config: Config, *, device: torch.device) -> Autoencod
     Raises:
         ConfigError: it does not open, or publishes no normalisation.
     """
-    options = config.autoencoder
-    if options.name is None and config.model.name == "dit" and options.path is None:
+    section = config.autoencoder
+    if section.name is None and config.model.name == "dit" and section.path is None:
         return None
-    if options.name is None:
-        options.name = "diffusers"
-        options.path = options.path or config.text_encoder.path or config.model.path
-        if options.path is None or Path(options.path).expanduser().is_file():
+    if section.name is None:
+        place = section.path or config.text_encoder.path or config.model.path
+        if place is None or Path(place).expanduser().is_file():
             right = "must be given to encode images: a saved pipeline, or the folder of its vae"
-            raise option_error("autoencoder.path", options.path, right)
-    autoencoder = open_autoencoder(options, device=device)
+            raise option_error("autoencoder.path", place, right)
+        section = replace(section, name="diffusers", path=place)
+    autoencoder = open_autoencoder(section, device=device)
     if autoencoder.shift is None:
         raise option_error(
             "autoencoder.scale", None, f"{autoencoder.name} publishes no normalisation; set shift and scale"

@@ -1,0 +1,100 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A job's configuration: the given one stays as it is, the completed one leaves nothing open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from data import build_dataset
+from torchditan.config.loader import load_config, to_dict
+from torchditan.config.options import dataset_channels, flatten
+from torchditan.config.trajectory import trajectory
+from torchditan.job.optional_parts import choose_parts
+from torchditan.job.prepare import Job, prepare_job
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+ENCODED = ["--autoencoder.name=haar", "--autoencoder.online", "--autoencoder.shift=0", "--autoencoder.scale=1"]
+ENCODED += ["--autoencoder.downsampling=2"]
+OF_DIGITS: dict[str, Any] = {
+    "model.input_channels": 1,
+    "model.sample_size": [8, 8],
+    "dataset.image_size": [8, 8],
+    "dataset.num_classes": 10,
+    "dataset.horizontal_flip": False,
+    "diffusion.timestep_shift": 1.0,
+    "training.batch_size": 16,
+    "training.global_batch_size": 16,
+}
+
+
+def prepare(folder: Path, *flags: str) -> tuple[Job, dict[str, Any]]:
+    """A job of digits, and the options that preparing it changed; the given configuration must stay as it is."""
+    given = load_config(["--model.flavor=debugmodel", f"--job.dump_folder={folder}", *flags])
+    before = flatten(given)
+    dataset = build_dataset(given.dataset, split="train", input_channels=dataset_channels(given))
+    job = prepare_job(given, dataset, **choose_parts(given, dataset))
+    assert job is not None and job.config is not given
+    assert flatten(given) == before
+    return job, {name: value for name, value in flatten(job.config).items() if before[name] != value}
+
+
+def test_the_completed_configuration_is_a_new_one_and_leaves_nothing_open(tmp_path: Path) -> None:
+    job, filled_in = prepare(tmp_path)
+    assert filled_in == OF_DIGITS
+    assert job.batches == "batch_size 16 x 1 micro-batch x 1 rank = global batch 16"
+
+
+def test_the_section_of_the_autoencoder_is_completed_by_what_it_opened(tmp_path: Path) -> None:
+    job, filled_in = prepare(tmp_path, *ENCODED)
+    assert filled_in == {
+        **OF_DIGITS,
+        "model.input_channels": 4,
+        "model.sample_size": [4, 4],
+        "autoencoder.shift": [0.0] * 4,
+        "autoencoder.scale": [1.0] * 4,
+        "autoencoder.fingerprint": job.space.config.fingerprint,
+    }
+    assert job.config.autoencoder == job.space.config
+
+
+def test_random_samples_need_no_autoencoder(tmp_path: Path) -> None:
+    flags = ["--dataset.dataset_name=dummy", "--dataset.image_size=8", "--autoencoder.name=haar"]
+    job, filled_in = prepare(tmp_path, *flags)
+    assert filled_in["autoencoder.name"] is None
+    assert job.config.autoencoder == type(job.config.autoencoder)()
+
+
+def test_a_run_that_is_continued_completes_the_configuration_too(tmp_path: Path) -> None:
+    flags = ["--metrics.experiment_name=run", "--lr_scheduler.schedule=cosine"]
+    first, _ = prepare(tmp_path, *flags, "--training.global_batch_size=24")
+    stored = to_dict(first.config)
+    del stored["lr_scheduler"]["decay_until"]  # of before the option existed
+    first.run_directory.open(stored, trajectory=trajectory(first.config))
+    first.run_directory.close()
+    again, filled_in = prepare(tmp_path, *flags, "--training.batch_size=10")
+    assert filled_in == {
+        **OF_DIGITS,
+        "lr_scheduler.decay_until": "last_step",
+        "training.batch_size": 8,
+        "training.global_batch_size": 24,
+    }
+    assert again.batches.endswith("(batch_size 10 does not divide the 24 of a rank)")
+
+
+@pytest.mark.parametrize("flags", [[], ENCODED])
+def test_print_config_prints_the_completed_configuration(
+    tmp_path: Path, run_script: RunScript, flags: list[str]
+) -> None:
+    small = ["--model.flavor=debugmodel", f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=run", *flags]
+    result = run_script("train.py", *small, "--job.print_config")
+    assert result.code == 0, result.err
+    printed = tmp_path / "printed.toml"
+    printed.write_text(result.out, encoding="utf-8")
+    job, _ = prepare(tmp_path, *small)
+    read = load_config(["--job.config_file", str(printed)])
+    assert read.replace({"job.config_file": None}) == job.config
