@@ -15,7 +15,7 @@ import torch
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Config, Dataset
-from torchditan.data_stream.datasets import Batch, CorruptImageError
+from torchditan.data_stream.datasets import Batch, CorruptImageError, ImageDataset
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.data_stream.order import BatchPlan, BucketOrder, OrderedDataset
 from torchditan.data_stream.streamed import SequentialStream
@@ -23,7 +23,7 @@ from torchditan.job.build import build_stream
 from torchditan.randomness import draw
 
 
-class Numbers:
+class Numbers(ImageDataset):
     """Sample i is filled with i; `broken` ones cannot be read."""
 
     name = "numbers"
@@ -451,7 +451,7 @@ def test_noise_of_a_streamed_source_is_drawn_beside_the_training_and_pinned(monk
         pinned.add(tensor.data_ptr())
         return tensor
 
-    monkeypatch.setattr("torchditan.data_stream.stream.draw", drawn)
+    monkeypatch.setattr("torchditan.data_stream.streamed.draw", drawn)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     for num_workers in (0, 2):
         threads.clear()
