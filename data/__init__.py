@@ -1,9 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """The datasets, by name. To add yours: write `data/mine.py` with a `build`, and add one line below.
 
-`build(config, *, split, input_channels)` returns anything with the attributes of
-`torchditan.data_stream.datasets.ImageDataset`; `build_dataset` then checks it against the options, so a dataset of
-yours is checked like ours. docs/data.md has an example.
+`build(config, *, split, input_channels)` returns an `ImageDataset` (torchditan/data_stream/datasets.py);
+`build_dataset` checks it and compares it with the options, as it does with ours. docs/extending.md has an example.
 """
 
 from __future__ import annotations
@@ -12,10 +11,12 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
+
 from data.options import height_and_width
 from torchditan.config import options
 from torchditan.config.errors import did_you_mean, option_error
-from torchditan.data_stream.datasets import ImageDataset
+from torchditan.data_stream.datasets import ImageDataset, SequentialDataset, check_contract
 
 DATASETS: dict[str, str | Callable[..., Any]] = {
     "captions": "data.captions:build",
@@ -57,7 +58,7 @@ def build_dataset(
         input_channels: `model.input_channels`; 1 turns photos grey.
 
     Returns:
-        A map-style dataset, or with `streaming` a `data.hub.StreamingImages`.
+        An ImageDataset, or with `streaming` a SequentialDataset.
 
     Raises:
         ConfigError: the options name no dataset, or one that cannot be what they ask for.
@@ -75,8 +76,9 @@ def build_dataset(
     if isinstance(build, str):
         build = pkgutil.resolve_name(build)
     dataset = build(config, split=split, input_channels=input_channels)
+    check_contract(dataset, name=name)
     _check_shape(config, dataset, input_channels=input_channels)
-    if hasattr(dataset, "__len__") and len(dataset) == 0:
+    if not isinstance(dataset, SequentialDataset) and len(dataset) == 0:
         option, value = ("dataset_name", name) if config.root_dir is None else ("root_dir", config.root_dir)
         raise option_error(f"dataset.{option}", value, f"holds no {split} images")
     return _set_classes(config, dataset)
@@ -101,15 +103,16 @@ def _check_shape(config: options.Dataset, dataset: Any, *, input_channels: int |
 
 def _set_classes(config: options.Dataset, dataset: Any) -> Any:
     if config.num_classes == 0:
-        return Unlabelled(dataset) if dataset.class_names else dataset
+        dataset.class_names = []
+        return dataset
     if config.num_classes is not None and not dataset.class_names:
         raise option_error("dataset.num_classes", config.num_classes, f"{dataset.name} has no labels; must be 0")
     num_found = len(dataset.class_names)
     if config.num_classes is not None and config.num_classes < num_found:
         right = f"{dataset.name} has {num_found} classes; must be at least that, or 0 to train without labels"
         raise option_error("dataset.num_classes", config.num_classes, right)
-    labels = getattr(dataset, "class_labels", None)
-    if num_found and labels is not None and not 0 <= labels.min() <= labels.max() < num_found:
+    labels = np.asarray([] if dataset.class_labels is None else dataset.class_labels)
+    if num_found and len(labels) and not 0 <= labels.min() <= labels.max() < num_found:
         right = (
             f"the labels of {dataset.name} run from {labels.min()} to {labels.max()}; must be 0 to {num_found - 1}, "
             f"its {num_found} classes"
@@ -118,23 +121,3 @@ def _set_classes(config: options.Dataset, dataset: Any) -> Any:
     more = [f"class {label}" for label in range(num_found, config.num_classes or 0)]
     dataset.class_names = [*dataset.class_names, *more]
     return dataset
-
-
-class Unlabelled:
-    """A dataset without its labels, for `dataset.num_classes` 0."""
-
-    def __init__(self, dataset: ImageDataset) -> None:
-        self.dataset = dataset
-        self.name = dataset.name
-        self.sample_shape = dataset.sample_shape
-        self.class_names: list[str] = []
-        self.horizontal_flip = dataset.horizontal_flip
-        self.source = getattr(dataset, "source", None)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        item = self.dataset[index]
-        del item["class_label"]
-        return item

@@ -31,7 +31,7 @@ from data.options import existing_path, height_and_width, photo_channels, refuse
 from data.videos import corrupt_video, open_video
 from torchditan.config import options
 from torchditan.config.errors import option_error
-from torchditan.data_stream.datasets import CorruptImageError
+from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
 from torchditan.randomness import generator, name_to_index
 
 TRIGGER = "[trigger]"
@@ -39,23 +39,24 @@ ENOUGH_TO_HOLD_OUT = 20
 """Images from which on some are held out without being asked for."""
 
 
-class CaptionedImages:
+class CaptionedImages(ImageDataset):
     """Images or videos with their captions.
 
     An item is `sample` float32 in [-1, 1], (C, H, W) or (C, F, H, W) of its bucket, and `caption`.
     """
 
-    class_names: list[str] = []  # noqa: RUF012, the stream's protocol has it so
     horizontal_flip = False
 
     def __init__(self, entries: list[Entry], config: options.Dataset, *, channels: int, buckets: list[Size]) -> None:
         self.name = config.dataset_name
+        self.class_names = []
         self.config = config
         self.channels = channels
         self.buckets = buckets
         self.entries = entries
         self.bucket_numbers = np.array(self._choose_buckets(), dtype=np.int64)
         """(number of entries,) which of `buckets` each is in."""
+        self.sample_shape = self._shape(self.most_common)
         self.places = np.repeat(np.arange(len(entries)), [entry.repeats for entry in entries])
         """(number of items,) which of `entries` each is."""
         texts = [self._with_trigger(entry) for entry in entries]
@@ -105,11 +106,6 @@ class CaptionedImages:
         caption = entry.caption.replace(TRIGGER, trigger)
         is_there = re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption)  # as a word: "sks" is not in "masks"
         return caption if is_there else f"{trigger}, {caption}"
-
-    @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """(C, [F,] H, W) of all samples, or of the most common bucket."""
-        return self._shape(self.most_common)
 
     def _shape(self, bucket: int) -> tuple[int, ...]:
         frames = () if self.config.num_frames is None else (self.config.num_frames,)

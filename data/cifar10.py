@@ -18,6 +18,7 @@ from data.images import corrupt_image, load_sample, to_sample
 from data.options import existing_path, photo_channels, refuse_crop
 from torchditan.config import options
 from torchditan.config.errors import ConfigError, option_error
+from torchditan.data_stream.datasets import ImageDataset
 
 CLASS_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 RECORD_BYTES = 1 + 3 * 32 * 32
@@ -25,11 +26,12 @@ SOURCES = "a folder of data_batch_*.bin, a parquet file or folder, or dataset.hu
 Split = Literal["train", "validation"]
 
 
-class Cifar10:
+class Cifar10(ImageDataset):
     """All images in memory, uint8: 150 MB for the training split."""
 
     name = "cifar10"
     horizontal_flip = True
+    class_labels: np.ndarray
 
     def __init__(self, *, pixels: np.ndarray, class_labels: np.ndarray, channels: int) -> None:
         self.pixels = pixels  # (N, 32, 32, 3)
@@ -49,11 +51,12 @@ class Cifar10:
         return {"sample": torch.from_numpy(to_sample(pixels)), "class_label": int(self.class_labels[index])}
 
 
-class Cifar10Parquet:
+class Cifar10Parquet(ImageDataset):
     """PNG bytes of a parquet table in memory, decoded when asked for."""
 
     name = "cifar10"
     horizontal_flip = True
+    class_labels: np.ndarray
 
     def __init__(self, *, images: Any, class_labels: np.ndarray, channels: int, where: str) -> None:
         self.images = images

@@ -13,12 +13,14 @@ import torch
 
 from data.options import refuse, refuse_crop
 from torchditan.config import options
+from torchditan.data_stream.datasets import ImageDataset
 
 
-class Digits:
+class Digits(ImageDataset):
     name = "digits"
     sample_shape = (1, 8, 8)
     horizontal_flip = False
+    class_labels: np.ndarray
 
     def __init__(self, *, split: Literal["train", "validation"]) -> None:
         from sklearn.datasets import load_digits

@@ -17,16 +17,17 @@ import torch
 
 from data.options import height_and_width
 from torchditan.config import options
+from torchditan.data_stream.datasets import ImageDataset
+from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.models.spec import TensorSpec
 from torchditan.randomness import generator
 
 
-class Dummy:
+class Dummy(ImageDataset):
     name = "dummy"
     horizontal_flip = False
-    stands_in_for_any = True
     condition: Mapping[str, TensorSpec] | None = None
-    """What the model's condition is made of, beside labels; filled in by the trainer."""
+    """What the model is conditioned on in addition to labels; see `condition_on`."""
 
     def __init__(
         self,
@@ -60,6 +61,16 @@ class Dummy:
             else:
                 item[name] = torch.ones(shape, dtype=dtype)  # a mask that hides nothing
         return item
+
+    def condition_on(self, tensors: Mapping[str, TensorSpec]) -> None:
+        """Random tensors of these names and shapes in every item; grids show those of the first two."""
+        self.condition = tensors
+        items = [self[index] for index in range(min(2, len(self)))]
+        self.prompts = SampleRows(
+            names=[f"random {number}" for number in range(len(items))],
+            numbers=list(range(len(items))),
+            tensors={name: torch.stack([item[name] for item in items]) for name in tensors},
+        )
 
 
 def build(

@@ -26,6 +26,7 @@ from data.images import to_sample
 from data.options import height_and_width, refuse, refuse_crop
 from torchditan.config import options
 from torchditan.config.errors import option_error
+from torchditan.data_stream.datasets import ImageDataset
 
 CLASS_NAMES = ["coast", "desert", "forest", "grassland", "ice", "ice coast", "mountain"]
 SIZES = (32, 64)
@@ -34,11 +35,12 @@ STRIDE = 8  # pixels between two candidate crops
 CROPS_PER_CLASS = {"train": 1160, "validation": 100}
 
 
-class Earth:
+class Earth(ImageDataset):
     """About 8,400 crops of 32 x 32 pixels or 8,100 of 64 x 64; an item is cut out of the picture in memory."""
 
     name = "earth"
     horizontal_flip = True
+    class_labels: np.ndarray
 
     def __init__(self, *, size: int, split: Literal["train", "validation"]) -> None:
         folder = _find_package()

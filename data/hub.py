@@ -21,7 +21,7 @@ import torch
 from data.images import Crop, corrupt_image, load_sample
 from torchditan.config import options
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.data_stream.datasets import CorruptImageError
+from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
 
@@ -52,17 +52,13 @@ class HubRows:
 
 
 @dataclass(kw_only=True, eq=False)
-class HubImages(HubRows):
+class HubImages(HubRows, ImageDataset):
     """Map-style view of a downloaded hub dataset."""
 
     def __post_init__(self) -> None:
         column = None if self.label_key is None else self.rows.data.column(self.label_key)
         self.class_labels = None if column is None else np.asarray(column.to_numpy())
-
-    @property
-    def source(self) -> str:
-        """Identity of the list of images: where it is."""
-        return self.name
+        self.fingerprint = self.name  # of the list of images: where it is
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -72,7 +68,7 @@ class HubImages(HubRows):
 
 
 @dataclass(kw_only=True, eq=False)
-class StreamingImages(HubRows):
+class StreamingImages(HubRows, SequentialDataset):
     """A hub dataset read over the network in its stored order, one part per rank.
 
     Resume: the state is a place in the files (shard and row), restored by skipping to it. With the same

@@ -21,14 +21,14 @@ import torch
 from data.options import refuse, refuse_crop
 from torchditan.config import options
 from torchditan.config.errors import option_error
-from torchditan.data_stream.datasets import Batch
+from torchditan.data_stream.datasets import Batch, ImageDataset
 from torchditan.latents.index import INDEX_FILE, SETTINGS_FILE, fingerprint_of
 from torchditan.latents.shards import PUBLIC_FILE, LatentShards, to_sample
 
 Split = Literal["train", "validation"]
 
 
-class Latents:
+class Latents(ImageDataset):
     """One split. `index` says what the latents are of, and the shift and scale that normalise them."""
 
     with_logvar = False

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What the value of an option stands for. One line here adds an objective or an optimizer (docs/extending.md).
+"""What the value of an option stands for. One line here adds an objective, a block or an optimizer (docs/extending.md).
 
 A line says `"value": "module:name"`. The module is imported when a job asks for that value, so this file imports no
 torch, and config/options.py takes the choices of its options from it.
@@ -16,6 +16,11 @@ OBJECTIVES = {
     "ddpm": "torchditan.diffusion.ddpm:DDPM",
 }
 """`diffusion.objective`: classes that follow `torchditan.diffusion.objectives.Objective`."""
+
+BLOCKS = {
+    "dit": "torchditan.models.dit:DiTBlock",
+}
+"""`model.block`: subclasses of `torchditan.models.dit.Block`."""
 
 OPTIMIZERS = {
     "AdamW": "torchditan.optim.optimizers:adamw",

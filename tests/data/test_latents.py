@@ -17,7 +17,7 @@ from data import build_dataset
 from torchditan.autoencoders.haar import HaarAutoencoder
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
-from torchditan.data_stream.datasets import BatchedDataset
+from torchditan.data_stream.datasets import BatchedDataset, ImageDataset
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.data_stream.order import BatchPlan
 from torchditan.latents.encoding import describe_encoding
@@ -34,7 +34,7 @@ def latents_of(split: str, *, flipped: bool = False) -> torch.Tensor:
     return (torch.randn(NUM[split], 12, 2, 3, generator=draws) * 3 + mean).bfloat16()
 
 
-class Photos:
+class Photos(ImageDataset):
     """What the latents pretend to come from."""
 
     name = "photos"

@@ -4,16 +4,30 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import data
 from data import DATASETS, build_dataset
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
+from torchditan.data_stream.datasets import (
+    REQUIRED,
+    Batch,
+    BatchedDataset,
+    DatasetDescription,
+    GroupedDataset,
+    ImageDataset,
+    VariedDataset,
+    read_image,
+)
+from torchditan.data_stream.loader import TrainingStream
+from torchditan.data_stream.order import BatchPlan
 
 
 def refuse(message: str, *, input_channels: int | None = None, **options: Any) -> None:
@@ -58,13 +72,64 @@ def test_open_options_are_filled_in_by_the_dataset() -> None:
     assert build_dataset(Dataset(image_size=[8, 8], num_classes=10), split="train", input_channels=1).name == "digits"
 
 
+def batch_of(dataset: Any, *, num_workers: int = 0) -> Batch:
+    """The first batch of the training stream, as the trainer reads it."""
+    stream = TrainingStream(
+        dataset,
+        plan=BatchPlan(batch_size=2, global_batch_size=2),
+        seed=0,
+        num_classes=len(dataset.class_names),
+        horizontal_flip=None,
+        corrupt_images="error",
+        num_workers=num_workers,
+        prefetch_factor=1,
+        pin_memory=False,
+    )
+    return next(iter(stream.batches(0)))[0]
+
+
 def test_no_classes_means_no_labels() -> None:
     labelled = build_dataset(Dataset(), split="train")
     bare = build_dataset(Dataset(num_classes=0), split="train")
     assert bare.class_names == []
     assert len(bare) == len(labelled)
-    assert set(bare[0]) == {"sample"}
+    assert set(batch_of(labelled)) - set(batch_of(bare)) == {"class_label"}
+    assert set(read_image(bare, 3, num_classes=0, corrupt_images="error")) == {"sample", "place", "skipped"}
     assert torch.equal(bare[3]["sample"], labelled[3]["sample"])
+
+
+def test_without_labels_a_dataset_keeps_all_else_that_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Able(Mine):
+        fingerprint = "able-1"
+
+        def groups(self) -> list[np.ndarray]:
+            return [np.arange(self.num)]
+
+        def read_batch(self, indices: np.ndarray, flips: np.ndarray) -> Batch:
+            return {"sample": torch.ones(len(indices), 3, 4, 4), "class_label": torch.ones(len(indices))}
+
+        def vary(self, item: dict[str, Any], index: int, *, seed: int, position: int) -> dict[str, Any]:
+            return item
+
+    able = Able(num=4, class_names=["a", "b"], labels=[0, 1, 0, 1])
+    monkeypatch.setitem(DATASETS, "mine", lambda config, *, split, input_channels: able)
+    bare: Any = build_dataset(Dataset(dataset_name="mine", num_classes=0), split="train")
+    assert bare.class_names == [] and bare.fingerprint == "able-1"
+    for ability in (BatchedDataset, GroupedDataset, VariedDataset):
+        assert isinstance(bare, ability)
+    for num_workers in (0, 1):
+        batch = batch_of(bare, num_workers=num_workers)
+        assert "class_label" not in batch and batch["sample"].min() == 1  # by read_batch
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            Image.new("RGB", (4, 4)).save(tmp_path / name / f"{number}.png")
+    folders = [
+        build_dataset(Dataset(dataset_name="folder", root_dir=str(tmp_path), num_classes=number), split="train")
+        for number in (None, 0)
+    ]
+    assert folders[0].fingerprint is not None
+    assert folders[0].fingerprint == folders[1].fingerprint
 
 
 def test_more_classes_than_the_dataset_has_are_named() -> None:
@@ -73,7 +138,7 @@ def test_more_classes_than_the_dataset_has_are_named() -> None:
 
 
 class Mine:
-    """What a user would write."""
+    """What a user wrote before there was a class to inherit from."""
 
     name = "mine"
     sample_shape = (3, 4, 4)
@@ -105,6 +170,45 @@ def test_one_line_adds_a_dataset_and_it_is_checked_like_ours(monkeypatch: pytest
     refuse("labels of mine run from 0 to 2; must be 0 to 1, its 2 classes", dataset_name="mine")
     register(Mine(num=2, class_names=["a", "b"], labels=[-1, 1]))
     refuse("labels of mine run from -1", dataset_name="mine")
+
+
+def test_a_dataset_that_inherits_from_nothing_gets_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Mine(num=2, class_names=["a", "b"], labels=[0, 1])
+    monkeypatch.setitem(DATASETS, "mine", lambda config, *, split, input_channels: mine)
+    opened: Any = build_dataset(Dataset(dataset_name="mine"), split="train")
+    assert opened is mine and opened.class_labels.tolist() == [0, 1]
+    inherited = ImageDataset()
+    for attribute in set(DatasetDescription.__annotations__) - {*REQUIRED, "class_labels"}:
+        assert getattr(opened, attribute) is getattr(inherited, attribute) is None
+
+
+@pytest.mark.parametrize("base", [object, ImageDataset])
+@pytest.mark.parametrize(
+    "missing", ["name", "sample_shape", "class_names", "horizontal_flip", "__len__", "__getitem__"]
+)
+def test_a_dataset_that_lacks_something_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, base: type, missing: str
+) -> None:
+    body = {
+        "name": "flowers",
+        "sample_shape": (3, 4, 4),
+        "class_names": [],
+        "horizontal_flip": False,
+        "__len__": lambda self: 2,
+        "__getitem__": lambda self, index: {},
+    }
+    del body[missing]
+    flowers = type("Flowers", (base,), body)()
+    monkeypatch.setitem(DATASETS, "mine", lambda config, *, split, input_channels: flowers)
+    refuse(
+        rf'dataset.dataset_name = "mine": its class Flowers has no {missing}[ (].*; see docs/extending.md$',
+        dataset_name="mine",
+    )
+
+
+def test_our_datasets_inherit_from_the_contract() -> None:
+    for name in ("digits", "dummy", "earth", "emoji"):
+        assert isinstance(build_dataset(Dataset(dataset_name=name), split="validation"), ImageDataset)
 
 
 def test_a_class_that_is_there_after_padding_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

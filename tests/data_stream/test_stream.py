@@ -15,7 +15,7 @@ import torch
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Config, Dataset
-from torchditan.data_stream.datasets import Batch, CorruptImageError
+from torchditan.data_stream.datasets import Batch, CorruptImageError, ImageDataset
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.data_stream.order import BatchPlan, BucketOrder, OrderedDataset
 from torchditan.data_stream.streamed import SequentialStream
@@ -23,7 +23,7 @@ from torchditan.job.build import build_stream
 from torchditan.randomness import draw
 
 
-class Numbers:
+class Numbers(ImageDataset):
     """Sample i is filled with i; `broken` ones cannot be read."""
 
     name = "numbers"

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torchditan.autoencoders.autoencoder import Autoencoder
 from torchditan.config.errors import ConfigError
-from torchditan.data_stream.datasets import CorruptImageError
+from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
 from torchditan.distributed.process_group import Rank
 from torchditan.latents import writer as latent_writer
 from torchditan.latents.encoding import describe_encoding, encode
@@ -63,7 +63,7 @@ class Corners(Autoencoder):
         raise AssertionError("encoding decodes nothing")
 
 
-class Noise:
+class Noise(ImageDataset):
     """Image i is noise of its own with label i % 3; `broken` ones cannot be read."""
 
     name = "noise"
@@ -354,7 +354,7 @@ def test_other_settings_are_refused_by_name(
 
 def test_another_list_of_images_is_refused(tmp_path: Path) -> None:
     dataset, renamed = Noise(), Noise()
-    dataset.source, renamed.source = "paths-1", "paths-2"  # type: ignore[attr-defined]
+    dataset.fingerprint, renamed.fingerprint = "paths-1", "paths-2"
     run(tmp_path, dataset)
     with pytest.raises(ConfigError, match="source is paths-1 there and paths-2 here"):
         begin(tmp_path, renamed)

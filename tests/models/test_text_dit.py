@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Model
+from torchditan.data_stream.datasets import ImageDataset
 from torchditan.distributed.parallelize import CompileOptions, parallelize
 from torchditan.job.complete import text_sizes_of
 from torchditan.models import ModelSpec, TextEmbeddings, build_model_spec
@@ -284,7 +285,7 @@ def test_the_condition_is_the_embeddings_with_the_mask_of_the_encoder():
         assert torch.equal(conditioning.null(cond)[name], value.expand(2, *value.shape))
 
 
-class Captions:
+class Captions(ImageDataset):
     """What the sizes are read from."""
 
     name = "captions"

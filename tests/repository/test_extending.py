@@ -1,17 +1,20 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""docs/extending.md: its objective and its optimizer, read from the page, train, sample, resume and are planned."""
+"""docs/extending.md: its examples, read from the page, train, sample, resume and are planned."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import json
 import re
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,8 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import torchditan
-import torchditan.diffusion
+import data
 from torchditan import registry
 from torchditan.checkpoint.loading import Progress, read_state
 from torchditan.checkpoint.manager import CheckpointManager
@@ -31,6 +33,8 @@ from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Diffusion, Optimizer, Sampling
 from torchditan.diffusion.objectives import build_objective
 from torchditan.models import build_model_spec
+from torchditan.models.dit import FLAVORS, Block
+from torchditan.models.flops import count_model_flops
 from torchditan.optim.divergence import DivergenceGuard
 from torchditan.optim.optimizers import (
     OptimizerParts,
@@ -41,13 +45,15 @@ from torchditan.optim.optimizers import (
     parameter_groups,
 )
 from torchditan.planner.memory import Parameters, Weight, model_state
+from torchditan.planner.plan import plan_run
 from torchditan.randomness import draw
 from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:
-    from tests.conftest import Outcome, RunScript
+    from tests.conftest import Outcome, RunDistributed, RunScript
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = REPOSITORY / "docs" / "extending.md"
 TINY = """
     --model.flavor=debugmodel --training.mixed_precision_param=float32 --training.global_batch_size=16
     --lr_scheduler.schedule=constant --lr_scheduler.warmup_steps=0 --metrics.log_freq=1 --metrics.sample_freq=0
@@ -56,41 +62,73 @@ TINY = """
 """
 
 
-def examples() -> list[tuple[str, str, str, str]]:
-    """(path of the file, its code, line of the registry, command) of each example on the page."""
-    found = []
-    for section in re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-        (path,) = re.findall(r"file is\s+`torchditan/([\w/]+\.py)`", section)
-        code, line = re.findall(r"^```python\n(.*?)^```", section, flags=re.DOTALL | re.MULTILINE)
-        (command,) = re.findall(r"^```bash\n(.*?)^```", section, flags=re.DOTALL | re.MULTILINE)
-        found.append((path, code, line, command))
+class Example(NamedTuple):
+    """One section of the page."""
+
+    path: str
+    """Of the file, from the repository's root."""
+    code: str
+    registry: str
+    line: str
+    """Of the registry."""
+    command: str
+
+    @property
+    def module(self) -> str:
+        return self.path.removesuffix(".py").replace("/", ".")
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        """The registry that the line is for."""
+        return data.DATASETS if self.registry == "DATASETS" else getattr(registry, self.registry)
+
+
+def examples() -> dict[str, Example]:
+    """Of each section that has a file, a line and a command: "objective", "optimizer", ..."""
+    found = {}
+    for section in re.split(r"^## An? ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        title, _, text = section.partition("\n")
+        (path,) = re.findall(r"file\s+is\s+`([\w/]+\.py)`", text)
+        (name,) = re.findall(r"^Its line in `(\w+)`:", text, flags=re.MULTILINE)
+        code, line = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+        (command,) = re.findall(r"^```bash\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+        found[title] = Example(path, code, name, line, command)
     return found
 
 
-def add_to_the_package(folder: Path) -> None:
+def add_to_the_repository(folder: Path) -> None:
     """Do what the page says, with the files in `folder` instead of the repository."""
-    objective, optimizer = examples()
-    for path, code, _, _ in (objective, optimizer):
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(code, encoding="utf-8")
-    registry.OBJECTIVES.update(ast.literal_eval(f"{{{objective[2]}}}"))
-    registry.OPTIMIZERS.update(ast.literal_eval(f"{{{optimizer[2]}}}"))
-    torchditan.__path__.append(str(folder))
-    torchditan.diffusion.__path__.append(str(folder / "diffusion"))
+    for example in examples().values():
+        file = folder / example.path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(example.code, encoding="utf-8")
+        importlib.import_module(example.module.rpartition(".")[0]).__path__.append(str(file.parent))
+        example.entries.update(ast.literal_eval(f"{{{example.line}}}"))
 
 
 @pytest.fixture
 def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    objectives, optimizers = dict(registry.OBJECTIVES), dict(registry.OPTIMIZERS)
-    monkeypatch.setattr(torchditan, "__path__", list(torchditan.__path__))
-    monkeypatch.setattr(torchditan.diffusion, "__path__", list(torchditan.diffusion.__path__))
-    add_to_the_package(tmp_path / "added")
+    before = [(example, dict(example.entries)) for example in examples().values()]
+    packages = [importlib.import_module(example.module.rpartition(".")[0]) for example, _ in before]
+    for package in packages:
+        monkeypatch.setattr(package, "__path__", list(package.__path__))
+    add_to_the_repository(tmp_path / "added")
     yield
-    for entries, before in ((registry.OBJECTIVES, objectives), (registry.OPTIMIZERS, optimizers)):
-        entries.clear()
-        entries.update(before)
-    for path, *_ in examples():
-        sys.modules.pop(f"torchditan.{path.removesuffix('.py').replace('/', '.')}", None)
+    for (example, entries), package in zip(before, packages, strict=True):
+        example.entries.clear()
+        example.entries.update(entries)
+        sys.modules.pop(example.module, None)
+        vars(package).pop(example.module.rpartition(".")[2], None)
+
+
+def write_flowers(folder: Path, *, seed: int = 0) -> None:
+    """Pictures with labels as the page's dataset reads them: dark ones and bright ones."""
+    folder.mkdir(exist_ok=True)
+    draws = np.random.default_rng(seed)
+    for split, count in (("train", 64), ("validation", 16)):
+        labels = np.arange(count) % 2
+        images = draws.integers(0, 128, (count, 16, 16, 3)) + 127 * labels[:, None, None, None]
+        np.savez(folder / f"{split}.npz", images=images.astype(np.uint8), labels=labels)
 
 
 Train = Callable[..., "Outcome"]
@@ -103,6 +141,8 @@ def train(run_script: RunScript, tmp_path: Path, added: None) -> Train:
     def run(command: str, name: str, *flags: str) -> Outcome:
         python, script, *arguments = shlex.split(command)
         assert python == "python"
+        if not (tmp_path / "flowers").exists():
+            write_flowers(tmp_path / "flowers")
         where = [f"--job.dump_folder={tmp_path}", f"--metrics.experiment_name={name}"]
         return run_script(script, *arguments, *shlex.split(TINY), *where, *flags)
 
@@ -117,11 +157,11 @@ def assert_same_run(whole: Path, resumed: Path, *, step: int) -> None:
     assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["objective", "optimizer"])
+@pytest.mark.parametrize("title", ["objective", "optimizer", "block", "dataset"])
 def test_the_example_of_the_page_trains_validates_samples_and_resumes_to_the_bit(
-    number: int, train: Train, run_script: RunScript, tmp_path: Path
+    title: str, train: Train, run_script: RunScript, tmp_path: Path
 ) -> None:
-    command = examples()[number][3]
+    command = examples()[title].command
     for name, steps in (("whole", (4,)), ("resumed", (2, 4))):
         for last in steps:
             outcome = train(command, name, "--checkpoint.enable_checkpoint", f"--training.steps={last}")
@@ -134,13 +174,17 @@ def test_the_example_of_the_page_trains_validates_samples_and_resumes_to_the_bit
     assert run_script("scripts/generate.py", tmp_path / "whole", f"--out={tmp_path / 'grid.png'}").code == 0
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["objective", "optimizer"])
-def test_a_run_is_not_continued_with_another_one(number: int, train: Train, tmp_path: Path) -> None:
-    command = examples()[number][3]
-    option, value, default = [
-        ("diffusion.objective", "x_prediction", "flow_matching"),
-        ("optimizer.name", "Muon", "AdamW"),
-    ][number]
+@pytest.mark.parametrize(
+    ("title", "option", "value", "default"),
+    [
+        ("objective", "diffusion.objective", "x_prediction", "flow_matching"),
+        ("optimizer", "optimizer.name", "Muon", "AdamW"),
+    ],
+)
+def test_a_run_is_not_continued_with_another_one(
+    title: str, option: str, value: str, default: str, train: Train, tmp_path: Path
+) -> None:
+    command = examples()[title].command
     keep = ["--checkpoint.enable_checkpoint", "--metrics.enable_sampling=false"]
     assert train(command, "run", "--training.steps=1", *keep).code == 0
     outcome = train(command, "run", "--training.steps=2", f"--{option}={default}", *keep)
@@ -151,6 +195,157 @@ def test_a_run_is_not_continued_with_another_one(number: int, train: Train, tmp_
     shutil.move(tmp_path / "other/checkpoint/step-00000001", tmp_path / "run/checkpoint/step-00000001")
     outcome = train(command, "run", "--training.steps=2", *keep)
     assert outcome.code == 2 and f"{option} is {default} there and {value} here" in outcome.err
+
+
+def test_a_run_keeps_the_block_of_the_page_and_refuses_it_where_it_began_without(train: Train) -> None:
+    command = examples()["block"].command
+    keep = ["--checkpoint.enable_checkpoint", "--metrics.enable_sampling=false"]
+    assert train(command, "parallel", "--training.steps=1", *keep).code == 0
+    outcome = train(command, "parallel", "--training.steps=2", "--model.block=dit", *keep)
+    assert outcome.code == 0 and "keeps what it was started with: model.block = parallel" in outcome.err
+    assert train(command, "dit", "--training.steps=1", "--model.block=dit", *keep).code == 0
+    outcome = train(command, "dit", "--training.steps=2", *keep)
+    assert outcome.code == 2 and "model.block is dit there and parallel here" in outcome.err
+
+
+def test_a_run_is_not_continued_with_other_data(train: Train, tmp_path: Path) -> None:
+    command = examples()["dataset"].command
+    keep = ["--checkpoint.enable_checkpoint", "--metrics.enable_sampling=false"]
+    assert train(command, "run", "--training.steps=1", *keep).code == 0
+    shutil.move(tmp_path / "flowers", tmp_path / "moved")
+    moved = [*keep, f"--dataset.root_dir={tmp_path / 'moved'}"]
+    assert train(command, "run", "--training.steps=2", *moved).code == 0
+    write_flowers(tmp_path / "moved", seed=1)
+    outcome = train(command, "run", "--training.steps=3", *moved)
+    assert outcome.code == 2 and "dataset.fingerprint is flowers-" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--dataset.root_dir=nowhere", 'root_dir = "nowhere": does not exist; flowers needs a folder with train.npz'),
+        ("--dataset.num_classes=1", "dataset.num_classes = 1: flowers has 2 classes"),
+        ("--dataset.image_size=32", "dataset.image_size = [32, 32]: flowers is 16 x 16"),
+        ("--model.input_channels=1", "model.input_channels = 1: flowers has 3 channel(s)"),
+    ],
+)
+def test_the_dataset_of_the_page_is_checked_like_ours(flags: str, message: str, train: Train) -> None:
+    outcome = train(examples()["dataset"].command, "run", *flags.split())
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1) and message in outcome.err
+
+
+def test_a_dataset_without_what_is_required_ends_with_one_line_and_code_2(
+    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delattr("data.flowers.Flowers.sample_shape")
+    outcome = train(examples()["dataset"].command, "run", "--training.steps=1")
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert '"flowers": its class Flowers has no sample_shape ((C, H, W)); see docs/extending.md' in outcome.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_dataset_of_the_page_trains_without_labels_and_is_encoded(
+    train: Train, run_script: RunScript, tmp_path: Path
+) -> None:
+    command = examples()["dataset"].command
+    assert train(command, "run", "--training.steps=1", "--dataset.num_classes=0").code == 0
+    flags = ["--dataset.dataset_name=flowers", "--dataset.root_dir=flowers", "--autoencoder.name=haar"]
+    encoded = run_script("scripts/encode_latents.py", tmp_path / "latents", *flags)
+    assert encoded.code == 0, encoded.err
+    stored = json.loads((tmp_path / "run/config.json").read_text())["config"]["dataset"]["fingerprint"]
+    index = json.loads((tmp_path / "latents/train/index.json").read_text())
+    assert stored in json.dumps(index)
+
+
+def block_flags(*flags: str) -> list[str]:
+    _, _, *arguments = shlex.split(examples()["block"].command)
+    return [*arguments, *shlex.split(TINY), "--training.steps=2", "--metrics.enable_sampling=false", *flags]
+
+
+ADD_AND_TRAIN = f"""
+import runpy, sys
+from pathlib import Path
+sys.path.insert(1, {str(Path(__file__).parent)!r})
+from test_extending import add_to_the_repository
+add_to_the_repository(Path(sys.argv.pop(1)))
+runpy.run_path({str(REPOSITORY / "train.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_the_block_of_the_page_is_sharded_checkpointed_and_compiled_with_the_same_losses(
+    run_distributed: RunDistributed, tmp_path: Path
+) -> None:
+    script = tmp_path / "add_and_train.py"
+    script.write_text(ADD_AND_TRAIN, encoding="utf-8")
+    losses = {}
+    for world_size, name, flags in [
+        (1, "one", []),
+        (
+            2,
+            "two",
+            [
+                "--training.data_parallel_shard_degree=2",
+                "--activation_checkpoint.mode=full",
+                "--training.compile",
+                "--compile.backend=aot_eager",
+            ],
+        ),
+    ]:
+        where = [f"--job.dump_folder={tmp_path}", f"--metrics.experiment_name={name}"]
+        run = run_distributed([script, tmp_path / "added", *block_flags(*flags, *where)], world_size)
+        assert run.returncode == 0, run.stderr
+        losses[name] = [row["loss"] for row in read_metrics(tmp_path / name)]
+    assert len(losses["one"]) == 2
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-5)
+
+
+@pytest.mark.usefixtures("added")
+@pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
+def test_the_block_of_the_page_is_counted_planned_and_filled(conditioning: str) -> None:
+    flags = ["--model.flavor=debugmodel", f"--model.conditioning={conditioning}"]
+    specs = {
+        block: build_model_spec(
+            load_config([*flags, f"--model.block={block}"]).model, sample_shape=(1, 8, 8), num_classes=10
+        )
+        for block in ("dit", "parallel")
+    }
+    flops = {block: count_model_flops(spec) for block, spec in specs.items()}
+    assert flops["parallel"].attention == flops["dit"].attention
+    assert flops["parallel"].per_token == flops["dit"].per_token
+    # Three vectors of width D in each of the blocks instead of six; a product counts 2, and 3 times with the backward.
+    size = FLAVORS["debugmodel"]
+    modulation = 6 * size.depth * 3 * size.width**2 if conditioning == "adaln" else 0
+    assert flops["dit"].per_image - flops["parallel"].per_image == modulation
+    plans = {
+        block: plan_run(
+            load_config(["--job.config_file=quickstart", *flags, f"--model.block={block}"]), device="cpu", num_devices=2
+        )
+        for block in specs
+    }
+    assert 0 < plans["parallel"].peak.total < plans["dit"].peak.total
+
+    model = specs["parallel"].build()
+    model.init_weights(0)
+    x, c = torch.randn(2, 5, size.width), torch.randn(2, size.width)
+    block = model.blocks[0]
+    if conditioning == "adaln":
+        assert torch.equal(block(x, c, None), x)
+        return
+    std = 0.02 / (2 * size.depth) ** 0.5
+    for name in ("attn.proj", "mlp.w3"):
+        assert block.get_submodule(name).weight.std().item() == pytest.approx(std, rel=0.1)
+    assert not torch.equal(block(x, None, None), x)
+
+
+@pytest.mark.usefixtures("added")
+def test_a_block_refuses_options_itself_and_published_models_refuse_a_block() -> None:
+    config = load_config(["--model.block=parallel", "--model.text=cross_attention"])
+    config.model.text_tokens, config.model.text_width = 4, 8
+    with pytest.raises(ConfigError, match=r'model.text = "cross_attention": the parallel block has no cross-attention'):
+        build_model_spec(config.model, sample_shape=(1, 8, 8), num_classes=0)
+    with pytest.raises(ConfigError, match=r'model.block = "parallel": flux has its own; leave it out'):
+        load_config(["--model.name=flux", "--model.flavor=debugmodel", "--model.block=parallel"])
 
 
 @pytest.mark.usefixtures("added")
@@ -189,12 +384,16 @@ def test_choices_follow_the_registry() -> None:
         load_config(["--diffusion.objective=x_predicton"])
     with pytest.raises(ConfigError, match=r"must be one of AdamW, AdamW8bit, Muon; did you mean Muon\?"):
         load_config(["--optimizer.name=muon"])
+    with pytest.raises(ConfigError, match=r"must be one of dit, parallel; did you mean parallel\?"):
+        load_config(["--model.block=paralel"])
 
 
 def test_every_registered_name_is_there() -> None:
     for name in registry.OBJECTIVES:
         objective = registry.registered(registry.OBJECTIVES, name)
         assert [part for part in ("build", "option_mistakes", "loss", "sample") if not hasattr(objective, part)] == []
+    for name in registry.BLOCKS:
+        assert issubclass(registry.registered(registry.BLOCKS, name), Block)
     for name in registry.OPTIMIZERS:
         assert all(isinstance(group, ParameterGroup) for group in parameter_groups(Optimizer(name=name)))
 
@@ -274,7 +473,7 @@ def continue_run(rank: int, world_size: int, folder: str, name: str, *, resume: 
 
 def run_and_resume(rank: int, world_size: int, folder: str, name: str) -> None:
     if "Muon" not in registry.OPTIMIZERS:
-        add_to_the_package(Path(folder) / f"added-{rank}")
+        add_to_the_repository(Path(folder) / f"added-{rank}")
     registry.OPTIMIZERS.update(OWN)
     whole, again = (continue_run(rank, world_size, folder, name, resume=resume) for resume in (False, True))
     assert whole["losses"][3:] == again["losses"] and len(again["losses"]) == 3

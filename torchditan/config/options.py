@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from torchditan.registry import OBJECTIVES, OPTIMIZERS
+from torchditan.registry import BLOCKS, OBJECTIVES, OPTIMIZERS
 
 FLAVOR_NAMES = ("debugmodel", "DiT-Ti", "DiT-S", "DiT-B", "DiT-L", "DiT-XL", "DiT-1B", "DiT-7B")
 """Sizes of models/dit.py, repeated here because that module imports torch; a test compares them."""
@@ -63,6 +63,8 @@ class Model:
     preset: Literal["torchditan", "official", "llama3_diffusion"] = "torchditan"
     """Options of the flavor: torchditan's (RoPE, SwiGLU); official (Peebles and Xie 2023); or llama3_diffusion,
     torchditan's with the course project's sizes."""
+    block: Annotated[str, BLOCKS] = "dit"
+    """The repeated block; dit is attention, then a feed-forward layer. docs/extending.md adds another."""
     patch_size: int = 2
     """Side of a square patch, in pixels or latent cells; image height and width must be multiples of it."""
     input_channels: int | None = None

@@ -153,8 +153,9 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
     ),
     (
         lambda config: config.model.name in PUBLISHED_FLAVORS,
-        "model.preset model.patch_size model.conditioning model.norm_type model.qk_norm model.mlp model.position "
-        "model.rope_theta model.learn_sigma model.text model.text_tokens model.text_width model.pooled_width",
+        "model.preset model.block model.patch_size model.conditioning model.norm_type model.qk_norm model.mlp "
+        "model.position model.rope_theta model.learn_sigma model.text model.text_tokens model.text_width "
+        "model.pooled_width",
         "{name} has its own; leave it out",
     ),
     (

@@ -19,6 +19,7 @@ VALUES_BEFORE: dict[str, Any] = {
     "checkpoint.initial_load_convention": None,
     "dataset.bucket_order": "random",
     "lr_scheduler.decay_until": "last_step",
+    "model.block": "dit",
 }
 """Options added since commit 36e2f02, each with what every run did before it existed.
 

@@ -172,6 +172,8 @@ class OrderedDataset:
             batch = self.dataset.read_batch(indices, flips)
         except ConfigError as error:
             return error
+        if self.num_classes == 0:
+            batch.pop("class_label", None)
         batch["index"] = torch.from_numpy(np.array(positions, dtype=np.int64))  # (B,)
         return batch
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchditan.config.options import Sampling
-from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
+from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
 from torchditan.diffusion.objectives import Objective
 from torchditan.diffusion.samplers import Prediction, guided_prediction
 from torchditan.evaluation.sample_rows import SampleRows
@@ -123,7 +123,7 @@ def real_samples(
     Returns:
         (len(labels), samples_per_label, C, H, W) float32 in [-1, 1].
     """
-    if not hasattr(dataset, "__len__"):
+    if isinstance(dataset, SequentialDataset):
         return None
     rows = []
     for indices in _candidates(dataset, labels=labels if conditional else [], wanted=samples_per_label):
@@ -143,7 +143,7 @@ def _candidates(dataset: ImageDataset, *, labels: list[int], wanted: int) -> lis
     spread = np.arange(0, len(dataset), max(1, len(dataset) // _SEARCH_LIMIT))
     if not labels:
         return [_spread(spread, wanted)]
-    known = getattr(dataset, "class_labels", None)
+    known = dataset.class_labels
     if known is not None:
         return [_spread(np.flatnonzero(np.asarray(known) == label), wanted) for label in labels]
     found: dict[int, list[int]] = {label: [] for label in labels}

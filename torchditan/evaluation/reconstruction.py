@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchditan.autoencoders.autoencoder import Autoencoder
 from torchditan.config.errors import option_error
-from torchditan.data_stream.datasets import ImageDataset, read_image
+from torchditan.data_stream.datasets import ImageDataset, SequentialDataset, read_image
 
 SSIM_WINDOW = 11
 """Pixels of the window, a side; smaller images have no SSIM."""
@@ -115,7 +115,7 @@ def picture_batches(
 
 def check_pictures(dataset: ImageDataset) -> None:
     """Refuse with a ConfigError a dataset that is read in order only, and one that holds no pictures."""
-    if not hasattr(dataset, "__len__"):
+    if isinstance(dataset, SequentialDataset):
         right = "pictures are read from all over the dataset here; must be false"
         raise option_error("dataset.streaming", True, right)
     if dataset.sample_shape[0] not in (1, 3):

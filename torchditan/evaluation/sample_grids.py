@@ -48,7 +48,7 @@ class Grids:
         self.dataset = dataset
         self.held_out = held_out
         self.space = space
-        prompts: SampleRows | None = getattr(dataset, "prompts", None)
+        prompts: SampleRows | None = dataset.prompts
         self.shows_prompts = prompts is not None
         if prompts is None:
             labels = range(min(config.sampling.max_classes, max(1, len(dataset.class_names))))

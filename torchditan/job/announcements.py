@@ -12,6 +12,7 @@ from torch import nn
 
 from torchditan.checkpoint.loading import Progress
 from torchditan.config.options import Config
+from torchditan.data_stream.datasets import SequentialDataset
 from torchditan.distributed.parallelize import compile_advice
 from torchditan.evaluation.sample_grids import Grids
 from torchditan.job.prepare import Job
@@ -88,7 +89,7 @@ def _what_is_left(config: Config, progress: Progress) -> str | None:
 
 def _describe_run(job: Job, model: nn.Module, progress: Progress) -> str:
     config, count = job.config, sum(parameter.numel() for parameter in model.parameters())
-    images = f"{len(job.dataset)} images" if hasattr(job.dataset, "__len__") else "streamed images"
+    images = "streamed images" if isinstance(job.dataset, SequentialDataset) else f"{len(job.dataset)} images"
     shape = "x".join(map(str, job.dataset.sample_shape))
     if job.space.is_encoding:
         shape += f", encoded to {'x'.join(map(str, job.space.sample_shape))}"

@@ -19,10 +19,9 @@ from torchditan.config.errors import option_error
 from torchditan.config.options import Config, flatten
 from torchditan.config.rules import has_effect
 from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree
-from torchditan.data_stream.datasets import ImageDataset
+from torchditan.data_stream.datasets import ImageDataset, StandInDataset
 from torchditan.data_stream.order import BatchPlan
 from torchditan.distributed.process_group import Rank
-from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
 from torchditan.optim.optimizers import learning_rate
@@ -110,7 +109,7 @@ def complete_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape
         right = f"samples of this data are {sample_size}; leave it out"
         raise option_error("model.sample_size", config.model.sample_size, right)
     text_sizes = text_sizes_of(dataset, config)
-    fingerprint = getattr(dataset, "fingerprint", None)
+    fingerprint = dataset.fingerprint
     if config.dataset.fingerprint not in (None, fingerprint):
         right = (
             f"the data here is {fingerprint or 'of no known identity'}; leave it out, or give the data it belongs to"
@@ -139,9 +138,9 @@ def text_sizes_of(dataset: ImageDataset, config: Config) -> dict[str, int | None
         ConfigError: there are no captions, or their embeddings are of other sizes than the options say.
     """
     model = config.model
-    if model.text is None or getattr(dataset, "stands_in_for_any", False):
+    if model.text is None or isinstance(dataset, StandInDataset):
         return {}
-    null = getattr(dataset, "null_tensors", None)
+    null = dataset.null_tensors
     if null is None:
         right = f"{dataset.name} has no captions; leave it out, or set --dataset.dataset_name captions"
         raise option_error("model.text", model.text, right)
@@ -264,17 +263,10 @@ def with_condition_of(spec: ModelSpec, dataset: ImageDataset, config: Config, *,
     conditioning = spec.conditioning
     if not isinstance(conditioning, TextEmbeddings):
         return spec
-    if getattr(dataset, "stands_in_for_any", False):
-        stand_in = cast(Any, dataset)
-        stand_in.condition = conditioning.tensors
-        items = [dataset[index] for index in range(min(2, len(dataset)))]
-        stand_in.prompts = SampleRows(
-            names=[f"random {number}" for number in range(len(items))],
-            numbers=list(range(len(items))),
-            tensors={name: torch.stack([item[name] for item in items]) for name in conditioning.tensors},
-        )
+    if isinstance(dataset, StandInDataset):
+        dataset.condition_on(conditioning.tensors)
         return spec
-    null = getattr(dataset, "null_tensors", None)
+    null = dataset.null_tensors
     if null is None:
         right = f"{dataset.name} has no captions, which {spec.name} is conditioned on; must be captions, or dummy"
         raise option_error("dataset.dataset_name", dataset.name, right)

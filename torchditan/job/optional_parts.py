@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchditan.config.options import Config
-from torchditan.data_stream.datasets import CaptionedDataset, ImageDataset
+from torchditan.data_stream.datasets import CaptionSource, ImageDataset
 
 PARTS = {
     "open_captions": "torchditan.finetune.captions.dataset:open_captions",
@@ -25,8 +25,8 @@ PARTS = {
 def choose_parts(config: Config, dataset: ImageDataset) -> dict[str, Callable[..., Any]]:
     """Arguments of `prepare_job` for this job; imports what they need, and nothing else."""
     is_wanted = {
-        "open_captions": isinstance(dataset, CaptionedDataset),
-        "open_latents": config.autoencoder.online or getattr(dataset, "index", None) is not None,
+        "open_captions": isinstance(dataset, CaptionSource),
+        "open_latents": config.autoencoder.online or dataset.index is not None,
         "tune_batch_size": config.training.batch_size == "auto",
         "load_initial_weights": config.checkpoint.initial_load_path is not None,
     }

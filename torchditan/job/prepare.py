@@ -14,7 +14,7 @@ import torch
 from torchditan.checkpoint.manager import check_async_mode
 from torchditan.config.errors import option_error
 from torchditan.config.options import Config
-from torchditan.data_stream.datasets import CaptionedDataset, ImageDataset
+from torchditan.data_stream.datasets import CaptionSource, ImageDataset
 from torchditan.data_stream.order import BatchPlan
 from torchditan.distributed.cpu_threads import set_cpu_threads
 from torchditan.distributed.parallel_dims import ParallelDims
@@ -107,7 +107,7 @@ def prepare_job(
     continued, kept = keep_values_of_run(config, run)
     if kept and rank.rank == 0:
         print(f"{path} keeps what it was started with: {', '.join(kept)}", file=sys.stderr)
-    if isinstance(dataset, CaptionedDataset):
+    if isinstance(dataset, CaptionSource):
         assert open_captions is not None, "optional_parts.choose_parts gives it"
         dataset, validation_dataset, space = open_captions(continued, dataset, validation_dataset, rank=rank)
         if config.cache.only:

@@ -62,7 +62,7 @@ def describe_encoding(
         dataset=dataset.name,
         split=split,
         num_source_images=len(dataset),
-        source=getattr(dataset, "source", None),
+        source=dataset.fingerprint,
         image_size=(height, width),
         crop=crop,
         autoencoder_name=autoencoder.name,

@@ -127,8 +127,8 @@ def build_sample_space(
     Raises:
         ConfigError: the section asks for what the dataset is not, or its autoencoder does not open.
     """
-    index = getattr(dataset, "index", None)
-    if isinstance(index, LatentIndex):
+    index = dataset.index
+    if index is not None:
         if config.online:
             right = f"{dataset.name} holds latents, which are encoded already; leave it out"
             raise option_error("autoencoder.online", True, right)

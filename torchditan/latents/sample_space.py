@@ -7,12 +7,12 @@ With pixels nothing happens; latents are in latent_space.py.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from torch import Tensor
 
 from torchditan.config.errors import option_error
 from torchditan.config.options import Autoencoder as AutoencoderConfig
+from torchditan.data_stream.datasets import ImageDataset, StandInDataset
 
 Batch = dict[str, Tensor]
 _PIXELS = AutoencoderConfig()
@@ -57,13 +57,13 @@ class SampleSpace:
         return samples
 
 
-def pixel_space(config: AutoencoderConfig, dataset: Any) -> SampleSpace:
+def pixel_space(config: AutoencoderConfig, dataset: ImageDataset) -> SampleSpace:
     """The dataset's pixels as samples; a dataset that takes the place of any other needs no `[autoencoder]`.
 
     Raises:
         ConfigError: the section asks for an autoencoder.
     """
-    if getattr(dataset, "stands_in_for_any", False):
+    if isinstance(dataset, StandInDataset):
         return SampleSpace(dataset.sample_shape)
     for option, value in dataclasses.asdict(config).items():
         if value not in (None, False):

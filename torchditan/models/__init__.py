@@ -4,7 +4,7 @@
 To add an architecture, write a function like `build_dit_spec` and name it in `MODELS`. One that diffusers has is a file
 in finetune/published/.
 
-May import: config, randomness.
+May import: config, randomness, registry.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torchditan.models.spec import (
     TextEmbeddings,
     Unconditional,
 )
+from torchditan.registry import BLOCKS, registered
 
 __all__ = [
     "MODELS",
@@ -68,12 +69,15 @@ def build_dit_spec(
         image_size=(height, width),
         num_classes=num_classes,
         rope_theta=config.rope_theta,
+        block=config.block,
         text=config.text,
         text_tokens=config.text_tokens or 0,
         text_width=config.text_width or 0,
         pooled_width=config.pooled_width or 0,
         **options,  # type: ignore[arg-type]
     )
+    for option, right in registered(BLOCKS, config.block).option_mistakes(dit_config):
+        raise option_error(option, getattr(config, option.removeprefix("model.")), right)
     return ModelSpec(
         name="dit",
         flavor=config.flavor,

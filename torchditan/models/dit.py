@@ -8,6 +8,7 @@ Notable:
 - text, from embeddings made beforehand: as tokens before the patches, or by cross-attention in every block; a pooled
   vector joins the timestep; padding is masked;
 - RMSNorm, LayerNorm or LayerNorm without parameters; SwiGLU or GELU; queries and keys normalised or not;
+- the repeated block is an extension point: `Block` is its interface, `DiTBlock` the paper's;
 - the `official` preset has the paper's parameters, one for one, under the names of its released checkpoints;
 - `init_weights` is a pure function of (seed, parameter name): the same model on every device and mesh;
 - nothing here knows of devices, precision or ranks. Only the two places where float32 inputs enter (patches,
@@ -19,7 +20,7 @@ Shapes: B samples, N tokens, L tokens of text, D width, H heads of size K, C cha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +28,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchditan.models.initialization import draw_normal, draw_xavier_uniform, fill, named_parameters_to_fill
+from torchditan.registry import BLOCKS, registered
 
 NORM_EPS = 1e-6
 TIMESTEP_FREQUENCIES = 256
 TIMESTEP_SCALE = 1000.0  # the paper counts t in [0, 1000), this project in [0, 1]
-ZERO_WEIGHTS = ("final_layer.linear.weight", "cross_attn.proj.weight")
 TEXT_MASKS = ("prompt_attention_mask", "prompt_embeds_mask")
 
 
@@ -87,6 +88,8 @@ class DiTConfig:
     position: str = "rope"
     """rope or sincos."""
     rope_theta: float = 10000.0
+    block: str = "dit"
+    """A name in `registry.BLOCKS`."""
     learn_sigma: bool = False
     """Predict twice the channels: mean and variance."""
     text: str | None = None
@@ -327,28 +330,33 @@ class SwiGLU(nn.Module):
         return self.w3(F.silu(gate) * value)
 
 
+def build_mlp(config: DiTConfig) -> nn.Module:
+    return SwiGLU(config.width) if config.mlp == "swiglu" else GELUMLP(config.width)
+
+
 def adaln_modulation(width: int, num_chunks: int) -> nn.Sequential:
     return nn.Sequential(nn.SiLU(), nn.Linear(width, num_chunks * width))
 
 
 class Block(nn.Module):
-    """Attention and MLP, each a residual: modulated and gated by the condition (adaLN-zero), or plain.
+    """The interface of the repeated block; `model.block` names a subclass (docs/extending.md).
 
-    Between the two, cross-attention to the text, where there is any, is a plain residual, as in PixArt-alpha
-    (Chen et al. 2023, arXiv 2310.00426).
+    It has parameters and no buffers, and draws no random numbers. `DiT.init_weights` fills the parameters by name; the
+    two tuples name those of a subclass that are special, by the end of their name.
     """
+
+    zero_weights: tuple[str, ...] = ()
+    """Weights that start at 0."""
+    residual_weights: tuple[str, ...] = ()
+    """The last layers before the residual stream. Without adaLN's gates (conditioning in_context) they start small."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()
-        self.norm1 = build_norm(config.norm_type, config.width)
-        self.attn = Attention(config)
-        if config.text == "cross_attention":
-            self.norm_cross = build_norm(config.norm_type, config.width)
-            self.cross_attn = CrossAttention(config)
-        self.norm2 = build_norm(config.norm_type, config.width)
-        self.mlp = SwiGLU(config.width) if config.mlp == "swiglu" else GELUMLP(config.width)
-        if config.conditioning == "adaln":
-            self.adaLN_modulation = adaln_modulation(config.width, 6)
+
+    @classmethod
+    def option_mistakes(cls, config: DiTConfig) -> Iterator[tuple[str, str]]:
+        """(option of `[model]`, what would be right) for each option that this block does not support."""
+        yield from ()
 
     def forward(
         self,
@@ -366,7 +374,43 @@ class Block(nn.Module):
             rope: see `rotate`.
             text: (B, L, D) to cross-attend, or None.
             mask: bool (B, 1, 1, N), or (B, 1, 1, L) with `text`: the tokens that are no padding. None: all of them.
+
+        Returns:
+            (B, N, D).
         """
+        raise NotImplementedError
+
+
+class DiTBlock(Block):
+    """Attention and MLP, each a residual: modulated and gated by the condition (adaLN-zero), or plain.
+
+    Between the two, cross-attention to the text, where there is any, is a plain residual, as in PixArt-alpha
+    (Chen et al. 2023, arXiv 2310.00426).
+    """
+
+    zero_weights = ("cross_attn.proj.weight",)
+    residual_weights = ("attn.proj.weight", "mlp.fc2.weight", "mlp.w3.weight")
+
+    def __init__(self, config: DiTConfig):
+        super().__init__(config)
+        self.norm1 = build_norm(config.norm_type, config.width)
+        self.attn = Attention(config)
+        if config.text == "cross_attention":
+            self.norm_cross = build_norm(config.norm_type, config.width)
+            self.cross_attn = CrossAttention(config)
+        self.norm2 = build_norm(config.norm_type, config.width)
+        self.mlp = build_mlp(config)
+        if config.conditioning == "adaln":
+            self.adaLN_modulation = adaln_modulation(config.width, 6)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        c: torch.Tensor | None,
+        rope: torch.Tensor | None,
+        text: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         own_mask = mask if text is None else None
         if c is None:
             x = x + self.attn(self.norm1(x), rope, own_mask)
@@ -414,7 +458,8 @@ class DiT(nn.Module):
             # A frozen parameter, as in the released checkpoints; unlike a buffer FSDP shards and casts it.
             table = torch.empty(1, config.num_patches, config.width)
             self.pos_embed = nn.Parameter(table, requires_grad=False)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.block_type: type[Block] = registered(BLOCKS, config.block)
+        self.blocks = nn.ModuleList(self.block_type(config) for _ in range(config.depth))
         self.final_layer = FinalLayer(config)
 
     def read_text(self, cond: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -482,21 +527,24 @@ class DiT(nn.Module):
         two projections into the residual stream start at N(0, 0.02 / sqrt(2 depth)) (GPT-2). Of text: the projection of
         tokens is a linear layer like others, that of the pooled vector starts as the label table does, and
         cross-attention's last layer at 0, so that the block is still the identity.
+        The block's class names those of its weights that are not filled like others.
         """
+        assert not list(self.buffers()), "nothing would fill them"
+        zero_weights = self.block_type.zero_weights
+        residual_weights = self.block_type.residual_weights if self.config.conditioning == "in_context" else ()
         for name, parameter in named_parameters_to_fill(self):
-            shape = parameter.shape
+            shape, is_of_block = parameter.shape, name.startswith("blocks.")
+            is_zero = name == "final_layer.linear.weight" or (is_of_block and name.endswith(zero_weights))
             if name == "pos_embed":
                 rows, columns = (size // self.config.patch_size for size in self.config.image_size)
                 fill(parameter, sincos_position_table(self.config.width, rows, columns).unsqueeze(0))
-            elif name.endswith("bias") or "adaLN_modulation" in name or name.endswith(ZERO_WEIGHTS):
+            elif is_zero or name.endswith("bias") or "adaLN_modulation" in name:
                 parameter.zero_()
             elif len(shape) == 1:  # the weight of a norm
                 parameter.fill_(1.0)
             elif name.startswith(("y_embedder.", "t_embedder.", "pooled_embedder.")):
                 fill(parameter, draw_normal(seed, name, shape, std=0.02))
-            elif self.config.conditioning == "in_context" and name.endswith(
-                ("attn.proj.weight", "mlp.fc2.weight", "mlp.w3.weight")
-            ):
+            elif is_of_block and name.endswith(residual_weights):
                 fill(parameter, draw_normal(seed, name, shape, std=0.02 / math.sqrt(2 * self.config.depth)))
             else:
                 fill(parameter, draw_xavier_uniform(seed, name, shape))

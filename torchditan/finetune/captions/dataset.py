@@ -15,7 +15,7 @@ from torchditan.autoencoders import Autoencoder
 from torchditan.config.errors import option_error
 from torchditan.config.options import Autoencoder as AutoencoderConfig
 from torchditan.config.options import Config
-from torchditan.data_stream.datasets import CaptionedDataset
+from torchditan.data_stream.datasets import CaptionSource, ImageDataset
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.finetune.captions.cache import TensorCache, hash_of
@@ -54,7 +54,7 @@ class LatentSpace(SampleSpace):
         return decode_latents(self.config, samples, device=self.device, sample_dims=dims, at_once=self.at_once)
 
 
-class CachedCaptions:
+class CachedCaptions(ImageDataset):
     """Samples with the embeddings of their captions; an ImageDataset whose items hold the model's condition.
 
     Args:
@@ -67,12 +67,11 @@ class CachedCaptions:
         identity: see `fingerprint`.
     """
 
-    class_names: list[str] = []  # noqa: RUF012  the stream's protocol has it so
     horizontal_flip = False
 
     def __init__(
         self,
-        source: CaptionedDataset,
+        source: CaptionSource,
         *,
         latents: TensorCache | None,
         shift: torch.Tensor | None,
@@ -84,6 +83,7 @@ class CachedCaptions:
     ) -> None:
         self.source = source
         self.name = source.name
+        self.class_names = []
         self.latents = latents
         self.texts = texts
         self.conditions = conditions
@@ -130,7 +130,7 @@ class CachedCaptions:
 
 
 def open_captions(
-    config: Config, train: CaptionedDataset, validation: CaptionedDataset | None, *, rank: Rank
+    config: Config, train: CaptionSource, validation: CaptionSource | None, *, rank: Rank
 ) -> tuple[CachedCaptions, CachedCaptions | None, SampleSpace]:
     """Encode what the cache lacks, and open it; all ranks call it.
 
@@ -231,7 +231,7 @@ def _rows_of(
     )
 
 
-def _own_prompts(sources: Sequence[CaptionedDataset]) -> list[tuple[str, Any, str]]:
+def _own_prompts(sources: Sequence[CaptionSource]) -> list[tuple[str, Any, str]]:
     """(caption, what gives its image, its content key) of the first images of the common shape, held-out if any."""
     source, shape = sources[-1], tuple(sources[0].sample_shape)
     chosen: dict[str, int] = {}
@@ -270,7 +270,7 @@ def _encode_texts(
 
 
 def _encode_images(
-    config: Config, sources: Sequence[CaptionedDataset], *, folder: Path, rank: Rank
+    config: Config, sources: Sequence[CaptionSource], *, folder: Path, rank: Rank
 ) -> tuple[TensorCache | None, Autoencoder | None]:
     autoencoder = open_image_autoencoder(config, device=rank.device)
     _check_sizes(config, sources, autoencoder)
@@ -284,7 +284,7 @@ def _encode_images(
 
     at_once = _IMAGES_AT_ONCE if config.dataset.num_frames is None else 1
 
-    def encode(batch: list[tuple[CaptionedDataset, int]]) -> Entries:
+    def encode(batch: list[tuple[CaptionSource, int]]) -> Entries:
         images = torch.stack([source[index]["sample"] for source, index in batch])
         means, _ = autoencoder.moments(images)
         return {source.content_key(index): {"mean": mean} for (source, index), mean in zip(batch, means, strict=True)}
@@ -301,7 +301,7 @@ def _encode_images(
     return cache, autoencoder
 
 
-def _check_sizes(config: Config, sources: Sequence[CaptionedDataset], autoencoder: Autoencoder | None) -> None:
+def _check_sizes(config: Config, sources: Sequence[CaptionSource], autoencoder: Autoencoder | None) -> None:
     """Refuse sizes of samples that the autoencoder does not divide, and buckets that the model's patch does not.
 
     Raises:
@@ -322,7 +322,7 @@ def _check_sizes(config: Config, sources: Sequence[CaptionedDataset], autoencode
 
 def _encode_conditions(
     config: Config,
-    sources: Sequence[CaptionedDataset],
+    sources: Sequence[CaptionSource],
     encoders: TextEncoders,
     autoencoder: Autoencoder | None,
     *,
@@ -342,7 +342,7 @@ def _encode_conditions(
     def open_encoder() -> Any:
         pipeline = encoders.open(rank.device, of_images=True)
 
-        def encode(batch: list[tuple[CaptionedDataset, int]]) -> Entries:
+        def encode(batch: list[tuple[CaptionSource, int]]) -> Entries:
             videos = torch.stack([source[index]["sample"] for source, index in batch]).to(rank.device)
             with torch.no_grad():
                 encoded = cls.encode_samples(pipeline, autoencoder.encode, videos)
@@ -363,7 +363,7 @@ def _encode_conditions(
     return cache
 
 
-def _identity(source: CaptionedDataset, encoders: TextEncoders, autoencoder: Autoencoder | None) -> str:
+def _identity(source: CaptionSource, encoders: TextEncoders, autoencoder: Autoencoder | None) -> str:
     items = [[source.content_key(index), *source.caption_variants(index)] for index in range(len(source))]
     latents = "pixels" if autoencoder is None else autoencoder.fingerprint
     return f"captions-{hash_of(json.dumps(items), encoders.identity, latents)[:16]}"
