@@ -29,13 +29,14 @@ from torchditan.config.options import Config, Diffusion
 from torchditan.config.rules import validate
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallel_dims import ParallelDims
-from torchditan.finetune.resolutions import LATENT_GRIDS
+from torchditan.finetune.resolutions import latent_channels
 from torchditan.models import ModelSpec, model_spec_of
 from torchditan.models.flops import count_model_flops
 from torchditan.planner.devices import Device, device_named
 from torchditan.planner.memory import Instant, Layout, Parameters, model_parameters, model_state, timeline
 from torchditan.planner.step_time import Speed, StepTime, step_time
 from torchditan.planner.trace import Checkpointing, Kernels, StepTrace, trace_blocks, trace_step
+from torchditan.registry import FAMILIES, registered
 
 GIB = 1024**3
 USABLE_MEMORY = 0.92
@@ -249,7 +250,7 @@ def _resolve(config: Config, num_devices: int) -> Config:
         )
         raise option_error("autoencoder.online", True, right)
     name = config.dataset.dataset_name
-    if config.model.name in LATENT_GRIDS:
+    if config.model.name in FAMILIES:
         _resolve_latents(config)
     channels, height, width, num_classes = SAMPLE_SHAPES.get(name, (None, None, None, None))
     if config.model.input_channels is None:
@@ -274,19 +275,19 @@ def _resolve_latents(config: Config) -> None:
 
     Weights that are not on this disk are not looked for: the flavor has their sizes.
     """
-    grid, dataset = LATENT_GRIDS[config.model.name], config.dataset
+    family, dataset = registered(FAMILIES, config.model.name), config.dataset
     for section, option in ((config.model, "path"), (config.lora, "assistant_path")):
         place = getattr(section, option)
         if place is not None and not Path(place).expanduser().exists():
             setattr(section, option, None)
     if config.model.input_channels is None:
-        config.model.input_channels = grid.channels
+        config.model.input_channels = latent_channels(config.model)
     if dataset.num_classes is None:
         dataset.num_classes = 0
     if dataset.dataset_name == "captions" and dataset.image_size is not None:
-        dataset.image_size = [side // grid.downsampling for side in dataset.image_size]
-        if dataset.num_frames is not None and grid.temporal_downsampling is not None:
-            dataset.num_frames = 1 + (dataset.num_frames - 1) // grid.temporal_downsampling
+        dataset.image_size = [side // family.latent_downsampling for side in dataset.image_size]
+        if dataset.num_frames is not None and family.takes_videos():
+            dataset.num_frames = 1 + (dataset.num_frames - 1) // family.temporal_downsampling
 
 
 def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: int) -> Plan:
