@@ -48,6 +48,16 @@ METRICS = {
 }
 """`--metrics` of scripts/evaluate.py: classes that follow `torchditan.evaluation.metric.Metric`."""
 
+AUTOENCODERS = {
+    "haar": "torchditan.autoencoders.haar:open_haar",
+    "patch": "torchditan.autoencoders.patch:open_patch",
+    "cosmos": "torchditan.autoencoders.cosmos:open_cosmos",
+    "diffusers": "torchditan.autoencoders.published:open_published",
+}
+"""`autoencoder.name`: functions from the `[autoencoder]` options to an `Autoencoder` (autoencoders/autoencoder.py).
+
+Published ones of these kinds have names of their own in autoencoders/catalogue.py."""
+
 
 def registered(registry: Mapping[str, str], name: str) -> Any:
     """The class or function that a registry has under this name."""
