@@ -118,7 +118,9 @@ def main() -> None:
     }
     for metric in metrics:
         metric.update(pictures, labels, source="generated")
-        result |= metric.compute()
+        found = metric.compute()
+        assert not found.keys() & result.keys(), f"two metrics give {', '.join(found.keys() & result.keys())}"
+        result |= found
     print(json.dumps(result, indent=2))
 
 

@@ -30,10 +30,11 @@ def published_options(model: str, resolution: str | None) -> dict[str, Any]:
     Raises:
         ConfigError: no such model, or its autoencoder makes no whole number of cells of that.
     """
-    family, name = _family_of(model), str(model).partition("/")[0]
-    options: dict[str, Any] = {"model.name": name, "model.flavor": str(model).partition("/")[2]}
-    options |= {"model.input_channels": latent_channels(Model(options["model.name"], options["model.flavor"]))}
-    options |= {"dataset.num_classes": 0, "diffusion.objective": family.objective}
+    family = _family_of(model)
+    name, _, flavor = model.partition("/")
+    options: dict[str, Any] = {"model.name": name, "model.flavor": flavor}
+    options |= {"model.input_channels": latent_channels(Model(name, flavor)), "dataset.num_classes": 0}
+    options |= {"diffusion.objective": family.objective}
     height, width, *frames = resolution_numbers(resolution or usual_resolution(model))
     cell = family.latent_downsampling
     for side in (height, width):
