@@ -35,8 +35,9 @@ def parse(argv: list[str]) -> Config:
 def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
     """(option, hub name, patterns of files) of all that is on the hub and not in a folder here."""
     from torchditan.finetune.captions.encode import TEXT_PARTS
-    from torchditan.finetune.published import FAMILIES, family
+    from torchditan.finetune.published import family
     from torchditan.finetune.published.stored_weights import is_hub_name
+    from torchditan.registry import FAMILIES
 
     found: list[tuple[str, str, list[str]]] = []
 

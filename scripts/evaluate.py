@@ -1,78 +1,126 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Ask a small classifier, trained on the real images, which class each guided sample of a run shows.
+"""Metrics of a run's guided samples: by default, which class a small classifier of the real images sees in each.
 
 python scripts/evaluate.py outputs/quickstart
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def main() -> None:
+    from torchditan.evaluation.metric import Metric
+    from torchditan.weights.trained_model import TrainedModel
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Arguments of this script, and the flags left for the run's configuration."""
     from torchditan.config.command_line import RunParser, count
+    from torchditan.config.errors import did_you_mean, option_error
+    from torchditan.registry import METRICS
 
     parser = RunParser(__doc__)
+    parser.add_argument(
+        "--metrics",
+        nargs="+",
+        default=["classifier"],
+        metavar="NAME",
+        help=f"what to compute, any of {', '.join(METRICS)} (default: classifier)",
+    )
     parser.add_argument("--samples_per_class", type=count, default=100, help="samples of each class (default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="seed of noise and classifier (default: 1)")
     parser.add_argument("--epochs", type=count, default=20, help="epochs of the classifier (default: 20)")
-    args, flags = parser.parse(sys.argv[1:])
+    args, flags = parser.parse(argv)
+    for name in args.metrics:
+        if name not in METRICS:
+            right = f"must be one of {', '.join(METRICS)}{did_you_mean(name, METRICS)}"
+            raise option_error("--metrics", name, right)
+    return args, flags
+
+
+def load(args: argparse.Namespace, flags: list[str]) -> TrainedModel:
+    from torchditan.distributed.process_group import Rank
+    from torchditan.run.progress import report_progress
+    from torchditan.weights.trained_model import TrainedModel
+
+    with report_progress(f"loading {args.run}"):
+        return TrainedModel.load(args.run, step=args.step, device=Rank(0, 0, 1).device, flags=flags)
+
+
+def show_real_images(metrics: list[Metric], trained: TrainedModel, datasets: dict[Any, Any]) -> None:
+    """Give all images of both splits to the metrics."""
+    from torchditan.evaluation.metric import batches_of
+    from torchditan.run.progress import report_progress
+
+    with report_progress("reading real images"):
+        for source, dataset in datasets.items():
+            for samples, labels in batches_of(dataset):
+                pictures = trained.real_to_pixels(samples)
+                for metric in metrics:
+                    metric.update(pictures, labels if trained.num_classes else None, source=source)
+
+
+def draw(trained: TrainedModel, args: argparse.Namespace) -> tuple[Tensor, Tensor | None]:
+    """Pictures (n, C, H, W) of all classes, and their labels (n,); None without labels."""
+    import torch
+
+    from torchditan.evaluation.sample_rows import SampleRows
+
+    labels = list(range(max(1, trained.num_classes)))
+    names = [str(label) for label in range(trained.num_classes)]
+    rows = SampleRows.of_classes(labels, class_names=names)
+    samples = trained.generate_rows(rows, samples_per_row=args.samples_per_class, seed=args.seed, batch_size=250)
+    pictures = trained.to_pixels(samples).clamp(-1, 1).flatten(0, 1)
+    return pictures, torch.tensor(labels).repeat_interleave(args.samples_per_class) if names else None
+
+
+def main() -> None:
+    args, flags = parse(sys.argv[1:])
 
     from data import build_dataset
     from torchditan.config.errors import ConfigError
     from torchditan.config.options import dataset_channels
     from torchditan.distributed.cpu_threads import set_cpu_threads
-    from torchditan.distributed.process_group import Rank
-    from torchditan.evaluation.classifier import accuracy, as_tensors, train_classifier
-    from torchditan.run.progress import report_progress
-    from torchditan.weights.trained_model import TrainedModel
+    from torchditan.evaluation.metric import Evaluation
+    from torchditan.registry import METRICS, registered
 
     set_cpu_threads()
-    with report_progress(f"loading {args.run}"):
-        trained = TrainedModel.load(args.run, step=args.step, device=Rank(0, 0, 1).device, flags=flags)
-    config = trained.config
-    if not trained.num_classes:
+    trained = load(args, flags)
+    classes = [registered(METRICS, name) for name in args.metrics]
+    if not trained.num_classes and any(cls.needs_labels for cls in classes):
         raise ConfigError(f"{args.run} was trained without labels; there is no class to name")
-    channels = dataset_channels(config)
-    real = build_dataset(config.dataset, split="train", input_channels=channels)
-    held_out = build_dataset(config.dataset, split="validation", input_channels=channels)
-
-    with report_progress("reading real images"):
-        images, class_labels = as_tensors(real)
-        images = trained.real_to_pixels(images)
-        held_out_images, held_out_labels = as_tensors(held_out)
-        held_out_images = trained.real_to_pixels(held_out_images)
-    num_classes = len(real.class_names)
-    with report_progress("training the classifier", total=args.epochs, unit="epochs") as advance:
-        classifier = train_classifier(
-            images, class_labels, num_classes=num_classes, epochs=args.epochs, seed=args.seed, advance=advance
-        )
-
-    labels = list(range(trained.num_classes))
-    samples = trained.generate(
-        labels, samples_per_label=args.samples_per_class, seed=args.seed, batch_size=250
-    )  # (classes, n, C, H, W)
-    wanted = [label for label in labels for _ in range(args.samples_per_class)]
-    with report_progress("classifying samples"):
-        pictures = trained.to_pixels(samples).clamp(-1, 1)
-        per_class = [
-            accuracy(classifier, row, row.new_full((len(row),), label).long()) for label, row in enumerate(pictures)
-        ]
+    if trained.takes_prompts:
+        raise ConfigError(f"{args.run} was trained on captions; must be a run on classes, or one without labels")
+    channels = dataset_channels(trained.config)
+    splits = {"train": "train", "held_out": "validation"}
+    datasets: dict[Any, Any] = {
+        source: build_dataset(trained.config.dataset, split=split, input_channels=channels)
+        for source, split in splits.items()
+    }
+    class_names = datasets["train"].class_names if trained.num_classes else []
+    metrics: list[Metric] = [cls(Evaluation(class_names, seed=args.seed, epochs=args.epochs)) for cls in classes]
+    show_real_images(metrics, trained, datasets)
+    pictures, labels = draw(trained, args)
     result = {
         "run": str(args.run),
         "step": trained.step,
-        "guidance_scale": config.sampling.guidance_scale,
-        "num_samples": len(wanted),
-        "accuracy_generated": sum(per_class) / len(per_class),
-        "accuracy_held_out_real": accuracy(classifier, held_out_images, held_out_labels),
-        "chance": 1 / trained.num_classes,
-        "per_class": dict(zip(real.class_names, per_class, strict=True)),
+        "guidance_scale": trained.config.sampling.guidance_scale,
+        "num_samples": len(pictures),
     }
+    for metric in metrics:
+        metric.update(pictures, labels, source="generated")
+        found = metric.compute()
+        assert not found.keys() & result.keys(), f"two metrics give {', '.join(found.keys() & result.keys())}"
+        result |= found
     print(json.dumps(result, indent=2))
 
 

@@ -8,20 +8,22 @@ from typing import Any
 import torch
 
 from torchditan.config.options import Model
-from torchditan.finetune.published import PublishedModel
+from torchditan.finetune.published import PublishedModel, family
 from torchditan.models import build_model_spec
 from torchditan.models.spec import Condition, ModelSpec
+from torchditan.registry import FAMILIES
 
-SAMPLE_SHAPES = {
-    "flux": (16, 8, 12),
-    "sd3": (16, 8, 12),
-    "sdxl": (4, 8, 16),
-    "mochi": (12, 2, 8, 12),
-    "hunyuan_video": (16, 2, 8, 12),
-    "wan": (16, 2, 8, 12),
-    "qwen_image": (16, 8, 12),
-}
-MODELS = [*((name, "debugmodel") for name in SAMPLE_SHAPES), ("wan", "debugmodel-i2v")]
+
+def _sample_shape(name: str) -> tuple[int, ...]:
+    """(C, 8, 12), or (C, 2, 8, 12) for videos, of the debugmodel of a family; sides are multiples of its patch."""
+    cls = family(name)
+    sizes = cls.flavors["debugmodel"].config
+    frames = [2] if cls.takes_videos() else []
+    return cls.latent_channels(sizes), *frames, 8, 12
+
+
+SAMPLE_SHAPES = {name: _sample_shape(name) for name in FAMILIES}
+MODELS = [(name, flavor) for name in FAMILIES for flavor in family(name).flavors if flavor.startswith("debugmodel")]
 GUIDANCE = 3.5
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What the value of an option stands for. One line here adds an objective, a block or an optimizer (docs/extending.md).
+"""What the value of an option stands for. One line here adds an objective, a block, a metric ... (docs/extending.md).
 
 A line says `"value": "module:name"`. The module is imported when a job asks for that value, so this file imports no
 torch, and config/options.py takes the choices of its options from it.
@@ -8,6 +8,7 @@ torch, and config/options.py takes the choices of its options from it.
 from __future__ import annotations
 
 import importlib
+from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,40 @@ OPTIMIZERS = {
     "AdamW8bit": "torchditan.optim.optimizers:adamw_8bit",
 }
 """`optimizer.name`: functions from the `[optimizer]` options to a list of `ParameterGroup` (optim/optimizers.py)."""
+
+ARCHITECTURES = {
+    "dit": "torchditan.models:build_dit_spec",
+}
+"""`model.name`: functions from the `[model]` options to the `ModelSpec` of an architecture of ours."""
+
+FAMILIES = {
+    "flux": "torchditan.finetune.published.flux:Flux",
+    "sd3": "torchditan.finetune.published.sd3:SD3",
+    "sdxl": "torchditan.finetune.published.sdxl:SDXL",
+    "mochi": "torchditan.finetune.published.mochi:Mochi",
+    "hunyuan_video": "torchditan.finetune.published.hunyuan_video:HunyuanVideo",
+    "wan": "torchditan.finetune.published.wan:Wan",
+    "qwen_image": "torchditan.finetune.published.qwen_image:QwenImage",
+}
+"""`model.name`: families of published models, subclasses of `PublishedModel` (docs/adding_a_model.md)."""
+
+MODELS = ChainMap(FAMILIES, ARCHITECTURES)
+"""All values of `model.name`, ours first."""
+
+METRICS = {
+    "classifier": "torchditan.evaluation.classifier:ClassifierAccuracy",
+}
+"""`--metrics` of scripts/evaluate.py: classes that follow `torchditan.evaluation.metric.Metric`."""
+
+AUTOENCODERS = {
+    "haar": "torchditan.autoencoders.haar:open_haar",
+    "patch": "torchditan.autoencoders.patch:open_patch",
+    "cosmos": "torchditan.autoencoders.cosmos:open_cosmos",
+    "diffusers": "torchditan.autoencoders.published:open_published",
+}
+"""`autoencoder.name`: functions from the `[autoencoder]` options to an `Autoencoder` (autoencoders/autoencoder.py).
+
+Published ones of these kinds have names of their own in autoencoders/catalogue.py."""
 
 
 def registered(registry: Mapping[str, str], name: str) -> Any:

@@ -11,14 +11,9 @@ from torchditan.ablation.grid import load_grid, parse_axis
 from torchditan.ablation.ledger import column_type, columns
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import build_config
-from torchditan.config.options import PUBLISHED_FLAVORS, flatten
-from torchditan.finetune.resolutions import (
-    LATENT_GRIDS,
-    RESOLUTIONS,
-    published_options,
-    resolution_of,
-    usual_resolution,
-)
+from torchditan.config.options import Model, flatten
+from torchditan.finetune.resolutions import latent_channels, published_options, resolution_of, usual_resolution
+from torchditan.registry import FAMILIES, registered
 
 GRID = """
 steps = 4
@@ -28,7 +23,7 @@ model = ["flux/debugmodel", "wan/debugmodel"]
 precision = ["float16", "bfloat16"]
 checkpoint_fraction = [0, 0.5]
 """
-MODELS = [f"{family}/{flavor}" for family in LATENT_GRIDS for flavor in PUBLISHED_FLAVORS[family]]
+MODELS = [f"{family}/{flavor}" for family in FAMILIES for flavor in registered(FAMILIES, family).flavors]
 
 
 def write_grid(folder: Path, text: str) -> str:
@@ -37,19 +32,28 @@ def write_grid(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_the_numbers_are_those_of_the_families() -> None:
-    pytest.importorskip("diffusers")
-    from torchditan.finetune.published import FAMILIES, family
+LATENTS = {
+    "flux": (16, 8, None, "flow_matching"),
+    "sd3": (16, 8, None, "flow_matching"),
+    "sdxl": (4, 8, None, "ddpm"),
+    "mochi": (12, 8, 6, "flow_matching"),
+    "hunyuan_video": (16, 8, 4, "flow_matching"),
+    "wan": (16, 8, 4, "flow_matching"),
+    "qwen_image": (16, 8, None, "flow_matching"),
+}
+"""As published: channels, pixels to a cell, frames to a latent one (None: images), objective."""
 
-    assert LATENT_GRIDS.keys() == FAMILIES.keys() == PUBLISHED_FLAVORS.keys()
-    for name, grid in LATENT_GRIDS.items():
-        cls = family(name)
-        assert grid.downsampling == cls.latent_downsampling, name
-        assert (grid.temporal_downsampling or 1) == cls.temporal_downsampling, name
-        assert grid.objective == cls.objective, name
-        for flavor in cls.flavors.values():
-            assert grid.channels == cls.latent_channels(flavor.config), name
-            assert (grid.temporal_downsampling is not None) == (len(cls.patch_size(flavor.config)) == 3), name
+
+def test_the_families_have_the_published_numbers() -> None:
+    for name, (channels, downsampling, temporal_downsampling, objective) in LATENTS.items():
+        family = registered(FAMILIES, name)
+        assert family.latent_downsampling == downsampling, name
+        assert family.temporal_downsampling == (temporal_downsampling or 1), name
+        assert family.objective == objective, name
+        assert family.takes_videos() == (temporal_downsampling is not None), name
+        for flavor, sizes in family.flavors.items():
+            assert latent_channels(Model(name, flavor)) == channels, name
+            assert len(family.patch_size(sizes.config)) == 2 + family.takes_videos(), name
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -59,7 +63,8 @@ def test_every_published_model_can_be_built_at_its_usual_resolution(model: str) 
 
     config = build_config(published_options(model, None))
     assert resolution_of(config) == usual_resolution(model)
-    assert (model in RESOLUTIONS) == ("debugmodel" not in model)
+    family, _, flavor = model.partition("/")
+    assert (registered(FAMILIES, family).flavors[flavor].resolution is None) == ("debugmodel" in model)
     frames = [] if config.dataset.num_frames is None else [config.dataset.num_frames]
     shape = (config.model.input_channels or 0, *frames, *(config.dataset.image_size or ()))
     spec = model_spec_of(config, sample_shape=shape, num_classes=0)

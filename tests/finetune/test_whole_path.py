@@ -13,9 +13,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from torchditan.ablation.grid import as_flags
 from torchditan.checkpoint import manager
 from torchditan.checkpoint.loading import read_state
+from torchditan.finetune.resolutions import published_options
 from torchditan.randomness import normal
+from torchditan.registry import FAMILIES
 from torchditan.weights.trained_model import TrainedModel
 
 pytest.importorskip("diffusers")
@@ -23,18 +26,12 @@ pytest.importorskip("diffusers")
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
 
+OWN = ["--model.flavor=debugmodel", "--model.patch_size=2", "--model.input_channels=1", "--dataset.image_size=8"]
 TEXT = ["--model.text=in_context", "--model.text_tokens=4", "--model.text_width=8", "--model.pooled_width=6"]
-VIDEO = ["--dataset.num_frames=2", "--dataset.num_classes=0"]
 MODELS = {
-    "dit": ["--model.patch_size=2", "--model.input_channels=1", "--dataset.num_classes=3"],
-    "dit, text": ["--model.patch_size=2", "--model.input_channels=1", "--dataset.num_classes=0", *TEXT],
-    "flux": ["--model.input_channels=16", "--dataset.num_classes=0"],
-    "sd3": ["--model.input_channels=16", "--dataset.num_classes=0"],
-    "sdxl": ["--model.input_channels=4", "--dataset.num_classes=0", "--diffusion.objective=ddpm"],
-    "mochi": ["--model.input_channels=12", *VIDEO],
-    "hunyuan_video": ["--model.input_channels=16", *VIDEO],
-    "wan": ["--model.input_channels=16", *VIDEO],
-    "qwen_image": ["--model.input_channels=16", "--dataset.num_classes=0"],
+    "dit": [*OWN, "--dataset.num_classes=3"],
+    "dit, text": [*OWN, "--dataset.num_classes=0", *TEXT],
+    **{name: [*as_flags(published_options(f"{name}/debugmodel", None))] for name in FAMILIES},
 }
 CONVERT = "scripts/convert_checkpoint.py"
 
@@ -44,10 +41,7 @@ Weights = dict[str, torch.Tensor]
 def job(model: str, run: Path, *flags: str) -> list[str]:
     """Two steps of a tiny model on random samples."""
     common = {
-        "model.name": model.partition(",")[0],
-        "model.flavor": "debugmodel",
         "dataset.dataset_name": "dummy",
-        "dataset.image_size": 8,
         "dataset.num_workers": 0,
         "dataset.dummy_size": 8,
         "training.batch_size": 2,

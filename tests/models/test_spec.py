@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from torchditan import registry
 from torchditan.config.errors import ConfigError
+from torchditan.config.loader import load_config
 from torchditan.config.options import Model
-from torchditan.models import ClassLabels, Unconditional, build_model_spec
+from torchditan.models import ClassLabels, Unconditional, build_dit_spec, build_model_spec
 from torchditan.models.dit import FLAVORS, PRESETS
 
 DIGITS = {"sample_shape": (1, 8, 8), "num_classes": 10}
@@ -84,3 +88,29 @@ def test_no_classes_is_unconditional():
     assert conditioning == Unconditional()
     cond = conditioning.from_batch({"class_label": torch.tensor([1])})
     assert cond == conditioning.drop(cond, torch.tensor([True])) == conditioning.null(cond) == {}
+
+
+def build_mine(config, *, sample_shape, num_classes):
+    """An architecture with one flavor, as `ARCHITECTURES` names its function."""
+    if config.flavor != "small":
+        raise ConfigError(f"model.flavor = {config.flavor}: must be small")
+    as_dit = dataclasses.replace(config, name="dit", flavor="debugmodel")
+    spec = build_dit_spec(as_dit, sample_shape=sample_shape, num_classes=num_classes)
+    return dataclasses.replace(spec, name="mine", flavor="small")
+
+
+def test_an_architecture_is_a_function_and_a_line_of_the_registry(monkeypatch, run_script, tmp_path):
+    monkeypatch.setitem(registry.ARCHITECTURES, "mine", f"{__name__}:build_mine")
+    flags = ["--model.name=mine", "--dataset.dataset_name=dummy", "--dataset.image_size=8", "--model.input_channels=3"]
+    spec = build_model_spec(load_config([*flags, "--model.flavor=small"]).model, sample_shape=(3, 8, 8), num_classes=2)
+    assert (spec.name, spec.flavor) == ("mine", "small")
+    with pytest.raises(ConfigError, match="must be small"):
+        build_model_spec(load_config([*flags, "--model.flavor=large"]).model, sample_shape=(3, 8, 8), num_classes=2)
+    with pytest.raises(ConfigError, match=r"must be one of dit, mine, flux, .*qwen_image; did you mean mine\?"):
+        load_config(["--model.name=mina"])
+    with pytest.raises(ConfigError, match="is for published models; leave it out for mine"):
+        load_config([*flags, "--model.flavor=small", "--lora.rank=2"])
+    flags += ["--model.flavor=small", "--dataset.num_classes=2", "--training.steps=1", "--training.batch_size=2"]
+    flags += ["--dataset.num_workers=0", "--metrics.enable_sampling=false", f"--job.dump_folder={tmp_path}"]
+    outcome = run_script("train.py", *flags)
+    assert outcome.code == 0, outcome.err

@@ -28,7 +28,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Model, flatten
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
-from torchditan.finetune.resolutions import LATENT_GRIDS, published_options
+from torchditan.finetune.resolutions import published_options
 from torchditan.models import ModelSpec, build_model_spec, model_spec_of
 from torchditan.models.flops import count_model_flops
 from torchditan.planner import plan as planner
@@ -37,6 +37,7 @@ from torchditan.planner.memory import Parameters, Weight, model_parameters, mode
 from torchditan.planner.plan import largest_batch, plan_run
 from torchditan.planner.step_time import LINK_EFFICIENCY, collective_seconds
 from torchditan.planner.trace import StepTrace, keep_three_of_each_row, trace_step
+from torchditan.registry import FAMILIES, registered
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -55,7 +56,7 @@ INT8 = [*LORA, "--quantize.base=int8"]
 
 def published(model: str, *flags: str, **options: Any) -> list[str]:
     """Flags of a tiny published model on samples so large that their activations count."""
-    resolution = "128x128" if LATENT_GRIDS[model.partition("/")[0]].temporal_downsampling is None else "128x128x13"
+    resolution = "128x128x13" if registered(FAMILIES, model.partition("/")[0]).takes_videos() else "128x128"
     return [*as_flags({**published_options(model, resolution), **options}), *flags]
 
 

@@ -1,41 +1,34 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Autoencoders, by name: pixels -> normalised latents -> pixels. `open_autoencoder` opens any of them.
 
-May import: config, models, run.
+May import: config, models, registry, run.
 """
 
 from __future__ import annotations
 
-import pkgutil
-
 import torch
 from torch import Tensor
 
-from torchditan.autoencoders.autoencoder import Autoencoder
+from torchditan.autoencoders.autoencoder import Autoencoder, check_image_channels
 from torchditan.autoencoders.catalogue import PUBLISHED
-from torchditan.autoencoders.haar import DOWNSAMPLINGS, HaarAutoencoder
 from torchditan.config import options
 from torchditan.config.errors import did_you_mean, option_error
+from torchditan.registry import AUTOENCODERS, registered
 
-__all__ = ["AUTOENCODERS", "Autoencoder", "kind_of", "open_autoencoder"]
-
-AUTOENCODERS = ("haar", "patch", "cosmos", "diffusers", *PUBLISHED)
-OPENERS = {
-    "patch": "torchditan.autoencoders.patch:open_patch",
-    "cosmos": "torchditan.autoencoders.cosmos:open_cosmos",
-    "diffusers": "torchditan.autoencoders.published:open_published",
-}
-"""What opens the autoencoders of each kind that has weights, as `module:function`; imported when one is opened."""
-_PLACES = {
-    "patch": "a folder that scripts/train_autoencoder.py wrote, or one of train_configs/autoencoders/, earth say",
-    "cosmos": "a folder with encoder.jit and decoder.jit, or a hub name, nvidia/Cosmos-0.1-Tokenizer-CI8x8 say",
-    "diffusers": "a folder that diffusers saved, or a hub name, stabilityai/sdxl-vae say",
-}
+__all__ = ["Autoencoder", "check_name", "kind_of", "open_autoencoder"]
 
 
 def kind_of(name: str) -> str:
-    """haar, patch, cosmos or diffusers: what opens the autoencoder of this name."""
+    """The line of `AUTOENCODERS` that opens the autoencoder of this name: haar, patch, cosmos, diffusers, ..."""
     return PUBLISHED[name].kind if name in PUBLISHED else name
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that neither the registry nor the catalogue has."""
+    names = (*AUTOENCODERS, *PUBLISHED)
+    if name not in names:
+        right = f"must be one of {', '.join(names)}{did_you_mean(name, names)}"
+        raise option_error("autoencoder.name", name, right)
 
 
 def open_autoencoder(
@@ -55,54 +48,20 @@ def open_autoencoder(
         ConfigError: the options name none, ask for what it is not, or its weights do not open.
     """
     assert config.name is not None
-    if config.name not in AUTOENCODERS:
-        right = f"must be one of {', '.join(AUTOENCODERS)}{did_you_mean(config.name, AUTOENCODERS)}"
-        raise option_error("autoencoder.name", config.name, right)
+    check_name(config.name)
     entry = PUBLISHED.get(config.name)
-    if entry is not None:
-        _check_downsampling(config, entry.downsampling)  # before anything is fetched
-    if entry is not None or config.name == "cosmos":
-        _check_image_channels(config, 3, image_channels)
-    autoencoder = _open(config, device=device, image_channels=image_channels)
+    if entry is not None:  # before anything is fetched
+        _check_downsampling(config, entry.downsampling)
+        check_image_channels(config, 3, image_channels)
+    opener = registered(AUTOENCODERS, kind_of(config.name))
+    autoencoder: Autoencoder = opener(config, device=device, image_channels=image_channels)
     autoencoder.name = config.name
-    _check_image_channels(config, autoencoder.image_channels, image_channels)
+    autoencoder.path = config.path or (None if entry is None else entry.hub_name)
+    check_image_channels(config, autoencoder.image_channels, image_channels)
     _check_downsampling(config, autoencoder.downsampling)
     _check_identity(config, autoencoder)
     _override_normalization(config, autoencoder)
     return autoencoder
-
-
-def _open(config: options.Autoencoder, *, device: torch.device, image_channels: int | None) -> Autoencoder:
-    assert config.name is not None
-    if config.name == "haar":
-        return _open_haar(config, device=device, image_channels=image_channels or 3)
-    entry = PUBLISHED.get(config.name)
-    place = config.path or (None if entry is None else entry.hub_name)
-    if place is None:
-        raise option_error("autoencoder.path", None, f"must be given: {_PLACES[config.name]}")
-    dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    opener = pkgutil.resolve_name(OPENERS[kind_of(config.name)])
-    autoencoder: Autoencoder = opener(place, device=device, dtype=dtype, entry=entry)
-    autoencoder.path = place
-    return autoencoder
-
-
-def _open_haar(config: options.Autoencoder, *, device: torch.device, image_channels: int) -> HaarAutoencoder:
-    downsampling = 4 if config.downsampling is None else config.downsampling
-    if downsampling not in DOWNSAMPLINGS:
-        right = f"must be one of {', '.join(map(str, DOWNSAMPLINGS))} for haar"
-        raise option_error("autoencoder.downsampling", downsampling, right)
-    if config.path is not None:
-        raise option_error("autoencoder.path", config.path, "haar has no weights; leave it out")
-    if config.dtype not in (None, "float32"):
-        raise option_error("autoencoder.dtype", config.dtype, "haar is exact in float32 only; leave it out")
-    return HaarAutoencoder(downsampling=downsampling, image_channels=image_channels, device=device)
-
-
-def _check_image_channels(config: options.Autoencoder, has: int, image_channels: int | None) -> None:
-    if image_channels not in (None, has):
-        right = f"encodes images of {has} channel(s), and these have {image_channels}"
-        raise option_error("autoencoder.name", config.name, right)
 
 
 def _check_downsampling(config: options.Autoencoder, has: int) -> None:

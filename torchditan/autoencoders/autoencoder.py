@@ -14,14 +14,19 @@ import abc
 import torch
 from torch import Tensor
 
+from torchditan.config import options
 from torchditan.config.errors import option_error
 
 
 class Autoencoder(abc.ABC):
-    """One autoencoder on one device. Subclasses give `_moments` and `_decode`, which know no normalisation."""
+    """One autoencoder on one device. Subclasses give `_moments` and `_decode`, which know no normalisation.
+
+    A function of `AUTOENCODERS` in registry.py opens it: `open(config, device=..., image_channels=...)`, with the
+    options of `[autoencoder]` and the channels of the images it will meet; None: its own.
+    """
 
     name: str
-    """As `autoencoder.name` says it."""
+    """As `autoencoder.name` says it; `open_autoencoder` sets it, and the path."""
     path: str | None
     """Folder or hub name to open it again with, as `autoencoder.path` says it; None where it has no weights."""
     fingerprint: str
@@ -87,10 +92,24 @@ class Autoencoder(abc.ABC):
         """Give the decoder's memory back, where only encoding is left to do; `decode` works no more."""
 
     @abc.abstractmethod
-    def _moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]: ...
+    def _moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`moments` of images in `dtype` on `device`."""
 
     @abc.abstractmethod
-    def _decode(self, latents: Tensor) -> Tensor: ...
+    def _decode(self, latents: Tensor) -> Tensor:
+        """Latents before normalisation (B, C, h, w), in `dtype`, -> images (B, image_channels, H, W)."""
+
+
+def check_image_channels(config: options.Autoencoder, has: int, image_channels: int | None) -> None:
+    """Refuse images of another number of channels; None: whatever it has."""
+    if image_channels not in (None, has):
+        right = f"encodes images of {has} channel(s), and these have {image_channels}"
+        raise option_error("autoencoder.name", config.name, right)
+
+
+def dtype_of(config: options.Autoencoder) -> torch.dtype | None:
+    """`autoencoder.dtype`; None: what the weights need."""
+    return None if config.dtype is None else getattr(torch, config.dtype)
 
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:

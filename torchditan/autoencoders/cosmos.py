@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchditan.autoencoders.autoencoder import Autoencoder
-from torchditan.autoencoders.catalogue import Published
-from torchditan.autoencoders.hub import find_weights, first_line
+from torchditan.autoencoders.autoencoder import Autoencoder, check_image_channels, dtype_of
+from torchditan.autoencoders.hub import find_weights, first_line, place_of
 from torchditan.autoencoders.torchscript import NotATrace, Trace
+from torchditan.config import options
 from torchditan.config.errors import ConfigError, option_error
 
 FILES = ("encoder.jit", "decoder.jit")
@@ -181,8 +181,10 @@ def _shown(output: Any) -> str:
     return f"{_word(output.dtype)} {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
 
 
-def open_cosmos(
-    place: str, *, device: torch.device, dtype: torch.dtype | None, entry: Published | None
-) -> CosmosAutoencoder:
+def open_cosmos(config: options.Autoencoder, *, device: torch.device, image_channels: int | None) -> CosmosAutoencoder:
     """The autoencoder in a folder or on the hub."""
-    return CosmosAutoencoder.open(find_weights(place, files=FILES), device=device, dtype=dtype)
+    check_image_channels(config, 3, image_channels)  # before anything is fetched
+    place = place_of(
+        config, "a folder with encoder.jit and decoder.jit, or a hub name, nvidia/Cosmos-0.1-Tokenizer-CI8x8 say"
+    )
+    return CosmosAutoencoder.open(find_weights(place, files=FILES), device=device, dtype=dtype_of(config))

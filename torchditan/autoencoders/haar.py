@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchditan.autoencoders.autoencoder import Autoencoder
+from torchditan.config import options
+from torchditan.config.errors import option_error
 
 DOWNSAMPLINGS = (2, 4, 8)
 
@@ -47,6 +49,19 @@ class HaarAutoencoder(Autoencoder):
         for _ in range(self._num_levels):
             latents = F.pixel_shuffle(_haar(latents), 2)  # (B, C / 4, 2h, 2w)
         return latents
+
+
+def open_haar(config: options.Autoencoder, *, device: torch.device, image_channels: int | None) -> HaarAutoencoder:
+    """The packet of `autoencoder.downsampling` (4), for images of 3 channels unless they are known."""
+    downsampling = 4 if config.downsampling is None else config.downsampling
+    if downsampling not in DOWNSAMPLINGS:
+        right = f"must be one of {', '.join(map(str, DOWNSAMPLINGS))} for haar"
+        raise option_error("autoencoder.downsampling", downsampling, right)
+    if config.path is not None:
+        raise option_error("autoencoder.path", config.path, "haar has no weights; leave it out")
+    if config.dtype not in (None, "float32"):
+        raise option_error("autoencoder.dtype", config.dtype, "haar is exact in float32 only; leave it out")
+    return HaarAutoencoder(downsampling=downsampling, image_channels=image_channels or 3, device=device)
 
 
 def _haar(x: Tensor) -> Tensor:

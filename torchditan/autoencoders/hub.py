@@ -8,8 +8,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchditan.autoencoders.catalogue import PUBLISHED
+from torchditan.config import options
 from torchditan.config.errors import option_error
 from torchditan.config.optional_libraries import import_optional
+
+
+def place_of(config: options.Autoencoder, must_be: str) -> str:
+    """`autoencoder.path`, or where the catalogue says that the autoencoder of this name is.
+
+    Raises:
+        ConfigError: neither says so; `must_be` names what to give.
+    """
+    entry = PUBLISHED.get(config.name or "")
+    place = config.path or (None if entry is None else entry.hub_name)
+    if place is None:
+        raise option_error("autoencoder.path", None, f"must be given: {must_be}")
+    return place
 
 
 def find_weights(place: str, *, files: Sequence[str], subfolders: Sequence[str] = ("",)) -> Path:

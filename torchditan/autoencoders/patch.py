@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchditan.autoencoders.autoencoder import Autoencoder
-from torchditan.autoencoders.catalogue import Published
+from torchditan.autoencoders.autoencoder import Autoencoder, dtype_of
+from torchditan.autoencoders.hub import place_of
+from torchditan.config import options
 from torchditan.config.errors import ConfigError, did_you_mean, option_error
 from torchditan.config.loader import TRAIN_CONFIGS
 from torchditan.models.initialization import draw_xavier_uniform
@@ -310,8 +311,9 @@ def _load_weights(network: PatchNetwork, file: Path, *, option_value: str) -> No
     network.load_state_dict(tensors, assign=True)
 
 
-def open_patch(
-    place: str, *, device: torch.device, dtype: torch.dtype | None, entry: Published | None
-) -> PatchAutoencoder:
+def open_patch(config: options.Autoencoder, *, device: torch.device, image_channels: int | None) -> PatchAutoencoder:
     """The autoencoder in a folder, or one of train_configs/autoencoders/."""
-    return PatchAutoencoder.open(place, device=device, dtype=dtype)
+    place = place_of(
+        config, "a folder that scripts/train_autoencoder.py wrote, or one of train_configs/autoencoders/, earth say"
+    )
+    return PatchAutoencoder.open(place, device=device, dtype=dtype_of(config))

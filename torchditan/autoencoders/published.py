@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchditan.autoencoders.autoencoder import Autoencoder
-from torchditan.autoencoders.catalogue import Published
-from torchditan.autoencoders.hub import find_weights, first_line, require
+from torchditan.autoencoders.autoencoder import Autoencoder, dtype_of
+from torchditan.autoencoders.catalogue import PUBLISHED, Published
+from torchditan.autoencoders.hub import find_weights, first_line, place_of, require
+from torchditan.config import options
 from torchditan.config.errors import ConfigError, option_error
 
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")
@@ -196,9 +197,11 @@ def _refuse(folder: Path, right: str) -> ConfigError:
 
 
 def open_published(
-    place: str, *, device: torch.device, dtype: torch.dtype | None, entry: Published | None
+    config: options.Autoencoder, *, device: torch.device, image_channels: int | None
 ) -> DiffusersAutoencoder:
-    """The autoencoder in a folder, in its `vae/` where it is a whole pipeline, or on the hub; `entry` names it."""
+    """The autoencoder in a folder, in its `vae/` where it is a whole pipeline, or on the hub."""
+    place = place_of(config, "a folder that diffusers saved, or a hub name, stabilityai/sdxl-vae say")
+    entry = PUBLISHED.get(config.name or "")
     first = "" if entry is None else entry.subfolder
     folder = find_weights(place, files=FILES, subfolders=list(dict.fromkeys([first, "", "vae"])))
-    return DiffusersAutoencoder.open(folder, device=device, dtype=dtype, published=entry)
+    return DiffusersAutoencoder.open(folder, device=device, dtype=dtype_of(config), published=entry)

@@ -16,22 +16,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from torchditan.registry import BLOCKS, OBJECTIVES, OPTIMIZERS
+from torchditan.registry import BLOCKS, MODELS, OBJECTIVES, OPTIMIZERS
 
 FLAVOR_NAMES = ("debugmodel", "DiT-Ti", "DiT-S", "DiT-B", "DiT-L", "DiT-XL", "DiT-1B", "DiT-7B")
 """Sizes of models/dit.py, repeated here because that module imports torch; a test compares them."""
-
-
-PUBLISHED_FLAVORS = {
-    "flux": ("debugmodel", "FLUX.1-dev", "FLUX.1-schnell"),
-    "sd3": ("debugmodel", "SD3-medium", "SD3.5-medium", "SD3.5-large"),
-    "sdxl": ("debugmodel", "SDXL"),
-    "mochi": ("debugmodel", "Mochi-1"),
-    "hunyuan_video": ("debugmodel", "HunyuanVideo"),
-    "wan": ("debugmodel", "debugmodel-i2v", "Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B", "Wan2.1-I2V-14B"),
-    "qwen_image": ("debugmodel", "Qwen-Image"),
-}
-"""Sizes of the families in finetune/published/, repeated here for the same reason."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +40,7 @@ class Job:
 class Model:
     """The diffusion transformer: a flavor names its sizes; a preset the options of our own."""
 
-    name: Literal["dit", "flux", "sd3", "sdxl", "mochi", "hunyuan_video", "wan", "qwen_image"] = "dit"
+    name: Annotated[str, MODELS] = "dit"
     """Architecture: our own diffusion transformer, or a published one through diffusers (docs/finetune.md)."""
     flavor: str = "DiT-S"
     """Size of the model: DiT-Ti to DiT-7B, FLUX.1-dev, SD3-medium, ...; debugmodel is a tiny one of any."""

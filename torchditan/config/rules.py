@@ -1,18 +1,18 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Rules of the options that need neither data nor devices; `validate` applies them in order.
 
-It asks the objective for its own rules last, since that file imports torch.
+Families of published models and objectives say themselves what they refuse; their files import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import PurePath
 from typing import Any
 
 from torchditan.config.errors import did_you_mean, option_error
-from torchditan.config.options import FLAVOR_NAMES, PUBLISHED_FLAVORS, Config, flatten
-from torchditan.registry import OBJECTIVES, registered
+from torchditan.config.options import FLAVOR_NAMES, Config, flatten
+from torchditan.registry import FAMILIES, OBJECTIVES, registered
 
 
 def _is_inner_folder(name: str) -> bool:
@@ -128,38 +128,47 @@ def validate(config: Config) -> None:
 
 
 def _validate_model(config: Config) -> None:
-    model = config.model
-    flavors = PUBLISHED_FLAVORS.get(model.name, FLAVOR_NAMES)
-    if model.flavor not in flavors:
-        hint = did_you_mean(model.flavor, flavors)
-        whose = f" for {model.name}" if model.name in PUBLISHED_FLAVORS else ""
-        raise option_error("model.flavor", model.flavor, f"must be one of {', '.join(flavors)}{whose}{hint}")
-    if model.name in PUBLISHED_FLAVORS:
-        _validate_published(config)
+    name, family = config.model.name, _family(config)
+    if family is not None:
+        _check_flavor(config.model.flavor, family.flavors, whose=f" for {name}")
+        _validate_published(config, family)
         return
+    if name == "dit":  # another architecture of ours knows its flavors itself
+        _check_flavor(config.model.flavor, FLAVOR_NAMES)
     _validate_own_model(config)
+
+
+def _check_flavor(flavor: str, flavors: Collection[str], *, whose: str = "") -> None:
+    if flavor not in flavors:
+        hint = did_you_mean(flavor, flavors)
+        raise option_error("model.flavor", flavor, f"must be one of {', '.join(flavors)}{whose}{hint}")
+
+
+def _family(config: Config) -> Any:
+    """The class of a published model's family (finetune/published/base.py), None for our own."""
+    return registered(FAMILIES, config.model.name) if config.model.name in FAMILIES else None
 
 
 _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
     (
-        lambda config: config.model.name == "dit",
+        lambda config: config.model.name not in FAMILIES,
         "model.path model.overrides lora.rank lora.alpha lora.target_modules lora.assistant_path",
-        "is for published models; leave it out for dit",
+        "is for published models; leave it out for {name}",
     ),
     (
-        lambda config: config.model.name == "dit" and config.model.text is None,
+        lambda config: config.model.name not in FAMILIES and config.model.text is None,
         "model.text_tokens model.text_width model.pooled_width sampling.prompts",
         "has no effect without model.text; set --model.text in_context or cross_attention, or leave it out",
     ),
     (
-        lambda config: config.model.name in PUBLISHED_FLAVORS,
+        lambda config: config.model.name in FAMILIES,
         "model.preset model.block model.patch_size model.conditioning model.norm_type model.qk_norm model.mlp "
         "model.position model.rope_theta model.learn_sigma model.text model.text_tokens model.text_width "
         "model.pooled_width",
         "{name} has its own; leave it out",
     ),
     (
-        lambda config: config.model.name not in ("flux", "hunyuan_video"),
+        lambda config: not getattr(_family(config), "embeds_guidance", False),
         "diffusion.embedded_guidance sampling.embedded_guidance",
         "{name} embeds no guidance scale; leave it out",
     ),
@@ -228,11 +237,10 @@ def _validate_own_model(config: Config) -> None:
         raise option_error("quantize.base", config.quantize.base, "is for the frozen weights under a LoRA")
 
 
-def _validate_published(config: Config) -> None:
+def _validate_published(config: Config, family: Any) -> None:
     model, lora = config.model, config.lora
-    objective = "ddpm" if model.name == "sdxl" else "flow_matching"
-    if config.diffusion.objective != objective:
-        right = f"{model.name} was trained with {objective}; set --diffusion.objective {objective}"
+    if config.diffusion.objective != family.objective:
+        right = f"{model.name} was trained with {family.objective}; set --diffusion.objective {family.objective}"
         raise option_error("diffusion.objective", config.diffusion.objective, right)
     if not lora.rank and config.quantize.base != "float32":
         right = "is for the frozen weights under a LoRA; set lora.rank, or leave it out"
@@ -250,7 +258,7 @@ def _validate_image_size(config: Config) -> None:
     size, patch_size = config.dataset.image_size, config.model.patch_size
     if size is None:
         return
-    if config.model.name in PUBLISHED_FLAVORS:
+    if config.model.name in FAMILIES:
         patch_size = 1  # the adapter knows its own
     if len(size) not in (1, 2) or min(size) < 1:
         raise option_error("dataset.image_size", size, "must be one or two positive integers, 32 or [32, 48]")

@@ -19,6 +19,7 @@ from torch import nn
 
 from torchditan.diffusion.samplers import Prediction
 from torchditan.randomness import Randomness
+from torchditan.registry import FAMILIES
 
 if TYPE_CHECKING:
     from torchditan.config.options import Config, Diffusion, Sampling
@@ -63,7 +64,7 @@ class DDPM:
     @classmethod
     def option_mistakes(cls, config: Config, changed: Collection[str]) -> Iterator[tuple[str, str]]:
         """A model that was not trained so, and the options of other objectives' timesteps and samplers."""
-        if config.model.name != "sdxl":
+        if config.model.name not in FAMILIES:  # a family says itself what it was trained with
             yield "diffusion.objective", "is for models that were trained so (sdxl); must be flow_matching"
         for option in _NOT_READ:
             if option in changed:

@@ -1,14 +1,42 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A small classifier of real images, to ask whether generated ones show the class they were asked for."""
+"""The metric `classifier`: a small classifier of real images names the class that each generated one shows."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchditan.data_stream.datasets import ImageDataset
-from torchditan.run.progress import Advance
+from torchditan.evaluation.metric import MetricOfAllPictures
+from torchditan.run.progress import Advance, report_progress
+
+
+class ClassifierAccuracy(MetricOfAllPictures):
+    """Share of generated images that show the class they were asked for, by a classifier of the training images."""
+
+    needs_labels = True
+
+    def compute(self) -> dict[str, Any]:
+        """`accuracy_generated` (the mean of `per_class`), `accuracy_held_out_real`, `chance`, all in 0..1."""
+        names = self.evaluation.class_names
+        epochs, seed = self.evaluation.epochs, self.evaluation.seed
+        with report_progress("training the classifier", total=epochs, unit="epochs") as advance:
+            images, labels = self.images("train"), self.labels("train")
+            classifier = train_classifier(
+                images, labels, num_classes=len(names), epochs=epochs, seed=seed, advance=advance
+            )
+        with report_progress("classifying samples"):
+            images, labels = self.images("generated"), self.labels("generated")
+            shown = [labels == label for label in range(len(names))]
+            per_class = [accuracy(classifier, images[rows], labels[rows]) for rows in shown]
+        return {
+            "accuracy_generated": sum(per_class) / len(per_class),
+            "accuracy_held_out_real": accuracy(classifier, self.images("held_out"), self.labels("held_out")),
+            "chance": 1 / len(names),
+            "per_class": dict(zip(names, per_class, strict=True)),
+        }
 
 
 class Classifier(nn.Module):
@@ -74,9 +102,3 @@ def accuracy(model: Classifier, images: torch.Tensor, labels: torch.Tensor, *, b
     """Share of images (N, C, H, W) whose label (N,) the classifier names."""
     predictions = [model(batch).argmax(1) for batch in images.split(batch_size)]
     return (torch.cat(predictions) == labels).float().mean().item()
-
-
-def as_tensors(dataset: ImageDataset) -> tuple[torch.Tensor, torch.Tensor]:
-    """All images (N, C, H, W) and labels (N,) of a dataset."""
-    items = [dataset[index] for index in range(len(dataset))]
-    return torch.stack([item["sample"] for item in items]), torch.tensor([item["class_label"] for item in items])

@@ -4,5 +4,5 @@
 The core never imports it: a registry or a script does, by the option that asks for it.
 
 May import: autoencoders, checkpoint, config, data_stream, distributed, evaluation, latents, models,
-randomness, run, weights.
+randomness, registry, run, weights.
 """

@@ -28,7 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.finetune.lora_layers import ORIGINAL_LAYERS, original_layer, rows_of_parts, swap_shift_and_scale
+from torchditan.finetune.lora_layers import (
+    families_with_original_layers,
+    original_layer,
+    rows_of_parts,
+    swap_shift_and_scale,
+)
 from torchditan.models.initialization import fill, named_parameters_to_fill, weight_generator
 from torchditan.weights.safetensors_files import open_file
 
@@ -328,7 +333,7 @@ def read_adapter(source: str | Path | Mapping[str, Tensor], layers: Sequence[str
 def _layers_by_stem(layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """What a file may call a layer -> that layer; the layers that it fuses into one -> all of them."""
     known: dict[str, tuple[str, ...]] = {}
-    for model_name in ORIGINAL_LAYERS:
+    for model_name in families_with_original_layers():
         for name in layers:
             original = original_layer(model_name, name)
             if original is not None and set(original.parts) <= set(layers):

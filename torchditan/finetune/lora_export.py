@@ -26,8 +26,8 @@ from torchditan.checkpoint.loading import find_checkpoint, read_progress, read_s
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict
 from torchditan.finetune.lora_layers import (
-    ORIGINAL_LAYERS,
     OriginalLayer,
+    families_with_original_layers,
     original_layer,
     rows_of_parts,
     swap_shift_and_scale,
@@ -39,9 +39,10 @@ from torchditan.weights.safetensors_files import TensorToWrite, write_weights
 
 def ignored_by_sd_scripts(model_name: str, layers: Sequence[str]) -> list[str]:
     """Those of a LoRA's layers whose kohya names sd-scripts does not load, by these names; pictures differ there."""
-    originals = [original_layer(model_name, layer) for layer in layers] if model_name == "flux" else []
-    names = [f"lora_unet_{original.name.replace('.', '_')}" for original in originals if original is not None]
-    return [name for name in dict.fromkeys(names) if name.startswith("lora_unet_final_layer_")]
+    found = [original_layer(model_name, layer) for layer in layers]
+    names = [original.name for original in found if original is not None]
+    ignored = [name for name in dict.fromkeys(names) if name.startswith(family(model_name).not_in_sd_scripts)]
+    return [kohya_name(name) for name in ignored]
 
 
 def export_lora(
@@ -62,7 +63,7 @@ def export_lora(
     Args:
         state: parameters by name, `<layer>.lora_A.<adapter>.weight` (rank, in) and `lora_B` (out, rank); others, and
             other adapters, are left out.
-        model_name: `flux`, `sd3`, ...; kohya's names are known for these two.
+        model_name: `flux`, `sd3`, ...; kohya's names are known for families with `original_layers`.
         rank, alpha: as it was trained.
         path: a file that is there is replaced. diffusers finds any one .safetensors file in a folder.
         format: whose names, see above.
@@ -85,8 +86,9 @@ def export_lora(
         tensors = _in_diffusers_names(pairs, part=part)
         metadata["lora_adapter_metadata"] = json.dumps(_adapter_metadata(pairs, part=part, rank=rank, alpha=alpha))
     else:
-        if model_name not in ORIGINAL_LAYERS:
-            right = f"is known for {' and '.join(ORIGINAL_LAYERS)}, not for {model_name}; must be diffusers"
+        known = families_with_original_layers()
+        if model_name not in known:
+            right = f"is known for {' and '.join(known)}, not for {model_name}; must be diffusers"
             raise option_error("--format", format, right)
         tensors = _in_kohya_names(pairs, model_name=model_name, rank=rank, alpha=alpha)
         metadata |= {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
@@ -149,11 +151,16 @@ def _in_kohya_names(
         layer_alpha = alpha * down.shape[0] / rank
         if original.name.startswith("final_layer."):  # whose alpha diffusers' importer drops
             up, layer_alpha = up * (alpha / rank), float(down.shape[0])
-        name = f"lora_unet_{original.name.replace('.', '_')}"
+        name = kohya_name(original.name)
         tensors[f"{name}.lora_down.weight"] = down
         tensors[f"{name}.lora_up.weight"] = up
         tensors[f"{name}.alpha"] = torch.tensor(layer_alpha)
     return tensors
+
+
+def kohya_name(original: str) -> str:
+    """Of a layer by its publisher's name."""
+    return f"lora_unet_{original.replace('.', '_')}"
 
 
 def _fuse(original: OriginalLayer, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

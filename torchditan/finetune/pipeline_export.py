@@ -25,9 +25,10 @@ from torch import Tensor
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict
 from torchditan.config.options import Config
-from torchditan.finetune.published import FAMILIES, PublishedModel, family
+from torchditan.finetune.published import PublishedModel, family
 from torchditan.finetune.published.stored_weights import fetch, is_hub_name
 from torchditan.models.saved_weights import saved_weights
+from torchditan.registry import FAMILIES
 from torchditan.run.atomic_files import beside, sync_folder
 from torchditan.weights.exported import Kind, StoredWeights, open_weights
 from torchditan.weights.initial import refuse_other_model

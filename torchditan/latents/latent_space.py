@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchditan.autoencoders import AUTOENCODERS, Autoencoder, kind_of, open_autoencoder
-from torchditan.config.errors import ConfigError, did_you_mean, option_error
+from torchditan.autoencoders import Autoencoder, check_name, kind_of, open_autoencoder
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.options import Autoencoder as AutoencoderConfig
 from torchditan.latents.sample_space import Batch, SampleSpace, pixel_space
 from torchditan.latents.shards import LatentIndex, to_sample
@@ -228,9 +228,7 @@ def _check_kind(config: AutoencoderConfig, index: LatentIndex) -> None:
     """A name that cannot be the latents' autoencoder is refused now: its decoder may be opened after the training."""
     if config.name is None:
         return
-    if config.name not in AUTOENCODERS:
-        right = f"must be one of {', '.join(AUTOENCODERS)}{did_you_mean(config.name, AUTOENCODERS)}"
-        raise option_error("autoencoder.name", config.name, right)
+    check_name(config.name)
     if kind_of(config.name) != kind_of(index.autoencoder_name):
         right = f"these latents come from {index.autoencoder_name}; leave it out"
         raise option_error("autoencoder.name", config.name, right)

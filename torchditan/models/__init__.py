@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Our diffusion transformer (dit.py), what others may know about a model (spec.py), FLOPs, and the registry `MODELS`.
+"""Our diffusion transformer (dit.py), what others may know about a model (spec.py), and FLOPs.
 
-To add an architecture, write a function like `build_dit_spec` and name it in `MODELS`. One that diffusers has is a file
-in finetune/published/.
+To add an architecture, write a function like `build_dit_spec` and name it in `ARCHITECTURES` of registry.py. One that
+diffusers has is a file in finetune/published/ (docs/adding_a_model.md).
 
 May import: config, randomness, registry.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import operator
 import pkgutil
-from collections.abc import Callable
 
 from torch import nn
 
@@ -28,10 +27,9 @@ from torchditan.models.spec import (
     TextEmbeddings,
     Unconditional,
 )
-from torchditan.registry import BLOCKS, registered
+from torchditan.registry import ARCHITECTURES, BLOCKS, registered
 
 __all__ = [
-    "MODELS",
     "ClassLabels",
     "Condition",
     "Conditioning",
@@ -121,9 +119,8 @@ def _text_layers(model: nn.Module) -> list[nn.Module]:
     return [module for name, module in model.named_modules() if name.endswith(ends)]
 
 
-MODELS: dict[str, Callable[..., ModelSpec]] = {"dit": build_dit_spec}
 PUBLISHED = "torchditan.finetune.published:build_published_spec"
-"""Builds the spec of all other names; only a job of such a model imports it, with LoRA and int8."""
+"""Builds the spec of every published family; only a job of such a model imports it, with LoRA and int8."""
 
 
 def build_model_spec(
@@ -152,7 +149,7 @@ def build_model_spec(
     if config.input_channels not in (None, sample_shape[0]):
         right = f"samples have {sample_shape[0]} channel(s); leave it out"
         raise option_error("model.input_channels", config.input_channels, right)
-    if config.name not in MODELS:
+    if config.name not in ARCHITECTURES:
         return pkgutil.resolve_name(PUBLISHED)(
             config,
             sample_shape=sample_shape,
@@ -167,7 +164,7 @@ def build_model_spec(
     if height % config.patch_size or width % config.patch_size:
         right = f"must divide the samples' height and width, {height} x {width}"
         raise option_error("model.patch_size", config.patch_size, right)
-    return MODELS[config.name](config, sample_shape=sample_shape, num_classes=num_classes)
+    return registered(ARCHITECTURES, config.name)(config, sample_shape=sample_shape, num_classes=num_classes)
 
 
 def model_spec_of(

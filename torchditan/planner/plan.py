@@ -28,13 +28,14 @@ from torchditan.config.options import Config, Diffusion, flatten
 from torchditan.config.rules import validate
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallel_dims import ParallelDims
-from torchditan.finetune.resolutions import LATENT_GRIDS
+from torchditan.finetune.resolutions import latent_channels
 from torchditan.models import ModelSpec, model_spec_of
 from torchditan.models.flops import count_model_flops
 from torchditan.planner.devices import Device, device_named
 from torchditan.planner.memory import Instant, Layout, Parameters, model_parameters, model_state, timeline
 from torchditan.planner.step_time import Speed, StepTime, step_time
 from torchditan.planner.trace import Checkpointing, Kernels, StepTrace, trace_blocks, trace_step
+from torchditan.registry import FAMILIES, registered
 
 GIB = 1024**3
 USABLE_MEMORY = 0.92
@@ -246,7 +247,7 @@ def _resolve(config: Config, num_devices: int) -> Config:
             "the planner counts no encoder; plan its latents with false, model.input_channels and dataset.image_size"
         )
         raise option_error("autoencoder.online", True, right)
-    if config.model.name in LATENT_GRIDS:
+    if config.model.name in FAMILIES:
         config = _resolve_latents(config)
     name = config.dataset.dataset_name
     channels, *size, num_classes = SAMPLE_SHAPES.get(name, (None, None))
@@ -268,16 +269,17 @@ def _resolve_latents(config: Config) -> Config:
 
     Weights that are not on this disk are not looked for: the flavor has their sizes.
     """
-    grid, dataset = LATENT_GRIDS[config.model.name], config.dataset
+    family, dataset = registered(FAMILIES, config.model.name), config.dataset
     values: dict[str, Any] = {}
     for option, place in (("model.path", config.model.path), ("lora.assistant_path", config.lora.assistant_path)):
         if place is not None and not Path(place).expanduser().exists():
             values[option] = None
     if dataset.dataset_name == "captions" and dataset.image_size is not None:
-        values["dataset.image_size"] = [side // grid.downsampling for side in dataset.image_size]
-        if dataset.num_frames is not None and grid.temporal_downsampling is not None:
-            values["dataset.num_frames"] = 1 + (dataset.num_frames - 1) // grid.temporal_downsampling
-    return config.replace(values).fill_in({"model.input_channels": grid.channels, "dataset.num_classes": 0})
+        values["dataset.image_size"] = [side // family.latent_downsampling for side in dataset.image_size]
+        if dataset.num_frames is not None and family.takes_videos():
+            values["dataset.num_frames"] = 1 + (dataset.num_frames - 1) // family.temporal_downsampling
+    config = config.replace(values)
+    return config.fill_in({"model.input_channels": latent_channels(config.model), "dataset.num_classes": 0})
 
 
 def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: int) -> Plan:

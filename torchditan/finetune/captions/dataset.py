@@ -28,11 +28,12 @@ from torchditan.finetune.captions.encode import (
     find_text_encoders,
     open_image_autoencoder,
 )
-from torchditan.finetune.published import FAMILIES, family_of, patch_size_of
+from torchditan.finetune.published import family_of, patch_size_of
 from torchditan.finetune.published.stored_weights import find_lora
 from torchditan.latents.latent_space import complete_from_autoencoder, decode_latents
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.randomness import uniform
+from torchditan.registry import FAMILIES
 
 _NUM_PROMPTS = 4
 _IMAGES_AT_ONCE = 4

@@ -1,13 +1,12 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Published diffusion transformers by family, through diffusers: from the options of [model] to a `ModelSpec`.
 
-To add a family, write a file like sd3.py and name it in `FAMILIES`; docs/adding_a_model.md shows how.
+To add a family, write a file like sd3.py and name it in `FAMILIES` of registry.py; docs/adding_a_model.md shows how.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -47,23 +46,12 @@ from torchditan.finetune.published.stored_weights import (
     is_hub_name,
 )
 from torchditan.models.spec import ModelSpec, TextEmbeddings
-
-FAMILIES = {
-    "flux": "flux.Flux",
-    "sd3": "sd3.SD3",
-    "sdxl": "sdxl.SDXL",
-    "mochi": "mochi.Mochi",
-    "hunyuan_video": "hunyuan_video.HunyuanVideo",
-    "wan": "wan.Wan",
-    "qwen_image": "qwen_image.QwenImage",
-}
-"""Module and class of each family; imported when it is asked for."""
+from torchditan.registry import FAMILIES, registered
 
 
 def family(name: str) -> type[PublishedModel]:
     """The class of a family by its name in `model.name`."""
-    module, _, class_name = FAMILIES[name].partition(".")
-    return getattr(importlib.import_module(f"torchditan.finetune.published.{module}"), class_name)
+    return registered(FAMILIES, name)
 
 
 def family_of(config: torchditan.config.options.Config) -> type[PublishedModel]:
@@ -283,4 +271,4 @@ def _check_sample(
             raise option_error("dataset.image_size", list(sample_shape[1:]), right)
 
 
-__all__ = ["FAMILIES", "PublishedModel", "build_published_spec", "family", "family_of", "patch_size_of"]
+__all__ = ["PublishedModel", "build_published_spec", "family", "family_of", "patch_size_of"]

@@ -42,6 +42,8 @@ class Flavor:
     """Shift of its pipeline's timesteps; None: it depends on the sample's size."""
     pipeline_class: str | None = None
     """Its pipeline in diffusers, where that is not its family's."""
+    resolution: str | None = None
+    """Height, width and frames in pixels that grids train it at, `480x832x81`; None: 64 x 64, two latent frames."""
 
 
 class PublishedModel(nn.Module):
@@ -71,6 +73,11 @@ class PublishedModel(nn.Module):
     """Layers that a LoRA adapts unless the options say otherwise."""
     embeds_guidance: ClassVar[bool] = False
     """Whether some flavors take a guidance scale; those whose config says `guidance_embeds`."""
+    original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Its publisher's layers, * for the number of a block -> layers of diffusers whose rows make them up, in order.
+    LoRAs in kohya's names need it."""
+    not_in_sd_scripts: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the publisher's layers whose LoRAs sd-scripts does not load."""
     kept: ClassVar[frozenset[str]] = frozenset()
     """Tensors of the condition that stay when the caption is dropped."""
     flavors: ClassVar[dict[str, Flavor]]
@@ -139,6 +146,11 @@ class PublishedModel(nn.Module):
             samples: pixels (n, 3, F, H, W) in [-1, 1].
         """
         raise NotImplementedError
+
+    @classmethod
+    def takes_videos(cls) -> bool:
+        """Whether samples are (C, F, H, W) and not (C, H, W)."""
+        return len(cls.patch_size(next(iter(cls.flavors.values())).config)) == 3
 
     def blocks(self) -> nn.ModuleList:
         """The repeated blocks, in the order they run."""

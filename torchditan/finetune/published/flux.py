@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from torchditan.finetune.lora_layers import ADDED_QKV, QKV, with_prefixes
 from torchditan.finetune.published.base import Flavor, PublishedModel, called_with
 from torchditan.models.spec import Condition, TensorSpec
 
@@ -32,6 +33,39 @@ _TINY = {
     "pooled_projection_dim": 16,
     "axes_dims_rope": [8, 12, 12],
 }
+_EMBEDDER_PARTS = {"linear_1": "in_layer", "linear_2": "out_layer"}
+_DOUBLE = {
+    "img_attn.qkv": tuple(f"attn.{name}" for name in QKV),
+    "txt_attn.qkv": tuple(f"attn.{name}" for name in ADDED_QKV),
+    "img_attn.proj": ("attn.to_out.0",),
+    "txt_attn.proj": ("attn.to_add_out",),
+    "img_mlp.0": ("ff.net.0.proj",),
+    "img_mlp.2": ("ff.net.2",),
+    "txt_mlp.0": ("ff_context.net.0.proj",),
+    "txt_mlp.2": ("ff_context.net.2",),
+    "img_mod.lin": ("norm1.linear",),
+    "txt_mod.lin": ("norm1_context.linear",),
+}
+_SINGLE = {
+    "linear1": (*(f"attn.{name}" for name in QKV), "proj_mlp"),
+    "linear2": ("proj_out",),
+    "modulation.lin": ("norm.linear",),
+}
+_REST = {
+    "img_in": ("x_embedder",),
+    "txt_in": ("context_embedder",),
+    **{
+        f"{original}.{_EMBEDDER_PARTS[linear]}": (f"time_text_embed.{name}.{linear}",)
+        for original, name in (
+            ("time_in", "timestep_embedder"),
+            ("guidance_in", "guidance_embedder"),
+            ("vector_in", "text_embedder"),
+        )
+        for linear in _EMBEDDER_PARTS
+    },
+    "final_layer.linear": ("proj_out",),
+    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+}
 
 
 def exponential_shift(
@@ -54,11 +88,26 @@ class Flux(PublishedModel):
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     embeds_guidance = True
+    original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **with_prefixes("double_blocks.*", "transformer_blocks.*", _DOUBLE),
+        **with_prefixes("single_blocks.*", "single_transformer_blocks.*", _SINGLE),
+        **_REST,
+    }
+    not_in_sd_scripts = ("final_layer.",)
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", {**_TINY, "guidance_embeds": True}, text_length=8),
-        "FLUX.1-dev": Flavor("black-forest-labs/FLUX.1-dev", {**_SIZES, "guidance_embeds": True}, text_length=512),
+        "FLUX.1-dev": Flavor(
+            "black-forest-labs/FLUX.1-dev",
+            {**_SIZES, "guidance_embeds": True},
+            text_length=512,
+            resolution="512x512",
+        ),
         "FLUX.1-schnell": Flavor(
-            "black-forest-labs/FLUX.1-schnell", {**_SIZES, "guidance_embeds": False}, text_length=256, shift=1.0
+            "black-forest-labs/FLUX.1-schnell",
+            {**_SIZES, "guidance_embeds": False},
+            text_length=256,
+            shift=1.0,
+            resolution="512x512",
         ),
     }
 

@@ -52,7 +52,9 @@ class HunyuanVideo(PublishedModel):
     embeds_guidance = True
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=8, shift=7.0),
-        "HunyuanVideo": Flavor("hunyuanvideo-community/HunyuanVideo", _SIZES, text_length=256, shift=7.0),
+        "HunyuanVideo": Flavor(
+            "hunyuanvideo-community/HunyuanVideo", _SIZES, text_length=256, shift=7.0, resolution="544x960x33"
+        ),
     }
 
     @classmethod

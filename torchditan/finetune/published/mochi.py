@@ -50,7 +50,7 @@ class Mochi(PublishedModel):
     lora_targets = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0")
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=8, shift=1.0),
-        "Mochi-1": Flavor("genmo/mochi-1-preview", _SIZES, text_length=256, shift=1.0),
+        "Mochi-1": Flavor("genmo/mochi-1-preview", _SIZES, text_length=256, shift=1.0, resolution="480x848x37"),
     }
 
     def __init__(self, transformer: nn.Module) -> None:

@@ -45,7 +45,7 @@ class QwenImage(PublishedModel):
     lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=8),
-        "Qwen-Image": Flavor("Qwen/Qwen-Image", _SIZES, text_length=512),
+        "Qwen-Image": Flavor("Qwen/Qwen-Image", _SIZES, text_length=512, resolution="1024x1024"),
     }
 
     def __init__(self, transformer: nn.Module) -> None:

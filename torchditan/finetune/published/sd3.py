@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from torchditan.finetune.lora_layers import ADDED_QKV, QKV, with_prefixes
 from torchditan.finetune.published.base import Flavor, PublishedModel
 from torchditan.models.spec import Condition, TensorSpec
 
@@ -53,6 +54,30 @@ _LARGE_35 = {
     "caption_projection_dim": 2432,
     "qk_norm": "rms_norm",
 }
+_JOINT = {
+    "x_block.attn.qkv": tuple(f"attn.{name}" for name in QKV),
+    "x_block.attn2.qkv": tuple(f"attn2.{name}" for name in QKV),
+    "context_block.attn.qkv": tuple(f"attn.{name}" for name in ADDED_QKV),
+    "x_block.attn.proj": ("attn.to_out.0",),
+    "x_block.attn2.proj": ("attn2.to_out.0",),
+    "context_block.attn.proj": ("attn.to_add_out",),
+    "x_block.mlp.fc1": ("ff.net.0.proj",),
+    "x_block.mlp.fc2": ("ff.net.2",),
+    "context_block.mlp.fc1": ("ff_context.net.0.proj",),
+    "context_block.mlp.fc2": ("ff_context.net.2",),
+    "x_block.adaLN_modulation.1": ("norm1.linear",),
+    "context_block.adaLN_modulation.1": ("norm1_context.linear",),
+}
+_REST = {
+    "x_embedder.proj": ("pos_embed.proj",),
+    "context_embedder": ("context_embedder",),
+    "t_embedder.mlp.0": ("time_text_embed.timestep_embedder.linear_1",),
+    "t_embedder.mlp.2": ("time_text_embed.timestep_embedder.linear_2",),
+    "y_embedder.mlp.0": ("time_text_embed.text_embedder.linear_1",),
+    "y_embedder.mlp.2": ("time_text_embed.text_embedder.linear_2",),
+    "final_layer.linear": ("proj_out",),
+    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+}
 
 
 class SD3(PublishedModel):
@@ -60,11 +85,25 @@ class SD3(PublishedModel):
     model_class = "SD3Transformer2DModel"
     pipeline_class = "StableDiffusion3Pipeline"
     lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+    original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **with_prefixes("joint_blocks.*", "transformer_blocks.*", _JOINT),
+        **_REST,
+    }
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=8, shift=3.0),
-        "SD3-medium": Flavor("stabilityai/stable-diffusion-3-medium-diffusers", _SIZES, text_length=256, shift=3.0),
-        "SD3.5-medium": Flavor("stabilityai/stable-diffusion-3.5-medium", _MEDIUM_35, text_length=256, shift=3.0),
-        "SD3.5-large": Flavor("stabilityai/stable-diffusion-3.5-large", _LARGE_35, text_length=256, shift=3.0),
+        "SD3-medium": Flavor(
+            "stabilityai/stable-diffusion-3-medium-diffusers",
+            _SIZES,
+            text_length=256,
+            shift=3.0,
+            resolution="1024x1024",
+        ),
+        "SD3.5-medium": Flavor(
+            "stabilityai/stable-diffusion-3.5-medium", _MEDIUM_35, text_length=256, shift=3.0, resolution="1024x1024"
+        ),
+        "SD3.5-large": Flavor(
+            "stabilityai/stable-diffusion-3.5-large", _LARGE_35, text_length=256, shift=3.0, resolution="1024x1024"
+        ),
     }
 
     @classmethod

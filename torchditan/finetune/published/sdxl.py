@@ -53,7 +53,13 @@ class SDXL(PublishedModel):
     objective = "ddpm"
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=_CLIP_TOKENS, shift=1.0),
-        "SDXL": Flavor("stabilityai/stable-diffusion-xl-base-1.0", _SIZES, text_length=_CLIP_TOKENS, shift=1.0),
+        "SDXL": Flavor(
+            "stabilityai/stable-diffusion-xl-base-1.0",
+            _SIZES,
+            text_length=_CLIP_TOKENS,
+            shift=1.0,
+            resolution="1024x1024",
+        ),
     }
 
     @classmethod

@@ -61,14 +61,19 @@ class Wan(PublishedModel):
         "debugmodel-i2v": Flavor(
             "", _TINY_FROM_IMAGE, text_length=_TEXT_TOKENS, shift=3.0, pipeline_class=_FROM_IMAGE_PIPELINE
         ),
-        "Wan2.1-T2V-1.3B": Flavor("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", _SMALL, text_length=_TEXT_TOKENS, shift=3.0),
-        "Wan2.1-T2V-14B": Flavor("Wan-AI/Wan2.1-T2V-14B-Diffusers", _SIZES, text_length=_TEXT_TOKENS, shift=5.0),
+        "Wan2.1-T2V-1.3B": Flavor(
+            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", _SMALL, text_length=_TEXT_TOKENS, shift=3.0, resolution="480x832x81"
+        ),
+        "Wan2.1-T2V-14B": Flavor(
+            "Wan-AI/Wan2.1-T2V-14B-Diffusers", _SIZES, text_length=_TEXT_TOKENS, shift=5.0, resolution="480x832x81"
+        ),
         "Wan2.1-I2V-14B": Flavor(
             "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
             _FROM_IMAGE,
             text_length=_TEXT_TOKENS,
             shift=3.0,
             pipeline_class=_FROM_IMAGE_PIPELINE,
+            resolution="480x832x81",
         ),
     }
 

@@ -1,0 +1,123 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""docs/adding_a_model.md: a family is its own file and one line of the registry; everything else follows."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import torchditan.finetune.published
+from torchditan import registry
+from torchditan.ablation.grid import as_flags
+from torchditan.config.errors import ConfigError
+from torchditan.config.loader import load_config
+from torchditan.finetune.resolutions import published_options, resolution_of
+from torchditan.models import model_spec_of
+from torchditan.registry import FAMILIES
+from torchditan.run.reading import read_metrics
+
+pytest.importorskip("diffusers")
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODULE = "torchditan.finetune.published.my_family"
+
+
+@pytest.fixture
+def my_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The guide's example under another name, in a folder outside the repository, and its line."""
+    code = (REPOSITORY / "torchditan/finetune/published/qwen_image.py").read_text(encoding="utf-8")
+    for old, new in (
+        ('"qwen_image"', '"my_family"'),
+        ("class QwenImage(", "class MyFamily("),
+        ('"Qwen-Image"', '"Mine"'),
+    ):
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    (tmp_path / "added").mkdir()
+    (tmp_path / "added/my_family.py").write_text(code, encoding="utf-8")
+    package = torchditan.finetune.published
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path / "added")])
+    monkeypatch.setitem(registry.FAMILIES, "my_family", f"{MODULE}:MyFamily")
+    yield
+    sys.modules.pop(MODULE, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--model.name=my_famly --model.flavor=debugmodel",
+            'model.name = "my_famly": must be one of dit, flux, sd3, sdxl, mochi, hunyuan_video, wan, qwen_image, '
+            "my_family; did you mean my_family?",
+        ),
+        (
+            "--model.name=my_family --model.flavor=mine",
+            'model.flavor = "mine": must be one of debugmodel, Mine for my_family; did you mean Mine?',
+        ),
+        (
+            "--model.name=my_family --model.flavor=Mine --diffusion.objective=ddpm",
+            "my_family was trained with flow_matching; set --diffusion.objective flow_matching",
+        ),
+        (
+            "--model.name=my_family --model.flavor=Mine --sampling.embedded_guidance=2",
+            "sampling.embedded_guidance = 2.0: my_family embeds no guidance scale; leave it out",
+        ),
+        (
+            "--model.name=my_family --model.flavor=Mine --model.qk_norm=false",
+            "model.qk_norm = false: my_family has its own; leave it out",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("my_family")
+def test_its_mistakes_are_refused_in_a_line(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(flags.split())
+
+
+@pytest.mark.usefixtures("my_family")
+def test_it_has_a_spec_and_a_place_in_grids() -> None:
+    options = published_options("my_family/Mine", None)
+    config = load_config([*as_flags(options)])
+    assert resolution_of(config) == "1024x1024" and config.dataset.image_size == [128, 128]
+    spec = model_spec_of(config, sample_shape=(16, 128, 128), num_classes=0)
+    assert (spec.name, spec.flavor, spec.num_tokens) == ("my_family", "Mine", 64 * 64)
+    with pytest.raises(ConfigError, match=r"did you mean my_family/Mine\?"):
+        published_options("my_family/Min", None)
+
+
+@pytest.mark.usefixtures("my_family")
+@pytest.mark.parametrize("lora", [[], ["--lora.rank=2"]], ids=["whole", "lora"])
+def test_it_trains_and_resumes_to_the_bit(lora: list[str], tmp_path: Path, run_script: RunScript) -> None:
+    flags = [*as_flags(published_options("my_family/debugmodel", None)), *lora]
+    flags += ["--dataset.dataset_name=dummy", "--dataset.dummy_size=8", "--dataset.num_workers=0"]
+    flags += ["--training.batch_size=2", "--training.mixed_precision_param=float32", "--metrics.log_freq=1"]
+    flags += ["--metrics.enable_sampling=false", "--checkpoint.enable_checkpoint", f"--job.dump_folder={tmp_path}"]
+    for name, steps in (("whole", (2,)), ("resumed", (1, 2))):
+        for last in steps:
+            outcome = run_script("train.py", *flags, f"--metrics.experiment_name={name}", f"--training.steps={last}")
+            assert outcome.code == 0, outcome.err
+    assert "resumed at step 1" in outcome.out
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("whole", "resumed")]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+
+
+def test_no_other_module_contains_a_family_s_name() -> None:
+    """As a value: `"flux"`. Autoencoders of the same names are something else."""
+    quoted = re.compile("|".join(f'"{name}"' for name in FAMILIES))
+    found = []
+    for file in sorted((REPOSITORY / "torchditan").rglob("*.py")):
+        name = file.relative_to(REPOSITORY / "torchditan").as_posix()
+        if name.startswith(("finetune/published/", "autoencoders/")) or name == "registry.py":
+            continue
+        found += [
+            f"{name}: {line.strip()}" for line in file.read_text(encoding="utf-8").splitlines() if quoted.search(line)
+        ]
+    assert found == []

@@ -1,0 +1,197 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""docs/extending.md: its metric and its autoencoder, read from the page, evaluate, encode, train and resume."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from torchditan import registry
+from torchditan.autoencoders import Autoencoder, open_autoencoder
+from torchditan.checkpoint.loading import read_state
+from torchditan.config import options
+from torchditan.config.errors import ConfigError
+from torchditan.evaluation.classifier import ClassifierAccuracy
+from torchditan.evaluation.metric import Evaluation
+from torchditan.run.reading import read_metrics
+
+if TYPE_CHECKING:
+    from tests.conftest import Outcome, RunScript
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
+TINY = [
+    "--model.flavor=debugmodel",
+    "--training.mixed_precision_param=float32",
+    "--training.global_batch_size=16",
+    "--metrics.log_freq=1",
+    "--validation.freq=0",
+    "--sampling.num_steps=2",
+    "--sampling.max_classes=2",
+    "--sampling.images_per_class=2",
+    "--checkpoint.enable_checkpoint",
+]
+
+
+def example(title: str) -> tuple[str, str, str, str, str]:
+    """(file, its code, registry, its line, command) of the section `A metric` or `An autoencoder`."""
+    text = PAGE.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    (path,) = re.findall(r"file\s+is\s+`([\w/]+\.py)`", text)
+    (name,) = re.findall(r"^Its line in `(\w+)`:", text, flags=re.MULTILINE)
+    code, line = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    (command,) = re.findall(r"^```bash\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return path, code, name, line, command
+
+
+def add(title: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Do what the section says, with its file in `folder` instead of the repository."""
+    path, code, name, line, _ = example(title)
+    (folder / Path(path).name).write_text(code, encoding="utf-8")
+    module = path.removesuffix(".py").replace("/", ".")
+    package = importlib.import_module(module.rpartition(".")[0])
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
+    for key, value in ast.literal_eval(f"{{{line}}}").items():
+        monkeypatch.setitem(getattr(registry, name), key, value)
+    yield
+    sys.modules.pop(module, None)
+
+
+@pytest.fixture
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from add("A metric", tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def fold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from add("An autoencoder", tmp_path, monkeypatch)
+
+
+def train(run_script: RunScript, folder: Path, name: str, *flags: str) -> Outcome:
+    where = [f"--job.dump_folder={folder}", f"--metrics.experiment_name={name}"]
+    outcome = run_script("train.py", *flags, *TINY, *where)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+QUICKSTART = ["--job.config_file=quickstart", "--training.steps=1", "--metrics.enable_sampling=false"]
+
+
+@pytest.mark.usefixtures("copies")
+def test_the_metric_of_the_page_evaluates_a_run_and_leaves_the_other_results_alone(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    train(run_script, tmp_path, "run", *QUICKSTART)
+    _, script, run, *arguments = shlex.split(example("A metric")[4])
+    few = ["--samples_per_class=2", "--epochs=1"]
+    assert run == "outputs/quickstart"
+    outcome = run_script(script, tmp_path / "run", *arguments, *few)
+    assert outcome.code == 0, outcome.err
+    both = json.loads(outcome.out)
+    assert both["nearest_generated"] > 0 and 0.1 < both["nearest_held_out"] < 1
+    alone = json.loads(run_script(script, tmp_path / "run", *few).out)
+    assert alone.items() <= both.items() and "accuracy_generated" in alone
+    outcome = run_script(script, tmp_path / "run", "--metrics", "copy")
+    assert outcome.code == 2
+    assert 'error: --metrics = "copy": must be one of classifier, copies; did you mean copies?' in outcome.err
+
+
+@pytest.mark.usefixtures("copies")
+def test_a_run_without_labels_is_evaluated_by_metrics_that_need_none(run_script: RunScript, tmp_path: Path) -> None:
+    train(run_script, tmp_path, "run", *QUICKSTART, "--dataset.num_classes=0")
+    script, run = "scripts/evaluate.py", tmp_path / "run"
+    outcome = run_script(script, run, "--metrics", "copies", "--samples_per_class=2")
+    assert outcome.code == 0, outcome.err
+    found = json.loads(outcome.out)
+    assert found["num_samples"] == 2 and found["nearest_generated"] > 0
+    outcome = run_script(script, run)
+    assert (outcome.code, outcome.err) == (2, f"error: {run} was trained without labels; there is no class to name\n")
+
+
+@pytest.mark.usefixtures("copies")
+def test_the_metric_of_the_page_finds_copies() -> None:
+    metric = registry.registered(registry.METRICS, "copies")(Evaluation([], seed=0, epochs=1))
+    images = torch.randn(3, 20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    metric.update(images[0], None, source="train")
+    metric.update(images[0, 5:9], None, source="generated")
+    metric.update(images[1], None, source="held_out")
+    found = metric.compute()
+    assert found["nearest_generated"] < 1e-3 and found["nearest_held_out"] > 1
+    metric.update(images[0, :1] + 0.5, None, source="held_out")
+    assert found["nearest_held_out"] > metric.compute()["nearest_held_out"] > found["nearest_held_out"] * 20 / 21
+
+
+def test_ranks_that_share_the_pictures_find_what_one_finds() -> None:
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.arange(40) % 2
+    evaluation = Evaluation(["dark", "bright"], seed=0, epochs=2)
+    whole, *ranks = (ClassifierAccuracy(evaluation) for _ in range(3))
+    for source in ("train", "held_out", "generated"):
+        images = torch.randn(40, 1, 8, 8, generator=draw) / 2 + labels[:, None, None, None]
+        whole.update(images, labels, source=source)
+        for rank, rows in zip(ranks, torch.arange(40).split(24), strict=True):
+            rank.update(images[rows], labels[rows], source=source)
+    expected = whole.compute()
+    ranks[0].merge(ranks[1].state())
+    assert ranks[0].compute() == expected
+    assert expected["accuracy_generated"] > 0.6
+
+
+@pytest.mark.usefixtures("fold")
+def test_the_autoencoder_of_the_page_trains_samples_and_resumes_to_the_bit(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    python, script, *arguments = shlex.split(example("An autoencoder")[4])
+    assert (python, script) == ("python", "train.py")
+    for name, steps in (("whole", (2,)), ("resumed", (1, 2))):
+        for last in steps:
+            outcome = train(run_script, tmp_path, name, *arguments, f"--training.steps={last}")
+    assert "resumed at step 1" in outcome.out
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("whole", "resumed")]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+    states = [read_state(tmp_path / name / "checkpoint/step-00000002") for name in ("whole", "resumed")]
+    assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
+    assert (tmp_path / "whole/samples/step_00000002.png").exists()
+    assert run_script("scripts/generate.py", tmp_path / "whole", f"--out={tmp_path / 'grid.png'}").code == 0
+
+
+@pytest.mark.usefixtures("fold")
+def test_its_latents_are_encoded_once_and_trained_on(run_script: RunScript, tmp_path: Path) -> None:
+    data = ["--dataset.dataset_name=earth", "--dataset.image_size=32", "--dataset.num_workers=0"]
+    outcome = run_script("scripts/encode_latents.py", tmp_path / "latents", *data, "--autoencoder.name=fold")
+    assert outcome.code == 0, outcome.err
+    latents = ["--dataset.dataset_name=latents", f"--dataset.root_dir={tmp_path / 'latents'}"]
+    train(run_script, tmp_path, "run", "--job.config_file=quickstart", "--training.steps=1", *latents)
+    stored = json.loads((tmp_path / "run/config.json").read_text())["config"]
+    assert stored["autoencoder"]["name"] == "fold" and stored["model"]["input_channels"] == 12
+
+
+@pytest.mark.usefixtures("fold")
+def test_the_autoencoder_of_the_page_gives_back_the_pixels_and_refuses_what_it_cannot() -> None:
+    def opened(**values: object) -> Autoencoder:
+        config = options.Autoencoder(**values)  # type: ignore[arg-type]
+        return open_autoencoder(config, device=torch.device("cpu"), image_channels=3)
+
+    images = torch.rand(2, 3, 8, 12) * 2 - 1
+    autoencoder = opened(name="fold", downsampling=4)
+    assert (autoencoder.name, autoencoder.path, autoencoder.latent_shape(8, 12)) == ("fold", None, (48, 2, 3))
+    latents = autoencoder.encode(images)
+    assert torch.equal(latents[:, 0, 0, 0], 2 * images[:, 0, 0, 0])
+    torch.testing.assert_close(autoencoder.decode(latents), images)
+    for values, message in (
+        ({"name": "folt"}, "must be one of haar, patch, cosmos, diffusers, fold, sd-vae.*; did you mean fold"),
+        ({"name": "fold", "path": "x"}, 'autoencoder.path = "x": fold has no weights; leave it out'),
+        ({"name": "fold", "fingerprint": "fold-4"}, "the latents come from fold-4, this decoder is fold-2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            opened(**values)
+    with pytest.raises(ConfigError, match=r"encodes images of 3 channel\(s\), and these have 1"):
+        open_autoencoder(options.Autoencoder(name="fold"), device=torch.device("cpu"), image_channels=1)
