@@ -345,8 +345,8 @@ def test_the_block_of_the_page_is_counted_planned_and_filled(conditioning: str) 
 
 @pytest.mark.usefixtures("added")
 def test_a_block_refuses_options_itself_and_published_models_refuse_a_block() -> None:
-    config = load_config(["--model.block=parallel", "--model.text=cross_attention"])
-    config.model.text_tokens, config.model.text_width = 4, 8
+    text = ["--model.text=cross_attention", "--model.text_tokens=4", "--model.text_width=8"]
+    config = load_config(["--model.block=parallel", *text])
     with pytest.raises(ConfigError, match=r'model.text = "cross_attention": the parallel block has no cross-attention'):
         build_model_spec(config.model, sample_shape=(1, 8, 8), num_classes=0)
     with pytest.raises(ConfigError, match=r'model.block = "parallel": flux has its own; leave it out'):
