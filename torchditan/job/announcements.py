@@ -10,13 +10,13 @@ from pathlib import Path
 
 from torch import nn
 
-from torchditan.checkpoint.loading import Progress
 from torchditan.config.options import Config
 from torchditan.distributed.parallelize import compile_advice
 from torchditan.evaluation.sample_grids import Grids
 from torchditan.job.prepare import Job
 from torchditan.models import TextEmbeddings
 from torchditan.run.metrics import CONSOLE_COLUMNS
+from torchditan.run.training_progress import Progress
 
 _NOT_SAVED = "checkpoint.enable_checkpoint and checkpoint.save_final are false"
 
