@@ -94,9 +94,7 @@ def build(config: Config) -> Trainer:
 def manager(trainer: Trainer, name: str, *, async_mode: str) -> CheckpointManager:
     return CheckpointManager(
         trainer.job.run_directory.folder(name),
-        model=trainer.model,
-        ema=trainer.ema,
-        optimizer=trainer.optimizer,
+        trainer.run_state(),
         config=trainer.config.replace({"checkpoint.async_mode": async_mode}),
         timeout_seconds=600,
     )
@@ -131,7 +129,7 @@ def measure(trainer: Trainer, args: argparse.Namespace, *, async_mode: str) -> d
 
     def write_beside(spent: dict[str, list[float]]) -> float:
         """Seconds that training waits."""
-        stall = seconds(lambda: beside.save(trainer.progress))
+        stall = seconds(lambda: beside.save())
         spent["step while it is written"].append(train())
         beside.wait()
         assert beside.write_s is not None and beside.failure is None
@@ -143,9 +141,9 @@ def measure(trainer: Trainer, args: argparse.Namespace, *, async_mode: str) -> d
     first_stall = write_beside(spent)
     variants: dict[str, Callable[[], float]] = {
         "step": train,
-        "torch.save": lambda: seconds(lambda: save_plainly(between._state(), file, sync=False)),
-        "torch.save and fsync": lambda: seconds(lambda: save_plainly(between._state(), file, sync=True)),
-        "disabled": lambda: seconds(lambda: between.save(trainer.progress)),
+        "torch.save": lambda: seconds(lambda: save_plainly(between.state.tensor_states(), file, sync=False)),
+        "torch.save and fsync": lambda: seconds(lambda: save_plainly(between.state.tensor_states(), file, sync=True)),
+        "disabled": lambda: seconds(lambda: between.save()),
         "async: the stall": lambda: write_beside(spent),
         "load": lambda: seconds(between.load_latest),
     }

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.checkpoint.run_checkpoints import Rollback, RunCheckpoints, StopPoint
+from torchditan.checkpoint.run_state import ModelState, OptimizerState, RunState
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import to_dict
 from torchditan.config.trajectory import trajectory
@@ -116,21 +117,12 @@ class Trainer:
 
         manager = CheckpointManager(
             job.run_directory.folder(config.checkpoint.folder),
-            model=self.model,
-            ema=self.ema,
-            optimizer=self.optimizer,
+            self.run_state(),
             config=config,
             timeout_seconds=config.comm.init_timeout_seconds,
             warn=supervision.warn,
         )
-        self.checkpoints = RunCheckpoints(
-            manager,
-            supervision=supervision,
-            stream=self.stream,
-            guard=self.guard,
-            spikes=self.spikes,
-            scaler=self.scaler,
-        )
+        self.checkpoints = RunCheckpoints(manager, supervision=supervision, guard=self.guard)
         with supervision.reporting("reading weights"):
             initial_weights = self.checkpoints.resume(
                 job.run_directory, ema=self.ema, load_weights=initial_weights_loader(job, self.model)
@@ -164,6 +156,19 @@ class Trainer:
             initial_weights=initial_weights,
         ):
             self.logger.message(message)
+
+    def run_state(self) -> RunState:
+        """Everything that a checkpoint holds, registered here once."""
+        return RunState(
+            self.progress,
+            tensors={
+                "model": ModelState(self.model, only_trained=self.config.lora.rank > 0),
+                "optimizer": OptimizerState(self.model, self.optimizer),
+                "ema": self.ema,
+            },
+            numbers=[self.spikes, self.scaler],
+            per_rank={"loader": self.stream},
+        )
 
     def train(self) -> None:
         """The loop: from the step that was reached to the last one.

@@ -1,30 +1,35 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The checkpoint manager: memory of copies written during training, and deletion of old checkpoints."""
+"""The checkpoint manager: copies written during training, deletion of old checkpoints, ranks that load together."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import mmap
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.cuda._pin_memory_utils as pin_memory_utils
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 
 from torchditan.checkpoint import manager as checkpoint
-from torchditan.checkpoint.files import list_checkpoints, remove
-from torchditan.checkpoint.loading import Progress, read_state
+from torchditan.checkpoint.files import CheckpointReader, DamagedCheckpointError, list_checkpoints, remove
+from torchditan.checkpoint.loading import read_state
 from torchditan.checkpoint.manager import CheckpointManager
+from torchditan.checkpoint.run_state import ModelState, OptimizerState, RunState
 from torchditan.config.options import Checkpoint, Config
+from torchditan.run.training_progress import Progress
+from torchditan.supervision.watchdog import RankWatch
 
 if TYPE_CHECKING:
-    from tests.conftest import RunDistributed
+    from tests.conftest import RunDistributed, RunScript
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -40,12 +45,16 @@ def make_manager(tmp_path: Path) -> Iterator[MakeManager]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 70), nn.LayerNorm(70), nn.Linear(70, 3))
         optimizer = torch.optim.AdamW(model.parameters())
-        return CheckpointManager(
-            tmp_path, model=model, ema=None, optimizer=optimizer, config=config, timeout_seconds=60
-        )
+        tensors = {"model": ModelState(model), "optimizer": OptimizerState(model, optimizer)}
+        return CheckpointManager(tmp_path, RunState(Progress(), tensors=tensors), config=config, timeout_seconds=60)
 
     yield make
     dist.destroy_process_group()
+
+
+def save(manager: CheckpointManager, step: int) -> None:
+    manager.state.progress.step = step
+    manager.save()
 
 
 def test_pinned_copies_share_no_memory_page_and_are_allocated_once(
@@ -60,8 +69,8 @@ def test_pinned_copies_share_no_memory_page_and_are_allocated_once(
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     manager = make_manager(Config(checkpoint=Checkpoint(async_mode="async_with_pinned_mem")))
     for step in (1, 2):
-        torch.nn.init.constant_(next(manager.model.parameters()), step)
-        manager.save(Progress(step=step))
+        manager.state.tensors["model"].state_dict()["0.weight"].fill_(step)
+        save(manager, step)
         manager.wait()
         assert torch.all(read_state(tmp_path / f"step-{step:08d}", "model.")["model.0.weight"] == step)
         if step == 1:
@@ -89,11 +98,92 @@ def test_old_checkpoints_are_deleted_beside_the_training_once_the_new_one_is_pub
     monkeypatch.setattr(checkpoint, "remove", remove_slowly)
     manager = make_manager(Config(checkpoint=Checkpoint(keep_latest_k=1)))
     for step in (1, 2, 3):  # which none of the deletions holds up
-        manager.save(Progress(step=step))
+        save(manager, step)
     assert found == [("step-00000001", ["step-00000001", "step-00000002"])]
     may_go_on.set()
     manager.close()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_not_listed_again(
+    make_manager: MakeManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS while somebody reads it: it does not count as one that is kept, and a later save deletes it."""
+    rmtree = shutil.rmtree
+
+    def refuse(path: Path, *, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError("Device or resource busy")
+
+    config = Config()
+    config.checkpoint.keep_latest_k = 1
+    manager = make_manager(config)
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    for step in (1, 2):
+        save(manager, step)
+    manager.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.deleted", "step-00000002"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    save(manager, 3)
+    manager.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def load_what_one_rank_cannot_read(rank: int, world_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    warnings: list[str] = []
+    model = nn.Linear(8, 4)
+    state = RunState(Progress(), tensors={"model": ModelState(model)})
+    manager = CheckpointManager(
+        Path(folder) / "checkpoint", state, config=Config(), timeout_seconds=20, warn=warnings.append
+    )
+    for step in (1, 2):
+        nn.init.constant_(model.weight, step)
+        save(manager, step)
+    read_metadata = CheckpointReader.read_metadata
+
+    def fail(self: CheckpointReader) -> Any:
+        if rank == 1 and Path(self.path).name == "step-00000002":
+            raise DamagedCheckpointError(".metadata cannot be read (OSError)")
+        return read_metadata(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointReader, "read_metadata", fail)
+        assert manager.load_latest()
+    assert state.progress.step == 1
+    assert torch.all(model.weight == 1)
+    if rank == 0:
+        assert [text.partition("step-00000002 ")[2] for text in warnings] == [
+            "is not used: .metadata cannot be read (OSError); continuing from step-00000001"
+        ]
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_the_index_before_they_load(tmp_path: Path) -> None:
+    """A rank that cannot read it leaves no other rank waiting in the collectives of the load."""
+    mp.spawn(load_what_one_rank_cannot_read, args=(2, str(tmp_path)), nprocs=2)
+
+
+def test_no_rank_is_watched_while_old_checkpoints_are_deleted(
+    run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow storage may keep rank 0 for longer than the others live."""
+    order = []
+    close_watch, close_manager = RankWatch.close, CheckpointManager.close
+    monkeypatch.setattr(RankWatch, "close", lambda self: (order.append("watch"), close_watch(self))[1])
+
+    def close(self: CheckpointManager, **options: Any) -> None:
+        order.append("deletion")
+        close_manager(self, **options)
+
+    monkeypatch.setattr(CheckpointManager, "close", close)
+    flags = ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--training.steps=1", "--training.batch_size=2"]
+    assert run_script("train.py", *flags, "--metrics.enable_sampling=false").code == 0
+    assert order[:2] == ["watch", "deletion"]
 
 
 SLOW_STORAGE = """

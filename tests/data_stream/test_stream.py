@@ -393,11 +393,11 @@ def test_a_streamed_source_resumes_where_it_was_and_its_state_is_json(tmp_path: 
     stream = streamed()
     batches = stream.batches(0)
     whole = [batch for batch, _ in itertools.islice(batches, 2)]
-    state = json.loads(json.dumps(stream.state()))
+    state = json.loads(json.dumps(stream.state_dict()))
     whole += [batch for batch, _ in itertools.islice(batches, 4)]  # past the end of the source
 
     resumed = streamed()
-    resumed.load_state(state)
+    resumed.load_state_dict(state)
     tail = [batch for batch, _ in itertools.islice(resumed.batches(8), 4)]
     assert_same(by_position(whole[2:]), by_position(tail))
     assert [int(batch["index"][0]) for batch in tail] == [8, 12, 16, 20]
@@ -409,7 +409,7 @@ def test_a_streamed_source_resumes_from_its_very_end() -> None:
     batches = stream.batches(0)
     whole = [batch for batch, _ in itertools.islice(batches, 4)]  # all 16 samples
     resumed = streamed()
-    resumed.load_state(stream.state())
+    resumed.load_state_dict(stream.state_dict())
     ((again, _),) = itertools.islice(resumed.batches(16), 1)
     assert again["index"].tolist() == [16, 17, 18, 19]
     assert sorted(again["class_label"].tolist()) == sorted(whole[0]["class_label"].tolist())
@@ -431,10 +431,10 @@ def test_a_streamed_source_with_workers_resumes_with_its_noise() -> None:
     stream = streamed(num_workers=2)
     batches = stream.batches(0)
     whole = [{**batch, "noise": randomness.noise} for batch, randomness in itertools.islice(batches, 1)]
-    state = stream.state()  # noise of later batches is drawn, none of their samples is taken
+    state = stream.state_dict()  # noise of later batches is drawn, none of their samples is taken
     whole += [{**batch, "noise": randomness.noise} for batch, randomness in itertools.islice(batches, 3)]
     resumed = streamed(num_workers=2)
-    resumed.load_state(state)
+    resumed.load_state_dict(state)
     tail = [{**batch, "noise": noise.noise} for batch, noise in itertools.islice(resumed.batches(4), 3)]
     assert_same(by_position(whole[1:]), by_position(tail))
 
@@ -467,7 +467,9 @@ def test_a_streamed_source_refuses_another_number_of_ranks() -> None:
     stream = streamed()
     next(stream.batches(0))
     with pytest.raises(ConfigError, match="streamed source resumes with the same numbers only"):
-        streamed(world_size=2).load_state(stream.state())
+        streamed(world_size=2).load_state_dict(stream.state_dict())
+    with pytest.raises(ConfigError, match="the checkpoint is of None ranks and workers"):
+        streamed().load_state_dict({})  # of a rank for which the checkpoint has no file
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -48,7 +48,7 @@ from torchditan.run.reading import read_metrics, read_status
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchditan.checkpoint.loading import Progress
+    from torchditan.run.training_progress import Progress
 
 STEPS = 20
 GLOBAL_BATCH_SIZE = 12  # divides by 1, 2, 3 and 4 ranks
@@ -414,7 +414,8 @@ def reason_of(attempt: Attempt) -> str:
 
 def progress_of(run: Path) -> Progress:
     """How far the newest checkpoint of a run is."""
-    from torchditan.checkpoint.loading import Progress, latest_checkpoint, read_progress
+    from torchditan.checkpoint.loading import latest_checkpoint, read_progress
+    from torchditan.run.training_progress import Progress
 
     newest = latest_checkpoint(run / "checkpoint")
     return Progress() if newest is None else read_progress(newest)
@@ -462,7 +463,7 @@ def _read_proc(pid: int, name: str) -> bytes:
 
 def problems_of(run: Path, reference: Path, plan: Plan) -> dict[str, str]:
     """Each check that the finished run fails, with what was seen; none where all is as if never stopped."""
-    from torchditan.checkpoint.loading import latest_checkpoint, read_progress, read_state
+    from torchditan.checkpoint.loading import latest_checkpoint, read_numbers, read_state
 
     found: dict[str, str | None] = {}
     records, expected = read_metrics(run), read_metrics(reference)
@@ -478,10 +479,11 @@ def problems_of(run: Path, reference: Path, plan: Plan) -> dict[str, str]:
     last, right = latest_checkpoint(run / "checkpoint"), latest_checkpoint(reference / "checkpoint")
     if last is None or right is None:
         return {"checkpoint": "there is none", **without_none(found)}
-    progress, expected_progress = (asdict(read_progress(path)) for path in (last, right))
-    differing = {key for key, value in progress.items() if value != expected_progress[key]} - {"elapsed_s"}
+    progress, expected_progress = (read_numbers(path) for path in (last, right))
+    keys = progress.keys() | expected_progress.keys()
+    differing = {key for key in keys if progress.get(key) != expected_progress.get(key)} - {"elapsed_s"}
     # On other meshes the counts stay, and means of the loss differ like the losses.
-    differing -= {key for key in differing if plan.is_elastic and isinstance(progress[key], float)}
+    differing -= {key for key in differing if plan.is_elastic and isinstance(progress.get(key), float)}
     if differing:
         found["progress"] = f"{progress}, not {expected_progress}"
     if plan.is_elastic:

@@ -20,8 +20,8 @@ import chaos
 import pytest
 import torch
 
-from torchditan.checkpoint.loading import Progress
 from torchditan.run.rank_status import RANKS_VARIABLE, write_rank_status
+from torchditan.run.training_progress import Progress
 
 PACE = chaos.Pace(start_up_s=4.0, step_s=0.25, ending_s=1.0)
 ALL_OF_ONE = chaos.Kill(target="all", rank=0, aim="training", moment=0.5, delay_s=0.0)

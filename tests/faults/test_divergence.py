@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from torchditan.checkpoint.loading import read_progress, read_state
+from torchditan.checkpoint.loading import read_numbers, read_progress, read_state
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.optim.divergence import LossSpikes
@@ -136,14 +136,14 @@ def test_a_spike_counts_too_and_the_mean_survives_a_resume(tmp_path: Path, run_s
     assert said == [
         "warning: step 25: the loss jumped; back to step 20, without images 80 to 99 of the stream (rollback 1)"
     ]
-    whole = read_progress(tmp_path / "outputs" / "run" / "checkpoint" / "step-00000030")
+    whole = read_numbers(tmp_path / "outputs" / "run" / "checkpoint" / "step-00000030")
     for step in (20, 30):  # as if killed at step 29
         shutil.rmtree(tmp_path / "outputs" / "run" / "checkpoint" / f"step-000000{step}")
     assert run_script("train.py", *SMALL, *flags, "--training.steps=30").code == 0
-    again = read_progress(tmp_path / "outputs" / "run" / "checkpoint" / "step-00000030")
-    again.elapsed_s = whole.elapsed_s
+    again = read_numbers(tmp_path / "outputs" / "run" / "checkpoint" / "step-00000030")
+    again["elapsed_s"] = whole["elapsed_s"]
     assert again == whole
-    assert whole.mean_loss_steps == 30  # the first spike came before there was a mean to tell it by
+    assert whole["mean_loss_steps"] == 30  # the first spike came before there was a mean to tell it by
 
 
 def test_it_gives_up_after_so_many_returns_to_one_checkpoint(
@@ -210,11 +210,11 @@ def test_the_running_mean_ignores_spikes_and_follows_a_slow_rise() -> None:
     losses = [1.0] * 20 + [2.9, 3.5, 1.0] + [1.0 + 0.02 * step for step in range(200)]
     found = [bool(spikes.judge(torch.tensor(loss))) for loss in losses]
     assert [step for step, is_spike in enumerate(found) if is_spike] == [21]
-    mean, steps = spikes.state()
-    assert 2.5 < mean < losses[-1]
-    assert steps == len(losses) - 1
+    state = spikes.state_dict()
+    assert 2.5 < state["mean_loss"] < losses[-1]
+    assert state["mean_loss_steps"] == len(losses) - 1
     again = LossSpikes(3.0, torch.device("cpu"))
-    again.load_state(mean, steps)
-    assert again.state() == (mean, steps)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
     assert not bool(again.judge(torch.tensor(float("nan"))))  # the gradient's norm tells it
-    assert again.state() == (mean, steps)
+    assert again.state_dict() == state

@@ -220,18 +220,18 @@ def test_pinned_memory_without_a_gpu_is_refused(run_script: RunScript) -> None:
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """While the tensors of these steps are written the system takes no file above 1 MB, as on a full disk."""
     steps: list[int] = []
-    write_tensors = CheckpointManager._write_tensors
+    write_files = CheckpointManager._write_files
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limited(self: CheckpointManager, partial: Path, *arguments: Any) -> Any:
         if step_of(partial.with_suffix("")) in steps:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
         try:
-            return write_tensors(self, partial, *arguments)
+            return write_files(self, partial, *arguments)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    monkeypatch.setattr(CheckpointManager, "_write_tensors", limited)
+    monkeypatch.setattr(CheckpointManager, "_write_files", limited)
     return steps
 
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from torchditan.ablation.grid import as_flags
-from torchditan.checkpoint import manager
+from torchditan.checkpoint import run_state
 from torchditan.checkpoint.loading import read_state
 from torchditan.finetune.resolutions import published_options
 from torchditan.randomness import normal
@@ -170,9 +170,9 @@ def test_a_checkpoint_without_the_moments_of_unused_parameters_continues(
     run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As commit 36e2f02 wrote them: no gradient reaches the last block's text stream of Qwen-Image."""
-    make = manager.make_optimizer_state
+    make = run_state.make_optimizer_state
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "make_optimizer_state", lambda found: None if found.state else make(found))
+        patch.setattr(run_state, "make_optimizer_state", lambda found: None if found.state else make(found))
         assert run_script("train.py", *job("qwen_image", tmp_path / "run")).code == 0
     state = read_state(tmp_path / "run/checkpoint/step-00000002")
     unused = "transformer.transformer_blocks.2.attn.to_add_out.weight"

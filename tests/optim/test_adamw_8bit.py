@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("torchao")
 
-from torchditan.checkpoint.loading import Progress
 from torchditan.checkpoint.manager import CheckpointManager
+from torchditan.checkpoint.run_state import ModelState, OptimizerState, RunState
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Config, Optimizer
 from torchditan.config.rules import validate
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
 from torchditan.optim.optimizers import build_optimizer, clip_grad_norm
+from torchditan.run.training_progress import Progress
 
 
 def small_model() -> nn.Module:
@@ -142,19 +143,17 @@ def run(rank: int, world_size: int, folder: str, *, resume: bool) -> None:
         fully_shard(model, mesh=init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",)))
         config = Config(optimizer=Optimizer(name="AdamW8bit"))
         optimizer = build_optimizer(model, config.optimizer)
-        checkpoints = CheckpointManager(
-            Path(folder), model=model, ema=None, optimizer=optimizer, config=config, timeout_seconds=60
-        )
-        start = 0
-        if resume:
-            loaded = checkpoints.load_latest()
-            assert loaded is not None
-            start = loaded[0].step
+        tensors = {"model": ModelState(model), "optimizer": OptimizerState(model, optimizer)}
+        state = RunState(Progress(), tensors=tensors)
+        checkpoints = CheckpointManager(Path(folder), state, config=config, timeout_seconds=60)
+        assert not resume or checkpoints.load_latest()
+        start = state.progress.step
         losses = []
         for step in range(start, 6):
             losses.append(take_step(model, optimizer, step))
             if step == 2:
-                checkpoints.save(Progress(step=3))
+                state.progress.step = 3
+                checkpoints.save()
         weights = [parameter.full_tensor() for parameter in model.parameters()]
         result = {"losses": losses[3 - start :], "weights": weights, "moments": moments_of(optimizer)}
         torch.save(result, f"{folder}/{'again' if resume else 'whole'}-{world_size}-{rank}.pt")

@@ -23,7 +23,7 @@ def test_gradients_that_underflow_in_float16_come_back_whole() -> None:
         half = weight.half()
         weight.grad = torch.autograd.grad(half.sum().float() * 1e-8 * scale, half)[0].float()
         scaler = LossScaler(CPU)
-        scaler.load_state(scale, 0)
+        scaler.load_state_dict({"loss_scale": scale, "loss_scale_steps": 0})
         scaler.unscale([weight])
         assert weight.grad.item() == pytest.approx(expected, rel=1e-2)
 

@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor
 
 import data
 from torchditan import registry
-from torchditan.checkpoint.loading import Progress, read_state
+from torchditan.checkpoint.loading import read_state
 from torchditan.checkpoint.manager import CheckpointManager
+from torchditan.checkpoint.run_state import ModelState, OptimizerState, RunState
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Diffusion, Optimizer, Sampling
@@ -48,6 +49,7 @@ from torchditan.planner.memory import Parameters, Weight, model_state
 from torchditan.planner.plan import plan_run
 from torchditan.randomness import draw
 from torchditan.run.reading import read_metrics
+from torchditan.run.training_progress import Progress
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunDistributed, RunScript
@@ -454,13 +456,13 @@ def continue_run(rank: int, world_size: int, folder: str, name: str, *, resume: 
         config = Config(optimizer=Optimizer(name=name, lr=0.05, weight_decay=0.1))
         optimizer = build_optimizer(model, config.optimizer)
         guard = DivergenceGuard(optimizer)
-        checkpoints = CheckpointManager(
-            Path(folder), model=model, ema=None, optimizer=optimizer, config=config, timeout_seconds=60
-        )
-        loaded = checkpoints.load_latest() if resume else None
+        tensors = {"model": ModelState(model), "optimizer": OptimizerState(model, optimizer)}
+        state = RunState(Progress(), tensors=tensors)
+        checkpoints = CheckpointManager(Path(folder), state, config=config, timeout_seconds=60)
+        assert not resume or checkpoints.load_latest()
         losses = []
         stored = state_of(model, optimizer)
-        for step in range(loaded[0].step if loaded else 0, 6):
+        for step in range(state.progress.step, 6):
             x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
             loss = (model(x) - x.abs()).square().mean()
             loss.backward()
@@ -468,7 +470,8 @@ def continue_run(rank: int, world_size: int, folder: str, name: str, *, resume: 
             optimizer.zero_grad()
             losses.append(loss.item())
             if step == 2 and not resume:
-                checkpoints.save(Progress(step=3))
+                state.progress.step = 3
+                checkpoints.save()
                 stored = state_of(model, optimizer)
         weights = [parameter.full_tensor().detach() for parameter in model.parameters()]
         return {"losses": losses, "weights": weights, "stored": stored}

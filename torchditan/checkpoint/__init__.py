@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Checkpoints: writing (manager.py), loading (loading.py), files on disk (files.py), those of one run.
+"""Checkpoints: what they hold (run_state.py), writing (manager.py), loading (loading.py), files on disk (files.py).
 
-May import: config, data_stream, models, optim, run, supervision.
+May import: config, models, optim, run, supervision.
 """

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +26,10 @@ from torchditan.checkpoint.files import (
 )
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.models.saved_weights import checkpoint_keys, saved_parameters, saved_weights
+from torchditan.run.training_progress import Progress
 
 PROGRESS_FILE = "progress.json"
-
-
 CONFIG_FILE = "config.json"
-
-
-@dataclasses.dataclass
-class Progress:
-    """How far a run is."""
-
-    step: int = 0
-    """Optimizer steps done."""
-    images_seen: int = 0
-    """Samples the weights learned from, over all ranks."""
-    elapsed_s: float = 0.0
-    """Seconds spent training, over all parts of the run."""
-    position: int = 0
-    """Position in the training stream: `images_seen`, and the windows that were skipped."""
-    rollbacks: int = 0
-    """How often the run returned to a checkpoint because it diverged."""
-    mean_loss: float = 0.0
-    """Running mean of the loss, by which a spike is told."""
-    mean_loss_steps: int = 0
-    """Steps in that mean."""
-    loss_scale: float = 0.0
-    """Scale of the loss in float16, 0 in other precisions."""
-    loss_scale_steps: int = 0
-    """Steps since it changed."""
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -90,20 +65,48 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     raise ConfigError(f"no checkpoint is whole: {'; '.join(damages)}{others}")
 
 
+def read_numbers(checkpoint: Path) -> dict[str, int | float]:
+    """The numbers of progress.json: those of the run's `Progress`, and what else the run registered.
+
+    Raises:
+        DamagedCheckpointError: they cannot be read, or one is not a finite number below 2^63.
+    """
+    try:
+        numbers = json.loads((checkpoint / PROGRESS_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        raise DamagedCheckpointError(f"{PROGRESS_FILE} cannot be read") from None
+    if not isinstance(numbers, dict):
+        raise DamagedCheckpointError(f"{PROGRESS_FILE} cannot be read")
+    for name, value in numbers.items():
+        if type(value) not in (int, float) or not abs(value) < 2**63:
+            raise DamagedCheckpointError(f"{PROGRESS_FILE} has {value!r} as {name}")
+    return numbers
+
+
+def check_numbers(numbers: Mapping[str, Any], kinds: Mapping[str, int | float]) -> None:
+    """Check that numbers are integers where those of the same key in `kinds` are.
+
+    Raises:
+        DamagedCheckpointError: one is not.
+    """
+    for name, kind in kinds.items():
+        if isinstance(kind, int) and not isinstance(numbers.get(name, kind), int):
+            raise DamagedCheckpointError(f"{PROGRESS_FILE} has {numbers[name]!r} as {name}")
+
+
 def read_progress(checkpoint: Path) -> Progress:
     """How far the run was.
 
     Raises:
         DamagedCheckpointError: progress.json does not say it.
     """
-    try:
-        content = json.loads((checkpoint / PROGRESS_FILE).read_bytes())
-        progress = Progress(**content)
-    except (OSError, ValueError, TypeError, RecursionError):
-        raise DamagedCheckpointError(f"{PROGRESS_FILE} cannot be read") from None
-    kinds = {field.name: float if field.type == "float" else int for field in dataclasses.fields(Progress)}
-    for name, value in dataclasses.asdict(progress).items():
-        if type(value) not in (kinds[name], int) or not 0 <= value < 2**63:
+    numbers = read_numbers(checkpoint)
+    progress = Progress()
+    kinds = progress.state_dict()
+    check_numbers(numbers, kinds)
+    progress.load_state_dict({name: numbers.get(name, kind) for name, kind in kinds.items()})
+    for name, value in progress.state_dict().items():
+        if value < 0:
             raise DamagedCheckpointError(f"{PROGRESS_FILE} has {value!r} as {name}")
     if progress.step != step_of(checkpoint):
         raise DamagedCheckpointError(f"{PROGRESS_FILE} is that of step {progress.step}")

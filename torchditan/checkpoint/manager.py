@@ -17,29 +17,20 @@ Notable:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.optim import Optimizer
 
 from torchditan.checkpoint.files import (
     CheckpointReader,
@@ -60,20 +51,19 @@ from torchditan.checkpoint.files import (
 from torchditan.checkpoint.loading import (
     CONFIG_FILE,
     PROGRESS_FILE,
-    Progress,
-    detached,
     latest_checkpoint,
     load_safely,
+    read_numbers,
     read_progress,
 )
-from torchditan.checkpoint.staging import Stager
+from torchditan.checkpoint.run_state import RunState, Snapshot
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import to_dict
 from torchditan.config.options import Config
 from torchditan.config.trajectory import differences, trajectory
-from torchditan.models.saved_weights import saved_weights
-from torchditan.optim.ema import EMA
-from torchditan.optim.optimizers import optimizer_parts
+
+if TYPE_CHECKING:
+    from torchditan.checkpoint.staging import Stager
 
 
 def check_async_mode(config: Config, *, device: torch.device) -> None:
@@ -92,6 +82,7 @@ class CheckpointManager:
 
     Args:
         folder: that of the checkpoints, inside the run directory.
+        state: all that a checkpoint holds.
         config: the resolved settings; its `[checkpoint]` section says how to save.
         timeout_seconds: how long ranks wait for each other while they save or load.
         warn: prints a line; called on rank 0, perhaps by the thread that writes.
@@ -100,21 +91,15 @@ class CheckpointManager:
     def __init__(
         self,
         folder: Path,
+        state: RunState,
         *,
-        model: nn.Module,
-        ema: EMA | None,
-        optimizer: Optimizer,
         config: Config,
         timeout_seconds: int,
         warn: Callable[[str], None] = lambda text: warnings.warn(text, stacklevel=2),
     ) -> None:
         self.folder = folder
-        self.model = model
-        self.ema = ema
-        self.optimizers = optimizer_parts(optimizer)
+        self.state = state
         self.keep_latest_k = config.checkpoint.keep_latest_k
-        self.only_trained = config.lora.rank > 0
-        """The frozen weights under a LoRA are where they were published."""
         self.config = to_dict(config)
         self.trajectory = trajectory(config)
         self.warn = warn
@@ -122,6 +107,8 @@ class CheckpointManager:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.stager: Stager | None = None
         if config.checkpoint.async_mode != "disabled":
+            from torchditan.checkpoint.staging import Stager
+
             self.stager = Stager(pinned=config.checkpoint.async_mode == "async_with_pinned_mem")
         self.write_s: float | None = None
         """Seconds that the last finished write took; beside the training with `async`."""
@@ -133,24 +120,18 @@ class CheckpointManager:
         self._published_step = 0
         self._crash: BaseException | None = None
 
-    def save(self, progress: Progress, *, loader_state: dict[str, Any] | None = None) -> None:
+    def save(self) -> None:
         """Write the checkpoint of this step, or begin to; once it is published, a thread deletes the oldest ones.
 
         A write that fails for want of space, or of a disk that works, is reported and leaves nothing behind.
-
-        Args:
-            progress: stored as JSON beside the tensors.
-            loader_state: this rank's position in a source that can only be streamed, JSON-able.
         """
         self.wait()
-        state, progress = self._state(), dataclasses.replace(progress)
+        snapshot = self.state.snapshot()
         if self.stager is None:
-            self._write(state, progress, loader_state)
+            self._write(snapshot)
             return
-        staged = self.stager.stage(state)
-        self._writing = threading.Thread(
-            target=self._write_in_thread, args=(staged, progress, loader_state), name="checkpoint", daemon=True
-        )
+        staged = snapshot._replace(tensors=self.stager.stage(snapshot.tensors))
+        self._writing = threading.Thread(target=self._write_in_thread, args=(staged,), name="checkpoint", daemon=True)
         self._writing.start()
 
     def wait(self) -> None:
@@ -162,57 +143,61 @@ class CheckpointManager:
         if crash is not None:
             raise crash
 
-    def _write_in_thread(self, *arguments: Any) -> None:
+    def _write_in_thread(self, snapshot: Snapshot) -> None:
         try:
-            self._write(*arguments)
+            self._write(snapshot)
         except BaseException as error:  # raised where the training waits for it
             self._crash = error
 
-    def _write(self, state: dict[str, Any], progress: Progress, loader_state: dict[str, Any] | None) -> None:
+    def _write(self, snapshot: Snapshot) -> None:
         start = time.monotonic()
-        target = self.folder / f"step-{progress.step:08d}"
+        target = self.folder / f"step-{snapshot.step:08d}"
         partial = target.with_suffix(".partial")
         self.failure = self._first_failure(lambda: _make_anew(partial) if dist.get_rank() == 0 else None)
         if self.failure is None:
             files: dict[str, list[Any]] = {}
-            self.failure = self._first_failure(lambda: files.update(self._write_tensors(partial, state, loader_state)))
+            self.failure = self._first_failure(lambda: files.update(self._write_files(partial, snapshot)))
         if self.failure is None:
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, files, group=self.group)
             checksums = {name: entry for of_rank in everyone for name, entry in of_rank.items()}
-            self.failure = self._first_failure(lambda: self._publish(partial, target, progress, checksums))
+            self.failure = self._first_failure(lambda: self._publish(partial, target, snapshot, checksums))
         if dist.get_rank() == 0:
             if self.failure is None:
-                self._published_step = progress.step
+                self._published_step = snapshot.step
             else:
                 with contextlib.suppress(OSError):  # it may not be there
                     discard(partial)
                 last = latest_checkpoint(self.folder)
                 kept = f"the last one is {last.name}" if last else "there is none yet"
-                self.warn(f"warning: no checkpoint of step {progress.step}: {self.failure}; {kept}. The run goes on")
+                self.warn(f"warning: no checkpoint of step {snapshot.step}: {self.failure}; {kept}. The run goes on")
             self._start_cleaning()
         self.write_s = time.monotonic() - start
 
-    def _write_tensors(
-        self, partial: Path, state: dict[str, Any], loader_state: dict[str, Any] | None
-    ) -> dict[str, list[Any]]:
+    def _write_files(self, partial: Path, snapshot: Snapshot) -> dict[str, list[Any]]:
         """Write this rank's files and read them back; their checksums."""
         # A staged state is on the host: with no copying ahead the thread that writes leaves the device alone.
         writer = ChecksummingWriter(partial, copy_ahead=10_000_000 if self.stager is None else 0)
         try:
-            dcp.save(state, storage_writer=writer, process_group=self.group)
+            dcp.save(snapshot.tensors, storage_writer=writer, process_group=self.group)
         except CheckpointException as error:
             raise writer.error or error from None
-        if loader_state is not None:
-            name = f"loader_rank{dist.get_rank()}.json"
-            writer.checksums[name] = write_json(partial / name, loader_state)
+        for name, state in snapshot.per_rank.items():
+            if state:
+                path = _file_of_rank(partial, name)
+                writer.checksums[path.name] = write_json(path, state)
         read_back(partial, writer.checksums)
         return writer.checksums
 
-    def _publish(self, partial: Path, target: Path, progress: Progress, checksums: dict[str, list[Any]]) -> None:
+    def _publish(self, partial: Path, target: Path, snapshot: Snapshot, checksums: dict[str, list[Any]]) -> None:
         if dist.get_rank() == 0:
             publish_checkpoint(
-                partial, target, checksums, progress=progress, config=self.config, trajectory=self.trajectory
+                partial,
+                target,
+                checksums,
+                numbers=snapshot.numbers,
+                config=self.config,
+                trajectory=self.trajectory,
             )
 
     def _first_failure(self, action: Callable[[], object]) -> str | None:
@@ -233,8 +218,11 @@ class CheckpointManager:
             raise RuntimeError(f"the checkpoint cannot be written: {failure}")
         return refusal
 
-    def load_latest(self) -> tuple[Progress, dict[str, Any] | None] | None:
-        """Load the newest whole checkpoint, and say which newer ones are not; None where there is none at all.
+    def load_latest(self) -> bool:
+        """Load the newest whole checkpoint into the run's state, and say which newer ones are not.
+
+        Returns:
+            Whether there was one.
 
         Raises:
             ConfigError: there are some, and none is whole.
@@ -253,14 +241,12 @@ class CheckpointManager:
             if damage is None:
                 for text in damages if dist.get_rank() == 0 else []:
                     self.warn(f"warning: {text}; continuing from {checkpoint.name}")
-                loader = checkpoint / f"loader_rank{dist.get_rank()}.json"
-                loader_state = json.loads(loader.read_text()) if loader.exists() else None
-                return read_progress(checkpoint), loader_state
+                return True
             damages.append(f"{checkpoint} is not used: {damage}")
         if damages:
             right = "to begin anew move them away, or name a new run with --metrics.experiment_name"
             raise ConfigError(f"no checkpoint is whole: {'; '.join(damages)}; {right}")
-        return None
+        return False
 
     def _damage_of(self, checkpoint: Path) -> str | None:
         """Why a checkpoint cannot continue this run; each rank reads a share of it, and all learn the answer."""
@@ -268,6 +254,7 @@ class CheckpointManager:
         try:
             manifest = verify(checkpoint, rank=dist.get_rank(), world_size=dist.get_world_size())
             read_progress(checkpoint)
+            self.state.check_numbers(read_numbers(checkpoint))
             if differing := differences(manifest["trajectory"], self.trajectory):
                 damage = f"it is of a run with other settings ({'; '.join(differing)})"
         except DamagedCheckpointError as error:
@@ -275,8 +262,8 @@ class CheckpointManager:
         return self._any_of(damage)
 
     def _load(self, checkpoint: Path) -> str | None:
-        """Load the tensors over those of the run; what went wrong, on any rank."""
-        state, damage, stored = self._state(), None, {}
+        """Load the state of the run; what went wrong, on any rank."""
+        tensors, damage, stored = self.state.tensor_states(), None, {}
         reader = CheckpointReader(checkpoint)
         try:
             stored = reader.read_metadata().state_dict_metadata
@@ -285,30 +272,20 @@ class CheckpointManager:
         if (damage := self._any_of(damage)) is not None:  # agreed before the collectives of a load
             return damage
         try:
-            load_safely(_without_new_moments(state, stored), reader, process_group=self.group)
+            load_safely(_without_new_moments(tensors, stored), reader, process_group=self.group)
         except DamagedCheckpointError as error:
             damage = str(error)
         damage = self._any_of(damage)
         if damage is None:
-            set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=not self.only_trained))
-            set_optimizer_state_dict(self.model, self.optimizers, state["optimizer"])
+            files = {name: _file_of_rank(checkpoint, name) for name in self.state.per_rank}
+            per_rank = {name: json.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
+            self.state.load(Snapshot(tensors, read_numbers(checkpoint), per_rank))
         return damage
 
     def _any_of(self, text: str | None) -> str | None:
         texts: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(texts, text, group=self.group)
         return next((text for text in texts if text is not None), None)
-
-    def _state(self) -> dict[str, Any]:
-        for optimizer in self.optimizers:
-            make_optimizer_state(optimizer)
-        state: dict[str, Any] = {
-            "model": detached(saved_weights(self.model, only_trained=self.only_trained)),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizers),
-        }
-        if self.ema is not None:
-            state["ema"] = self.ema.state_dict()
-        return state
 
     def close(self, *, patience_s: float | None = None) -> None:
         """Wait on rank 0 until old checkpoints are deleted. To be called where no other rank waits for this one.
@@ -353,45 +330,19 @@ def publish_checkpoint(
     target: Path,
     checksums: dict[str, list[Any]],
     *,
-    progress: Progress,
+    numbers: Mapping[str, int | float],
     config: dict[str, Any],
     trajectory: dict[str, Any],
 ) -> None:
-    """Put what makes it a checkpoint to the files that are there, whose checksums are given, and give it its name."""
-    own = {CONFIG_FILE: write_json(partial / CONFIG_FILE, config)}
-    own[PROGRESS_FILE] = write_json(partial / PROGRESS_FILE, dataclasses.asdict(progress))
-    write_manifest(partial, step=progress.step, trajectory=trajectory, checksums={**checksums, **own})
-    publish(partial, target)
+    """Put what makes it a checkpoint to the files that are there, whose checksums are given, and give it its name.
 
-
-def make_optimizer_state(optimizer: Optimizer) -> None:
-    """Give an optimizer the tensors that a load fills in, for each parameter that has none.
-
-    A new optimizer has none at all; later, those parameters lack them that no gradient reached (Qwen-Image has some).
-    torch would make them by one step with a gradient of zeros for every parameter at once. One after the other needs
-    the memory of a single gradient. The learning rate of that step is 0, and where the optimizer counts steps the
-    count goes back to 0: what is saved here is a state before any.
+    Args:
+        numbers: those of the run's `Progress`, and what else is stored with them.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    without = [parameter for parameter in parameters if parameter not in optimizer.state]
-    if not without:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    gradients = [parameter.grad for parameter in parameters]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for parameter in parameters:
-        parameter.grad = None
-    for parameter in without:
-        parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        parameter.grad = None
-        if "step" in (made := optimizer.state.get(parameter, {})):
-            made["step"] *= 0  # a tensor or a number
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    own = {CONFIG_FILE: write_json(partial / CONFIG_FILE, config)}
+    own[PROGRESS_FILE] = write_json(partial / PROGRESS_FILE, numbers)
+    write_manifest(partial, step=int(numbers["step"]), trajectory=trajectory, checksums={**checksums, **own})
+    publish(partial, target)
 
 
 def _without_new_moments(state: dict[str, Any], stored: Iterable[str]) -> dict[str, Any]:
@@ -402,6 +353,10 @@ def _without_new_moments(state: dict[str, Any], stored: Iterable[str]) -> dict[s
         return state  # there must be some
     moments = {name: value for name, value in state["optimizer"]["state"].items() if name in have}
     return {**state, "optimizer": {**state["optimizer"], "state": moments}}
+
+
+def _file_of_rank(folder: Path, name: str) -> Path:
+    return folder / f"{name}_rank{dist.get_rank()}.json"
 
 
 def _make_anew(partial: Path) -> None:

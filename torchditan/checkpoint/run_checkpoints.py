@@ -10,52 +10,32 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torchditan.checkpoint.loading import latest_checkpoint
 from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.config.options import Config
-from torchditan.data_stream.loader import TrainingStream
-from torchditan.data_stream.streamed import SequentialStream
-from torchditan.optim.divergence import DivergenceError, DivergenceGuard, LossSpikes
+from torchditan.optim.divergence import DivergenceError, DivergenceGuard
 from torchditan.optim.ema import EMA
 from torchditan.run.directory import RunDirectory
 from torchditan.supervision.exit_status import Interrupted
 from torchditan.supervision.preemption import StopAgreement
 from torchditan.supervision.supervision import Supervision
 
-if TYPE_CHECKING:
-    from torchditan.optim.loss_scaling import LossScaler
-
 
 class RunCheckpoints:
-    """Saves and loads the run as a whole: weights, progress, position of the data, running statistics.
+    """Saves and loads the run as a whole.
 
     Args:
-        manager: writes and reads the files.
-        supervision: has the progress, which loading changes in place.
-        stream: its loader's state is saved where the source can only be read in order.
+        manager: writes and reads the state of the run.
+        supervision: has the logger, and the progress that is part of that state.
         guard: the last step is checked before its weights are saved.
-        spikes, scaler: their statistics continue; None where the run has none.
     """
 
-    def __init__(
-        self,
-        manager: CheckpointManager,
-        *,
-        supervision: Supervision,
-        stream: TrainingStream | SequentialStream,
-        guard: DivergenceGuard,
-        spikes: LossSpikes | None,
-        scaler: LossScaler | None,
-    ) -> None:
+    def __init__(self, manager: CheckpointManager, *, supervision: Supervision, guard: DivergenceGuard) -> None:
         self.manager = manager
         self.supervision = supervision
         self.progress = supervision.progress
-        self.stream = stream
         self.guard = guard
-        self.spikes = spikes
-        self.scaler = scaler
         self.saved_step = -1
         """Step of the newest checkpoint; -1: there is none."""
 
@@ -66,28 +46,16 @@ class RunCheckpoints:
         self.guard.wait()
         with logger.timer.excluded("checkpoint"), self.supervision.reporting("saving"):
             progress.elapsed_s = logger.elapsed_s
-            if self.spikes is not None:
-                progress.mean_loss, progress.mean_loss_steps = self.spikes.state()
-            if self.scaler is not None:
-                progress.loss_scale, progress.loss_scale_steps = self.scaler.state()
             logger.flush()
-            self.manager.save(progress, loader_state=self.stream.state())
+            self.manager.save()
             self.saved_step = progress.step
 
     def load_latest(self) -> bool:
         """Continue where the newest whole checkpoint is, if there is one."""
-        loaded = self.manager.load_latest()
-        if loaded is None:
-            return False
-        progress, loader_state = loaded
-        vars(self.progress).update(vars(progress))
-        self.stream.load_state(loader_state)
-        if self.spikes is not None:
-            self.spikes.load_state(progress.mean_loss, progress.mean_loss_steps)
-        if self.scaler is not None:
-            self.scaler.load_state(progress.loss_scale, progress.loss_scale_steps)
-        self.saved_step = progress.step
-        return True
+        found = self.manager.load_latest()
+        if found:
+            self.saved_step = self.progress.step
+        return found
 
     def resume(
         self, run_directory: RunDirectory, *, ema: EMA | None, load_weights: Callable[[], str] | None

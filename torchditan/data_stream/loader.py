@@ -112,11 +112,12 @@ class TrainingStream:
             "pin_memory": pin_memory,
         }
 
-    def state(self) -> None:
-        """Nothing: the position says it all."""
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the position of the run says it all."""
+        return {}
 
-    def load_state(self, state: dict[str, Any] | None) -> None:
-        assert state is None
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert not state_dict
 
     def batches(self, position: int) -> Iterator[tuple[Batch, Randomness]]:
         """Micro-batches of this rank from a global position of the stream."""

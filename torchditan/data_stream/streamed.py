@@ -50,28 +50,28 @@ class SequentialStream:
         self._loader: Any = None
         self._resume_from: dict[str, Any] | None = None
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {
             "world_size": self.plan.world_size,
             "num_workers": self.num_workers,
             "loader": self._loader.state_dict(),
         }
 
-    def load_state(self, state: dict[str, Any] | None) -> None:
-        """Continue from a saved state.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved state; empty: the checkpoint has none for this rank.
 
         Raises:
             ConfigError: it is of another number of ranks or workers.
         """
-        there = (state["world_size"], state["num_workers"]) if state else None
+        there = (state_dict["world_size"], state_dict["num_workers"]) if state_dict else None
         here = (self.plan.world_size, self.num_workers)
-        if state is None or there != here:
+        if there != here:
             right = (
                 f"the checkpoint is of {there} ranks and workers, this job of {here}; a streamed source resumes with "
                 "the same numbers only"
             )
             raise option_error("dataset.streaming", True, right)
-        self._resume_from = state["loader"]
+        self._resume_from = state_dict["loader"]
 
     def batches(self, position: int) -> Iterator[tuple[Batch, Randomness]]:
         """Micro-batches of this rank; `position` names the samples, the loader's state finds them."""

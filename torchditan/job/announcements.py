@@ -10,7 +10,6 @@ from pathlib import Path
 
 from torch import nn
 
-from torchditan.checkpoint.loading import Progress
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import SequentialDataset
 from torchditan.distributed.parallelize import compile_advice
@@ -18,6 +17,7 @@ from torchditan.evaluation.sample_grids import Grids
 from torchditan.job.prepare import Job
 from torchditan.models import TextEmbeddings
 from torchditan.run.metrics import CONSOLE_COLUMNS
+from torchditan.run.training_progress import Progress
 
 _NOT_SAVED = "checkpoint.enable_checkpoint and checkpoint.save_final are false"
 

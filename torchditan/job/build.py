@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from torchditan.checkpoint.loading import Progress
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import GroupedDataset, SequentialDataset
 from torchditan.data_stream.loader import TrainingStream
-from torchditan.data_stream.streamed import SequentialStream
 from torchditan.distributed.host_memory import keep_freed_memory
 from torchditan.distributed.parallelize import CompileOptions, parallelize
 from torchditan.distributed.process_group import init_process_group
@@ -23,10 +21,12 @@ from torchditan.models.flops import count_model_flops, peak_flops
 from torchditan.optim.divergence import LossSpikes
 from torchditan.optim.ema import EMA
 from torchditan.run.metrics import MetricsLogger
+from torchditan.run.training_progress import Progress
 from torchditan.supervision.supervision import Supervision
 from torchditan.supervision.watchdog import record_collectives
 
 if TYPE_CHECKING:
+    from torchditan.data_stream.streamed import SequentialStream
     from torchditan.optim.loss_scaling import LossScaler
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -118,6 +118,8 @@ def build_stream(job: Job) -> TrainingStream | SequentialStream:
         "posterior": job.space.draws_posterior,
     }
     if options.streaming:
+        from torchditan.data_stream.streamed import SequentialStream
+
         return SequentialStream(cast(SequentialDataset, job.dataset), **shared)
     return TrainingStream(
         job.dataset,

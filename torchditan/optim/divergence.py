@@ -11,6 +11,8 @@ Notable:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 _WINDOW = 100
@@ -59,13 +61,12 @@ class LossSpikes:
         self._steps = steps
         return spikes
 
-    def state(self) -> tuple[float, int]:
-        """(mean, steps in it), as a checkpoint keeps them."""
-        return self._mean.item(), int(self._steps.item())
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean_loss": self._mean.item(), "mean_loss_steps": int(self._steps.item())}
 
-    def load_state(self, mean: float, steps: int) -> None:
-        self._mean.fill_(mean)
-        self._steps.fill_(steps)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._mean.fill_(state_dict["mean_loss"])
+        self._steps.fill_(state_dict["mean_loss_steps"])
 
 
 class DivergenceGuard:

@@ -66,3 +66,9 @@ class EMA:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self.average
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        for name, average in self.average.items():
+            if state_dict[name] is not average:  # torch's distributed checkpoint has filled it in place
+                local_tensor(average).copy_(local_tensor(state_dict[name]))

@@ -8,6 +8,7 @@ step and halves the scale; enough steps without one double it. All of it stays o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,10 +49,9 @@ class LossScaler:
         self.num_skipped = self.num_skipped + is_overflow
         return is_overflow
 
-    def state(self) -> tuple[float, int]:
-        """(scale, steps since it last changed), as a checkpoint keeps them."""
-        return self.scale.item(), int(self._good_steps.item())
+    def state_dict(self) -> dict[str, Any]:
+        return {"loss_scale": self.scale.item(), "loss_scale_steps": int(self._good_steps.item())}
 
-    def load_state(self, scale: float, good_steps: int) -> None:
-        self.scale.fill_(scale)
-        self._good_steps.fill_(good_steps)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scale.fill_(state_dict["loss_scale"])
+        self._good_steps.fill_(state_dict["loss_scale_steps"])

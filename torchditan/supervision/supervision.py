@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchditan.checkpoint.loading import Progress
 from torchditan.data_stream.workers import end_loader_workers
 from torchditan.distributed.process_group import Rank, set_timeout
 from torchditan.run.directory import RunDirectory
@@ -20,6 +19,7 @@ from torchditan.run.metrics import MetricsLogger
 from torchditan.run.progress import Advance, report_progress
 from torchditan.run.rank_status import write_rank_status
 from torchditan.run.reading import read_status
+from torchditan.run.training_progress import Progress
 from torchditan.supervision.exit_status import verdict_of
 from torchditan.supervision.watchdog import RankWatch
 

@@ -24,7 +24,6 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchditan.checkpoint.files import ChecksummingWriter, read_back
-from torchditan.checkpoint.loading import Progress
 from torchditan.checkpoint.manager import publish_checkpoint
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict, override, to_dict
@@ -34,6 +33,7 @@ from torchditan.run import provenance
 from torchditan.run.atomic_files import beside, sync_folder, write_file
 from torchditan.run.directory import check_folders
 from torchditan.run.reading import read_config
+from torchditan.run.training_progress import Progress
 from torchditan.weights.exported import StoredWeights, key_of, read_weights_metadata
 from torchditan.weights.initial import refuse_other_model
 from torchditan.weights.safetensors_files import open_file
@@ -137,7 +137,5 @@ def _write_checkpoint(folder: Path, stored: StoredWeights, config: Config, ident
     except CheckpointException as error:
         raise writer.error or RuntimeError(f"the checkpoint cannot be written: {error}") from None
     read_back(partial, writer.checksums)
-    progress = Progress(step=stored.step, images_seen=stored.images_seen)
-    publish_checkpoint(
-        partial, target, writer.checksums, progress=progress, config=to_dict(config), trajectory=identity
-    )
+    numbers = Progress(step=stored.step, images_seen=stored.images_seen).state_dict()
+    publish_checkpoint(partial, target, writer.checksums, numbers=numbers, config=to_dict(config), trajectory=identity)

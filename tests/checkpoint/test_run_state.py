@@ -1,0 +1,215 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What a checkpoint holds: an object that is registered once is saved, resumed and rolled back with the run."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+from torch import nn
+
+from torchditan.checkpoint.files import DamagedCheckpointError
+from torchditan.checkpoint.loading import read_state
+from torchditan.checkpoint.run_state import RunState, Snapshot
+from torchditan.diffusion.flow_matching import FlowMatching
+from torchditan.optim.ema import EMA
+from torchditan.run.reading import read_metrics
+from torchditan.run.training_progress import Progress
+from torchditan.trainer import Trainer
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+BATCH = 4
+SMALL = [
+    "--model.flavor=debugmodel",
+    "--model.patch_size=2",
+    "--dataset.num_workers=0",
+    "--training.mixed_precision_param=float32",
+    f"--training.global_batch_size={BATCH}",
+    "--metrics.enable_sampling=false",
+    "--metrics.experiment_name=run",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.interval=2",
+    "--checkpoint.keep_latest_k=0",
+    "--training.on_nonfinite=rollback",
+]
+Register = Callable[[Any, str], None]
+
+
+class Counter:
+    """Counts steps in a number."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counted": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["counted"]
+
+
+class TensorCounter(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        return {"counted": torch.tensor(self.count)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = int(state_dict["counted"])
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Register:
+    """`register(counter, "numbers")`: it counts the steps of later jobs, and is in that group of their state."""
+    run_state, count_step = Trainer.run_state, Trainer.count_step
+
+    def add(counter: Counter, group: str) -> None:
+        def with_counter(self: Trainer) -> RunState:
+            usual = run_state(self)
+            groups: dict[str, Any] = {
+                "tensors": usual.tensors,
+                "numbers": usual.numbers[1:],
+                "per_rank": usual.per_rank,
+            }
+            groups[group] = [*groups[group], counter] if group == "numbers" else {**groups[group], "counter": counter}
+            return RunState(self.progress, **groups)
+
+        def count(self: Trainer) -> None:
+            count_step(self)
+            counter.count += 1
+
+        monkeypatch.setattr(Trainer, "run_state", with_counter)
+        monkeypatch.setattr(Trainer, "count_step", count)
+
+    return add
+
+
+def stored_count(checkpoint: Path, group: str) -> int:
+    if group == "tensors":
+        return int(read_state(checkpoint, "counter.")["counter.counted"])
+    file = {"numbers": "progress.json", "per_rank": "counter_rank0.json"}[group]
+    return int(json.loads((checkpoint / file).read_text())["counted"])
+
+
+def spoil_step(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of a sample of that step is not a number."""
+    loss = FlowMatching.loss
+
+    def spoilt(self: Any, model: nn.Module, batch: Any, randomness: Any) -> torch.Tensor:
+        factors = torch.where(batch["index"] == (step - 1) * BATCH, torch.nan, 1.0)  # (B,)
+        return loss(self, model, batch, randomness) * factors
+
+    monkeypatch.setattr(FlowMatching, "loss", spoilt)
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+@pytest.mark.parametrize("group", ["numbers", "tensors", "per_rank"])
+def test_what_is_registered_is_saved_rolled_back_and_resumed(
+    group: str,
+    async_mode: str,
+    tmp_path: Path,
+    run_script: RunScript,
+    register: Register,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make = TensorCounter if group == "tensors" else Counter
+    flags = [*SMALL, f"--checkpoint.async_mode={async_mode}"]
+    checkpoints = tmp_path / "outputs" / "run" / "checkpoint"
+    spoil_step(4, monkeypatch)
+    counter = make()
+    register(counter, group)
+    code, out, err = run_script("train.py", *flags, "--training.steps=6")
+    assert code == 0, err
+    assert "back to step 2" in out  # after 3 steps, of which the counter forgets one
+    assert [stored_count(checkpoints / f"step-0000000{step}", group) for step in (2, 4, 6)] == [2, 4, 6]
+    again = make()
+    register(again, group)
+    assert run_script("train.py", *flags, "--training.steps=8").code == 0
+    assert (counter.count, again.count) == (6, 8)
+
+
+def test_a_streamed_source_continues_where_its_rank_was(
+    tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("torchdata")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    images = []
+    for number in range(40):
+        file = io.BytesIO()
+        Image.new("RGB", (8, 8), (6 * number, 0, 0)).save(file, "PNG")
+        images.append({"bytes": file.getvalue(), "path": f"{number}.png"})
+    (tmp_path / "hub").mkdir()
+    table = pyarrow.table({"image": images, "label": [number % 2 for number in range(40)]})
+    parquet.write_table(table, tmp_path / "hub" / "train.parquet")
+    flags = [*SMALL, "--training.on_nonfinite=stop", "--dataset.dataset_name=imagenet_hub", "--dataset.hub_name=hub"]
+    flags += ["--dataset.streaming", "--dataset.image_size=8", "--dataset.num_classes=2", "--validation.freq=0"]
+    flags += ["--metrics.log_freq=1"]
+    for steps in (3, 6):
+        code, _, err = run_script("train.py", *flags, f"--training.steps={steps}")
+        assert code == 0, err
+    assert run_script("train.py", *flags, "--training.steps=6", "--metrics.experiment_name=whole").code == 0
+    losses = [[record["loss"] for record in read_metrics(tmp_path / "outputs" / run)] for run in ("run", "whole")]
+    assert losses[0] == losses[1]
+    state = json.loads((tmp_path / "outputs/run/checkpoint/step-00000006/loader_rank0.json").read_text())
+    assert state.keys() == {"world_size", "num_workers", "loader"}
+
+
+def test_a_checkpoint_from_before_a_number_was_registered_loads(
+    tmp_path: Path, run_script: RunScript, register: Register
+) -> None:
+    assert run_script("train.py", *SMALL, "--training.steps=2").code == 0
+    counter = Counter()
+    counter.count = 100
+    register(counter, "numbers")
+    code, out, err = run_script("train.py", *SMALL, "--training.steps=4")
+    assert code == 0, err
+    assert "resumed at step 2" in out
+    assert counter.count == 102
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_a_job_stores_no_number_that_older_versions_do_not_read(
+    precision: str, tmp_path: Path, run_script: RunScript
+) -> None:
+    """They read these keys, refuse others, and take 0 for those that are missing."""
+    flags = [f"--training.mixed_precision_param={precision}", "--training.loss_spike_factor=3", "--training.steps=1"]
+    assert run_script("train.py", *SMALL, *flags).code == 0
+    stored = json.loads((tmp_path / "outputs/run/checkpoint/step-00000001/progress.json").read_text())
+    of_precision = {"loss_scale", "loss_scale_steps"} if precision == "float16" else set()
+    always = {"step", "images_seen", "elapsed_s", "position", "rollbacks", "mean_loss", "mean_loss_steps"}
+    assert stored.keys() == always | of_precision
+
+
+def test_numbers_of_another_type_are_refused() -> None:
+    state = RunState(Progress(), tensors={}, numbers=[Counter()])
+    state.check_numbers({"step": 1, "counted": 3, "of_a_later_version": 0.5})
+    with pytest.raises(DamagedCheckpointError, match=r"progress\.json has 3\.5 as counted"):
+        state.check_numbers({"step": 1, "counted": 3.5})
+
+
+def test_two_objects_do_not_store_the_same_number() -> None:
+    with pytest.raises(AssertionError, match="two registered objects store the same number"):
+        RunState(Progress(), tensors={}, numbers=[Counter(), Counter()])
+
+
+def test_what_a_run_does_not_have_is_left_out() -> None:
+    state = RunState(Progress(step=3), tensors={"ema": None}, numbers=[None], per_rank={"loader": None})
+    assert state.snapshot() == Snapshot({}, Progress(step=3).state_dict(), {})
+
+
+def test_an_average_takes_the_values_of_another_one() -> None:
+    torch.manual_seed(0)
+    here, there = (EMA(nn.Linear(2, 2), decay=0.9) for _ in range(2))
+    assert not torch.equal(here.average["weight"], there.average["weight"])
+    kept = here.average["weight"]
+    here.load_state_dict(there.state_dict())
+    assert torch.equal(here.average["weight"], there.average["weight"])
+    assert here.average["weight"] is kept
