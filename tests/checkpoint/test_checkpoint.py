@@ -115,9 +115,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_not_listed_again(
         if not ignore_errors:
             raise OSError("Device or resource busy")
 
-    config = Config()
-    config.checkpoint.keep_latest_k = 1
-    manager = make_manager(config)
+    manager = make_manager(Config(checkpoint=Checkpoint(keep_latest_k=1)))
     monkeypatch.setattr(shutil, "rmtree", refuse)
     for step in (1, 2):
         save(manager, step)
