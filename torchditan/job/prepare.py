@@ -17,6 +17,7 @@ from torchditan.config.errors import option_error
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import CaptionedDataset, ImageDataset
 from torchditan.data_stream.order import BatchPlan
+from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.cpu_threads import set_cpu_threads
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.parallelize import check_backend
@@ -123,6 +124,7 @@ def prepare_job(
     spec = model_spec_of(config, sample_shape=space.sample_shape, num_classes=len(dataset.class_names))
     if config.diffusion.timestep_shift is None:
         config.diffusion.timestep_shift = spec.timestep_shift
+    build_objective(config.diffusion, spec)  # refuses a model without the features it asks for
     spec = with_condition_of(spec, dataset, config, device=rank.device)
     if validation_dataset is not None:
         with_condition_of(spec, validation_dataset, config, device=rank.device)  # a stand-in is conditioned too
