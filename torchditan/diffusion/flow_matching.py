@@ -30,7 +30,6 @@ class FlowMatching(Objective):
     conditioning: Conditioning
     timesteps: Timesteps
     label_dropout: float
-    features: tuple[str, ...] = ()
 
     @classmethod
     def build(cls, config: Diffusion, spec: ModelSpec) -> FlowMatching:
