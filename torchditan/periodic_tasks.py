@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchditan.checkpoint.run_checkpoints import RunCheckpoints
-from torchditan.diffusion.objectives import Objective
+from torchditan.diffusion.objectives import Loss, Objective
 from torchditan.distributed.process_group import max_over_ranks, sum_over_ranks
 from torchditan.evaluation.generate import generate
 from torchditan.evaluation.sample_grids import Grids
@@ -52,6 +52,7 @@ class PeriodicTasks:
         model: nn.Module,
         ema: EMA | None,
         objective: Objective,
+        loss: Loss,
         guard: DivergenceGuard,
         scaler: LossScaler | None,
         logger: MetricsLogger,
@@ -64,6 +65,7 @@ class PeriodicTasks:
         self.model = model
         self.ema = ema
         self.objective = objective
+        self.loss = loss
         self.guard = guard
         self.scaler = scaler
         self.logger = logger
@@ -139,7 +141,7 @@ class PeriodicTasks:
         with self.logger.timer.excluded("validation"), self.supervision.reporting("validating"):
             self.extra_metrics["validation_loss"] = validation_loss(
                 self.model,
-                objective=self.objective,
+                loss=self.loss,
                 dataset=job.validation_dataset,
                 space=job.space,
                 num_images=self.config.validation.num_images,

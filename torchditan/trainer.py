@@ -25,7 +25,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import to_dict
 from torchditan.config.trajectory import trajectory
 from torchditan.data_stream.datasets import Batch
-from torchditan.diffusion.objectives import build_objective
+from torchditan.diffusion.objectives import build_objective, loss_with_teacher
 from torchditan.distributed.process_group import raise_on_all_ranks
 from torchditan.job import announcements
 from torchditan.job.build import (
@@ -35,6 +35,7 @@ from torchditan.job.build import (
     build_loss_spikes,
     build_model,
     build_stream,
+    build_teacher,
     initial_weights_loader,
     open_process_group,
 )
@@ -105,14 +106,17 @@ class Trainer:
         self.progress = supervision.progress
         open_process_group(job, supervision)
 
-        self.model, float8_layers = build_model(job, supervision)
+        mesh = job.parallel_dims.build_mesh(self.device.type)
+        self.model, float8_layers = build_model(job, supervision, mesh)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.guard = DivergenceGuard(self.optimizer)
         self.scaler = build_loss_scaler(config, self.parameters)
         self.spikes = build_loss_spikes(config, self.device)
-        self.ema = build_ema(config, self.model)
         self.objective = build_objective(config.diffusion, job.spec)
+        self.teacher = build_teacher(job, supervision, mesh) if self.objective.uses_teacher else None
+        self.loss = loss_with_teacher(self.objective, self.teacher)
+        self.ema = build_ema(config, self.model, self.teacher)
         self.stream = build_stream(job)
 
         manager = CheckpointManager(
@@ -141,6 +145,7 @@ class Trainer:
             model=self.model,
             ema=self.ema,
             objective=self.objective,
+            loss=self.loss,
             guard=self.guard,
             scaler=self.scaler,
             logger=self.logger,
@@ -226,7 +231,7 @@ class Trainer:
         for micro_batch in range(self.plan.num_micro_batches):
             batch, randomness = self.next_batch(batches, step)
             self.model.set_requires_gradient_sync(micro_batch == self.plan.num_micro_batches - 1)
-            losses = self.objective.loss(self.model, batch, randomness)  # (B,)
+            losses = self.loss(self.model, batch, randomness)  # (B,)
             # FSDP averages gradients over ranks, so each rank contributes the mean of its own share.
             share = losses.sum() / (self.plan.global_batch_size // self.rank.world_size)
             (share if self.scaler is None else share * self.scaler.scale).backward()

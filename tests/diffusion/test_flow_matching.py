@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from torchditan.config.errors import ConfigError
+from torchditan.config.options import Diffusion, Model
 from torchditan.diffusion.flow_matching import FlowMatching
+from torchditan.diffusion.objectives import build_objective
 from torchditan.diffusion.samplers import guided_prediction, solve
 from torchditan.diffusion.timesteps import Timesteps, shift_timesteps
-from torchditan.models import ClassLabels, Unconditional
+from torchditan.models import ClassLabels, Unconditional, build_model_spec
 from torchditan.randomness import draw
 
 
@@ -116,3 +120,16 @@ def test_guidance_extrapolates_from_null_inside_its_interval_and_on_its_channels
     assert len(model.x_t) == 2  # outside the interval the null condition costs nothing
     assert velocity(0.5, 1.0)[:, 0, 0, 0].tolist() == [1, 2]
     assert velocity(0.5, 3.0, channels=3)[0, :, 0, 0].tolist() == [-17, -17, -17, 1]
+
+
+def test_an_objective_that_asks_for_features_is_refused_with_a_model_that_lacks_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = build_model_spec(Model(flavor="debugmodel"), sample_shape=(1, 8, 8), num_classes=10)
+    assert spec.features == ["blocks.0", "blocks.1", "blocks.2"]
+    monkeypatch.setattr(FlowMatching, "features", ("blocks.1", "blocks.3"))
+    right = "asks for the features blocks.3, and dit debugmodel has blocks.0 to blocks.2"
+    with pytest.raises(ConfigError, match=f'diffusion.objective = "flow_matching": {right}'):
+        build_objective(Diffusion(), spec)
+    with pytest.raises(ConfigError, match=r"asks for the features blocks.1, blocks.3, and dit debugmodel has none"):
+        build_objective(Diffusion(), dataclasses.replace(spec, features=()))

@@ -245,3 +245,19 @@ def test_bfloat16_weights_follow_float32_closely(preset, conditioning):
     rounded = model.bfloat16()(x_t, t, cond)
     assert rounded.dtype == torch.bfloat16
     assert (rounded.float() - exact).norm() < 0.03 * exact.norm()
+
+
+@pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
+def test_features_are_the_patch_tokens_after_a_block_and_change_no_number(conditioning: str) -> None:
+    model = random_model(tiny_config(conditioning=conditioning))
+    outputs: list[torch.Tensor] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    inputs = torch.randn(3, 3, 8, 8), torch.rand(3), {"class_label": torch.tensor([1, 2, 10])}
+    expected = model(*inputs)
+    assert isinstance(expected, torch.Tensor)
+    prediction, features = model(*inputs, features=["blocks.1"])
+    assert torch.equal(prediction, expected) and list(features) == ["blocks.1"]
+    assert torch.equal(features["blocks.1"], outputs[1][:, -16:]) and features["blocks.1"].shape == (3, 16, 32)
+    features["blocks.1"].sum().backward()
+    assert model.blocks[0].attn.qkv.weight.grad.abs().max() > 0 and model.final_layer.linear.weight.grad is None

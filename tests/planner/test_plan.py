@@ -23,10 +23,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchditan import registry
 from torchditan.ablation.grid import as_flags
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Model, flatten
+from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.finetune.resolutions import published_options
 from torchditan.models import ModelSpec, build_model_spec, model_spec_of
@@ -60,9 +62,28 @@ def published(model: str, *flags: str, **options: Any) -> list[str]:
     return [*as_flags({**published_options(model, resolution), **options}), *flags]
 
 
+class LooksInside(FlowMatching):
+    """Asks the model and a teacher for features, the model first."""
+
+    uses_teacher = True
+    features = ("blocks.1",)
+
+    def loss(self, model: Any, batch: Any, randomness: Any, teacher: Any = None) -> torch.Tensor:
+        x_t, t, cond = self.inputs(batch, randomness)
+        prediction, own = model(x_t, t, cond, features=self.features)
+        _, averaged = teacher(x_t, t, cond, features=self.features)
+        distance = (own["blocks.1"] - averaged["blocks.1"]).float().square().flatten(1).mean(1)
+        return self.error(prediction, x_t, t, batch, randomness) + distance
+
+
+registry.OBJECTIVES["looks_inside"] = f"{__name__}:LooksInside"
+TEACHER = "--diffusion.objective=looks_inside"
+
 CELLS: dict[int, dict[str, list[str]]] = {
     1: {
         "plain": [],
+        "teacher": [TEACHER],
+        "teacher full": [TEACHER, FULL],
         "full": [FULL],
         "every second block": [EVERY_SECOND],
         "op": OP,
@@ -92,6 +113,9 @@ CELLS: dict[int, dict[str, list[str]]] = {
     },
     2: {
         "FSDP": [],
+        "FSDP teacher": [TEACHER],
+        "FSDP teacher full": [TEACHER, FULL],
+        "DDP teacher": [TEACHER, f"{REPLICATE}=2"],
         "FSDP full": [FULL],
         "FSDP official": OFFICIAL,
         "FSDP micro-batches": ["--training.global_batch_size=24"],
@@ -156,7 +180,7 @@ def num_bytes(tensors: Any) -> int:
 
 def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     """What the trainer builds and does in a step; state of this rank, and its peak in the second step."""
-    from torchditan.diffusion.objectives import build_objective
+    from torchditan.diffusion.objectives import build_objective, loss_with_teacher
     from torchditan.distributed.parallel_dims import ParallelDims
     from torchditan.distributed.parallelize import parallelize
     from torchditan.optim.divergence import DivergenceGuard
@@ -166,28 +190,37 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     training, spec = config.training, spec_of(config)
-    with torch.device("meta"):
-        model: Any = spec.build()
-    parallelize(
-        model,
-        blocks=spec.blocks(model),
-        mesh=ParallelDims.resolve(
-            replicate=training.data_parallel_replicate_degree, shard=-1, world_size=world_size
-        ).build_mesh("cpu"),
-        activation_checkpoint=config.activation_checkpoint.mode,
-        selective_ac_option=config.activation_checkpoint.selective_ac_option,
-        checkpoint_fraction=config.activation_checkpoint.fraction,
-        param_dtype=dtypes[training.mixed_precision_param],
-        reduce_dtype=dtypes[training.mixed_precision_reduce],
-    )
-    model.to_empty(device="cpu")
-    model.init_weights(0)
+    dims = ParallelDims.resolve(replicate=training.data_parallel_replicate_degree, shard=-1, world_size=world_size)
+    mesh = dims.build_mesh("cpu")
+
+    def build(*, is_trained: bool) -> Any:
+        with torch.device("meta"):
+            model: Any = spec.build()
+        if not is_trained:
+            model.requires_grad_(False)
+        parallelize(
+            model,
+            blocks=spec.blocks(model),
+            mesh=mesh,
+            activation_checkpoint=config.activation_checkpoint.mode,
+            selective_ac_option=config.activation_checkpoint.selective_ac_option,
+            checkpoint_fraction=config.activation_checkpoint.fraction,
+            param_dtype=dtypes[training.mixed_precision_param],
+            reduce_dtype=dtypes[training.mixed_precision_reduce],
+        )
+        model.to_empty(device="cpu")
+        model.init_weights(0)
+        return model
+
+    model = build(is_trained=True)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build_optimizer(model, config.optimizer)
     guard = DivergenceGuard(optimizer)
-    ema = EMA(model, decay=0.9, only_trained=config.lora.rank > 0) if config.ema.enable else None
-    average = ema.average if ema is not None else {}
     objective = build_objective(config.diffusion, spec)
+    teacher = build(is_trained=False) if objective.uses_teacher else None
+    ema = EMA(model, decay=0.9, only_trained=config.lora.rank > 0, teacher=teacher) if config.ema.enable else None
+    average = ema.average if ema is not None else {}
+    loss = loss_with_teacher(objective, teacher)
     batch_size = training.batch_size
     assert isinstance(batch_size, int)
     num_micro_batches = (training.global_batch_size or batch_size * world_size) // (batch_size * world_size)
@@ -202,7 +235,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
         nonlocal gradients
         for micro_batch in range(num_micro_batches):
             model.set_requires_gradient_sync(micro_batch == num_micro_batches - 1)
-            losses = objective.loss(model, batch, randomness)
+            losses = loss(model, batch, randomness)
             (losses.sum() / batch_size).backward()
             del losses
         guard.step(number, clip_grad_norm(parameters, max_norm=1.0))

@@ -323,5 +323,8 @@ def _validate_objective(config: Config) -> None:
     values, defaults = flatten(config), flatten(Config())
     changed = {option for option, value in values.items() if value != defaults[option]}
     objective = registered(OBJECTIVES, config.diffusion.objective)
+    if objective.uses_teacher and not config.ema.enable:
+        right = f"{config.diffusion.objective} uses the EMA model as its teacher; must be true"
+        raise option_error("ema.enable", False, right)
     for option, right in objective.option_mistakes(config, changed):
         raise option_error(option, values[option], right)

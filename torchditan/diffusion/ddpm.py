@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from torchditan.diffusion.objectives import Objective
 from torchditan.diffusion.samplers import Prediction
 from torchditan.randomness import Randomness
 from torchditan.registry import FAMILIES
@@ -51,7 +52,7 @@ def _squared_signal(device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class DDPM:
+class DDPM(Objective):
     """The model predicts the noise of a sample at a level drawn uniformly."""
 
     conditioning: Conditioning

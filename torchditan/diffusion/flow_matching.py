@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from torchditan.diffusion.objectives import Objective
 from torchditan.diffusion.samplers import Prediction, solve
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.randomness import Randomness
 
 if TYPE_CHECKING:
     from torchditan.config.options import Config, Diffusion, Sampling
-    from torchditan.models.spec import Conditioning, ModelSpec
+    from torchditan.models.spec import Condition, Conditioning, ModelSpec
 
 
 @dataclass(frozen=True)
-class FlowMatching:
+class FlowMatching(Objective):
     """x_t = (1 - t) noise + t x; the model predicts the velocity dx_t/dt = x - noise.
 
     Another prediction on the same path is a subclass with its own `target` and `velocity`.
@@ -68,18 +69,33 @@ class FlowMatching:
         return prediction
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness) -> torch.Tensor:
-        """Squared error of the predicted velocity, |velocity(prediction) - velocity(target)|^2, averaged over each
-        sample's values: (B,) float32.
-        """
+        """The `error` of what the model predicts for the `inputs`: (B,) float32."""
+        x_t, t, cond = self.inputs(batch, randomness)
+        return self.error(model(x_t, t, cond), x_t, t, batch, randomness)
+
+    def inputs(
+        self, batch: dict[str, torch.Tensor], randomness: Randomness
+    ) -> tuple[torch.Tensor, torch.Tensor, Condition]:
+        """What the model sees: x_t (B, ...) and t (B,), both float32, and the condition, dropped for some samples."""
         x, noise = batch["sample"], randomness.noise  # (B, C, H, W)
         t = self.timesteps(randomness.timestep)  # (B,)
-        t_wide = t.view(-1, *[1] * (x.dim() - 1))  # (B, 1, 1, 1)
+        t_wide = wide(t, x)
         x_t = (1 - t_wide) * noise + t_wide * x
-        velocity = self.velocity(self.target(x, noise), x_t, t_wide)
-
         cond = self.conditioning.from_batch(batch)
-        cond = self.conditioning.drop(cond, randomness.label_dropout < self.label_dropout)
-        predicted = self.velocity(model(x_t, t, cond).float(), x_t, t_wide)
+        return x_t, t, self.conditioning.drop(cond, randomness.label_dropout < self.label_dropout)
+
+    def error(
+        self,
+        prediction: torch.Tensor,
+        x_t: torch.Tensor,
+        t: torch.Tensor,
+        batch: dict[str, torch.Tensor],
+        randomness: Randomness,
+    ) -> torch.Tensor:
+        """|velocity(prediction) - velocity(target)|^2, averaged over each sample's values: (B,) float32."""
+        t = wide(t, x_t)
+        velocity = self.velocity(self.target(batch["sample"], randomness.noise), x_t, t)
+        predicted = self.velocity(prediction.float(), x_t, t)
         return (predicted - velocity).square().flatten(1).mean(1)
 
     def sample(self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling) -> torch.Tensor:
@@ -92,3 +108,8 @@ class FlowMatching:
 
     def num_evaluations(self, sampling: Sampling) -> int:
         return sampling.num_steps * (2 if sampling.sampler == "heun" else 1)
+
+
+def wide(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """t (B,) -> (B, 1, ...), to broadcast over x (B, ...)."""
+    return t.view(-1, *[1] * (x.dim() - 1))

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import torch
 from torch import nn
 
+from torchditan.config.errors import option_error
 from torchditan.registry import OBJECTIVES, registered
 
 if TYPE_CHECKING:
@@ -18,11 +20,24 @@ if TYPE_CHECKING:
     from torchditan.randomness import Randomness
 
 
+Loss = Callable[[nn.Module, dict[str, torch.Tensor], "Randomness"], torch.Tensor]
+"""(model, batch, randomness) -> per-sample loss (B,) float32."""
+
+
 class Objective(Protocol):
-    """What a model learns to predict, and how samples are drawn from that prediction.
+    """What a model learns to predict, and how samples are drawn from that prediction. Objectives inherit from it.
 
     One object does both, so that training and sampling cannot disagree. It knows nothing of ranks.
     """
+
+    uses_teacher: ClassVar[bool] = False
+    """`loss` has a fourth argument, `teacher`: the EMA model as it is before the step's update, called like the model
+    and without gradients."""
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names, of `ModelSpec.features`, that `loss` asks the model or the teacher for."""
+        return ()
 
     @classmethod
     def build(cls, config: Diffusion, spec: ModelSpec) -> Objective:
@@ -45,7 +60,8 @@ class Objective(Protocol):
         """Per-sample loss.
 
         Args:
-            model: `forward(x_t, t, cond)`; x_t (B, ...) and t (B,) are float32.
+            model: `forward(x_t, t, cond)`; x_t (B, ...) and t (B,) are float32. With `features=names` it returns
+                (prediction, {name: tokens (B, N, D)}).
             batch: `sample` (B, ...) float32 and the conditioning.
             randomness: the samples' own noise, uniform numbers for their timesteps, and label dropout.
 
@@ -64,6 +80,22 @@ class Objective(Protocol):
 
 
 def build_objective(config: Diffusion, spec: ModelSpec) -> Objective:
-    """The objective that `diffusion.objective` names; a timestep shift that is left open is the model's own."""
+    """The objective that `diffusion.objective` names; a timestep shift that is left open is the model's own.
+
+    Raises:
+        ConfigError: it asks for features that the model does not have.
+    """
     objective: Objective = registered(OBJECTIVES, config.objective).build(config, spec)
+    if unknown := [name for name in objective.features if name not in spec.features]:
+        known = f"has {spec.features[0]} to {spec.features[-1]}" if spec.features else "has none"
+        right = f"asks for the features {', '.join(unknown)}, and {spec.name} {spec.flavor} {known}"
+        raise option_error("diffusion.objective", config.objective, right)
     return objective
+
+
+def loss_with_teacher(objective: Objective, teacher: nn.Module | None) -> Loss:
+    """The loss of an objective that uses a teacher, with this one; that of others as it is."""
+    if not objective.uses_teacher:
+        return objective.loss
+    assert teacher is not None
+    return partial(cast(Any, objective.loss), teacher=teacher)

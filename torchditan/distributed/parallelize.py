@@ -71,7 +71,9 @@ def parallelize(
     reshard = mesh.size(mesh.ndim - 1) > 1 or has_frozen
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+    # A model that is all frozen, a teacher, has no backward pass that would free what is gathered for the root.
+    is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=is_frozen)
     return model
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchditan.data_stream.datasets import GroupedDataset, ImageDataset, read_image
-from torchditan.diffusion.objectives import Objective
+from torchditan.diffusion.objectives import Loss
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.randomness import Randomness, normal
 
@@ -23,7 +23,7 @@ _GOLDEN_RATIO = 0.6180339887498949
 def validation_loss(
     model: nn.Module,
     *,
-    objective: Objective,
+    loss: Loss,
     dataset: ImageDataset,
     space: SampleSpace,
     num_images: int,
@@ -38,7 +38,7 @@ def validation_loss(
 
     Args:
         model: the model, called equally often on every rank.
-        objective: gives the per-sample loss.
+        loss: of each sample, by the run's objective.
         dataset: held-out images.
         space: makes them what the model sees.
         num_images: images to use, at most the dataset's.
@@ -67,7 +67,7 @@ def validation_loss(
             label_dropout=torch.ones(len(rows)),
         ).to(device)
         with torch.compiler.set_stance("force_eager"):
-            losses = objective.loss(model, space.prepare(batch), randomness)
+            losses = loss(model, space.prepare(batch), randomness)
         total += losses[real.to(device)].double().sum()
     dist.all_reduce(total)
     return total.item() / count

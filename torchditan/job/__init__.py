@@ -3,5 +3,6 @@
 
 optional_parts.py chooses by name what only some jobs need.
 
-May import: checkpoint, config, data_stream, distributed, evaluation, latents, models, optim, run, supervision.
+May import: checkpoint, config, data_stream, diffusion, distributed, evaluation, latents, models, optim, run,
+supervision.
 """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import GroupedDataset, SequentialDataset
@@ -43,13 +44,30 @@ def open_process_group(job: Job, supervision: Supervision) -> None:
     supervision.connect(timeout_seconds=config.comm.init_timeout_seconds)
 
 
-def build_model(job: Job, supervision: Supervision) -> tuple[Any, str | None]:
+def build_model(job: Job, supervision: Supervision, mesh: DeviceMesh) -> tuple[Any, str | None]:
     """The model, sharded and with its weights, in training mode; and which layers compute in float8."""
-    config, spec = job.config, job.spec
-    mesh = job.parallel_dims.build_mesh(job.device.type)
     with torch.device("meta"):
-        model = spec.build()
-    float8_layers = _convert_to_float8(job, model) if config.float8.enable_float8_linear else None
+        model = job.spec.build()
+    float8_layers = _convert_to_float8(job, model) if job.config.float8.enable_float8_linear else None
+    return _shard_and_fill(job, model, supervision, mesh).train(), float8_layers
+
+
+def build_teacher(job: Job, supervision: Supervision, mesh: DeviceMesh) -> Any:
+    """Another instance of the model, in the same precision and sharded alike, that computes without gradients.
+
+    Its parameters are to become the EMA. Gathered weights are freed after each use, so that it follows the average.
+    """
+    with torch.device("meta"):
+        teacher = job.spec.build().requires_grad_(False)
+    if job.config.float8.enable_float8_linear:
+        _convert_to_float8(job, teacher)
+    teacher = _shard_and_fill(job, teacher, supervision, mesh).eval()
+    teacher.forward = torch.no_grad()(teacher.forward)
+    return teacher
+
+
+def _shard_and_fill(job: Job, model: nn.Module, supervision: Supervision, mesh: DeviceMesh) -> Any:
+    config, spec = job.config, job.spec
     compile_options = CompileOptions(backend=config.compile.backend, mode=config.compile.mode)
     sharded: Any = parallelize(  # it has init_weights, and the methods of an FSDPModule
         model,
@@ -68,7 +86,7 @@ def build_model(job: Job, supervision: Supervision) -> tuple[Any, str | None]:
         sharded.init_weights(config.training.seed)
     for buffer in sharded.buffers():  # offloading moves parameters alone
         buffer.data = buffer.data.to(job.device)
-    return sharded.train(), float8_layers
+    return sharded
 
 
 def _convert_to_float8(job: Job, model: nn.Module) -> str:
@@ -98,10 +116,11 @@ def build_loss_spikes(config: Config, device: torch.device) -> LossSpikes | None
     return LossSpikes(factor, device) if config.training.on_nonfinite == "rollback" and factor else None
 
 
-def build_ema(config: Config, model: nn.Module) -> EMA | None:
-    if not config.ema.enable:
+def build_ema(config: Config, model: nn.Module, teacher: nn.Module | None) -> EMA | None:
+    options = config.ema
+    if not options.enable:
         return None
-    return EMA(model, decay=config.ema.decay, warmup=config.ema.warmup, only_trained=config.lora.rank > 0)
+    return EMA(model, decay=options.decay, warmup=options.warmup, only_trained=config.lora.rank > 0, teacher=teacher)
 
 
 def build_stream(job: Job) -> TrainingStream | SequentialStream:

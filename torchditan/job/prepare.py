@@ -16,6 +16,7 @@ from torchditan.config.errors import option_error
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import CaptionSource, ImageDataset
 from torchditan.data_stream.order import BatchPlan
+from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.cpu_threads import set_cpu_threads
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.parallelize import check_backend
@@ -122,6 +123,7 @@ def prepare_job(
         continued, dataset=dataset, space=space, rank=rank, run=run, tune_batch_size=tune_batch_size
     )
     plan = plan_batches(completed, rank)
+    build_objective(completed.diffusion, spec)  # refuses a model without the features it asks for
     spec = with_condition_of(spec, dataset, completed, device=rank.device)
     if validation_dataset is not None:
         with_condition_of(spec, validation_dataset, completed, device=rank.device)  # a stand-in is conditioned too

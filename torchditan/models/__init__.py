@@ -91,6 +91,7 @@ def build_dit_spec(
             dit_config.text_tokens if dit_config.text == "cross_attention" else dit_config.num_context_tokens
         ),
         condition_layers=_text_layers,
+        features=[f"blocks.{i}" for i in range(dit_config.depth)],
     )
 
 

@@ -20,7 +20,7 @@ Shapes: B samples, N tokens, L tokens of text, D width, H heads of size K, C cha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -475,7 +475,9 @@ class DiT(nn.Module):
             return tokens, None
         return tokens, torch.cat([torch.ones_like(mask[:, :1]), mask[:, 1:]], dim=1)[:, None, None]
 
-    def forward(self, x_t: torch.Tensor, t: torch.Tensor, cond: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, x_t: torch.Tensor, t: torch.Tensor, cond: Mapping[str, torch.Tensor], features: Collection[str] = ()
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Predict from a noisy sample.
 
         Args:
@@ -484,9 +486,11 @@ class DiT(nn.Module):
             cond: {"class_label": (B,) int64}, the null class being `num_classes`; {} without classes. Of text,
                 `prompt_embeds` (B, L, text_width), `pooled_prompt_embeds` (B, pooled_width) where the model has that
                 width, and one of `TEXT_MASKS` (B, L), if it is there: false where padding is.
+            features: names of blocks ("blocks.3") whose output is wanted too.
 
         Returns:
-            (B, C, H, W), or (B, 2 C, H, W) with learned sigma.
+            (B, C, H, W), or (B, 2 C, H, W) with learned sigma. If you ask for features: a pair of that and
+            {name: (B, N, D)}, the patch tokens after each of these blocks, with gradients.
         """
         config, (height, width) = self.config, x_t.shape[-2:]
         x = self.x_embedder(x_t)  # (B, N, D)
@@ -511,11 +515,15 @@ class DiT(nn.Module):
             x = torch.cat([*context, x], dim=1)  # (B, context + N, D)
         # Made anew in each forward: a few small kernels, and no buffer to fill, cast or move.
         rope = rope_table(config, height, width, x_t.device) if config.position == "rope" else None
-        for block in self.blocks:
+        found = {}
+        for i, block in enumerate(self.blocks):
             x = block(x, c, rope, text, mask)
+            if (name := f"blocks.{i}") in features:
+                found[name] = x[:, config.num_context_tokens :]  # (B, N, D)
         if config.num_context_tokens:
             x = x[:, config.num_context_tokens :]
-        return unpatchify(self.final_layer(x, c), config.patch_size, height, width)
+        prediction = unpatchify(self.final_layer(x, c), config.patch_size, height, width)
+        return (prediction, found) if features else prediction
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

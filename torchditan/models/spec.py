@@ -172,6 +172,9 @@ class ModelSpec:
     """What a built model is put into while it is sampled."""
     condition_layers: Callable[[nn.Module], Sequence[nn.Module]] = lambda model: ()
     """Linear layers that see the condition's tokens alone; none named: all that see `num_condition_tokens` rows."""
+    features: Sequence[str] = ()
+    """Names that `forward(x_t, t, cond, features=names)` can return tokens (B, num_tokens, D) of, in the order in which
+    they are computed. Empty: the model returns its prediction only."""
 
     def example_inputs(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, Condition]:
         """Inputs (x_t, t, cond) of the right shapes, on the current default device."""

@@ -20,14 +20,36 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class EMA:
-    """average <- decay average + (1 - decay) weights, with decay min(decay, (1 + n) / (10 + n)) while warming up."""
+    """average <- decay average + (1 - decay) weights, with decay min(decay, (1 + n) / (10 + n)) while warming up.
 
-    def __init__(self, model: nn.Module, *, decay: float, warmup: bool = True, only_trained: bool = False) -> None:
+    Args:
+        model: whose weights are averaged.
+        decay, warmup: as above.
+        only_trained: of the weights, average the trained ones alone.
+        teacher: another instance of the model, sharded alike. Its parameters become the average, so that you can call
+            the averaged model at any time and no second copy of the average exists.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        decay: float,
+        warmup: bool = True,
+        only_trained: bool = False,
+        teacher: nn.Module | None = None,
+    ) -> None:
         self.model = model
         self.decay = decay
         self.warmup = warmup
         self.parameters = saved_parameters(model, only_trained=only_trained)
-        self.average = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        self.average: dict[str, torch.Tensor]
+        if teacher is None:
+            self.average = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        else:  # the parameters and not their storages, which FSDP may replace in its first forward
+            self.average = {**saved_parameters(teacher)}
+            assert self.average.keys() == self.parameters.keys()
+            self.restart()
 
     def decay_at(self, step: int) -> float:
         """Decay of this step (1 is the first)."""
@@ -36,7 +58,7 @@ class EMA:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Take in the weights after this optimizer step."""
-        averages = [local_tensor(average) for average in self.average.values()]
+        averages = [local_tensor(average.detach()) for average in self.average.values()]
         weights = [local_tensor(parameter.detach()) for parameter in self.parameters.values()]
         torch._foreach_lerp_(averages, weights, 1 - self.decay_at(step))
 
@@ -65,10 +87,9 @@ class EMA:
         drop_gathered_weights(self.model)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return self.average
+        return {name: average.detach() for name, average in self.average.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         for name, average in self.average.items():
-            if state_dict[name] is not average:  # torch's distributed checkpoint has filled it in place
-                local_tensor(average).copy_(local_tensor(state_dict[name]))
+            local_tensor(average).copy_(local_tensor(state_dict[name]))

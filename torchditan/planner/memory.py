@@ -141,6 +141,8 @@ class Layout:
     """Weights that there is an average of."""
     cpu_offload: bool
     optimizer: Optimizer
+    uses_teacher: bool = False
+    """The objective calls the EMA model; its parameters are the average, and gathered block by block."""
 
 
 @dataclass(frozen=True)
@@ -222,11 +224,15 @@ class _Step:
         self.constant: dict[str, float] = {name: state[name] for name in ("parameters", "optimizer", "ema")}
         self.constant |= {"buffers": parameters.buffer_bytes, "batch": batch_bytes, "libraries": workspace}
         has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in block)
+        largest = max((block.gathered for block in self.blocks), default=0)
+        self.teacher = self.root.gathered + largest if layout.uses_teacher else 0
+        """Gathered weights of a teacher while it computes, before the first block or behind the last one. The block
+        that FSDP holds on to besides is counted with the model's own."""
         self.is_resharded = layout.num_shards > 1 or has_frozen  # as parallelize.py decides it
 
     def forward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
         embed, head = traces[0].embed, traces[-1].head
-        self._add("forward, embedders", gathered=self.root.gathered, working=embed.peak(batch_size))
+        self._add("forward, embedders", gathered=self.root.gathered + self.teacher, working=embed.peak(batch_size))
         self.kept += embed.left(batch_size)
         for i, trace in enumerate(traces):
             label = f"block {i + 1} of {len(self.blocks)}"
@@ -235,7 +241,7 @@ class _Step:
             working = trace.forward.peak(batch_size)
             self._add(f"forward of {label}", gathered=self._gathered_in_forward(i), working=working)
             self.kept += trace.forward.left(batch_size)
-        gathered = self._gathered_in_backward(len(self.blocks), own=False)
+        gathered = self._gathered_in_backward(len(self.blocks), own=False) + self.teacher
         self._add("final layer and loss", gathered=gathered, working=head.peak(batch_size))
         self.kept += head.left(batch_size)
 

@@ -26,6 +26,7 @@ from torch import nn
 from torchditan.config.errors import option_error
 from torchditan.config.options import Config, Diffusion, flatten
 from torchditan.config.rules import validate
+from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.finetune.resolutions import latent_channels
@@ -292,6 +293,7 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
     )
     assert isinstance(training.batch_size, int)
     global_batch_size = training.global_batch_size or training.batch_size * num_devices
+    model = TracedModel.of(config, kernels)
     layout = Layout(
         num_shards=dims.shard,
         num_replicas=dims.replicate,
@@ -301,8 +303,8 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         ema=_ema(config),
         cpu_offload=training.enable_cpu_offload,
         optimizer=config.optimizer,
+        uses_teacher=model.objective.uses_teacher,
     )
-    model = TracedModel.of(config, kernels)
     traces = model.traces(config)
     instants = timeline(
         model.parameters,
@@ -367,8 +369,10 @@ class TracedModel:
         self.dtype = dtype
         self.kernels: Kernels = kernels
         self.diffusion = diffusion
+        self.objective = build_objective(diffusion, spec)
         self.parameters: Parameters = model_parameters(spec)
         self._traces: dict[Checkpointing, list[StepTrace]] = {}
+        self.looks_inside = bool(self.objective.features) or self.objective.uses_teacher
 
     @classmethod
     def of(cls, config: Config, kernels: Kernels) -> TracedModel:
@@ -408,7 +412,7 @@ class TracedModel:
         """Of every block, all checkpointed alike."""
         if kind not in self._traces:
             trace = functools.partial(
-                trace_step if self.spec.name == "dit" else trace_blocks,
+                trace_step if self.spec.name == "dit" and not self.looks_inside else trace_blocks,
                 self.spec,
                 dtype=self.dtype,
                 checkpointing=kind,

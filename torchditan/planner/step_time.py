@@ -117,6 +117,9 @@ def step_time(
             compute += forward + backward
             exposed += max(0.0, following - forward) + max(0.0, inside - backward, across - backward)
         communication += 2 * sum(gather) + is_last * (sum(scatter) + sum(replicas) + root_reduce) + root_gather
+        if layout.uses_teacher:  # its blocks hide each other's gathers
+            communication += sum(gather) + root_gather
+            exposed += root_gather + gather[0]
         exposed += root_gather + gather[0] + is_last * (scatter[0] + replicas[0] + root_reduce)
     local = sum(weight.local(layout.num_shards, 0) for weight in parameters.all if weight.is_trained)
     state = model_state(parameters, num_shards=layout.num_shards, optimizer=layout.optimizer)

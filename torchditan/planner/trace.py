@@ -28,7 +28,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torchditan.config.options import Diffusion
-from torchditan.diffusion.objectives import build_objective
+from torchditan.diffusion.objectives import build_objective, loss_with_teacher
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.models.spec import ModelSpec
 from torchditan.planner.recorder import StepRecorder, list_tensors
@@ -141,13 +141,16 @@ def trace_blocks(
 ) -> list[StepTrace]:
     """Trace a step of `spec`, whose blocks may differ, with every block checkpointed alike: the trace of each block.
 
-    What runs between two blocks belongs to the one that came before it. Arguments as of `trace_step`.
+    What runs between two blocks belongs to the one that came before it. Arguments as of `trace_step`. An objective that
+    asks for features or a teacher sees the whole model.
     """
     recorders = []
     for batch in _BATCHES:
         with torch.device("meta"):
             model = spec.build()
-        stands_for = keep_three_of_each_row(spec, model)
+        objective = build_objective(diffusion, spec)
+        is_whole = bool(objective.features) or objective.uses_teacher
+        stands_for = list(range(len(spec.blocks(model)))) if is_whole else keep_three_of_each_row(spec, model)
         blocks = spec.blocks(_computing_in(model, dtype))
         recorder = _record(
             spec,
@@ -247,11 +250,17 @@ def _record(
     apply_activation_checkpoint(blocks, mode=mode, selective_option="op")
     objective = build_objective(diffusion, spec)
     inputs = [*model.parameters(), *model.buffers(), *batch.values()]
+    teacher: nn.Module | None = None
+    if objective.uses_teacher:
+        with torch.device("meta"):
+            teacher = _computing_in(spec.build().requires_grad_(False), dtype)
+        inputs += [*teacher.parameters(), *teacher.buffers()]
+    loss_of_samples = loss_with_teacher(objective, teacher)
     inputs += [tensor for tensor in randomness if tensor is not None]
     recorder = StepRecorder(ignored=inputs)
     with recorder, DeviceKernels(kernels), _marked(blocks, recorder):
         recorder.mark("start")
-        losses = objective.loss(model, batch, randomness)
+        losses = loss_of_samples(model, batch, randomness)
         loss = losses.sum() / batch_size
         loss.backward()
         recorder.mark("end")
