@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import random
 import resource
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from stand_ins import CPU, REPOSITORY
@@ -35,6 +36,9 @@ from torchditan.ablation.runner import run_grid
 from torchditan.config.errors import ConfigError
 from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 from torchditan.supervision.exit_status import verdict_of
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
 
 TIMINGS = ("start_up_s", "elapsed_s", "started")
 Table = list[dict[str, Any]]
@@ -451,6 +455,21 @@ def test_the_table_shows_progress_and_the_time_left() -> None:
     assert lines[2].split() == ["1/4", "a_bs8", "completed", "1,234.5", "41.2", "3.25", "30s", "0:01:30"]
     assert "1/4 done, b_bs8: step 3/50, ETA 0:01:30" in lines[3]
     assert lines[3].endswith("0:01:00  rank 1: full")
+
+
+def test_a_real_grid_has_a_ledger_and_a_report(
+    tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs of train.py in one process each."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    grid, path = small_grid(parallel=["1,1"]), tmp_path / "g"
+    rows = run_grid(grid, path=path, launcher=LocalLauncher(), find_device=lambda: CPU, board=quiet)
+    assert statuses(rows) == [(8, "completed"), (16, "completed")], [row["reason"] for row in rows]
+    assert all(row["images_per_second_mean"] > 0 and math.isfinite(row["loss_last"]) for row in rows)
+    assert read_ledger(path, axes=grid.columns) == rows
+    assert run_script("optimization_analysis.py", path).code == 0
+    assert "debugmodel" in (path / "analysis" / "report.html").read_text()
 
 
 FAULTS = """
