@@ -226,6 +226,7 @@ def predict_on_ranks(rank: int, world_size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_weights_predictions_and_gradients_are_those_of_one_process_on_two_ranks(tmp_path):
     mp.spawn(predict_on_ranks, args=(2, str(tmp_path)), nprocs=2)
     ranks = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("rank-*.json"))]
