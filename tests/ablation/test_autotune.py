@@ -177,14 +177,14 @@ def test_the_margin_of_memory_stays_free(find: Any) -> None:
 
 
 def test_nothing_that_fits_is_said(find_by_processes: Find) -> None:
-    with pytest.raises(NothingFits, match=r'training\.batch_size = "auto": .*\b32\b.* a CPU'):
+    with pytest.raises(NothingFits, match=r'training\.batch_size = "auto": .*\b32\b.*CPU'):
         find_by_processes(options(batch_size_multiple=32))
 
 
 def test_a_trial_that_fails_is_no_verdict_on_its_batch(find_by_processes: Find) -> None:
     broken = options()
     broken.model.patch_size = 4
-    with pytest.raises(TrialFailed, match=r"batch size 16 .* error: rank 1: RuntimeError"):
+    with pytest.raises(TrialFailed, match=r"batch size 16 .*error: rank 1: RuntimeError"):
         find_by_processes(broken)
 
 
@@ -210,7 +210,7 @@ def test_a_store_of_another_version_or_cut_in_half_is_refused(tmp_path: Path) ->
     whole = store.path.read_text()
     for text in (whole[: len(whole) // 2], whole.replace('"schema_version": 1', '"schema_version": 2')):
         store.path.write_text(text)
-        with pytest.raises(ConfigError, match=r"autotune\.json .*version.*move it away"):
+        with pytest.raises(ConfigError, match=r"autotune\.json .*version.*move .*away"):
             store.trials()
 
 
@@ -268,9 +268,7 @@ def test_a_job_across_machines_cannot_search(monkeypatch: pytest.MonkeyPatch) ->
     from torchditan.distributed.process_group import Rank
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    with pytest.raises(
-        ConfigError, match=r'training\.batch_size = "auto": .*one machine.* torchrun.* must be an integer'
-    ):
+    with pytest.raises(ConfigError, match=r'training\.batch_size = "auto": .*one machine.*torchrun.*integer'):
         autotune.resolve_batch_size(options(), Rank(0, 0, 16))
 
 
@@ -285,7 +283,7 @@ def test_auto_stands_where_a_number_stood_and_other_words_do_not(tmp_path: Path)
     for text, right in (("automatic", "must be an integer, or auto"), ("0", "must be at least 1")):
         with pytest.raises(ConfigError, match=rf"^training\.batch_size = .*: {right}$"):
             load_config([f"--training.batch_size={text}"])
-    with pytest.raises(ConfigError, match=r"^training\.steps = \"auto\": must be an integer$"):
+    with pytest.raises(ConfigError, match=r"^training\.steps = \"auto\": .*integer$"):
         load_config(["--training.steps=auto"])
 
 

@@ -235,9 +235,9 @@ def test_a_name_is_looked_up_in_train_configs_from_any_folder(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "earth").mkdir()  # latents of the same name, say
     assert PatchAutoencoder.open("earth", device=CPU).path == "earth"
-    with pytest.raises(ConfigError, match=r'autoencoder\.path = "erth": no such folder; .*; did you mean earth'):
+    with pytest.raises(ConfigError, match=r'autoencoder\.path = "erth": .*folder; .*; did you mean earth'):
         PatchAutoencoder.open("erth", device=CPU)
-    with pytest.raises(ConfigError, match=r"autoencoder\.path = none: must be earth or "):
+    with pytest.raises(ConfigError, match=r"autoencoder\.path = none: .*earth .*"):
         PatchAutoencoder.open(None, device=CPU)
 
 

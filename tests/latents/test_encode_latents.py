@@ -357,7 +357,7 @@ def test_another_list_of_images_is_refused(tmp_path: Path) -> None:
     dataset, renamed = Noise(), Noise()
     dataset.source, renamed.source = "paths-1", "paths-2"  # type: ignore[attr-defined]
     run(tmp_path, dataset)
-    with pytest.raises(ConfigError, match="source is paths-1 there and paths-2 here"):
+    with pytest.raises(ConfigError, match=r"source .*paths-1 .*paths-2"):
         begin(tmp_path, renamed)
 
 
@@ -365,7 +365,7 @@ def test_another_precision_of_the_autoencoder_is_refused(tmp_path: Path) -> None
     run(tmp_path)
     other = Corners()
     other.dtype = torch.bfloat16
-    with pytest.raises(ConfigError, match=r"autoencoder.dtype is float32 there and bfloat16 here"):
+    with pytest.raises(ConfigError, match=r"autoencoder.dtype .*float32 .*bfloat16"):
         begin(tmp_path, autoencoder=other)
 
 
@@ -404,7 +404,7 @@ def test_a_folder_of_other_files_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_without_a_readable_image_there_is_no_index(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no readable image among 5; images/0\.png: not a"):
+    with pytest.raises(ConfigError, match=r"readable image .*5; images/0\.png:"):
         run(tmp_path, Noise(5, broken=(0, 1, 2, 3, 4)))
     assert not (tmp_path / "index.json").exists()
 
@@ -413,9 +413,7 @@ def test_without_a_readable_image_there_is_no_index(tmp_path: Path) -> None:
 def test_latents_that_are_not_finite_are_refused(tmp_path: Path, dtype: str) -> None:
     autoencoder = Corners()
     autoencoder.times = float("nan")
-    with pytest.raises(
-        ConfigError, match=r"autoencoder\.dtype = none: the autoencoder gives numbers that are not finite"
-    ):
+    with pytest.raises(ConfigError, match=r"autoencoder\.dtype = none: .*autoencoder .*numbers .*finite"):
         run(tmp_path, autoencoder=autoencoder, dtype=dtype)
     assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == ["encoding.json"]
 
@@ -456,14 +454,14 @@ def test_a_full_disk_is_one_line_and_leaves_whole_shards_only(tmp_path: Path) ->
 def test_images_that_do_not_fit_the_autoencoder_are_refused(tmp_path: Path) -> None:
     dataset = Noise()
     dataset.sample_shape = (3, 4, 5)
-    with pytest.raises(ConfigError, match=r"dataset.image_size = \[4, 5\]: must be a multiple of 2"):
+    with pytest.raises(ConfigError, match=r"dataset.image_size = \[4, 5\]: .*multiple .*2"):
         run(tmp_path, dataset)
     dataset.sample_shape = (1, 4, 6)
-    with pytest.raises(ConfigError, match="corners reads 3 channel\\(s\\), and noise has 1"):
+    with pytest.raises(ConfigError, match=r"corners .*3 channel\(s\), .*noise .*1"):
         run(tmp_path, dataset)
     autoencoder = Corners()
     autoencoder.has_posterior = False
-    with pytest.raises(ConfigError, match="--posterior = true: corners gives no variance; leave it out"):
+    with pytest.raises(ConfigError, match=r"--posterior = true: corners .*variance; leave .*out"):
         run(tmp_path, autoencoder=autoencoder, posterior=True)
     assert list(tmp_path.iterdir()) == []
 
