@@ -333,6 +333,7 @@ def test_the_run_directory_holds_what_it_promises(tmp_path: Path, train: Train) 
     assert stored["dataset"]["num_classes"] == 10
 
 
+@pytest.mark.slow
 def test_ranks_draw_the_same_samples_as_one_process(
     tmp_path: Path, train: Train, run_distributed: RunDistributed
 ) -> None:

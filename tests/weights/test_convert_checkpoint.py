@@ -141,6 +141,7 @@ def test_the_metadata_say_where_the_weights_come_from(trained: Path, exported: P
     assert stored.shapes["blocks.0.attn.qkv.weight"] == (192, 64)
 
 
+@pytest.mark.slow
 def test_any_sharding_exports_and_begins_with_the_same_weights(
     trained: Path, exported: Path, convert: Convert, tmp_path: Path, run_distributed: RunDistributed
 ) -> None:
