@@ -269,7 +269,7 @@ def test_an_image_model_of_wan_takes_captions_of_one_length():
 def test_the_worked_example_is_the_file_itself():
     repository = Path(__file__).parents[2]
     page = (repository / "docs" / "adding_a_model.md").read_text(encoding="utf-8")
-    code = (repository / "torchditan" / "models" / "published" / "qwen_image.py").read_text(encoding="utf-8")
+    code = (repository / "torchditan" / "finetune" / "published" / "qwen_image.py").read_text(encoding="utf-8")
     pieces = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert len(pieces) > 5
     assert [piece for piece in pieces if piece not in code] == []

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from torchditan.checkpoint import manager as checkpoint
+from torchditan.checkpoint.loading import read_state
 from torchditan.randomness import normal
 from torchditan.weights.trained_model import TrainedModel
 
@@ -179,7 +180,7 @@ def test_a_checkpoint_without_the_moments_of_unused_parameters_continues(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "make_optimizer_state", lambda found: None if found.state else make(found))
         assert run_script("train.py", *job("qwen_image", tmp_path / "run")).code == 0
-    state = checkpoint.read_state(tmp_path / "run/checkpoint/step-00000002")
+    state = read_state(tmp_path / "run/checkpoint/step-00000002")
     unused = "transformer.transformer_blocks.2.attn.to_add_out.weight"
     assert f"model.{unused}" in state and f"optimizer.state.{unused}.exp_avg" not in state
     weights = opened(tmp_path / "run").model.state_dict()
