@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Shared by all tests: one thread per process, no GPU tests without a GPU, scripts run here or on gloo ranks."""
+"""Shared by all tests: tiers and processes, one thread per process, scripts run here or on gloo ranks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ import pytest
 
 # Set before torch is imported: ranks of a multi-process test share few cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+pytest.register_assert_rewrite("refusals")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -40,6 +42,29 @@ class Outcome(NamedTuple):
 
 class RunScript(Protocol):
     def __call__(self, script: str, *arguments: object) -> Outcome: ...
+
+
+FAST_TIER = "not slow and not gpu"  # as in addopts
+MAX_WORKERS = 8  # each holds torch, diffusers and pandas: 1 to 2 GiB
+
+
+def names_tests(config: pytest.Config) -> bool:
+    """Whether the command names single tests: `pytest tests/trainer/test_gpu.py::test_this`."""
+    return all("::" in argument for argument in config.args)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if names_tests(config) and config.option.markexpr == FAST_TIER:
+        config.option.markexpr = ""  # a test that you name runs, whatever its tier
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One process per core. With named tests or `-s`, all in this process: no start-up, output at once."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores == 1 or names_tests(config) or config.option.capture == "no":
+        return 0
+    return min(cores, MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

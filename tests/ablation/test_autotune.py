@@ -28,11 +28,12 @@ from torchditan.ablation.autotune import (
 )
 from torchditan.ablation.board import Board
 from torchditan.ablation.grid import load_grid
+from torchditan.ablation.launch import Job, Outcome
 from torchditan.ablation.launchers import LocalLauncher
 from torchditan.ablation.ledger import read_ledger
 from torchditan.ablation.runner import run_grid
 from torchditan.config.errors import ConfigError
-from torchditan.config.loader import build_config
+from torchditan.config.loader import build_config, load_config
 from torchditan.config.options import Config
 from torchditan.run.reading import read_config
 
@@ -99,9 +100,9 @@ def test_batches_are_multiples_or_divisors_of_a_ranks_share() -> None:
     assert candidate_batches(options(batch_size_multiple=16, max_batch_size=64), num_devices=8) == [16, 32, 48, 64]
     shared = options(max_batch_size=64).replace({"training.global_batch_size": 96})
     assert candidate_batches(shared, num_devices=4) == [1, 2, 3, 4, 6, 8, 12, 24]
-    with pytest.raises(ConfigError, match=r"global_batch_size = 97: no batch size divides the share of 4 rank\(s\)"):
+    with pytest.raises(ConfigError, match=r"global_batch_size = 97: .*\b4 rank"):
         candidate_batches(shared.replace({"training.global_batch_size": 97}), num_devices=4)
-    with pytest.raises(ConfigError, match=r"autotune\.max_batch_size = 8: must be at least autotune.batch_size_multi"):
+    with pytest.raises(ConfigError, match=r"autotune\.max_batch_size = 8: .*autotune.batch_size_multiple = 16"):
         candidate_batches(options(max_batch_size=8, batch_size_multiple=16), num_devices=1)
 
 
@@ -112,9 +113,34 @@ def options(**autotune_options: Any) -> Config:
     return build_config(values)
 
 
+Find = Callable[..., tuple[int, list[int]]]
+
+
+def execute_here(job: Job, *, on_tick: Any = None) -> Outcome:
+    """What ranks of stand_ins.py come to, without processes."""
+    config = load_config(list(job.flags))
+    batch_size = config.training.batch_size
+    assert isinstance(batch_size, int)
+    record = {"loss": 1.0, "step_time_s": 0.5, "images_per_second": 2.0 * batch_size, "tflops_per_device": 2.0}
+    lines = [json.dumps({"step": step + 1, **record}) for step in range(config.training.steps)]
+    (job.folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    if batch_size >= 32:
+        return Outcome("oom", "rank 1: no memory for a batch of 32", 0.0, 1.0)
+    retries = int(batch_size == 31)
+    ranks = [{"peak_memory_gib": batch_size / 8 + rank, "alloc_retries": retries} for rank in range(job.num_devices)]
+    return Outcome("completed", None, 0.0, 1.0, ranks)
+
+
 @pytest.fixture
-def find(tmp_path: Path, train_script: Path) -> Callable[..., tuple[int, list[int]]]:
-    """`find(config)`: (the answer, the batch sizes tried for it now), by stand-ins that hold up to 31."""
+def find(find_by_processes: Find, monkeypatch: pytest.MonkeyPatch) -> Find:
+    """`find(config)`: (the answer, the batch sizes tried for it now), by trials in this process that hold up to 31."""
+    monkeypatch.setattr(autotune, "execute", execute_here)
+    return find_by_processes
+
+
+@pytest.fixture
+def find_by_processes(tmp_path: Path, train_script: Path) -> Find:
+    """The same with the processes of stand_ins.py."""
 
     def run(config: Config, **changes: Any) -> tuple[int, list[int]]:
         tried: list[int] = []
@@ -147,15 +173,14 @@ def test_the_margin_of_memory_stays_free(find: Any) -> None:
     assert find(options(memory_margin=0.5, memory_limit_gib=4.0))[0] == 8
 
 
-def test_nothing_that_fits_is_said(find: Any) -> None:
-    with pytest.raises(NothingFits, match=r'training\.batch_size = "auto": not even 32 fits on a CPU; checkpoint'):
-        find(options(batch_size_multiple=32))
+def test_nothing_that_fits_is_said(find_by_processes: Find) -> None:
+    with pytest.raises(NothingFits, match=r'training\.batch_size = "auto": .*\b32\b.*CPU'):
+        find_by_processes(options(batch_size_multiple=32))
 
 
-def test_a_trial_that_fails_is_no_verdict_on_its_batch(find: Any) -> None:
-    broken = options().replace({"model.patch_size": 4})
-    with pytest.raises(TrialFailed, match=r"the trial of batch size 16 says nothing .* error: rank 1: RuntimeError"):
-        find(broken)
+def test_a_trial_that_fails_is_no_verdict_on_its_batch(find_by_processes: Find) -> None:
+    with pytest.raises(TrialFailed, match=r"batch size 16 .*error: rank 1: RuntimeError"):
+        find_by_processes(options().replace({"model.patch_size": 4}))
 
 
 def test_a_search_that_was_interrupted_goes_on(find: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +205,7 @@ def test_a_store_of_another_version_or_cut_in_half_is_refused(tmp_path: Path) ->
     whole = store.path.read_text()
     for text in (whole[: len(whole) // 2], whole.replace('"schema_version": 1', '"schema_version": 2')):
         store.path.write_text(text)
-        with pytest.raises(ConfigError, match=r"autotune\.json is no store of trials of this version; move it away"):
+        with pytest.raises(ConfigError, match=r"autotune\.json .*version.*move .*away"):
             store.trials()
 
 
@@ -188,8 +213,6 @@ def test_a_trial_trains_random_samples_of_the_jobs_shape(find: Any, tmp_path: Pa
     stored = {"dataset.dataset_name": "imagenet", "dataset.root_dir": "somewhere"}
     stored["dataset.fingerprint"] = "latents-0123456789abcdef"  # as the trainer fills it in before the search
     find(options(steps=3).replace(stored))
-    from torchditan.config.loader import load_config
-
     made = load_config(["--job.config_file", str(tmp_path / "trials" / "job_bs16" / "trial.toml")])
     assert (made.dataset.dataset_name, made.dataset.root_dir, made.dataset.fingerprint) == ("dummy", None, None)
     assert (made.training.batch_size, made.training.steps, made.dataset.image_size) == (16, 3, [16, 16])
@@ -201,16 +224,15 @@ def test_a_trial_that_encodes_keeps_its_images_whose_channels_only_the_dataset_k
     encoded = {"autoencoder.online": True, "autoencoder.name": "haar"}
     encoded["dataset.dataset_name"] = "digits"  # grey: random samples would have three channels
     find(options(steps=3).replace(encoded))
-    from torchditan.config.loader import load_config
-
     made = load_config(["--job.config_file", str(tmp_path / "trials" / "job_bs16" / "trial.toml")])
     assert (made.dataset.dataset_name, made.autoencoder.online, made.autoencoder.name) == ("digits", True, "haar")
 
 
 def test_an_autotuned_grid_measures_each_cell_at_its_largest_batch(tmp_path: Path, train_script: Path) -> None:
     grid = load_grid("debug", overrides={"steps": 4, "window": 2, "autotune": "largest"})
-    axes = {"model.flavor": ["debugmodel"], "training.compile": [False, True], "parallel": ["1,2"]}
+    axes = {"model.flavor": ["debugmodel"], "training.compile": [False], "parallel": ["1,2"]}
     grid = replace(grid, name="g", axes={**axes, "model.patch_size": [2, 4]}, exclude=[])
+    grid.settings["autotune.batch_size_multiple"] = 8
     path = tmp_path / "outputs" / "g"
 
     def make() -> list[dict[str, Any]]:
@@ -225,9 +247,9 @@ def test_an_autotuned_grid_measures_each_cell_at_its_largest_batch(tmp_path: Pat
 
     rows = make()
     found = [(row["run_name"].split("_")[1], row["training.batch_size"], row["status"]) for row in rows]
-    assert found == [("bsauto", 30, "completed"), ("bsauto", None, "error")] * 2
-    assert rows[0]["images_per_second_mean"] == 30 * 2 / 0.5
-    assert "the trial of batch size 16 says nothing" in rows[1]["reason"]
+    assert found == [("bsauto", 24, "completed"), ("bsauto", None, "error")]
+    assert rows[0]["images_per_second_mean"] == 24 * 2 / 0.5
+    assert "batch size 16" in rows[1]["reason"]
     assert read_ledger(path, axes=grid.columns) == rows
     before = (tmp_path / "outputs" / "autotune.json").stat().st_mtime_ns
     again = make()
@@ -239,12 +261,12 @@ def test_a_job_across_machines_cannot_search(monkeypatch: pytest.MonkeyPatch) ->
     from torchditan.distributed.process_group import Rank
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    with pytest.raises(ConfigError, match=r'"auto": searches on one machine and under torchrun, which this job is not'):
+    with pytest.raises(ConfigError, match=r'training\.batch_size = "auto": .*one machine.*torchrun.*integer'):
         autotune.resolve_batch_size(options(), Rank(0, 0, 16))
 
 
 def test_auto_stands_where_a_number_stood_and_other_words_do_not(tmp_path: Path) -> None:
-    from torchditan.config.loader import load_config, to_toml
+    from torchditan.config.loader import to_toml
 
     config = load_config(["--training.batch_size=auto", "--training.global_batch_size=100"])
     assert config.training.batch_size == "auto"
@@ -254,7 +276,7 @@ def test_auto_stands_where_a_number_stood_and_other_words_do_not(tmp_path: Path)
     for text, right in (("automatic", "must be an integer, or auto"), ("0", "must be at least 1")):
         with pytest.raises(ConfigError, match=rf"^training\.batch_size = .*: {right}$"):
             load_config([f"--training.batch_size={text}"])
-    with pytest.raises(ConfigError, match=r"^training\.steps = \"auto\": must be an integer$"):
+    with pytest.raises(ConfigError, match=r"^training\.steps = \"auto\": .*integer$"):
         load_config(["--training.steps=auto"])
 
 

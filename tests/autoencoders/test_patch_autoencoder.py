@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from PIL import Image
+from refusals import assert_refused
 
 from torchditan.autoencoders.patch import (
     NAMED,
@@ -234,9 +235,9 @@ def test_a_name_is_looked_up_in_train_configs_from_any_folder(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "earth").mkdir()  # latents of the same name, say
     assert PatchAutoencoder.open("earth", device=CPU).path == "earth"
-    with pytest.raises(ConfigError, match=r'autoencoder\.path = "erth": no such folder; .*; did you mean earth'):
+    with pytest.raises(ConfigError, match=r'autoencoder\.path = "erth": .*folder; .*; did you mean earth'):
         PatchAutoencoder.open("erth", device=CPU)
-    with pytest.raises(ConfigError, match=r"autoencoder\.path = none: must be earth or "):
+    with pytest.raises(ConfigError, match=r"autoencoder\.path = none: .*earth .*"):
         PatchAutoencoder.open(None, device=CPU)
 
 
@@ -302,36 +303,54 @@ def test_a_finished_autoencoder_is_replaced_only_when_asked(folder: Path, run_sc
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("arguments", "about", "mentions"),
     [
-        ([], "the following arguments are required: out"),
+        ([], "", ["out"]),
         (
             ["--dataset.image_size=8", "out"],
-            "OUT, the folder to write, comes first: train_autoencoder.py OUT --dataset.dataset_name NAME",
+            "OUT",
+            ["train_autoencoder.py", "--dataset.dataset_name NAME"],
         ),
-        (["out", "--steps=0"], "--steps: '0' must be an integer of at least 1"),
-        (["out", "--lr=-1"], "--lr: '-1' must be a number greater than 0"),
-        (["out", "--stepz=3"], "--stepz is no option of this script; did you mean --steps?"),
+        (["out", "--steps=0"], "--steps", ["0", "1"]),
+        (["out", "--lr=-1"], "--lr", ["-1", "0"]),
+        (["out", "--stepz=3"], "--stepz", ["--steps?"]),
         (
             ["out", "--training.seed=3"],
-            "--training.seed is no option of this script; there are --help, --steps, --batch_size, --lr, --width, "
-            "--depth, --latent_channels, --patch_size, --latent_noise, --latent_penalty, --seed, --dtype, --log_freq, "
-            "--overwrite, --dataset.key",
+            "--training.seed",
+            [
+                "--help",
+                "--steps",
+                "--batch_size",
+                "--lr",
+                "--width",
+                "--depth",
+                "--latent_channels",
+                "--patch_size",
+                "--latent_noise",
+                "--latent_penalty",
+                "--seed",
+                "--dtype",
+                "--log_freq",
+                "--overwrite",
+                "--dataset.key",
+            ],
         ),
-        (["out", "--dataset.image_siz=3"], "dataset.image_siz is no option; did you mean dataset.image_size?"),
-        (["out", "--patch_size=3"], "dataset.image_size = [8, 8]: must be a multiple of --patch_size = 3"),
+        (["out", "--dataset.image_siz=3"], "dataset.image_siz", ["dataset.image_size?"]),
+        (["out", "--patch_size=3"], "dataset.image_size = [8, 8]", ["--patch_size", "3"]),
         (
             ["file/out"],
-            'out = "file/out": FOLDER/file is no folder that can be written; choose another',
+            'out = "file/out"',
+            ["FOLDER/file"],
         ),
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(
-    tmp_path: Path, run_script: RunScript, arguments: list[str], line: str
+    tmp_path: Path, run_script: RunScript, arguments: list[str], about: str, mentions: list[str]
 ) -> None:
     (tmp_path / "file").write_text("")
     code, output, errors = run_script(SCRIPT, *arguments)
-    assert (code, output, errors) == (2, "", f"error: {line.replace('FOLDER', str(tmp_path))}\n")
+    assert (code, output) == (2, "")
+    assert_refused(errors, about, [mention.replace("FOLDER", str(tmp_path)) for mention in mentions])
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -343,4 +362,5 @@ def test_a_disk_that_is_full_is_one_line(run_script: RunScript, monkeypatch: pyt
 
     monkeypatch.setattr("torchditan.autoencoders.patch.write_file", fail)
     code, _, errors = run_script(SCRIPT, "out", *QUICK, "--steps=1")
-    assert (code, errors) == (2, 'error: out = "out": cannot be written: No space left on device\n')
+    assert code == 2
+    assert_refused(errors, 'out = "out"', ["No space left on device"])

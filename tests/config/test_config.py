@@ -104,7 +104,7 @@ def test_batch_size_left_to_the_command_line_is_taken_from_it(tmp_path: Path) ->
     file = write_toml(tmp_path, "[training]\nbatch_size = -1\n")
     assert load_config(["--job.config_file", file, "--training.batch_size=4"]).training.batch_size == 4
     assert load_config(["--job.config_file", file]).training.batch_size is None
-    with pytest.raises(ConfigError, match=r"training\.batch_size = -2: must be at least 1"):
+    with pytest.raises(ConfigError, match=r"training\.batch_size = -2: .*least 1"):
         load_config(["--job.config_file", file, "--training.batch_size=-2"])
 
 
@@ -189,7 +189,7 @@ def test_local_file_comes_before_a_name_in_train_configs(tmp_path: Path, monkeyp
 
 def test_installation_without_train_configs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchditan.config.loader.TRAIN_CONFIGS", tmp_path / "absent")
-    with pytest.raises(ConfigError, match=r"this installation has no train_configs/"):
+    with pytest.raises(ConfigError, match=r"installation .*train_configs/"):
         load_config(["--job.config_file", "quickstart"])
 
 

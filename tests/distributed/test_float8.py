@@ -179,7 +179,7 @@ def test_emulation_refuses_the_rows_that_cuda_refuses() -> None:
     convert_to_float8(model=model, spec=spec, config=Float8(True, emulate=True), batch_size=16)  # none of them odd
     with torch.no_grad():
         model(*spec.example_inputs(3))  # the forward takes any number of rows
-    with pytest.raises(RuntimeError, match=r"0\.attn\.qkv sees 108 rows; must be a multiple of 16"):
+    with pytest.raises(RuntimeError, match=r"0\.attn\.qkv sees 108 rows; .*multiple .*16"):
         step(model, spec, batch_size=3)
 
 

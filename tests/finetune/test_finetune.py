@@ -80,7 +80,7 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["flux", "sd3"])
+@pytest.mark.parametrize("name", ["flux", pytest.param("sd3", marks=pytest.mark.slow)])
 def test_five_images_to_a_lora_that_draws_the_same_in_the_stock_pipeline(name, pipelines, run_script, tmp_path) -> None:
     images = write_balls(tmp_path / "balls")
     steps = {"flux": 120, "sd3": 560}[name]
@@ -381,6 +381,7 @@ def test_a_video_model_trained_in_full_is_sampled_with_its_tables_of_positions(r
         assert torch.equal(model.transformer.get_buffer(name), buffer), name
 
 
+@pytest.mark.slow
 def test_a_mistake_that_one_rank_alone_meets_is_told(pipelines, run_distributed, tmp_path) -> None:
     images = write_balls(tmp_path / "balls")
     for number in range(6):  # so that either rank has some to encode

@@ -380,12 +380,12 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     model = trained(tiny_flux, rank=2, alpha=2, targets=["to_q"])
     state = dict(model.named_parameters())
     path = tmp_path / "lora.safetensors"
-    with pytest.raises(ConfigError, match='--format = "kohya": is known for flux and sd3, not for wan; must be diff'):
+    with pytest.raises(ConfigError, match=r'--format = "kohya": .*known .*flux .*sd3, .*wan; .*diff'):
         export_lora(state, model_name="wan", rank=2, alpha=2, path=path, format="kohya")
-    with pytest.raises(ConfigError, match=r"kohya's names have none for the layer blocks\.0\.odd; export it for"):
+    with pytest.raises(ConfigError, match=r"kohya's names .*none .*layer blocks\.0\.odd; export"):
         odd = {f"blocks.0.odd.lora_{part}.default.weight": torch.ones(2, 2) for part in "AB"}
         export_lora(odd, model_name="sd3", rank=2, alpha=2, path=path, format="kohya")
-    with pytest.raises(ConfigError, match="there is no LoRA default among the 1 weights"):
+    with pytest.raises(ConfigError, match=r"LoRA default .*1 weights"):
         export_lora({"proj_out.weight": torch.ones(2, 2)}, model_name="flux", rank=2, alpha=2, path=path)
     blocked = tmp_path / "file"
     blocked.touch()

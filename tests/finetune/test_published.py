@@ -241,6 +241,7 @@ def predict_on_ranks(rank: int, world_size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_weights_predictions_and_gradients_are_those_of_one_process_on_two_ranks(tmp_path):
     mp.spawn(predict_on_ranks, args=(2, str(tmp_path)), nprocs=2)
     ranks = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("rank-*.json"))]
@@ -274,7 +275,7 @@ def test_samples_that_do_not_fit_are_refused_in_a_line(options, sample_shape, li
 
 
 def test_an_image_model_of_wan_takes_captions_of_one_length():
-    with pytest.raises(ConfigError, match=r"^text_encoder\.max_length = 77: must be 512"):
+    with pytest.raises(ConfigError, match=r"^text_encoder\.max_length = 77: .*512"):
         build_model_spec(
             Model(name="wan", flavor="debugmodel-i2v"), sample_shape=(16, 2, 8, 12), num_classes=0, text_length=77
         )

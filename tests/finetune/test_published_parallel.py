@@ -66,7 +66,10 @@ def test_bf16_is_close_to_float32_and_checkpointing_changes_nothing(name, flavor
     assert all(torch.equal(grad, found[key]) for key, grad in gradients(checkpointed).items())
 
 
-@pytest.mark.parametrize(("name", "flavor"), MODELS)
+@pytest.mark.parametrize(
+    ("name", "flavor"),
+    [pytest.param(*model, marks=pytest.mark.slow) if model[0] == "sdxl" else model for model in MODELS],
+)
 def test_every_block_compiles_into_one_graph(name, flavor, mesh):
     torch.compiler.reset()
     options = {"param_dtype": torch.bfloat16, "activation_checkpoint": "full"}

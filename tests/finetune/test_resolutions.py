@@ -151,9 +151,9 @@ def test_a_mistake_is_one_line(old: str, new: str, message: str, tmp_path: Path)
 
 
 def test_frames_must_be_one_and_a_multiple() -> None:
-    with pytest.raises(ConfigError, match=r'resolution = "480x832x80": frames must be 1 and a multiple of 4'):
+    with pytest.raises(ConfigError, match=r'resolution = "480x832x80": frames .*1 .*multiple .*4'):
         published_options("wan/Wan2.1-T2V-1.3B", "480x832x80")
-    with pytest.raises(ConfigError, match=r"takes videos: must be HEIGHTxWIDTHxFRAMES"):
+    with pytest.raises(ConfigError, match=r"videos: .*HEIGHTxWIDTHxFRAMES"):
         published_options("mochi/Mochi-1", "480x848")
 
 

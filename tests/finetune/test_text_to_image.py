@@ -124,7 +124,8 @@ def test_the_colour_drawn_is_the_one_the_prompt_names(
 ALONE = ["--training.steps=6", "--training.batch_size=8"]
 
 
-@pytest.mark.parametrize("text", ["in_context", pytest.param("cross_attention", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["in_context", "cross_attention"])
 def test_two_ranks_follow_the_curve_of_one(
     text: str, balls: Path, mochi: Path, tmp_path: Path, run_script: RunScript, run_distributed: RunDistributed
 ) -> None:

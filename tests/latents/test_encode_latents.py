@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from refusals import assert_refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -356,7 +357,7 @@ def test_another_list_of_images_is_refused(tmp_path: Path) -> None:
     dataset, renamed = Noise(), Noise()
     dataset.fingerprint, renamed.fingerprint = "paths-1", "paths-2"
     run(tmp_path, dataset)
-    with pytest.raises(ConfigError, match="source is paths-1 there and paths-2 here"):
+    with pytest.raises(ConfigError, match=r"source .*paths-1 .*paths-2"):
         begin(tmp_path, renamed)
 
 
@@ -364,7 +365,7 @@ def test_another_precision_of_the_autoencoder_is_refused(tmp_path: Path) -> None
     run(tmp_path)
     other = Corners()
     other.dtype = torch.bfloat16
-    with pytest.raises(ConfigError, match=r"autoencoder.dtype is float32 there and bfloat16 here"):
+    with pytest.raises(ConfigError, match=r"autoencoder.dtype .*float32 .*bfloat16"):
         begin(tmp_path, autoencoder=other)
 
 
@@ -403,7 +404,7 @@ def test_a_folder_of_other_files_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_without_a_readable_image_there_is_no_index(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no readable image among 5; images/0\.png: not a"):
+    with pytest.raises(ConfigError, match=r"readable image .*5; images/0\.png:"):
         run(tmp_path, Noise(5, broken=(0, 1, 2, 3, 4)))
     assert not (tmp_path / "index.json").exists()
 
@@ -412,9 +413,7 @@ def test_without_a_readable_image_there_is_no_index(tmp_path: Path) -> None:
 def test_latents_that_are_not_finite_are_refused(tmp_path: Path, dtype: str) -> None:
     autoencoder = Corners()
     autoencoder.times = float("nan")
-    with pytest.raises(
-        ConfigError, match=r"autoencoder\.dtype = none: the autoencoder gives numbers that are not finite"
-    ):
+    with pytest.raises(ConfigError, match=r"autoencoder\.dtype = none: .*autoencoder .*numbers .*finite"):
         run(tmp_path, autoencoder=autoencoder, dtype=dtype)
     assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == ["encoding.json"]
 
@@ -455,14 +454,14 @@ def test_a_full_disk_is_one_line_and_leaves_whole_shards_only(tmp_path: Path) ->
 def test_images_that_do_not_fit_the_autoencoder_are_refused(tmp_path: Path) -> None:
     dataset = Noise()
     dataset.sample_shape = (3, 4, 5)
-    with pytest.raises(ConfigError, match=r"dataset.image_size = \[4, 5\]: must be a multiple of 2"):
+    with pytest.raises(ConfigError, match=r"dataset.image_size = \[4, 5\]: .*multiple .*2"):
         run(tmp_path, dataset)
     dataset.sample_shape = (1, 4, 6)
-    with pytest.raises(ConfigError, match="corners reads 3 channel\\(s\\), and noise has 1"):
+    with pytest.raises(ConfigError, match=r"corners .*3 channel\(s\), .*noise .*1"):
         run(tmp_path, dataset)
     autoencoder = Corners()
     autoencoder.has_posterior = False
-    with pytest.raises(ConfigError, match="--posterior = true: corners gives no variance; leave it out"):
+    with pytest.raises(ConfigError, match=r"--posterior = true: corners .*variance; leave .*out"):
         run(tmp_path, autoencoder=autoencoder, posterior=True)
     assert list(tmp_path.iterdir()) == []
 
@@ -556,57 +555,78 @@ def test_the_public_file_is_converted_exactly(run_script: RunScript, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("arguments", "about", "mentions"),
     [
-        ([], "the following arguments are required: out"),
-        (["--dtype=int8"], "OUT, the folder to write, comes first: encode_latents.py OUT --dataset.dataset_name NAME"),
-        (["out", "--dtyp=int8"], "--dtyp is no option of this script; did you mean --dtype?"),
-        (["out", "--shard_size=0"], "--shard_size: '0' must be an integer of at least 1"),
-        (["out", "--split=test"], '--split = "test": must be train, validation or train,validation'),
+        ([], "", ["out"]),
+        (["--dtype=int8"], "OUT", ["encode_latents.py", "--dataset.dataset_name NAME"]),
+        (["out", "--dtyp=int8"], "--dtyp", ["--dtype?"]),
+        (["out", "--shard_size=0"], "--shard_size", ["0", "1"]),
+        (["out", "--split=test"], '--split = "test"', ["train", "validation"]),
         (
             ["out", "--training.steps=3"],
-            "--training.steps is no option of this script; there are --help, --split, --dtype, --no_flip, --posterior, "
-            "--batch_size, --shard_size, --convert, --verify, --dataset.key, --autoencoder.key",
+            "--training.steps",
+            [
+                "--help",
+                "--split",
+                "--dtype",
+                "--no_flip",
+                "--posterior",
+                "--batch_size",
+                "--shard_size",
+                "--convert",
+                "--verify",
+                "--dataset.key",
+                "--autoencoder.key",
+            ],
         ),
-        (["out"], "autoencoder.name = none: must say which autoencoder encodes the images, haar say"),
+        (["out"], "autoencoder.name = none", ["images"]),
         (
             ["out", *DIGITS, "--autoencoder.online"],
-            "autoencoder.online = true: is decided when training; leave it out here",
+            "autoencoder.online = true",
+            ["training"],
         ),
         (
             ["out", "--autoencoder.name=haar", "--dataset.dataset_name=imagenet_hub", "--dataset.streaming"],
-            "dataset.streaming = true: cannot be encoded: shards need to know their images; download the dataset by "
-            "leaving it out",
+            "dataset.streaming = true",
+            ["images"],
         ),
         (
             ["out", "--autoencoder.name=haar", "--dataset.dataset_name=latents"],
-            'dataset.dataset_name = "latents": is encoded already; --convert makes shards of the public ImageNet file',
+            'dataset.dataset_name = "latents"',
+            ["--convert"],
         ),
         (
             ["out", *DIGITS, "--autoencoder.downsampling=8", "--posterior"],
-            "--posterior = true: haar gives no variance; leave it out",
+            "--posterior = true",
+            ["haar"],
         ),
-        (["out", "--convert=gone"], '--convert = "gone": is no file; must be imagenet_ci8x8.safetensors'),
+        (["out", "--convert=gone"], '--convert = "gone"', ["imagenet_ci8x8.safetensors"]),
         (
             ["out", "--convert=x", "--split=train,validation"],
-            '--split = "train,validation": must be train or validation: a file is one of them',
+            '--split = "train,validation"',
+            ["train"],
         ),
         (
             ["gone", "--verify"],
-            'dataset.root_dir = "gone": holds no latents (it has no index.json); encode them with '
-            "scripts/encode_latents.py",
+            'dataset.root_dir = "gone"',
+            ["index.json", "scripts/encode_latents.py"],
         ),
     ],
 )
-def test_a_mistake_is_one_line(run_script: RunScript, tmp_path: Path, arguments: list[str], line: str) -> None:
-    assert run_script(SCRIPT, *arguments) == (2, "", f"error: {line}\n")
+def test_a_mistake_is_one_line(
+    run_script: RunScript, tmp_path: Path, arguments: list[str], about: str, mentions: list[str]
+) -> None:
+    code, out, err = run_script(SCRIPT, *arguments)
+    assert (code, out) == (2, "")
+    assert_refused(err, about, mentions)
     assert list(tmp_path.iterdir()) == [], "nothing half-written"
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(run_script: RunScript, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     code, _, errors = run_script(SCRIPT, "out", *DIGITS)
-    assert (code, errors) == (2, "error: out/train/encoding.json cannot be written: Not a directory\n")
+    assert code == 2
+    assert_refused(errors, "out/train/encoding.json", ["Not a directory"])
 
 
 def earth_command(out: Path) -> list[str]:

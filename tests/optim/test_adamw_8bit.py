@@ -112,7 +112,7 @@ def test_a_nonfinite_gradient_never_reaches_weights_or_moments(bad: float) -> No
     step(1, 1.0)
     weights = [parameter.detach().clone() for parameter in parameters]
     moments = moments_of(optimizer)
-    with pytest.raises(DivergenceError, match="step 2: the gradient is not finite; its update was skipped"):
+    with pytest.raises(DivergenceError, match=r"step 2: .*gradient .*finite; .*update .*skipped"):
         step(2, bad)
     assert all(torch.equal(parameter, before) for parameter, before in zip(parameters, weights, strict=True))
     assert all(torch.equal(value, moments[name]) for name, value in moments_of(optimizer).items())
@@ -123,13 +123,13 @@ def test_a_nonfinite_gradient_never_reaches_weights_or_moments(bad: float) -> No
 
 def test_without_torchao_it_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ConfigError, match=r'optimizer\.name = "AdamW8bit": needs torchao; pip install'):
+    with pytest.raises(ConfigError, match=r'optimizer\.name = "AdamW8bit": .*torchao; pip install'):
         build_optimizer(small_model(), Optimizer(name="AdamW8bit"))
 
 
 def test_its_checkpoints_are_not_written_aside() -> None:
     config = Config().replace({"optimizer.name": "AdamW8bit", "checkpoint.async_mode": "async"})
-    with pytest.raises(ConfigError, match=r'checkpoint\.async_mode = "async": AdamW8bit keeps tensors'):
+    with pytest.raises(ConfigError, match=r'checkpoint\.async_mode = "async": AdamW8bit .*tensors'):
         validate(config)
 
 

@@ -107,7 +107,7 @@ def test_a_nonfinite_gradient_never_reaches_weights_or_moments(bad: float) -> No
     step(1, 1.0)
     weights = parameter.detach().clone()
     moments = {key: value.clone() for key, value in optimizer.state[parameter].items()}
-    with pytest.raises(DivergenceError, match="step 2: the gradient is not finite; its update was skipped"):
+    with pytest.raises(DivergenceError, match=r"step 2: .*gradient .*finite; .*update .*skipped"):
         step(2, bad)
     assert torch.equal(parameter.detach(), weights)
     for key, value in moments.items():

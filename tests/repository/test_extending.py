@@ -65,11 +65,12 @@ TINY = """
     --sampling.images_per_class=2
 """
 
-EXAMPLES = ("objective", "objective that looks inside", "optimizer", "block", "dataset")
+INSIDE = "objective that looks inside"
+EXAMPLES = ("objective", INSIDE, "optimizer", "block", "dataset")
 """Titles of sections; test_extending_evaluation.py has the others."""
 CHOICES = [
     ("objective", "diffusion.objective", "x_prediction", "flow_matching"),
-    ("objective that looks inside", "diffusion.objective", "self_alignment", "flow_matching"),
+    (INSIDE, "diffusion.objective", "self_alignment", "flow_matching"),
     ("optimizer", "optimizer.name", "Muon", "AdamW"),
 ]
 """(section, option, value, default)."""
@@ -390,9 +391,9 @@ def test_the_objective_of_the_page_refuses_options_itself(flags: str, message: s
 @pytest.mark.usefixtures("added")
 def test_choices_follow_the_registry() -> None:
     names = "flow_matching, ddpm, x_prediction, self_alignment"
-    with pytest.raises(ConfigError, match=f"must be one of {names}; did you mean x_pred"):
+    with pytest.raises(ConfigError, match=f"{names}; did you mean x_pred"):
         load_config(["--diffusion.objective=x_predicton"])
-    with pytest.raises(ConfigError, match=r"must be one of AdamW, AdamW8bit, Muon; did you mean Muon\?"):
+    with pytest.raises(ConfigError, match=r"AdamW, AdamW8bit, Muon; did you mean Muon\?"):
         load_config(["--optimizer.name=muon"])
     with pytest.raises(ConfigError, match=r"must be one of dit, parallel; did you mean parallel\?"):
         load_config(["--model.block=paralel"])
@@ -426,7 +427,7 @@ def spied(train: Train, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         monkeypatch.setattr("torchditan.trainer.loss_with_teacher", with_look)
         outcome = train(
-            examples()["optimizer"].command, "run", "--validation.freq=0", "--metrics.enable_sampling=false", *flags
+            examples()[INSIDE].command, "run", "--validation.freq=0", "--metrics.enable_sampling=false", *flags
         )
         assert outcome.code == 0, outcome.err
 
@@ -496,7 +497,7 @@ def test_what_looks_inside_refuses_options_in_one_line(flags: str, message: str)
 @pytest.mark.parametrize("option", ["ema.decay=0.5", "ema.warmup=false"])
 def test_the_average_of_a_teacher_is_part_of_the_trajectory(option: str, train: Train) -> None:
     command, keep = (
-        examples()["optimizer"].command,
+        examples()[INSIDE].command,
         ["--checkpoint.enable_checkpoint", "--metrics.enable_sampling=false"],
     )
     assert train(command, "run", "--training.steps=1", *keep).code == 0
@@ -522,9 +523,9 @@ def test_what_looks_inside_follows_one_curve_on_any_number_of_ranks(
     world_size: int, train: Train, run_distributed: RunDistributed, tmp_path: Path
 ) -> None:
     flags = ["--training.steps=4", "--metrics.enable_sampling=false", "--ema.decay=0.5", "--optimizer.lr=0.001"]
-    assert train(examples()["optimizer"].command, "alone", *flags).code == 0
+    assert train(examples()[INSIDE].command, "alone", *flags).code == 0
     arguments = [
-        *shlex.split(examples()["optimizer"].command)[2:],
+        *shlex.split(examples()[INSIDE].command)[2:],
         *shlex.split(TINY),
         *flags,
         f"--job.dump_folder={tmp_path}",
@@ -546,7 +547,7 @@ def test_what_looks_inside_follows_one_curve_on_any_number_of_ranks(
 @pytest.mark.slow
 def test_float8_computes_the_teacher_in_float8(train: Train, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
-    command, flags = examples()["optimizer"].command, ["--training.steps=3", "--metrics.enable_sampling=false"]
+    command, flags = examples()[INSIDE].command, ["--training.steps=3", "--metrics.enable_sampling=false"]
     losses = {}
     for name, own in (("float32", []), ("float8", ["--float8.enable_float8_linear", "--float8.emulate"])):
         outcome = train(command, name, *flags, *own)

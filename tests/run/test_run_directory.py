@@ -103,7 +103,7 @@ def test_what_a_killed_process_had_half_written_is_removed(run):
 
 def test_metrics_of_unknown_origin_are_never_continued(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ConfigError, match=r"no config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         RunDirectory(tmp_path, is_writer=True).open(CONFIG, trajectory=TRAJECTORY)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 

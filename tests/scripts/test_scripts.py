@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from PIL import Image
+from refusals import assert_refused
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -102,62 +103,79 @@ def test_evaluate_says_how_far_it_is_on_stderr_and_keeps_stdout_for_the_result(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("arguments", "about", "mentions"),
     [
-        (["gone"], "gone does not exist; must be a run directory"),
-        ([], "the following arguments are required: run"),
-        ([RUN, "--step=7"], f"--step = 7: no such checkpoint in {RUN}/checkpoint; there are [2, 3]"),
-        ([RUN, "--step=x"], "--step: invalid int value: 'x'"),
-        ([RUN, "--stepp=1"], "--stepp is no option of this script; did you mean --step?"),
-        ([RUN, "--sampling.num_step=1"], "sampling.num_step is no option; did you mean sampling.num_steps?"),
-        ([RUN, "--sampling.num_steps=0"], "sampling.num_steps = 0: must be at least 1"),
-        ([RUN, "extra"], "extra belongs to no option; options are written --section.key value"),
+        (["gone"], "gone", ["run directory"]),
+        ([], "", ["run"]),
+        ([RUN, "--step=7"], "--step = 7", [f"{RUN}/checkpoint", "[2, 3]"]),
+        ([RUN, "--step=x"], "--step", ["value"]),
+        ([RUN, "--stepp=1"], "--stepp", ["--step?"]),
+        ([RUN, "--sampling.num_step=1"], "sampling.num_step", ["sampling.num_steps?"]),
+        ([RUN, "--sampling.num_steps=0"], "sampling.num_steps = 0", ["1"]),
+        ([RUN, "extra"], "extra", ["--section.key"]),
     ],
 )
 @pytest.mark.parametrize("name", ["generate.py", "evaluate.py"])
-def test_a_mistake_is_one_line(name: str, arguments: list[str], line: str, refused: Refuse) -> None:
-    assert refused(name, *arguments) == f"error: {line}"
+def test_a_mistake_is_one_line(
+    name: str, arguments: list[str], about: str, mentions: list[str], refused: Refuse
+) -> None:
+    assert_refused(refused(name, *arguments), about, mentions)
 
 
 @pytest.mark.parametrize(
-    ("name", "argument", "line"),
+    ("name", "argument", "about", "mentions"),
     [
-        ("generate.py", "--classes=3,x", '--classes = "3,x": must be labels from 0 to 9, 3,5 say'),
-        ("generate.py", "--classes=3,10", '--classes = "3,10": must be labels from 0 to 9, 3,5 say'),
-        ("generate.py", "--classes=", '--classes = "": must be labels from 0 to 9, 3,5 say'),
-        ("generate.py", "--batch_size=0", "--batch_size: '0' must be an integer of at least 1"),
+        ("generate.py", "--classes=3,x", '--classes = "3,x"', ["0 to 9", "3,5"]),
+        ("generate.py", "--classes=3,10", '--classes = "3,10"', ["0 to 9", "3,5"]),
+        ("generate.py", "--classes=", '--classes = ""', ["0 to 9", "3,5"]),
+        ("generate.py", "--batch_size=0", "--batch_size", ["0", "1"]),
         (
             "generate.py",
             "--training.steps=3",
-            "--training.steps is no option of this script; there are --help, --step, --weights, --prompts, --classes, "
-            "--seed, --batch_size, --dtype, --without_lora, --original, --out, --sampling.key, --autoencoder.path, "
-            "--text_encoder.path",
+            "--training.steps",
+            [
+                "--help",
+                "--step",
+                "--weights",
+                "--prompts",
+                "--classes",
+                "--seed",
+                "--batch_size",
+                "--dtype",
+                "--without_lora",
+                "--original",
+                "--out",
+                "--sampling.key",
+                "--autoencoder.path",
+                "--text_encoder.path",
+            ],
         ),
         (
             "generate.py",
             "--guidance_scale=4",
-            "--guidance_scale is no option of this script; did you mean --sampling.guidance_scale?",
+            "--guidance_scale",
+            ["--sampling.guidance_scale?"],
         ),
-        ("evaluate.py", "--epochs=few", "--epochs: 'few' must be an integer of at least 1"),
+        ("evaluate.py", "--epochs=few", "--epochs", ["1", "integer"]),
     ],
 )
-def test_a_value_that_cannot_be_is_one_line(name: str, argument: str, line: str, refused: Refuse) -> None:
-    assert refused(name, RUN, argument) == f"error: {line}"
+def test_a_value_that_cannot_be_is_one_line(
+    name: str, argument: str, about: str, mentions: list[str], refused: Refuse
+) -> None:
+    assert_refused(refused(name, RUN, argument), about, mentions)
 
 
 def test_a_run_without_a_checkpoint_says_how_to_get_one(outputs: Path, tmp_path: Path, refused: Refuse) -> None:
     (tmp_path / "config.json").write_bytes((outputs / RUN / "config.json").read_bytes())
     line = refused("generate.py", str(tmp_path))
-    assert line.startswith(f"error: {tmp_path}/checkpoint holds no checkpoint")
-    assert "checkpoint.save_final = false" in line and line.endswith("train with --checkpoint.enable_checkpoint")
+    assert_refused(line, f"{tmp_path}/checkpoint", ["checkpoint.save_final = false", "--checkpoint.enable_checkpoint"])
 
 
 def test_weights_that_the_run_did_not_keep_are_refused(outputs: Path, tmp_path: Path, refused: Refuse) -> None:
     content = json.loads((outputs / RUN / "config.json").read_text())
     content["config"]["ema"]["enable"] = False
     (tmp_path / "config.json").write_text(json.dumps(content))
-    line = 'error: --weights = "ema": this run kept no average; must be raw'
-    assert refused("generate.py", str(tmp_path), "--weights=ema") == line
+    assert_refused(refused("generate.py", str(tmp_path), "--weights=ema"), '--weights = "ema"', ["raw"])
 
 
 TAKES_A_RUN = [
@@ -174,15 +192,16 @@ def test_a_path_that_is_no_run_is_one_line_that_names_a_similar_one(
     command: tuple[str, ...], outputs: Path, run_script: RunScript
 ) -> None:
     run = outputs / RUN
-    for path, right in (
-        (run / "config.json", f"is a file; must be a run directory; did you mean {run}?"),
-        (run / "metrics.jsonl" / "x", "does not exist; must be a run directory"),
-        (outputs / "a rum", f"does not exist; must be a run directory; did you mean {run}?"),
-        (outputs, "is not a run directory: it has no config.json"),
+    for path, mention in (
+        (run / "config.json", f"{run}?"),
+        (run / "metrics.jsonl" / "x", "run directory"),
+        (outputs / "a rum", f"{run}?"),
+        (outputs, "config.json"),
     ):
         script, *arguments = (word.format(run=path, other=run) for word in command)
         code, out, err = run_script(script, *arguments)
-        assert (code, out, err) == (2, "", f"error: {path} {right}\n")
+        assert (code, out) == (2, "")
+        assert_refused(err, str(path), [mention])
 
 
 def test_a_checkpoint_where_a_run_is_expected_names_its_run(outputs: Path, run_script: RunScript) -> None:

@@ -110,23 +110,21 @@ OP = "--activation_checkpoint.selective_ac_option=op"
 
 
 REPLICATE = "--training.data_parallel_replicate_degree"
-MODES = {
-    1: [[f"{REPLICATE}=1", "--training.batch_size=4", NTH]],
-    2: [
-        [f"{REPLICATE}=2", "--training.batch_size=8", NONE],
-        [f"{REPLICATE}=1", "--training.batch_size=4", FULL],
-        [f"{REPLICATE}=2", "--training.batch_size=2", NTH, OP],
-        [f"{REPLICATE}=1", "--training.batch_size=8", NONE],
-    ],
-    4: [
-        [f"{REPLICATE}=4", "--training.batch_size=4", FULL],
-        [f"{REPLICATE}=4", "--training.batch_size=1", NONE],
-        [f"{REPLICATE}=1", "--training.batch_size=4", NTH, OP],
-        [f"{REPLICATE}=1", "--training.batch_size=2", NONE],
-        [f"{REPLICATE}=2", "--training.batch_size=4", NONE],
-        [f"{REPLICATE}=2", "--training.batch_size=2", NTH],
-    ],
-}
+ALONE = [[f"{REPLICATE}=1", "--training.batch_size=4", NTH]]
+PAIR = [  # DDP and FSDP
+    [f"{REPLICATE}=2", "--training.batch_size=8", NONE],
+    [f"{REPLICATE}=1", "--training.batch_size=4", FULL],
+    [f"{REPLICATE}=2", "--training.batch_size=2", NTH, OP],
+    [f"{REPLICATE}=1", "--training.batch_size=8", NONE],
+]
+HSDP = [[f"{REPLICATE}=2", "--training.batch_size=2", NTH]]
+FOUR = [
+    [f"{REPLICATE}=4", "--training.batch_size=4", FULL],
+    [f"{REPLICATE}=4", "--training.batch_size=1", NONE],
+    [f"{REPLICATE}=1", "--training.batch_size=4", NTH, OP],
+    [f"{REPLICATE}=1", "--training.batch_size=2", NONE],
+    [f"{REPLICATE}=2", "--training.batch_size=4", NONE],
+]
 
 
 def main(jobs: list[list[str]]) -> None:
@@ -140,15 +138,28 @@ def main(jobs: list[list[str]]) -> None:
             sys.exit(code)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world_size", "modes"),
+    [(1, ALONE), (2, PAIR), (4, HSDP), pytest.param(4, FOUR, marks=pytest.mark.slow)],
+    ids=["1", "2", "4, HSDP", "4, more"],
+)
 def test_one_curve_in_every_mode(
-    world_size: int, one_process: Path, tmp_path: Path, run_distributed: RunDistributed
+    world_size: int,
+    modes: list[list[str]],
+    one_process: Path,
+    tmp_path: Path,
+    train: Train,
+    run_distributed: RunDistributed,
 ) -> None:
-    runs = [tmp_path / str(number) for number in range(len(MODES[world_size]))]
-    jobs = [job(run, "--training.steps=20", *flags) for run, flags in zip(runs, MODES[world_size], strict=True)]
-    result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], world_size)
-    assert result.returncode == 0, result.stderr
-    for run, flags in zip(runs, MODES[world_size], strict=True):
+    runs = [tmp_path / str(number) for number in range(len(modes))]
+    jobs = [job(run, "--training.steps=20", *flags) for run, flags in zip(runs, modes, strict=True)]
+    if world_size == 1:
+        (flags,) = modes
+        assert train(runs[0].name, "--training.steps=20", *flags).code == 0
+    else:
+        result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], world_size)
+        assert result.returncode == 0, result.stderr
+    for run, flags in zip(runs, modes, strict=True):
         difference = largest_difference(curve(run), curve(one_process))
         print(f"{world_size} {flags}: largest relative difference {difference:.1e}")  # shown by pytest -s
         assert difference < 1e-5, flags
@@ -176,19 +187,6 @@ def load(run: Path, weights: str) -> dict[str, torch.Tensor]:
     from torchditan.weights.trained_model import TrainedModel
 
     return TrainedModel.load(run, step=20, weights=weights, device=torch.device("cpu")).model.state_dict()
-
-
-@pytest.mark.slow
-def test_a_run_continues_on_other_ranks_and_another_mesh(
-    one_process: Path, tmp_path: Path, run_distributed: RunDistributed
-) -> None:
-    flags = job(tmp_path / "run", "--checkpoint.enable_checkpoint")
-    legs = ((7, 2, 1), (14, 4, 2), (20, 1, 1))  # FSDP over 2, HSDP over 2 x 2, one process
-    for steps, world_size, replicate in legs:
-        degrees = f"--training.data_parallel_replicate_degree={replicate}"
-        result = run_distributed(["train.py", *flags, f"--training.steps={steps}", degrees], world_size)
-        assert result.returncode == 0, result.stderr
-    assert largest_difference(curve(tmp_path / "run"), curve(one_process)) < 1e-5
 
 
 def test_deterministic_mode_trains(one_process: Path, tmp_path: Path, train: Train) -> None:
@@ -335,6 +333,7 @@ def test_the_run_directory_holds_what_it_promises(tmp_path: Path, train: Train) 
     assert stored["dataset"]["num_classes"] == 10
 
 
+@pytest.mark.slow
 def test_ranks_draw_the_same_samples_as_one_process(
     tmp_path: Path, train: Train, run_distributed: RunDistributed
 ) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Jobs that cannot be, run by their real entry points: the whole line of each, exit code 2, and nothing written.
+"""Jobs that cannot be, run by their real entry points: one line that says why, exit code 2, and nothing written.
 
 What the configuration alone shows is in test_configuration_errors.py too, and other jobs in test_job_errors.py; no
 row here repeats one of theirs.
@@ -21,6 +21,7 @@ import pyarrow
 import pytest
 from PIL import Image
 from pyarrow import parquet
+from refusals import assert_refused
 
 from torchditan.config.loader import load_config, to_dict
 
@@ -36,526 +37,630 @@ SCRIPTS = {
     "plan": "torchditan/planner/__main__.py",
     "analysis": "optimization_analysis.py",
 }
-"""First word of a row, where it is no script of scripts/."""
+"""First word of a row whose script is not in scripts/."""
 
-ROWS = [
+ROWS: list[tuple[str, str, list[str]]] = [
     (
         "train --job.config_file=twice.toml",
-        "{place}/twice.toml, line 3, column 10: Cannot overwrite a value",
+        "{place}/twice.toml",
+        ["line 3", "column 10"],
     ),
     (
         "train --job.config_file=sections.toml",
-        "{place}/sections.toml, line 5, column 10: Cannot declare ('training',) twice",
+        "{place}/sections.toml",
+        ["line 5", "column 10"],
     ),
     (
         "train --job.config_file=date.toml",
-        'training.seed = "2026-01-01": must be an integer',
+        'training.seed = "2026-01-01"',
+        ["integer"],
     ),
     (
         "train --job.config_file=inner.toml",
-        "training.inner is no option; did you mean checkpoint.interval?",
+        "training.inner",
+        ["checkpoint.interval?"],
     ),
     (
         "train --training.seed=99999999999999999999",
-        "training.seed = 99999999999999999999: must be 0 or more and below 2^63",
+        "training.seed = 99999999999999999999",
+        ["0", "2^63"],
     ),
     (
         "train --training.steps=1e3",
-        'training.steps = "1e3": must be an integer',
+        'training.steps = "1e3"',
+        ["integer"],
     ),
     (
         "train --autoencoder.scale=0",
-        "autoencoder.scale = [0.0]: must be greater than 0",
+        "autoencoder.scale = [0.0]",
+        ["0"],
     ),
     (
         "train --training.loss_spike_factor=0.5",
-        "training.loss_spike_factor = 0.5: must be above 1, or 0 for none",
+        "training.loss_spike_factor = 0.5",
+        ["1", "0", "none"],
     ),
     (
         "train --checkpoint.enable_checkpoint --checkpoint.save_final=false",
-        "checkpoint.save_final = false: checkpoint.enable_checkpoint saves the last step too; leave it out, or set "
-        "both to false",
+        "checkpoint.save_final = false",
+        ["checkpoint.enable_checkpoint", "false"],
     ),
     (
         "train --training.on_nonfinite=rollback",
-        'training.on_nonfinite = "rollback": needs checkpoint.enable_checkpoint to return to',
+        'training.on_nonfinite = "rollback"',
+        ["checkpoint.enable_checkpoint"],
     ),
     (
         "train --training.on_nonfinite=rollback --checkpoint.enable_checkpoint --dataset.streaming",
-        'training.on_nonfinite = "rollback": skips data, which dataset.streaming cannot; must be stop',
+        'training.on_nonfinite = "rollback"',
+        ["dataset.streaming", "stop"],
     ),
     (
         "train --training.on_nonfinite=retry",
-        'training.on_nonfinite = "retry": must be one of stop, rollback',
+        'training.on_nonfinite = "retry"',
+        ["stop, rollback"],
     ),
     (
         "train --autotune.steps=1",
-        "autotune.steps = 1: must be at least 2: the first step warms up",
+        "autotune.steps = 1",
+        ["2"],
     ),
     (
         "train --autotune.memory_margin=1",
-        "autotune.memory_margin = 1.0: must be 0 or more and below 1",
+        "autotune.memory_margin = 1.0",
+        ["0", "1"],
     ),
     (
         "train --checkpoint.async_mode=async_with_pinned_mem",
-        'checkpoint.async_mode = "async_with_pinned_mem": pinned memory is for copies from a GPU, and this '
-        "machine has none; must be disabled or async",
+        'checkpoint.async_mode = "async_with_pinned_mem"',
+        ["disabled or async"],
     ),
     (
         "train --checkpoint.async_mode=asynk",
-        'checkpoint.async_mode = "asynk": must be one of disabled, async, async_with_pinned_mem; did you mean async?',
+        'checkpoint.async_mode = "asynk"',
+        ["disabled, async, async_with_pinned_mem", "async?"],
     ),
     (
         "train --checkpoint.initial_load_path=gone",
-        'checkpoint.initial_load_path = "gone": no such file or folder; must be a .safetensors file, a run '
-        "directory, or a checkpoint in one",
+        'checkpoint.initial_load_path = "gone"',
+        [".safetensors"],
     ),
     (
         "train --profiling.save_memory_snapshot_folder=a/../b",
-        'profiling.save_memory_snapshot_folder = "a/../b": must be a plain folder name inside the run directory, '
-        "without `..`",
+        'profiling.save_memory_snapshot_folder = "a/../b"',
+        ["`..`"],
     ),
     (
         'train "--metrics.experiment_name=a\\b"',
-        'metrics.experiment_name = "a\\\\b": must be a plain folder name without slashes, of at most 200 bytes',
+        'metrics.experiment_name = "a\\\\b"',
+        ["200"],
     ),
     (
         "train --metrics.experiment_name=",
-        'metrics.experiment_name = "": must be a plain folder name without slashes, of at most 200 bytes',
+        'metrics.experiment_name = ""',
+        ["200"],
     ),
     (
         'train "--metrics.experiment_name=a\tb"',
-        'metrics.experiment_name = "a\\tb": must be a plain folder name without slashes, of at most 200 bytes',
+        'metrics.experiment_name = "a\\tb"',
+        ["200"],
     ),
     (
         "train --training.batch_size=many",
-        'training.batch_size = "many": must be an integer, or auto',
+        'training.batch_size = "many"',
+        ["auto", "integer"],
     ),
     (
         "train --diffusion.objective=ddpm",
-        'diffusion.objective = "ddpm": is for models that were trained so (sdxl); must be flow_matching',
+        'diffusion.objective = "ddpm"',
+        ["flow_matching"],
     ),
     (
         "train --diffusion.timestep_shift=0",
-        "diffusion.timestep_shift = 0.0: must be greater than 0",
+        "diffusion.timestep_shift = 0.0",
+        ["0"],
     ),
     (
         "train --lr_scheduler.decay_ratio=2",
-        "lr_scheduler.decay_ratio = 2.0: must be between 0 and 1",
+        "lr_scheduler.decay_ratio = 2.0",
+        ["0", "1"],
     ),
     (
         "train --activation_checkpoint.mode=selectiv",
-        'activation_checkpoint.mode = "selectiv": must be one of none, full, selective, fraction; did you mean '
-        "selective?",
+        'activation_checkpoint.mode = "selectiv"',
+        ["none, full, selective, fraction", "selective?"],
     ),
     (
         "train --model.qk_norm=maybe",
-        'model.qk_norm = "maybe": must be true or false',
+        'model.qk_norm = "maybe"',
+        ["true", "false"],
     ),
     (
         "train --model.preset=offical",
-        'model.preset = "offical": must be one of torchditan, official, llama3_diffusion; did you mean official?',
+        'model.preset = "offical"',
+        ["torchditan, official, llama3_diffusion", "official?"],
     ),
     (
         "train --sampling.guidance_interval=a,b",
-        'sampling.guidance_interval = ["a", "b"]: must be numbers: [0.3, 1.0]',
+        'sampling.guidance_interval = ["a", "b"]',
+        ["[0.3, 1.0]"],
     ),
     (
         "train --job.dump_folder=file/inner",
-        'job.dump_folder = "file/inner": file/inner/digits-debugmodel is no folder that can be written (Not a '
-        "directory); choose another",
+        'job.dump_folder = "file/inner"',
+        ["file/inner/digits-debugmodel"],
     ),
     (
         "train --dataset.dataset_name=folder --dataset.root_dir=notes",
-        'dataset.root_dir = "notes": holds no train images',
+        'dataset.root_dir = "notes"',
+        ["train"],
     ),
     (
         "train --dataset.dataset_name=folder --dataset.root_dir=hollow",
-        'dataset.root_dir = "hollow": c of its 3 classes holds no image; remove the folder, or fill it',
+        'dataset.root_dir = "hollow"',
+        ["c", "3"],
     ),
     (
         "train --dataset.dataset_name=folder --dataset.root_dir=stray",
-        'dataset.root_dir = "stray": 2.png is in no folder of a training class (a, ...)',
+        'dataset.root_dir = "stray"',
+        ["2.png"],
     ),
     (
         "train --dataset.dataset_name=folder --dataset.root_dir=cut --dataset.image_size=8 "
         "--dataset.corrupt_images=skip",
-        'dataset.dataset_name = "folder": has no readable image',
+        'dataset.dataset_name = "folder"',
+        ["readable"],
     ),
     (
         "train --dataset.dataset_name=folder --dataset.root_dir=images --dataset.hub_name=a/b",
-        'dataset.hub_name = "a/b": folder does not read it; leave it out',
+        'dataset.hub_name = "a/b"',
+        ["folder"],
     ),
     (
         "train --dataset.dataset_name=imagenet --dataset.root_dir=bare",
-        'dataset.root_dir = "bare": train/ must hold one subfolder per class',
+        'dataset.root_dir = "bare"',
+        ["train"],
     ),
     (
         "train --dataset.dataset_name=cifar10 --dataset.root_dir=file",
-        'dataset.root_dir = "file": has no data_batch_*.bin and no parquet; cifar10 needs a folder of '
-        "data_batch_*.bin, a parquet file or folder, or dataset.hub_name uoft-cs/cifar10",
+        'dataset.root_dir = "file"',
+        ["data_batch_*.bin", "dataset.hub_name", "uoft-cs/cifar10"],
     ),
     (
         "train --dataset.dataset_name=cifar10 --dataset.root_dir=python",
-        'dataset.root_dir = "python": is the python version, whose pickles can run code; download '
-        "cifar-10-binary.tar.gz instead",
+        'dataset.root_dir = "python"',
+        ["cifar-10-binary.tar.gz"],
     ),
     (
         "train --dataset.dataset_name=cifar10 --dataset.root_dir=short",
-        'dataset.root_dir = "short/data_batch_1.bin": has 3000 bytes, not a multiple of 3073',
+        'dataset.root_dir = "short/data_batch_1.bin"',
+        ["3000", "3073"],
     ),
     (
         "train --dataset.dataset_name=cifar10 --dataset.root_dir=tables/words",
-        'dataset.label_key = "label": holds string; must be integers from 0',
+        'dataset.label_key = "label"',
+        ["string", "0"],
     ),
     (
         "train --dataset.dataset_name=cifar10 --dataset.root_dir=tables/gaps",
-        'dataset.label_key = "label": holds 1 row(s) without a label; must be integers from 0',
+        'dataset.label_key = "label"',
+        ["1", "0"],
     ),
     (
         "train --dataset.dataset_name=cifar10 --dataset.root_dir=tables/names",
-        'dataset.image_key = "image": holds string; must be images as the hub stores them, their bytes and their path',
+        'dataset.image_key = "image"',
+        ["string", "images"],
     ),
     (
         "train --dataset.dataset_name=cifar10 --dataset.root_dir=tables/pictures",
-        'dataset.image_key = "image": must be one of the columns of tables/pictures/train.parquet: picture, label',
+        'dataset.image_key = "image"',
+        ["picture, label"],
     ),
     (
         "train --dataset.dataset_name=cifar10 --dataset.root_dir=tables/empty_rows",
-        "tables/empty_rows/train.parquet, row 1: not a readable image (there is none); repair or remove it, or "
-        "skip such with --dataset.corrupt_images skip",
+        "tables/empty_rows/train.parquet",
+        ["row 1", "--dataset.corrupt_images skip"],
     ),
     (
         "train --dataset.dataset_name=cifar10 --dataset.root_dir=tables/whole --dataset.label_key=class",
-        'dataset.label_key = "class": must be one of the columns of tables/whole/train.parquet: image, label',
+        'dataset.label_key = "class"',
+        ["image, label"],
     ),
     (
         "train --dataset.dataset_name=cifar10 --dataset.root_dir=tables/whole --validation.freq=1",
-        'dataset.root_dir = "tables/whole": has no test-*.parquet for the validation images',
+        'dataset.root_dir = "tables/whole"',
+        ["test-*.parquet"],
     ),
     (
         "train --dataset.dataset_name=cifar10 --dataset.root_dir=short --dataset.streaming",
-        "dataset.streaming = true: needs the hub; set --dataset.hub_name uoft-cs/cifar10",
+        "dataset.streaming = true",
+        ["--dataset.hub_name", "uoft-cs/cifar10"],
     ),
     (
         "train --dataset.dataset_name=digits --dataset.streaming",
-        "dataset.streaming = true: digits is not read from the hub; only cifar10, imagenet_hub can stream",
+        "dataset.streaming = true",
+        ["digits", "cifar10, imagenet_hub"],
     ),
     (
         "train --dataset.root_dir=images",
-        'dataset.root_dir = "images": digits does not read it; leave it out',
+        'dataset.root_dir = "images"',
+        ["digits"],
     ),
     (
         "train --dataset.crop=random",
-        'dataset.crop = "random": digits is never cropped; leave it out',
+        'dataset.crop = "random"',
+        ["digits"],
     ),
     (
         "train --dataset.fingerprint=latents-0123",
-        'dataset.fingerprint = "latents-0123": the data here is of no known identity; leave it out, or give the '
-        "data it belongs to",
+        'dataset.fingerprint = "latents-0123"',
+        [],
     ),
     (
         "train --dataset.dataset_name=imagenet_hub --dataset.hub_name=tables/numbers",
-        'dataset.image_key = "image": holds int64; must be images',
+        'dataset.image_key = "image"',
+        ["int64", "images"],
     ),
     (
         "train --dataset.dataset_name=imagenet_hub --dataset.hub_name=tables/gaps",
-        'dataset.label_key = "label": holds 1 row(s) without a label; must be integers from 0',
+        'dataset.label_key = "label"',
+        ["1", "0"],
     ),
     (
         "train --dataset.dataset_name=imagenet_hub --dataset.hub_name=tables/words",
-        'dataset.label_key = "label": holds string; must be integers from 0',
+        'dataset.label_key = "label"',
+        ["string", "0"],
     ),
     (
         "train --dataset.dataset_name=imagenet_hub --dataset.hub_name=tables/pictures",
-        'dataset.image_key = "image": must be one of the columns of tables/pictures: picture, label',
+        'dataset.image_key = "image"',
+        ["picture, label"],
     ),
     (
         "train --dataset.dataset_name=imagenet_hub --dataset.hub_name=tables/whole --dataset.root_dir=images",
-        'dataset.root_dir = "images": imagenet_hub does not read it; leave it out',
+        'dataset.root_dir = "images"',
+        ["imagenet_hub"],
     ),
     (
         "train --dataset.dataset_name=imagenet_hub --dataset.hub_name=tables/whole --dataset.streaming "
         "--dataset.crop=random",
-        'dataset.crop = "random": is keyed to an image\'s number, which a streamed dataset does not know; center '
-        "and adm work",
+        'dataset.crop = "random"',
+        ["center", "adm"],
     ),
     (
         "train --dataset.dataset_name=imagenet_hub --dataset.hub_name=tables/whole --validation.freq=1",
-        'dataset.hub_name = "tables/whole": has no validation split; must have one of validation, val, test',
+        'dataset.hub_name = "tables/whole"',
+        ["validation, val, test"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=nothing",
-        'dataset.root_dir = "nothing": holds no latents (it has no index.json); encode them with '
-        "scripts/encode_latents.py",
+        'dataset.root_dir = "nothing"',
+        ["index.json", "scripts/encode_latents.py"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=file",
-        "file is no safetensors file",
+        "file",
+        ["safetensors"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=unfinished",
-        'dataset.root_dir = "unfinished/train": its encoding is not finished; rerun the command that encoded it',
+        'dataset.root_dir = "unfinished/train"',
+        ["rerun"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=cut_index",
-        "cut_index/train/index.json is damaged; restore it, or delete it and encode the latents again",
+        "cut_index/train/index.json",
+        ["latents"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=newer_latents",
-        "newer_latents/train/index.json is of format 2, and this TorchDiTan reads up to 1; update TorchDiTan",
+        "newer_latents/train/index.json",
+        ["2", "1"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=outside",
-        "outside/train/index.json is damaged; restore it, or delete it and encode the latents again",
+        "outside/train/index.json",
+        ["latents"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=cut_shard",
-        'dataset.root_dir = "cut_shard/train": shard-00000.safetensors has 5 bytes, not 144224; rerun the '
-        "command that encoded it",
+        'dataset.root_dir = "cut_shard/train"',
+        ["shard-00000.safetensors", "5", "144224"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=no_shard",
-        'dataset.root_dir = "no_shard/train": shard-00000.safetensors is missing; rerun the command that encoded it',
+        'dataset.root_dir = "no_shard/train"',
+        ["shard-00000.safetensors"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=header",
-        "header/train/shard-00000.safetensors is no safetensors file",
+        "header/train/shard-00000.safetensors",
+        ["safetensors"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=pickled",
-        'dataset.root_dir = "pickled/train": labels.npy is damaged; rerun the command that encoded it',
+        'dataset.root_dir = "pickled/train"',
+        ["labels.npy"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=no_labels",
-        'dataset.root_dir = "no_labels/train": labels.npy is missing; rerun the command that encoded it',
+        'dataset.root_dir = "no_labels/train"',
+        ["labels.npy"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=floats",
-        'dataset.root_dir = "floats/train": labels.npy holds float64 [10], not a list of integers; rerun the '
-        "command that encoded it",
+        'dataset.root_dir = "floats/train"',
+        ["labels.npy", "float64 [10]", "integers"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=few_labels",
-        'dataset.root_dir = "few_labels/train": labels.npy has 3 labels, not 1498; rerun the command that encoded it',
+        'dataset.root_dir = "few_labels/train"',
+        ["labels.npy", "3", "1498"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=strange_labels",
-        "dataset.num_classes = none: the labels of latents run from 7 to 16; must be 0 to 9, its 10 classes",
+        "dataset.num_classes = none",
+        ["7", "16", "9", "10"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=no_validation --validation.freq=1",
-        'dataset.root_dir = "no_validation": has no validation latents; encode them with --split validation, or '
-        "set --validation.freq 0",
+        'dataset.root_dir = "no_validation"',
+        ["--split validation", "--validation.freq 0"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=latents --dataset.horizontal_flip",
-        "dataset.horizontal_flip = true: these latents hold no mirrored images; encode them without --no_flip, "
-        "or leave it out",
+        "dataset.horizontal_flip = true",
+        ["--no_flip"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=latents --autoencoder.online",
-        "autoencoder.online = true: latents holds latents, which are encoded already; leave it out",
+        "autoencoder.online = true",
+        ["latents"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=latents --autoencoder.sample_posterior",
-        "autoencoder.sample_posterior = true: these latents hold no variance; encode them with --posterior, or "
-        "leave it out",
+        "autoencoder.sample_posterior = true",
+        ["--posterior"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=latents --autoencoder.fingerprint=haar-8-1",
-        'autoencoder.fingerprint = "haar-8-1": these latents come from haar-2-1; leave it out, or give the '
-        "latents it belongs to",
+        'autoencoder.fingerprint = "haar-8-1"',
+        ["haar-2-1"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=latents --autoencoder.name=sdxl",
-        'autoencoder.name = "sdxl": these latents come from haar; leave it out',
+        'autoencoder.name = "sdxl"',
+        ["haar"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=latents --model.input_channels=3",
-        "model.input_channels = 3: latents has 4 channel(s); leave it out",
+        "model.input_channels = 3",
+        ["4"],
     ),
     (
         "train --autoencoder.online",
-        "autoencoder.name = none: must be given to encode pixels (autoencoder.online)",
+        "autoencoder.name = none",
+        ["autoencoder.online"],
     ),
     (
         "train --autoencoder.online --autoencoder.name=haarr",
-        'autoencoder.name = "haarr": must be one of haar, patch, cosmos, diffusers, sd-vae, sdxl, sd3, flux, '
-        "dc-ae, cosmos-ci8x8, cosmos-ci16x16; did you mean haar?",
+        'autoencoder.name = "haarr"',
+        ["haar, patch, cosmos, diffusers, sd-vae, sdxl, sd3, flux, dc-ae, cosmos-ci8x8, cosmos-ci16x16", "haar?"],
     ),
     (
         "train --autoencoder.online --autoencoder.name=patch",
-        "autoencoder.path = none: must be given: a folder that scripts/train_autoencoder.py wrote, or one of "
-        "train_configs/autoencoders/, earth say",
+        "autoencoder.path = none",
+        ["scripts/train_autoencoder.py", "train_configs/autoencoders/"],
     ),
     (
         "train --autoencoder.name=haar",
-        'autoencoder.name = "haar": digits holds pixels; encode them first, or at each step with --autoencoder.online',
+        'autoencoder.name = "haar"',
+        ["--autoencoder.online"],
     ),
     (
         "train --autoencoder.online --autoencoder.name=haar --autoencoder.downsampling=2",
-        "autoencoder.scale = none: haar publishes no normalisation; set shift and scale, which "
-        "scripts/reconstruct.py prints for a dataset",
+        "autoencoder.scale = none",
+        ["scripts/reconstruct.py"],
     ),
     (
         "train --autoencoder.online --autoencoder.name=haar --autoencoder.downsampling=2 --autoencoder.shift=0 "
         "--autoencoder.scale=1,2",
-        "autoencoder.scale = [1.0, 2.0]: must be one number, or one for each of the 4 latent channels",
+        "autoencoder.scale = [1.0, 2.0]",
+        ["4", "number"],
     ),
     (
         "train --autoencoder.online --autoencoder.name=cosmos --autoencoder.path=nothing "
         "--dataset.dataset_name=folder --dataset.root_dir=images --dataset.image_size=8",
-        'autoencoder.path = "nothing": has no encoder.jit; must hold encoder.jit and decoder.jit',
+        'autoencoder.path = "nothing"',
+        ["encoder.jit", "decoder.jit"],
     ),
     (
         "train --autoencoder.online --autoencoder.name=diffusers --autoencoder.path=nothing "
         "--dataset.dataset_name=folder --dataset.root_dir=images --dataset.image_size=8",
-        'autoencoder.path = "nothing": has no config.json; must hold config.json and '
-        "diffusion_pytorch_model.safetensors",
+        'autoencoder.path = "nothing"',
+        ["config.json", "diffusion_pytorch_model.safetensors"],
     ),
     (
         "train --metrics.experiment_name=unknown --job.dump_folder=.",
-        "unknown holds metrics.jsonl but no config.json, so what made it is unknown; name this run with "
-        "--metrics.experiment_name",
+        "unknown",
+        ["metrics.jsonl", "config.json", "--metrics.experiment_name"],
     ),
     (
         "train --metrics.experiment_name=torn --job.dump_folder=.",
-        "torn/config.json does not parse: Expecting property name enclosed in double quotes: line 1 column 13 "
-        "(char 12)",
+        "torn/config.json",
+        ["line 1 column 13"],
     ),
     (
         "train --metrics.experiment_name=list --job.dump_folder=.",
-        "list/config.json is not that of a run: it holds no configuration",
+        "list/config.json",
+        ["configuration"],
     ),
     (
         "generate list",
-        "list/config.json is not that of a run: it holds no configuration",
+        "list/config.json",
+        ["configuration"],
     ),
     (
         "generate flat",
-        "flat/config.json is not that of a run: it holds no configuration",
+        "flat/config.json",
+        ["configuration"],
     ),
     (
         "generate newer",
-        "training.speed is no option; did you mean training.seed?",
+        "training.speed",
+        ["training.seed?"],
     ),
     (
         "generate run --autoencoder.path=gone",
-        'autoencoder.path = "gone": this run was trained on pixels, and has nothing to decode; leave it out',
+        'autoencoder.path = "gone"',
+        ["pixels"],
     ),
     (
         "generate run --out=file/x.png",
-        '--out = "file/x.png": must be a file in a folder that can be written to',
+        '--out = "file/x.png"',
+        ["folder"],
     ),
     (
         "evaluate run --samples_per_class=0",
-        "--samples_per_class: '0' must be an integer of at least 1",
+        "--samples_per_class",
+        ["0", "1"],
     ),
     (
         "convert_checkpoint",
-        "the first argument is missing; must be export or import, or --help",
+        "",
+        ["export or import", "--help"],
     ),
     (
         "convert_checkpoint export run weights.pt",
-        'OUT = "weights.pt": must be a file that ends in .safetensors',
+        'OUT = "weights.pt"',
+        [".safetensors"],
     ),
     (
         "convert_checkpoint export nothing weights2.safetensors",
-        "nothing is not a run directory: it has no config.json",
+        "nothing",
+        ["config.json"],
     ),
     (
         "convert_checkpoint import gone.safetensors imported",
-        "gone.safetensors cannot be read: No such file or directory",
+        "gone.safetensors",
+        ["No such file or directory"],
     ),
     (
         "convert_checkpoint import weights.safetensors imported",
-        "weights.safetensors is no safetensors file, or cut short; copy or export it again",
+        "weights.safetensors",
+        ["safetensors"],
     ),
     (
         "encode_latents out --autoencoder.name=haar --shard_size=0",
-        "--shard_size: '0' must be an integer of at least 1",
+        "--shard_size",
+        ["0", "1"],
     ),
     (
         "encode_latents outside --verify",
-        "outside/train/index.json is damaged; restore it, or delete it and encode the latents again",
+        "outside/train/index.json",
+        ["latents"],
     ),
     (
         "encode_latents header --verify",
-        "header/train/shard-00000.safetensors is not what was encoded (its sha256 differs); delete it and rerun "
-        "the command that encoded it",
+        "header/train/shard-00000.safetensors",
+        ["sha256"],
     ),
     (
         "encode_latents latents --autoencoder.name=haar --dataset.num_workers=0",
-        "latents/train holds latents with other settings: autoencoder.downsampling is 2 there and 4 here; "
-        "autoencoder.fingerprint is haar-2-1 there and haar-4-1 here; latent_shape is (4, 4, 4) there and (16, "
-        "2, 2) here; shard_size is 1000 there and 4096 here. Use its settings to go on with it, else another folder",
+        "latents/train",
+        [
+            "autoencoder.downsampling",
+            "2",
+            "autoencoder.fingerprint",
+            "latent_shape",
+            "16",
+            "shard_size",
+            "1000",
+            "4096",
+        ],
     ),
     (
         "reconstruct --autoencoder.name=haar --autoencoder.downsampling=3",
-        "autoencoder.downsampling = 3: must be one of 2, 4, 8 for haar",
+        "autoencoder.downsampling = 3",
+        ["2, 4, 8"],
     ),
     (
         "train_autoencoder out --dataset.dataset_name=latents --dataset.root_dir=latents",
-        'dataset.dataset_name = "latents": its samples have 4 channels; must be a dataset of pictures',
+        'dataset.dataset_name = "latents"',
+        ["4"],
     ),
     (
         "ablation run gone",
-        "gone is no grid file; train_configs/ablations/ has 0.5B, 7B, 7B_autotune, convergence, debug, flux_benchmark, "
-        "published_debug, published_models",
+        "gone",
+        [
+            "train_configs",
+            "0.5B, 7B, 7B_autotune, convergence, debug, flux_benchmark, published_debug, published_models",
+        ],
     ),
     (
         "ablation run grid.toml",
-        "grid.toml: repeat is no key of a grid; did you mean repeats?",
+        "grid.toml",
+        ["repeats?"],
     ),
     (
         "ablation run debug --steps 0",
-        "steps = 0: must be an integer of at least 1",
+        "steps = 0",
+        ["1", "integer"],
     ),
     (
         "ablation run debug --memory_limit_gib nan",
-        "memory_limit_gib = NaN: must be a number greater than 0",
+        "memory_limit_gib = NaN",
+        ["0", "number"],
     ),
     (
         "ablation show grids/list",
-        "grids/list is no grid folder: its grid.json is not that of a grid",
+        "grids/list",
+        ["grid.json"],
     ),
     (
         "ablation run",
-        "the following arguments are required: grid",
+        "",
+        ["grid"],
     ),
     (
         "plan quickstart --device h100 --num_devices 0",
-        "--num_devices: '0' must be an integer of at least 1",
+        "--num_devices",
+        ["0", "1"],
     ),
     (
         "plan quickstart --device cpu --training.batch_size auto",
-        'training.batch_size = "auto": needs a device whose memory is known; name one, or give a number',
+        'training.batch_size = "auto"',
+        ["number"],
     ),
     (
         "plan nowhere.toml --device h100",
-        "model.input_channels = none: must be given: the planner does not open the dataset folder",
+        "model.input_channels = none",
+        ["folder"],
     ),
     (
         "plan quickstart --device h100 --autoencoder.online",
-        "autoencoder.online = true: the planner counts no encoder; plan its latents with false, "
-        "model.input_channels and dataset.image_size",
+        "autoencoder.online = true",
+        ["model.input_channels", "dataset.image_size"],
     ),
     (
         "train --dataset.dataset_name=folder --dataset.root_dir=images --dataset.image_size=8 --dataset.num_classes=1",
-        "dataset.num_classes = 1: folder has 2 classes; must be at least that, or 0 to train without labels",
+        "dataset.num_classes = 1",
+        ["2", "0"],
     ),
     (
         "reconstruct --autoencoder.name=haar --out=file/x.png",
-        '--out = "file/x.png": must be a file in a folder that can be written to',
+        '--out = "file/x.png"',
+        ["folder"],
     ),
     (
         "train --training.global_batch_size=3",
-        "training.global_batch_size = 3: must be a multiple of training.batch_size = 2 times the number of ranks",
+        "training.global_batch_size = 3",
+        ["training.batch_size = 2", "number"],
     ),
     (
         "train --sampling.guidance_channels=0",
-        "sampling.guidance_channels = 0: must be at least 1",
+        "sampling.guidance_channels = 0",
+        ["1"],
     ),
 ]
 
@@ -694,9 +799,15 @@ def contents(folder: Path) -> dict[str, tuple[int, int] | None]:
     }
 
 
-@pytest.mark.parametrize(("command", "line"), ROWS, ids=[command for command, _ in ROWS])
+@pytest.mark.parametrize(("command", "about", "mentions"), ROWS, ids=[row[0] for row in ROWS])
 def test_a_bad_job_is_one_line_and_writes_nothing(
-    command: str, line: str, place: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: str,
+    about: str,
+    mentions: list[str],
+    place: Path,
+    run_script: RunScript,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     import datasets
 
@@ -706,5 +817,6 @@ def test_a_bad_job_is_one_line_and_writes_nothing(
     name, *arguments = shlex.split(command)
     script = SCRIPTS.get(name, f"scripts/{name}.py")
     code, _, errors = run_script(script, *(SMALL if name == "train" else ()), *arguments)
-    assert (code, errors) == (2, f"error: {line.replace('{place}', str(place))}\n")
+    assert code == 2 and errors.startswith("error: ") and errors.endswith("\n"), errors
+    assert_refused(errors, about.replace("{place}", str(place)), mentions)
     assert contents(place) == before

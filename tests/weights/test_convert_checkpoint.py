@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from refusals import assert_refused
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -140,6 +141,7 @@ def test_the_metadata_say_where_the_weights_come_from(trained: Path, exported: P
     assert stored.shapes["blocks.0.attn.qkv.weight"] == (192, 64)
 
 
+@pytest.mark.slow
 def test_any_sharding_exports_and_begins_with_the_same_weights(
     trained: Path, exported: Path, convert: Convert, tmp_path: Path, run_distributed: RunDistributed
 ) -> None:
@@ -302,11 +304,8 @@ def test_an_imported_run_is_not_continued(exported: Path, tmp_path: Path, run_sc
     before = sorted(path.name for path in run.rglob("*"))
     outcome = run_script("train.py", *job(run, "--training.steps=5", "--optimizer.lr=1e-3"))
     assert outcome.code == 2
-    assert outcome.err == (
-        f"error: {run} holds a run with other settings: imported_from is weights.safetensors (a new run begins from it "
-        "with --checkpoint.initial_load_path) there and absent here. To resume it use its settings, else name a new "
-        "run with --metrics.experiment_name\n"
-    )
+    suggestions = ["--checkpoint.initial_load_path", "--metrics.experiment_name"]
+    assert_refused(outcome.err, str(run), ["imported_from", "weights.safetensors", *suggestions])
     assert sorted(path.name for path in run.rglob("*")) == before
 
 
@@ -317,11 +316,12 @@ def test_only_an_imported_run_is_replaced(trained: Path, exported: Path, tmp_pat
     first = read_config(run)["run_id"]
     outcome = run_script(SCRIPT, "import", exported, run)
     assert (outcome.code, read_config(run)["run_id"]) == (2, first)
-    assert outcome.err == f"error: {run} exists; choose another name, or replace it with --overwrite\n"
+    assert_refused(outcome.err, str(run), ["--overwrite"])
     assert run_script(SCRIPT, "import", exported, run, "--overwrite").code == 0
     assert read_config(run)["run_id"] != first
     outcome = run_script(SCRIPT, "import", exported, trained, "--overwrite")
-    assert (outcome.code, outcome.err) == (2, f"error: {trained} exists and was not imported; choose another name\n")
+    assert outcome.code == 2
+    assert_refused(outcome.err, str(trained))
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -334,7 +334,8 @@ def test_an_import_that_fills_the_disk_is_one_line_and_leaves_nothing(
         outcome = run_script(SCRIPT, "import", exported, "new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (outcome.code, outcome.err) == (2, "error: new cannot be written: File too large\n")
+    assert outcome.code == 2
+    assert_refused(outcome.err, "new", ["File too large"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -343,7 +344,7 @@ def test_a_file_is_not_replaced_unasked(trained: Path, tmp_path: Path, run_scrip
     out.write_text("mine")
     outcome = run_script(SCRIPT, "export", trained, out)
     assert (outcome.code, outcome.out, out.read_text()) == (2, "", "mine")
-    assert outcome.err == f"error: {out} exists; choose another name, or replace it with --overwrite\n"
+    assert_refused(outcome.err, str(out), ["--overwrite"])
     assert run_script(SCRIPT, "export", trained, out, "--overwrite").code == 0
     assert len(load_file(out)) > 10
 
@@ -535,74 +536,78 @@ def test_a_missing_and_an_unknown_tensor_are_named(exported: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("arguments", "about", "mentions"),
     [
-        ([], "the first argument is missing; must be export or import, or --help"),
-        (["exprt", "run"], "the first argument is exprt; must be export or import, or --help"),
-        (["export", "gone", "a.safetensors"], "gone does not exist; must be a run directory"),
-        (["export", "{run}"], "the following arguments are required: OUT"),
-        (["export", "{run}", "a.pt"], 'OUT = "a.pt": must be a file that ends in .safetensors'),
-        (["export", "{run}", "a.safetensors", "b"], "b belongs to no option; options are written --section.key value"),
+        ([], "", ["export or import", "--help"]),
+        (["exprt", "run"], "", ["export or import", "--help"]),
+        (["export", "gone", "a.safetensors"], "gone", ["run directory"]),
+        (["export", "{run}"], "", ["OUT"]),
+        (["export", "{run}", "a.pt"], 'OUT = "a.pt"', [".safetensors"]),
+        (["export", "{run}", "a.safetensors", "b"], "b", ["--section.key"]),
         (
             ["export", "{run}", "a.safetensors", "--stepp=1"],
-            "--stepp is no option of this script; did you mean --step?",
+            "--stepp",
+            ["--step?"],
         ),
         (
             ["export", "{run}", "a.safetensors", "--step=7"],
-            "--step = 7: no such checkpoint in {run}/checkpoint; there are [2, 3]",
+            "--step = 7",
+            ["{run}/checkpoint", "[2, 3]"],
         ),
         (
             ["export", "{run}/checkpoint/step-00000003", "a.safetensors", "--step=2"],
-            "--step = 2: {run}/checkpoint/step-00000003 is a checkpoint of its own; leave it out, or give the run",
+            "--step = 2",
+            ["{run}/checkpoint/step-00000003"],
         ),
         (
             ["export", "{run}", "/proc/a.safetensors"],
-            "/proc/a.safetensors cannot be written: No such file or directory",
+            "/proc/a.safetensors",
+            ["No such file or directory"],
         ),
-        (["import", "gone.safetensors", "new"], "gone.safetensors cannot be read: No such file or directory"),
-        (["import", "{run}", "new"], "{run} is a folder; must be a .safetensors file"),
-        (["import", "{file}", "/proc/new"], "/proc/new cannot be written: No such file or directory"),
+        (["import", "gone.safetensors", "new"], "gone.safetensors", ["No such file or directory"]),
+        (["import", "{run}", "new"], "{run}", [".safetensors"]),
+        (["import", "{file}", "/proc/new"], "/proc/new", ["No such file or directory"]),
         (
             ["import", "{file}", "new", "--dataset.image_size=16"],
-            "--dataset.image_size is no option of this script; there are --help, --overwrite, --dataset.root_dir, "
-            "--autoencoder.path",
+            "--dataset.image_size",
+            ["--help", "--overwrite", "--dataset.root_dir", "--autoencoder.path"],
         ),
         (
             ["import", "{file}", "new", "--autoencoder.path=mine"],
-            'autoencoder.path = "mine": these weights are of pixels, there is nothing to decode; leave it out',
+            'autoencoder.path = "mine"',
+            ["pixels"],
         ),
     ],
 )
 def test_a_mistake_is_one_line(
-    arguments: list[str], line: str, trained: Path, exported: Path, tmp_path: Path, run_script: RunScript
+    arguments: list[str],
+    about: str,
+    mentions: list[str],
+    trained: Path,
+    exported: Path,
+    tmp_path: Path,
+    run_script: RunScript,
 ) -> None:
     places = {"run": trained, "file": exported}
     outcome = run_script(SCRIPT, *(argument.format(**places) for argument in arguments))
-    assert (outcome.code, outcome.out, outcome.err) == (2, "", f"error: {line.format(**places)}\n")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert_refused(outcome.err, about.format(**places), [mention.format(**places) for mention in mentions])
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("path", "right"),
+    ("path", "mentions"),
     [
-        ("gone", "no such file or folder; must be a .safetensors file, a run directory, or a checkpoint in one"),
-        (".", "holds no config.json; must be a run directory, or a checkpoint in one"),
-        (
-            "emty",
-            "no such file or folder; must be a .safetensors file, a run directory, or a checkpoint in one; "
-            "did you mean empty?",
-        ),
-        ("pipeline", "is a folder that diffusers saved; give it as --model.path, with its --model.name"),
-        ("pipeline/transformer", "is a folder that diffusers saved; give it as --model.path, with its --model.name"),
-        (
-            "empty",
-            "empty/checkpoint holds no checkpoint: the run has not finished, or it was told to keep no weights "
-            "(checkpoint.save_final = false); train with --checkpoint.enable_checkpoint",
-        ),
+        ("gone", [".safetensors", "run directory", "checkpoint"]),
+        (".", ["config.json", "run directory"]),
+        ("emty", [".safetensors", "run directory", "empty?"]),
+        ("pipeline", ["diffusers", "--model.path", "--model.name"]),
+        ("pipeline/transformer", ["diffusers", "--model.path", "--model.name"]),
+        ("empty", ["empty/checkpoint", "checkpoint.save_final = false", "--checkpoint.enable_checkpoint"]),
     ],
 )
 def test_a_path_without_weights_is_refused(
-    path: str, right: str, trained: Path, tmp_path: Path, run_script: RunScript
+    path: str, mentions: list[str], trained: Path, tmp_path: Path, run_script: RunScript
 ) -> None:
     (tmp_path / "empty").mkdir()
     shutil.copy(trained / "config.json", tmp_path / "empty")
@@ -610,7 +615,8 @@ def test_a_path_without_weights_is_refused(
     (tmp_path / "pipeline" / "model_index.json").write_text("{}")
     (tmp_path / "pipeline" / "transformer" / "config.json").write_text('{"_class_name": "SD3Transformer2DModel"}')
     outcome = run_script("train.py", *job(tmp_path / "new", f"--checkpoint.initial_load_path={path}"))
-    assert (outcome.code, outcome.err) == (2, f'error: checkpoint.initial_load_path = "{path}": {right}\n')
+    assert outcome.code == 2
+    assert_refused(outcome.err, f'checkpoint.initial_load_path = "{path}"', mentions)
     assert not (tmp_path / "new").exists()
 
 
@@ -621,10 +627,11 @@ def test_a_damaged_checkpoint_is_not_exported(trained: Path, tmp_path: Path, run
     data[len(data) // 2] ^= 1
     (checkpoint / "__0_0.distcp").write_bytes(data)
     outcome = run_script(SCRIPT, "export", checkpoint, tmp_path / "a.safetensors")
-    damage = "is damaged: __0_0.distcp does not fit its checksum"
-    assert (outcome.code, outcome.err) == (2, f"error: {checkpoint} {damage}\n")
+    assert outcome.code == 2
+    assert_refused(outcome.err, str(checkpoint), ["damaged", "__0_0.distcp", "checksum"])
     outcome = run_script("train.py", *job(tmp_path / "new", f"--checkpoint.initial_load_path={checkpoint}"))
-    assert (outcome.code, outcome.err) == (2, f'error: checkpoint.initial_load_path = "{checkpoint}": {damage}\n')
+    assert outcome.code == 2
+    assert_refused(outcome.err, f'checkpoint.initial_load_path = "{checkpoint}"', ["damaged", "__0_0.distcp"])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -706,7 +713,7 @@ def peak_of(code: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_no_conversion_takes_more_memory_than_the_model(
     world_size: int, tmp_path: Path, run_distributed: RunDistributed
 ) -> None:
