@@ -25,6 +25,22 @@ def test_links_lead_to_files(page: Path) -> None:
     assert missing == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Addresses of the headings of a page, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings(page: Path) -> None:
+    links = re.findall(r"\]\(([^):#]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    missing = [
+        f"{file}#{anchor}" for file, anchor in links if anchor not in anchors(page.parent / file if file else page)
+    ]
+    assert missing == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_options_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

@@ -335,7 +335,7 @@ class Metrics:
     legacy_tags: bool = False
     """Write TensorBoard's scalars under the course project's tags too (wps, im/s, ...; docs/compatibility.md)."""
     enable_wandb: bool = False
-    """Log to Weights & Biases; offline where there is no login."""
+    """Log to Weights & Biases; offline if you are not logged in."""
     wandb_project: str = "torchditan"
     """Weights & Biases project."""
     enable_sampling: bool = True
