@@ -26,11 +26,11 @@ from torch import Tensor
 from torchditan.run.atomic_files import write_file
 
 _MARGIN = 16
-_CELL_GAP = 6
+CELL_GAP = 6
 _BLOCK_GAP = 40  # between generated and real; the line in it says that they are two things
-_INK, _PALE, _PAPER = (0, 0, 0), (170, 170, 170), (255, 255, 255)
+_INK, _PALE, PAPER = (0, 0, 0), (170, 170, 170), (255, 255, 255)
 
-_LAYOUT_KEY = "torchditan_layout"
+LAYOUT_KEY = "torchditan_layout"
 
 
 @dataclass(frozen=True)
@@ -45,29 +45,6 @@ class GridLayout:
     row_pitch: int
     num_columns: int
     labels: list[str]
-
-
-def read_cells(path: Path) -> tuple[Tensor, list[str]] | None:
-    """The generated images of a grid as they were drawn, enlarged, and their labels.
-
-    Returns:
-        (rows, k, H, W, 3) uint8 and a label per row; None if the file does not store its layout.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    with Image.open(path) as picture:
-        stored = picture.info.get(_LAYOUT_KEY)
-        if stored is None:
-            return None
-        pixels = torch.from_numpy(np.array(picture.convert("RGB")))  # (H, W, 3)
-    layout = GridLayout(**json.loads(stored))
-    rows = []
-    for row in range(len(layout.labels)):
-        top = layout.top + row * layout.row_pitch
-        lefts = [layout.left + column * layout.column_pitch for column in range(layout.num_columns)]
-        rows.append([pixels[top : top + layout.height, left : left + layout.width] for left in lefts])
-    return torch.stack([torch.stack(row) for row in rows]), layout.labels
 
 
 def save_grid(
@@ -96,51 +73,11 @@ def save_grid(
     blocks = [(f"{heading}{suffix}", _to_uint8(generated, reference))]
     if real is not None:
         blocks.append((f"{real_heading}{suffix}", _to_uint8(real, reference)))
-    picture, layout = _draw(blocks, labels, title, scale)
+    picture, layout = draw(blocks, labels, title, scale)
     about = PngInfo()
-    about.add_text(_LAYOUT_KEY, json.dumps(asdict(layout)))
+    about.add_text(LAYOUT_KEY, json.dumps(asdict(layout)))
     encoded = io.BytesIO()
     picture.save(encoded, format="PNG", pnginfo=about)
-    write_file(path, encoded.getvalue())
-
-
-def save_strip(path: Path, columns: dict[int, Tensor], labels: list[str], *, title: str) -> None:
-    """Write a picture with a column for each step.
-
-    Args:
-        path: PNG to write.
-        columns: step -> (rows, H, W, 3) uint8.
-        labels: of the rows.
-        title: of the picture.
-    """
-    blocks = [(f"step {step}", column[:, None]) for step, column in columns.items()]
-    picture, _ = _draw(blocks, labels, title, 1, gap=_CELL_GAP)
-    encoded = io.BytesIO()
-    picture.save(encoded, format="PNG")
-    write_file(path, encoded.getvalue())
-
-
-def save_animation(path: Path, frames: dict[int, Tensor], labels: list[str], *, title: str, seconds: float) -> None:
-    """Write an animated GIF with a frame for each step; the last frame stays four times as long.
-
-    Args:
-        path: GIF to write.
-        frames: step -> (rows, k, H, W, 3) uint8.
-        labels: of the rows.
-        title: of the picture.
-        seconds: that each frame is shown.
-    """
-    digits = len(str(max(frames)))
-    drawn = [_draw([(f"step {step:{digits}d}", cells)], labels, title, 1)[0] for step, cells in frames.items()]
-    size = (max(picture.width for picture in drawn), max(picture.height for picture in drawn))
-    pictures = [Image.new("RGB", size, _PAPER) for _ in drawn]
-    for picture, frame in zip(pictures, drawn, strict=True):
-        picture.paste(frame, (0, 0))
-    durations = [round(1000 * seconds)] * (len(pictures) - 1) + [round(4000 * seconds)]
-    encoded = io.BytesIO()
-    pictures[0].save(
-        encoded, format="GIF", save_all=True, append_images=pictures[1:], duration=durations, loop=0, disposal=1
-    )
     write_file(path, encoded.getvalue())
 
 
@@ -168,7 +105,7 @@ def add_to_steps(folder: Path, samples: Tensor, labels: list[str], *, step: int,
             pixels = torch.from_numpy(np.array(strip.convert("RGB")))
         if pixels.shape == (column.shape[0] * column.shape[1], *column.shape[2:]):  # not of another size
             blocks.append((f"step {int(path.stem.split('_')[1])}", pixels.view(column.shape)[:, None]))
-    picture, _ = _draw(blocks, labels, title, _enlargement(column.shape[1:3]), gap=_CELL_GAP)
+    picture, _ = draw(blocks, labels, title, _enlargement(column.shape[1:3]), gap=CELL_GAP)
     encoded = io.BytesIO()
     picture.save(encoded, format="PNG")
     write_file(folder / "over_steps.png", encoded.getvalue())
@@ -202,24 +139,25 @@ def _to_uint8(images: Tensor, reference: Tensor) -> Tensor:
     return ((images + 1) * 127.5).round().to(torch.uint8).permute(0, 1, 3, 4, 2)
 
 
-def _draw(
+def draw(
     blocks: list[tuple[str, Tensor]], labels: list[str], title: str, scale: int, *, gap: int = _BLOCK_GAP
 ) -> tuple[Image.Image, GridLayout]:
+    """Blocks of images with a heading each, (rows, k, H, W, 3) uint8, in one picture, and where the first one is."""
     small, large = ImageFont.load_default(size=14), ImageFont.load_default(size=18)
     height, width = (side * scale for side in blocks[0][1].shape[2:4])
     label_width = max(_width(label, small) for label in labels)
-    pitch = width + _CELL_GAP
+    pitch = width + CELL_GAP
     block_widths = [max(images.shape[1] * pitch, _width(heading, small)) for heading, images in blocks]
     starts = [_MARGIN + label_width + _MARGIN]
     for block_width in block_widths[:-1]:
         starts.append(starts[-1] + block_width + gap)
     heading_top = _MARGIN + _height(large) + _MARGIN // 2
     top = heading_top + _height(small) + _MARGIN // 2
-    row_height = max(height, _height(small)) + _CELL_GAP
+    row_height = max(height, _height(small)) + CELL_GAP
     right = max(starts[-1] + block_widths[-1], _MARGIN + _width(title, large))
     bottom = top + len(labels) * row_height
 
-    canvas = Image.new("RGB", (right + _MARGIN, bottom + _MARGIN), _PAPER)
+    canvas = Image.new("RGB", (right + _MARGIN, bottom + _MARGIN), PAPER)
     draw = ImageDraw.Draw(canvas)
     draw.text((_MARGIN, _MARGIN), title, fill=_INK, font=large)
     for row, label in enumerate(labels):
