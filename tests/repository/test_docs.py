@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS
-from torchditan.config.loader import options
+from torchditan.config.loader import load_config, options
 from torchditan.run.directory import STATES
 from torchditan.run.metrics import ALWAYS_KEYS
 
@@ -25,6 +26,22 @@ def test_links_lead_to_files(page: Path) -> None:
     assert missing == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Addresses of the headings of a page, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings(page: Path) -> None:
+    links = re.findall(r"\]\(([^):#]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    missing = [
+        f"{file}#{anchor}" for file, anchor in links if anchor not in anchors(page.parent / file if file else page)
+    ]
+    assert missing == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_options_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -33,6 +50,26 @@ def test_options_exist(page: Path) -> None:
     named = {name for name in named if name.split(".")[0] not in ("axes", "settings", "slurm")}  # of the grid runner
     files = {name for name in named if name.endswith((".json", ".jsonl", ".py", ".toml"))}
     assert named - files - options().keys() - LEGACY_KEYS.keys() - RENAMED_KEYS.keys() - {"sampling.key"} == set()
+
+
+def training_commands(page: Path) -> list[list[str]]:
+    """The flags of each `train.py` and `launch.sh` in the code of a page that can be typed as it is."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = []
+    for line in text.splitlines():
+        command = re.match(r"\s*(?:[A-Z_]+=|python |torchrun |pip )[^`]*(?:train\.py|launch\.sh) ([^`]+)$", line)
+        if command and "..." not in line:
+            commands.append(shlex.split(command[1], comments=True))
+    return [flags for flags in commands if not {"--help", "my_finetune.toml"} & set(flags)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_training_commands_are_accepted(page: Path) -> None:
+    """As far as the options alone say: data and devices are not opened. extending.md adds names of its own first."""
+    commands = training_commands(page) if page.name not in ("LOG.md", "extending.md", "adding_a_model.md") else []
+    assert len(commands) > 5 or page.name != "README.md"
+    for flags in commands:
+        load_config(flags)
 
 
 def test_one_process_is_started_with_python() -> None:

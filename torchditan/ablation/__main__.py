@@ -209,8 +209,14 @@ def _show(folder: Path, *, amd_summary: bool) -> None:
 
 def main() -> None:
     arguments, flags = parse(sys.argv[1:])
+    from torchditan.supervision.exit_status import reader_may_leave
+
     if arguments.command == "show":
-        _show(arguments.folder, amd_summary=arguments.amd_summary)
+        with reader_may_leave():
+            _show(arguments.folder, amd_summary=arguments.amd_summary)
+    elif arguments.dry_run:
+        with reader_may_leave():
+            _run(arguments, flags)
     else:
         _run(arguments, flags)
 

@@ -72,7 +72,7 @@ class Model:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     learn_sigma: bool | None = None
-    """Predict a variance beside the mean (twice the output channels). Default: the preset's."""
+    """Predict a variance and the mean (twice the output channels). Default: the preset's."""
     text: Literal["in_context", "cross_attention"] | None = None
     """Read captions: as tokens before the patches, or by cross-attention in every block (docs/text_to_image.md)."""
     text_tokens: int | None = None
@@ -180,7 +180,7 @@ class Diffusion:
     label_dropout: float = 0.1
     """Share of training samples whose label or caption is taken away, for classifier-free guidance."""
     embedded_guidance: float = 1.0
-    """Guidance scale told to models that embed one (FLUX.1-dev, HunyuanVideo) while they train."""
+    """Guidance scale given to models that embed one (FLUX.1-dev, HunyuanVideo) while they train."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class Checkpoint:
     keep_latest_k: int = 2
     """Checkpoints to keep; 0 keeps all."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Write beside the training, which waits for a copy of the state alone; pinned memory is for GPUs."""
+    """Write in the background; training waits only for a copy of the state. Pinned memory is for GPUs."""
     initial_load_path: str | None = None
     """Begin a new run with these weights: a .safetensors file, a run directory or a checkpoint of one."""
     initial_load_convention: Literal["torchditan"] | None = None
@@ -330,7 +330,7 @@ class Metrics:
     legacy_tags: bool = False
     """Write TensorBoard's scalars under the course project's tags too (wps, im/s, ...; docs/compatibility.md)."""
     enable_wandb: bool = False
-    """Log to Weights & Biases; offline where there is no login."""
+    """Log to Weights & Biases; offline if you are not logged in."""
     wandb_project: str = "torchditan"
     """Weights & Biases project."""
     enable_sampling: bool = True
@@ -366,7 +366,7 @@ class Sampling:
     at_start: bool = False
     """Draw a grid before the first step too."""
     embedded_guidance: float = 3.5
-    """Guidance scale told to models that embed one (FLUX.1-dev, HunyuanVideo) while they are sampled."""
+    """Guidance scale given to models that embed one (FLUX.1-dev, HunyuanVideo) while they are sampled."""
 
 
 @dataclass(frozen=True)

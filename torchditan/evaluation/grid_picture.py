@@ -14,19 +14,37 @@ import hashlib
 import io
 import json
 import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from torchditan.run.atomic_files import write_file
 
 _MARGIN = 16
-_CELL_GAP = 6
+CELL_GAP = 6
 _BLOCK_GAP = 40  # between generated and real; the line in it says that they are two things
-_INK, _PALE, _PAPER = (0, 0, 0), (170, 170, 170), (255, 255, 255)
+_INK, _PALE, PAPER = (0, 0, 0), (170, 170, 170), (255, 255, 255)
+
+LAYOUT_KEY = "torchditan_layout"
+
+
+@dataclass(frozen=True)
+class GridLayout:
+    """Where the generated images of a grid are, in pixels; stored as a text chunk of its PNG."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+    column_pitch: int
+    row_pitch: int
+    num_columns: int
+    labels: list[str]
 
 
 def save_grid(
@@ -55,9 +73,11 @@ def save_grid(
     blocks = [(f"{heading}{suffix}", _to_uint8(generated, reference))]
     if real is not None:
         blocks.append((f"{real_heading}{suffix}", _to_uint8(real, reference)))
-    picture = _draw(blocks, labels, title, scale)
+    picture, layout = draw(blocks, labels, title, scale)
+    about = PngInfo()
+    about.add_text(LAYOUT_KEY, json.dumps(asdict(layout)))
     encoded = io.BytesIO()
-    picture.save(encoded, format="PNG")
+    picture.save(encoded, format="PNG", pnginfo=about)
     write_file(path, encoded.getvalue())
 
 
@@ -85,7 +105,7 @@ def add_to_steps(folder: Path, samples: Tensor, labels: list[str], *, step: int,
             pixels = torch.from_numpy(np.array(strip.convert("RGB")))
         if pixels.shape == (column.shape[0] * column.shape[1], *column.shape[2:]):  # not of another size
             blocks.append((f"step {int(path.stem.split('_')[1])}", pixels.view(column.shape)[:, None]))
-    picture = _draw(blocks, labels, title, _enlargement(column.shape[1:3]), gap=_CELL_GAP)
+    picture, _ = draw(blocks, labels, title, _enlargement(column.shape[1:3]), gap=CELL_GAP)
     encoded = io.BytesIO()
     picture.save(encoded, format="PNG")
     write_file(folder / "over_steps.png", encoded.getvalue())
@@ -119,24 +139,25 @@ def _to_uint8(images: Tensor, reference: Tensor) -> Tensor:
     return ((images + 1) * 127.5).round().to(torch.uint8).permute(0, 1, 3, 4, 2)
 
 
-def _draw(
+def draw(
     blocks: list[tuple[str, Tensor]], labels: list[str], title: str, scale: int, *, gap: int = _BLOCK_GAP
-) -> Image.Image:
+) -> tuple[Image.Image, GridLayout]:
+    """Blocks of images with a heading each, (rows, k, H, W, 3) uint8, in one picture, and where the first one is."""
     small, large = ImageFont.load_default(size=14), ImageFont.load_default(size=18)
     height, width = (side * scale for side in blocks[0][1].shape[2:4])
     label_width = max(_width(label, small) for label in labels)
-    pitch = width + _CELL_GAP
+    pitch = width + CELL_GAP
     block_widths = [max(images.shape[1] * pitch, _width(heading, small)) for heading, images in blocks]
     starts = [_MARGIN + label_width + _MARGIN]
     for block_width in block_widths[:-1]:
         starts.append(starts[-1] + block_width + gap)
     heading_top = _MARGIN + _height(large) + _MARGIN // 2
     top = heading_top + _height(small) + _MARGIN // 2
-    row_height = max(height, _height(small)) + _CELL_GAP
+    row_height = max(height, _height(small)) + CELL_GAP
     right = max(starts[-1] + block_widths[-1], _MARGIN + _width(title, large))
     bottom = top + len(labels) * row_height
 
-    canvas = Image.new("RGB", (right + _MARGIN, bottom + _MARGIN), _PAPER)
+    canvas = Image.new("RGB", (right + _MARGIN, bottom + _MARGIN), PAPER)
     draw = ImageDraw.Draw(canvas)
     draw.text((_MARGIN, _MARGIN), title, fill=_INK, font=large)
     for row, label in enumerate(labels):
@@ -152,7 +173,8 @@ def _draw(
     for start in starts[1:] if gap == _BLOCK_GAP else []:
         x = start - gap // 2
         draw.line((x, heading_top, x, bottom), fill=_PALE, width=1)
-    return canvas
+    num_columns = blocks[0][1].shape[1]
+    return canvas, GridLayout(starts[0], top, width, height, pitch, row_height, num_columns, labels)
 
 
 def _width(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> int:

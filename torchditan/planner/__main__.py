@@ -112,6 +112,6 @@ def sweep(config: Config, device: str, batch_size: int) -> list[Plan]:
 
 
 if __name__ == "__main__":
-    from torchditan.supervision.exit_status import run_job
+    from torchditan.supervision.exit_status import reader_may_leave, run_job
 
-    sys.exit(run_job(main))
+    sys.exit(run_job(reader_may_leave()(main)))

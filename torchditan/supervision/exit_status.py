@@ -18,7 +18,8 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torchditan.config.command_line import count
@@ -111,6 +112,18 @@ def run_job(main: Callable[[], None]) -> int:
         return verdict.exit_code
     write_rank_status("completed", exit_code=0)
     return 0
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Context manager for commands that only print: if `| head` has read enough, the command ends with exit code 0."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes stdout once more when it exits, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
 
 
 def _may_wait_for_others() -> bool:

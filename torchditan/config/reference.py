@@ -1,0 +1,71 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""docs/options.md, the reference of every option, generated from options.py.
+
+    python -m torchditan.config.reference > docs/options.md
+
+tests/repository/test_option_reference.py fails if the page is not current. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import typing
+
+from torchditan.config.legacy_keys import RENAMED_KEYS
+from torchditan.config.loader import Option, options
+from torchditan.config.options import Config
+from torchditan.config.trajectory import TRAJECTORY_KEYS
+
+_INTRODUCTION = """\
+# Option reference
+
+Every option of `train.py`, its type, its default and what it does. This page is generated; do not edit it. After you
+change `torchditan/config/options.py`, run `python -m torchditan.config.reference > docs/options.md`.
+
+- The option `training.steps` is the key `steps` under `[training]` in a TOML file, and the flag
+  `--training.steps` on the command line. [configuration.md](configuration.md) says how both are written.
+- A dash as the default means that the option is left open. The dataset, the model preset or another option fills it in.
+- **fixed** marks an option that decides what a run learns. A run directory accepts one value of it: to change it,
+  start a new run. All other options may change when a run resumes, within
+  [the rules for a longer run](configuration.md#the-run-directory).
+"""
+
+
+def reference() -> str:
+    """The page, as Markdown."""
+    lines = [_INTRODUCTION]
+    for section, section_type in typing.get_type_hints(Config).items():
+        lines += [f"## [{section}]", inspect.getdoc(section_type) or "", ""]
+        lines += ["| option | type | default | on resume | what it does |", "|---|---|---|---|---|"]
+        lines += [_row(option) for name, option in options().items() if name.split(".")[0] == section]
+        lines.append("")
+    lines += ["## Other names", "These keys are read as the options on the right.", ""]
+    lines += ["| key | option |", "|---|---|"]
+    lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED_KEYS.items()]
+    return "\n".join(lines)
+
+
+def _row(option: Option) -> str:
+    resume = "fixed" if option.name in TRAJECTORY_KEYS else ""
+    cells = [f"`{option.name}`", _type(option), _default(option), resume, " ".join(option.help.split())]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _type(option: Option) -> str:
+    if option.choices:
+        words = ", ".join(f"`{choice}`" for choice in option.choices)
+        return f"integer or {words}" if option.kind is int else words
+    name = {bool: "boolean", int: "integer", float: "number", str: "text"}[option.kind]
+    return f"list of {name}s" if option.is_list else name
+
+
+def _default(option: Option) -> str:
+    if option.default in (None, "", []):
+        return "-"
+    return f"`{option.default if isinstance(option.default, str) else json.dumps(option.default)}`"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference() + "\n")
