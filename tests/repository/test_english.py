@@ -20,8 +20,6 @@ PAGES = [
 """docs/LOG.md is history; docs/options.md is generated, and only its phrases are checked."""
 MAX_AVERAGE = 20
 MAX_WORDS = 40
-REWRITTEN_ELSEWHERE = {"CONTRIBUTING.md", "adding_a_model.md"}
-"""Pages that other branches rewrite at the same time; empty this set when they are merged."""
 BANNED = (
     r"\bhouses?\b",
     r"\brooms?\b",
@@ -83,10 +81,7 @@ def banned_phrases(markdown: str) -> list[str]:
 
 
 def pages(*more: Path) -> list[object]:
-    mark = pytest.mark.xfail(reason="another branch rewrites this page")
-    found = [*PAGES, *more]
-    marks = [(mark,) if page.name in REWRITTEN_ELSEWHERE else () for page in found]
-    return [pytest.param(page, id=page.name, marks=marks) for page, marks in zip(found, marks, strict=True)]
+    return [pytest.param(page, id=page.name) for page in (*PAGES, *more)]
 
 
 @pytest.mark.parametrize("page", pages())
