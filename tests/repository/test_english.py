@@ -24,7 +24,7 @@ BANNED = (
     r"\bhouses?\b",
     r"\brooms?\b",
     r"\bbeside\b",
-    r"\b(?:is|are) no (?!longer\b|more\b)",
+    r"(?<!there )\b(?:is|are) no (?!longer\b|more\b)",
     r"\btold\b",
     r"\banew\b",
     r"\bstands? in\b",
