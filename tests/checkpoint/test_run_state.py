@@ -18,7 +18,7 @@ from torch import nn
 
 from torchditan.checkpoint.files import DamagedCheckpointError
 from torchditan.checkpoint.loading import read_state
-from torchditan.checkpoint.run_state import RunState, Snapshot
+from torchditan.checkpoint.run_state import ModelState, OptimizerState, RunState, Snapshot
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.optim.ema import EMA
 from torchditan.run.reading import read_metrics
@@ -213,3 +213,35 @@ def test_an_average_takes_the_values_of_another_one() -> None:
     here.load_state_dict(there.state_dict())
     assert torch.equal(here.average["weight"], there.average["weight"])
     assert here.average["weight"] is kept
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, dampening=0.5),
+        lambda parameters: torch.optim.NAdam(parameters, lr=0.1, weight_decay=0.1),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
+    ],
+    ids=["SGD", "NAdam", "AdamW"],
+)
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_checkpoint_before_the_first_step_changes_no_training(make: Any, loads: bool) -> None:
+    """The state that torch makes for a checkpoint is not always that of a new optimizer."""
+    weights = []
+    for saves in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = make(model.parameters())
+        if saves:
+            tensors = {"model": ModelState(model), "optimizer": OptimizerState(model, optimizer)}
+            state = RunState(Progress(), tensors=tensors)
+            snapshot = state.snapshot()
+            if loads:
+                state.load(snapshot)
+            assert not optimizer.state
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), step + 1.0)).square().sum().backward()
+            optimizer.step()
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights)

@@ -172,7 +172,7 @@ def test_a_checkpoint_without_the_moments_of_unused_parameters_continues(
     """As commit 36e2f02 wrote them: no gradient reaches the last block's text stream of Qwen-Image."""
     make = run_state.make_optimizer_state
     with monkeypatch.context() as patch:
-        patch.setattr(run_state, "make_optimizer_state", lambda found: None if found.state else make(found))
+        patch.setattr(run_state, "make_optimizer_state", lambda found: [] if found.state else make(found))
         assert run_script("train.py", *job("qwen_image", tmp_path / "run")).code == 0
     state = read_state(tmp_path / "run/checkpoint/step-00000002")
     unused = "transformer.transformer_blocks.2.attn.to_add_out.weight"

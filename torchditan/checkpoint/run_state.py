@@ -96,6 +96,10 @@ class RunState:
             item.load_state_dict({key: stored.numbers.get(key, value) for key, value in first.items()})
         for name, item in self.per_rank.items():
             item.load_state_dict(stored.per_rank.get(name, {}))
+        if stored.step == 0:
+            for optimizer in self.tensors.values():
+                if isinstance(optimizer, OptimizerState):
+                    optimizer.clear()
 
 
 class ModelState:
@@ -124,26 +128,40 @@ class OptimizerState:
         self.optimizers = optimizer_parts(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        for optimizer in self.optimizers:
-            make_optimizer_state(optimizer)
-        return dict(get_optimizer_state_dict(self.model, self.optimizers))
+        """The state, complete for a load to fill in. Saving changes nothing in the optimizer itself."""
+        made = [(optimizer, make_optimizer_state(optimizer)) for optimizer in self.optimizers]
+        state = dict(get_optimizer_state_dict(self.model, self.optimizers))
+        for optimizer, parameters in made:
+            for parameter in parameters:
+                optimizer.state.pop(parameter, None)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for optimizer in self.optimizers:
+            make_optimizer_state(optimizer)
         set_optimizer_state_dict(self.model, self.optimizers, state_dict)
 
+    def clear(self) -> None:
+        """Return to the state before the first step, which not every optimizer stores as zeros."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
 
-def make_optimizer_state(optimizer: Optimizer) -> None:
+
+def make_optimizer_state(optimizer: Optimizer) -> list[nn.Parameter]:
     """Give an optimizer the tensors that a load fills in, for each parameter that has none.
 
     A new optimizer has none at all; later, those parameters lack them that no gradient reached (Qwen-Image has some).
     torch would make them by one step with a gradient of zeros for every parameter at once. One after the other needs
-    the memory of a single gradient. The learning rate of that step is 0, and where the optimizer counts steps the
-    count goes back to 0: what is saved here is a state before any.
+    the memory of a single gradient. The learning rate of that step is 0, and if the optimizer counts steps the
+    count goes back to 0. What else it leaves depends on the optimizer: weight decay in SGD's momentum, say.
+
+    Returns:
+        The parameters that had none.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    without = [parameter for parameter in parameters if parameter not in optimizer.state]
+    without: list[nn.Parameter] = [parameter for parameter in parameters if parameter not in optimizer.state]
     if not without:
-        return
+        return []
     rates = [group["lr"] for group in optimizer.param_groups]
     gradients = [parameter.grad for parameter in parameters]
     for group in optimizer.param_groups:
@@ -160,3 +178,4 @@ def make_optimizer_state(optimizer: Optimizer) -> None:
         parameter.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+    return without
