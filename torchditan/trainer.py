@@ -3,7 +3,7 @@
 
 Notable:
 - one step is the same code on a laptop and on a node: every mode goes through one `parallelize`;
-- the host never waits for the device inside a step; it reads numbers at log steps only;
+- inside a step the host waits only for the previous step's verdict (divergence.py); it reads numbers at log steps;
 - supervision/, periodic_tasks.py and checkpoint/run_checkpoints.py hold what is not the step; the loop calls them.
 """
 

@@ -7,7 +7,7 @@ Notable:
 - signals within a second of the first are the same request: a cluster signals every process of a job, and torchrun
   passes on what it received itself. A later one ends the rank at once;
 - both hold while the main thread is in a collective that never ends: a thread of its own sees the signals;
-- loader workers ignore these signals (data_stream/loader.py).
+- loader workers ignore these signals (data_stream/workers.py).
 """
 
 from __future__ import annotations
