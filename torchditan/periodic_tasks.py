@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """What happens between steps: collect garbage, validate, sample, log, save. All ranks do it together.
 
-Its time is kept out of the throughput (`timer.excluded`).
+The time of validating, sampling and saving does not count in the throughput (`timer.excluded`).
 """
 
 from __future__ import annotations
