@@ -1,48 +1,34 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Inception-2015 against torch-fidelity's module with the same random weights, and its checked file of weights.
-
-The comparison runs where torch-fidelity is installed:
-`pip install --no-deps --target /tmp/references torch-fidelity; PYTHONPATH=/tmp/references pytest tests/evaluation`.
-"""
+"""Inception-2015 against torch-fidelity's module with the same random weights, and its checked file of weights."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from references import run_reference
 
 from torchditan.config.errors import ConfigError
 from torchditan.evaluation import inception
 from torchditan.evaluation.inception import FILE_NAME, Inception2015, load_inception, resize_tensorflow_1
 
 TORCH_FIDELITY = """
-import sys, types
-import torch
-
-class Stub(types.ModuleType):
-    def __getattr__(self, name):  # torch-fidelity imports torchvision for its datasets, which Inception does not need
-        return sys.modules.get(f"{self.__name__}.{name}", object)
-
-for name in ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional"):
-    sys.modules[name] = Stub(name)
-
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
-weights, images, output = sys.argv[1:]
-model = FeatureExtractorInceptionV3("inception", ["2048", "logits_unbiased"], feature_extractor_weights_path=weights)
-spatial = []
+weights, batches = given
+torch.save(weights, sys.argv[2])
+model = FeatureExtractorInceptionV3(
+    "inception", ["2048", "logits_unbiased"], feature_extractor_weights_path=sys.argv[2]
+)
+spatial = []  # torch-fidelity gives no feature for sFID
 model.Mixed_6d.branch1x1.register_forward_hook(lambda module, inputs, output: spatial.append(output[:, :7].clone()))
-features = []
+result = []
 with torch.no_grad():
-    for batch in torch.load(images):
-        pool, logits = model(batch)
-        features.append((pool, spatial.pop().permute(0, 2, 3, 1).reshape(len(batch), -1), logits))
-torch.save(features, output)
+    for images in batches:
+        pool, logits = model(images)
+        result.append((pool, spatial.pop().permute(0, 2, 3, 1).reshape(len(images), -1), logits))
 """
 
 
@@ -71,15 +57,11 @@ def random_images() -> list[torch.Tensor]:
 
 @pytest.mark.slow
 def test_features_equal_those_of_torch_fidelity_with_the_same_weights(tmp_path: Path) -> None:
-    if importlib.util.find_spec("torch_fidelity") is None:
-        pytest.skip("torch-fidelity is not installed; the docstring of this file says how to install it for this test")
-    torch.save(random_weights(), tmp_path / "weights.pth")
-    torch.save(random_images(), tmp_path / "images.pt")
-    files = [str(tmp_path / name) for name in ("weights.pth", "images.pt", "features.pt")]
-    subprocess.run([sys.executable, "-c", TORCH_FIDELITY, *files], check=True)
+    given = (random_weights(), random_images())
+    features = run_reference("torch_fidelity", TORCH_FIDELITY, given, folder=tmp_path)
     model = Inception2015()
     model.load_state_dict(random_weights())
-    for images, expected in zip(random_images(), torch.load(files[2]), strict=True):
+    for images, expected in zip(random_images(), features, strict=True):
         for ours, theirs in zip(model(images), expected, strict=True):
             assert ours.shape == theirs.shape
             assert theirs.abs().mean() > 0.01, "the weights must let activations through"
