@@ -11,6 +11,7 @@ Notable:
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,7 +145,9 @@ def _open_images(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, int, int, i
                 right = f"must be (N, H, W, 3) uint8, not {shape} {dtype}"
                 raise ConfigError(f"{path}: arr_0 {right}")
             yield file, (shape[0], shape[1], shape[2], shape[3])
-    except (OSError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, KeyError, ValueError, zlib.error, zipfile.BadZipFile) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{path}: not an .npz file with images in arr_0 ({error})") from error
 
 
