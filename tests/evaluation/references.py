@@ -1,0 +1,60 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Runs other implementations in a process of their own, where they are installed; they are no dependencies of ours.
+
+To run these comparisons, install the references without what they require, next to the environment, not into it:
+```
+pip install --no-deps --target /tmp/references torch-fidelity torchmetrics lightning-utilities efficientnet-lite-pytorch
+PYTHONPATH=/tmp/references pytest tests/evaluation
+```
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+WITHOUT_TORCHVISION = '''
+import importlib.machinery
+import sys
+import types
+import torch
+
+class Stub(types.ModuleType):
+    """The references import torchvision for data sets and other networks, which these tests do not touch."""
+    __path__ = []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return object
+
+class Stubs:
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name.split(".")[0] == "torchvision" else None
+
+    def create_module(self, spec):
+        return Stub(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+sys.meta_path.insert(0, Stubs())
+given = torch.load(sys.argv[1])
+'''
+
+
+def run_reference(package: str, script: str, given: Any, *, folder: Path) -> Any:
+    """What `script` assigns to `result`, computed from `given`; both are what `torch.save` and `torch.load` take."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; tests/evaluation/references.py says how to install it for this test")
+    torch.save(given, folder / "given.pt")
+    files = [str(folder / name) for name in ("given.pt", "result.pt")]
+    whole = WITHOUT_TORCHVISION + script + "\ntorch.save(result, sys.argv[2])\n"
+    subprocess.run([sys.executable, "-c", whole, *files], check=True)
+    return torch.load(files[1])

@@ -1,0 +1,61 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Weights of feature extractors: read only if their SHA-256 is the published one; run in full float32."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchditan.config.errors import ConfigError
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file, read in blocks of 1 MiB."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read_weights(path: Path, *, sha256: str, name: str) -> dict[str, Tensor]:
+    """The state dict in `path`, on the CPU.
+
+    Args:
+        path: a file that `torch.save` wrote.
+        sha256: what the file must be, hexadecimal.
+        name: the file's published name, for the error.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, or has another SHA-256.
+    """
+    try:
+        found = sha256_of(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); must be {name}") from error
+    if found != sha256:
+        raise ConfigError(f"{path}: not {name}: its SHA-256 is {found}, must be {sha256}")
+    weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return weights
+
+
+@contextmanager
+def full_float32(device: torch.device) -> Iterator[None]:
+    """Inference in IEEE float32: no autocast, no TF32 or bfloat16 in convolutions and matrix products."""
+    backends: Any = torch.backends
+    operations = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
+    before = [operation.fp32_precision for operation in operations]
+    try:
+        for operation in operations:
+            operation.fp32_precision = "ieee"
+        with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for operation, precision in zip(operations, before, strict=True):
+            operation.fp32_precision = precision

@@ -1,0 +1,179 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Images and reference statistics as ADM's evaluator stores them: `.npz` files, streamed in both directions.
+
+Notable:
+- `arr_0` is (N, H, W, 3) uint8; a reference batch may also have `mu` and `sigma` of pool_3, `mu_s` and `sigma_s` of
+  the spatial features, of more images than `arr_0` has (Dhariwal & Nichol 2021, github.com/openai/guided-diffusion);
+- images are read and written batch by batch: 50,000 of 256 x 256 are 9.2 GiB;
+- files that we write name their extractor in `extractor`; a file without it is taken for Inception-2015's.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchditan.config.errors import ConfigError
+from torchditan.evaluation.distances import Gaussian
+from torchditan.run.atomic_files import written_beside
+
+INCEPTION = "inception-2015"
+"""The extractor of a file that names none."""
+
+
+def image_shape(path: Path) -> tuple[int, int, int]:
+    """(N, H, W) of the images in a file.
+
+    Raises:
+        ConfigError: the file holds no `arr_0` of uint8 images.
+    """
+    with _open_images(path) as (_, shape):
+        return shape[:3]
+
+
+def read_images(path: Path, *, batch_size: int) -> Iterator[Tensor]:
+    """The images in order, (B, 3, H, W) uint8; the last batch may be smaller.
+
+    Raises:
+        ConfigError: the file holds no `arr_0` of uint8 images, or ends before the last one.
+    """
+    with _open_images(path) as (file, shape):
+        num_images, height, width, channels = shape
+        for start in range(0, num_images, batch_size):
+            rows = min(batch_size, num_images - start)
+            data = _read_exactly(file, rows * height * width * channels, path)
+            images = torch.frombuffer(data, dtype=torch.uint8).view(rows, height, width, channels)
+            yield images.permute(0, 3, 1, 2).contiguous()
+
+
+def write_images(path: Path, batches: Iterable[Tensor], *, shape: tuple[int, int, int]) -> None:
+    """Write images as ADM's evaluator reads them; the file appears when it is whole.
+
+    Args:
+        batches: (B, 3, H, W) uint8; N images in all.
+        shape: (N, H, W).
+    """
+    with written_beside(path) as file, zipfile.ZipFile(file, "w") as archive:
+        _write_images(archive, batches, shape=shape)
+
+
+def write_reference(
+    path: Path,
+    batches: Iterable[Tensor],
+    *,
+    shape: tuple[int, int, int],
+    pool: Gaussian,
+    spatial: Gaussian | None,
+    extractor: str,
+) -> None:
+    """Write images with statistics of features, over at least these images."""
+    arrays = {"mu": pool.mean, "sigma": pool.covariance}
+    if spatial is not None:
+        arrays |= {"mu_s": spatial.mean, "sigma_s": spatial.covariance}
+    stored: dict[str, Any] = {name: tensor.cpu().numpy() for name, tensor in arrays.items()}
+    stored["extractor"] = np.array(extractor)
+    if pool.count is not None:
+        stored["count"] = np.array(pool.count)
+    with written_beside(path) as file, zipfile.ZipFile(file, "w") as archive:
+        _write_images(archive, batches, shape=shape)
+        for name, array in stored.items():
+            with archive.open(f"{name}.npy", "w") as entry:
+                np.lib.format.write_array(entry, array, allow_pickle=False)
+
+
+def read_statistics(path: Path, *, extractor: str) -> tuple[Gaussian | None, Gaussian | None]:
+    """The stored Gaussians of the pooled and of the spatial features, each None where the file has none.
+
+    Args:
+        extractor: the one that will see the images to compare.
+
+    Raises:
+        ConfigError: the file is unreadable, or its statistics are of another extractor.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            names = set(arrays.files)
+            stored = str(arrays["extractor"]) if "extractor" in names else INCEPTION
+            if "mu" in names and stored != extractor:
+                raise ConfigError(f"{path}: its statistics are of {stored}, and this evaluation uses {extractor}")
+            count = int(arrays["count"]) if "count" in names else None
+            pairs = [("mu", "sigma"), ("mu_s", "sigma_s")]
+            pool, spatial = (
+                _gaussian(arrays[mean], arrays[covariance], count) if {mean, covariance} <= names else None
+                for mean, covariance in pairs
+            )
+            return pool, spatial
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}: not an .npz file of images or statistics ({error})") from error
+
+
+def check_same_size(generated: tuple[int, int], reference: tuple[int, int], *, path: Path) -> None:
+    """Refuse to compare images of two sizes: a distance would mostly measure the resize.
+
+    Args:
+        generated, reference: (H, W).
+        path: the reference, for the error.
+    """
+    if generated != reference:
+        ours, theirs = (f"{height} x {width}" for height, width in (generated, reference))
+        raise ConfigError(f"{path}: its images are {theirs} pixels, the generated ones {ours}; they must be equal")
+
+
+def _gaussian(mean: np.ndarray, covariance: np.ndarray, count: int | None) -> Gaussian:
+    if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
+        raise ValueError(f"mean of shape {mean.shape}, covariance of shape {covariance.shape}")
+    return Gaussian(mean=torch.from_numpy(mean).double(), covariance=torch.from_numpy(covariance).double(), count=count)
+
+
+@contextmanager
+def _open_images(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, int, int, int]]]:
+    """The data of `arr_0`, positioned at the first image, and its shape (N, H, W, 3)."""
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open("arr_0.npy") as file:
+            shape, is_fortran, dtype = _read_header(file)
+            if len(shape) != 4 or shape[3] != 3 or dtype != np.uint8 or is_fortran:
+                right = f"must be (N, H, W, 3) uint8, not {shape} {dtype}"
+                raise ConfigError(f"{path}: arr_0 {right}")
+            yield file, (shape[0], shape[1], shape[2], shape[3])
+    except (OSError, KeyError, ValueError, zlib.error, zipfile.BadZipFile) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}: not an .npz file with images in arr_0 ({error})") from error
+
+
+def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    if np.lib.format.read_magic(file) == (1, 0):
+        return np.lib.format.read_array_header_1_0(file)
+    return np.lib.format.read_array_header_2_0(file)
+
+
+def _read_exactly(file: IO[bytes], size: int, path: Path) -> bytearray:
+    data = bytearray()
+    while len(data) < size:
+        block = file.read(size - len(data))
+        if not block:
+            raise ConfigError(f"{path}: ends before its last image; copy it again")
+        data += block
+    return data
+
+
+def _write_images(archive: zipfile.ZipFile, batches: Iterable[Tensor], *, shape: tuple[int, int, int]) -> None:
+    num_written = 0
+    with archive.open("arr_0.npy", "w", force_zip64=True) as entry:
+        header = {"descr": "|u1", "fortran_order": False, "shape": (*shape, 3)}
+        np.lib.format.write_array_header_1_0(entry, header)
+        for images in batches:
+            assert images.dtype == torch.uint8 and images.shape[1:] == (3, *shape[1:]), (images.dtype, images.shape)
+            entry.write(images.permute(0, 2, 3, 1).contiguous().cpu().numpy().data)
+            num_written += len(images)
+    assert num_written == shape[0], (num_written, shape)
