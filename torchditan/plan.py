@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from torchditan.planner.__main__ import main
+import runpy
 
-    main()
+if __name__ == "__main__":
+    runpy.run_module("torchditan.planner", run_name="__main__", alter_sys=True)

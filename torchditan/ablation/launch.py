@@ -2,7 +2,7 @@
 """One run under torchrun, from its launch to its verdict.
 
 Notable:
-- the verdict comes from the file that every rank keeps (run_directory.write_rank_status), never from torchrun's exit
+- the verdict comes from the file that every rank keeps (run/rank_status.py), never from torchrun's exit
   code, which is 1 whatever happened. Out of memory on any rank is `oom`; else the first rank that failed says why;
 - every process of a run carries the run's folder in its environment. On a timeout the ranks, their loader workers and
   torchrun are found by it and ended; a process id that the system gave to someone else in between is never touched;

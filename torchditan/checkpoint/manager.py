@@ -263,7 +263,7 @@ class CheckpointManager:
 
     def _load(self, checkpoint: Path) -> str | None:
         """Load the state of the run; what went wrong, on any rank."""
-        tensors, damage, stored = self.state.tensor_states(), None, {}
+        tensors, damage, stored = self.state.states_to_fill(), None, {}
         reader = CheckpointReader(checkpoint)
         try:
             stored = reader.read_metadata().state_dict_metadata

@@ -76,8 +76,15 @@ class RunState:
         return Snapshot(self.tensor_states(), numbers, per_rank)
 
     def tensor_states(self) -> dict[str, dict[str, Any]]:
-        """The tensors of the run by name, which torch's distributed checkpoint fills in place."""
+        """The tensors of the run by name."""
         return {name: item.state_dict() for name, item in self.tensors.items()}
+
+    def states_to_fill(self) -> dict[str, dict[str, Any]]:
+        """The same for a load, which fills them in place: `load` then needs no second copy of any."""
+        for item in self.tensors.values():
+            if isinstance(item, OptimizerState):
+                item.make()
+        return self.tensor_states()
 
     def check_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Refuse numbers that `load` could not use.
@@ -136,9 +143,13 @@ class OptimizerState:
                 optimizer.state.pop(parameter, None)
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def make(self) -> None:
+        """Give the optimizer all tensors that it will have, for a load."""
         for optimizer in self.optimizers:
             make_optimizer_state(optimizer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.make()
         set_optimizer_state_dict(self.model, self.optimizers, state_dict)
 
     def clear(self) -> None:

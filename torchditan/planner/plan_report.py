@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from torchditan.config.options import Config
-from torchditan.planner import step_time as planner_time
+from torchditan.planner import step_time
 from torchditan.planner.plan import GIB, USABLE_MEMORY, Plan
 
 Table = Sequence[Sequence[str]]
@@ -89,9 +89,9 @@ def _verdict(plan: Plan) -> str:
 def assumptions() -> str:
     """What every time here rests on."""
     return (
-        f"assumed: products reach {planner_time.PRODUCT_EFFICIENCY:.0%} of the peak, other operators "
-        f"{planner_time.MEMORY_EFFICIENCY:.0%} of the memory bandwidth, collectives "
-        f"{planner_time.LINK_EFFICIENCY:.0%} of the links; {planner_time.LAUNCH_S * 1e6:g} us of host time an "
+        f"assumed: products reach {step_time.PRODUCT_EFFICIENCY:.0%} of the peak, other operators "
+        f"{step_time.MEMORY_EFFICIENCY:.0%} of the memory bandwidth, collectives "
+        f"{step_time.LINK_EFFICIENCY:.0%} of the links; {step_time.LAUNCH_S * 1e6:g} us of host time an "
         "operator; a block hides the next gather and the last reduction; links and memory as datasheets have them; "
         "data is ready"
     )

@@ -89,7 +89,7 @@ class StepTime:
 def step_time(
     parameters: Parameters, traces: Sequence[StepTrace], layout: Layout, speed: Speed, *, batch_size: int
 ) -> StepTime:
-    """Seconds of a step; `traces` has the step of each block's kind, as in planner_memory.timeline."""
+    """Seconds of a step; `traces` has the step of each block's kind, as in memory.timeline."""
     gather = [_gather_seconds(block, layout, speed.device) for block in parameters.blocks]
     scatter, replicas = zip(*(_reduce_seconds(block, layout, speed.device) for block in parameters.blocks), strict=True)
     root_gather = _gather_seconds(parameters.root, layout, speed.device)

@@ -141,7 +141,7 @@ def judge_ranks(
     another was gone is asked last, and after a signal not at all: what it saw was the others going.
 
     Args:
-        ranks: what each rank wrote (run_directory.write_rank_status); one that never began wrote nothing.
+        ranks: what each rank wrote (run/rank_status.py); one that never began wrote nothing.
         num_ranks: how many there should be.
         was_signalled: whether the launcher passed a signal on.
         killed: what the launcher knows of a rank that was ended before it could write.
