@@ -103,7 +103,11 @@ def _check_shape(config: options.Dataset, dataset: Any, *, input_channels: int |
 
 def _set_classes(config: options.Dataset, dataset: Any) -> Any:
     if config.num_classes == 0:
-        dataset.class_names = []
+        try:
+            dataset.class_names = []
+        except AttributeError:
+            right = f"{dataset.name} has class_names that cannot be replaced by []; leave it out"
+            raise option_error("dataset.num_classes", 0, right) from None
         return dataset
     if config.num_classes is not None and not dataset.class_names:
         raise option_error("dataset.num_classes", config.num_classes, f"{dataset.name} has no labels; must be 0")

@@ -207,12 +207,12 @@ def test_a_run_is_not_continued_with_another_one(
     assert outcome.code == 2 and f"{option} is {default} there and {value} here" in outcome.err
 
 
-def test_a_run_keeps_the_block_of_the_page_and_refuses_it_where_it_began_without(train: Train) -> None:
+def test_a_run_is_not_continued_with_another_block(train: Train) -> None:
     command = examples()["block"].command
     keep = ["--checkpoint.enable_checkpoint", "--metrics.enable_sampling=false"]
     assert train(command, "parallel", "--training.steps=1", *keep).code == 0
     outcome = train(command, "parallel", "--training.steps=2", "--model.block=dit", *keep)
-    assert outcome.code == 0 and "keeps what it was started with: model.block = parallel" in outcome.err
+    assert outcome.code == 2 and "model.block is parallel there and dit here" in outcome.err
     assert train(command, "dit", "--training.steps=1", "--model.block=dit", *keep).code == 0
     outcome = train(command, "dit", "--training.steps=2", *keep)
     assert outcome.code == 2 and "model.block is dit there and parallel here" in outcome.err

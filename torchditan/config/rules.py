@@ -323,6 +323,9 @@ def _validate_objective(config: Config) -> None:
     values, defaults = flatten(config), flatten(Config())
     changed = {option for option, value in values.items() if value != defaults[option]}
     objective = registered(OBJECTIVES, config.diffusion.objective)
+    if not hasattr(objective, "uses_teacher"):
+        right = f"its class {objective.__name__} must inherit from Objective (torchditan/diffusion/objectives.py)"
+        raise option_error("diffusion.objective", config.diffusion.objective, right)
     if objective.uses_teacher and not config.ema.enable:
         right = f"{config.diffusion.objective} uses the EMA model as its teacher; must be true"
         raise option_error("ema.enable", False, right)

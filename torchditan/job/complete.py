@@ -59,14 +59,18 @@ def keep_values_of_run(config: Config, run: StoredRun | None) -> tuple[Config, l
     """A run that is continued keeps what older versions did where an option was added since.
 
     Returns:
-        The configuration; the options that changed and have an effect, a phrase each. One that was given another value
-        than its default stays as it is, and the run directory refuses it.
+        The configuration; the options that changed and have an effect, a phrase each. The run directory refuses any
+        other difference: a value that was given, or one that the run got when the option existed.
     """
     if run is None:
         return config, []
     stored = {option: run.options.get(option, before) for option, before in VALUES_BEFORE.items()}
     defaults, given = flatten(Config()), flatten(config)
-    kept = {option: value for option, value in stored.items() if given[option] == defaults[option] != value}
+    kept = {
+        option: value
+        for option, value in stored.items()
+        if given[option] == defaults[option] != value and value == VALUES_BEFORE[option]
+    }
     return config.replace(kept), [f"{option} = {value}" for option, value in kept.items() if has_effect(config, option)]
 
 
