@@ -25,7 +25,7 @@ from torchditan.evaluation.generate import real_samples
 from torchditan.evaluation.grid_picture import add_to_steps, save_grid, stills
 from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.latents.sample_space import SampleSpace
-from torchditan.run.atomic_files import written_beside
+from torchditan.run.atomic_files import atomic_writer
 
 ORIGINAL = "original.npz"
 """In samples/: what the original model drew before the first step, and how it was drawn."""
@@ -123,7 +123,7 @@ class Grids:
         if not self.has_original:
             return {}
         if step == 0:
-            with written_beside(original) as file:
+            with atomic_writer(original) as file:
                 np.savez(file, pixels=to_8_bit(generated).byte().numpy(), drawn=np.array(self._drawn()))
             return {}
         pixels = self._read_original(original)
