@@ -289,7 +289,10 @@ def refuse(path: Path, message: str) -> None:
         ({"latents": torch.zeros(2, 4, 4, 4, dtype=torch.int8)}, "integer `labels`"),
         ({"latents": torch.zeros(2, 4, dtype=torch.int8), "labels": torch.zeros(2).short()}, "must hold int8"),
         ({"latents": torch.zeros(2, 4, 4, 4, dtype=torch.int8), "labels": torch.zeros(3).short()}, "must hold int8"),
-        ({"latents": torch.zeros(0, 4, 4, 4, dtype=torch.int8), "labels": torch.zeros(0).short()}, "holds no latents"),
+        (
+            {"latents": torch.zeros(0, 4, 4, 4, dtype=torch.int8), "labels": torch.zeros(0).short()},
+            "contains no latents",
+        ),
     ],
 )
 def test_another_safetensors_file_is_refused(tmp_path: Path, tensors: dict[str, torch.Tensor], message: str) -> None:

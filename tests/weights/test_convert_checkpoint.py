@@ -432,7 +432,7 @@ FOLDER_RULE = "must be a plain folder name inside the run directory, without `..
 UNFIT = "has a configuration that is not valid here:"
 WITHOUT = (
     "has weights without a configuration; must be a file that {script} exported. A new run can start from other "
-    "weights by checkpoint.initial_load_path"
+    "weights with checkpoint.initial_load_path"
 )
 SENSELESS = "has invalid metadata; export it again"
 

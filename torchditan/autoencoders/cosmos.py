@@ -124,7 +124,7 @@ def _probe_encoder(encoder: Trace, *, folder: Path, device: torch.device) -> tup
             _check_output(output, file=folder / FILES[0])
             return output, dtype
     assert failure is not None
-    raise _refuse(folder / FILES[0], f"does not encode an image of {_IMAGE} on {device} ({first_line(failure)})")
+    raise _refuse(folder / FILES[0], f"cannot encode an image of {_IMAGE} on {device} ({first_line(failure)})")
 
 
 @torch.no_grad()

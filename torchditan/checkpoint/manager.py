@@ -154,7 +154,7 @@ class CheckpointManager:
         start = time.monotonic()
         target = self.folder / f"step-{snapshot.step:08d}"
         partial = target.with_suffix(".partial")
-        self.failure = self._first_failure(lambda: _make_anew(partial) if dist.get_rank() == 0 else None)
+        self.failure = self._first_failure(lambda: _recreate(partial) if dist.get_rank() == 0 else None)
         if self.failure is None:
             files: dict[str, list[Any]] = {}
             self.failure = self._first_failure(lambda: files.update(self._write_files(partial, snapshot)))
@@ -361,6 +361,6 @@ def _file_of_rank(folder: Path, name: str) -> Path:
     return folder / f"{name}_rank{dist.get_rank()}.json"
 
 
-def _make_anew(partial: Path) -> None:
+def _recreate(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -159,6 +159,6 @@ def _step_name(step: int) -> str:
 def _write(path: Path, save: Callable[[str], object]) -> None:
     """Have `save` write to a temporary file, then rename it, so that a killed run leaves no partial trace."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.partial")
-    save(str(beside))
-    os.replace(beside, path)
+    partial = path.with_name(f".{path.name}.partial")
+    save(str(partial))
+    os.replace(partial, path)

@@ -248,8 +248,8 @@ class RankWatch:
         return None
 
     def _find_told(self) -> str | None:
-        told = (record["leaving"] or "" for record in self._records())
-        return next((reason for reason in told if reason.startswith(LOST_RANK)), None)
+        reasons = (record["leaving"] or "" for record in self._records())
+        return next((reason for reason in reasons if reason.startswith(LOST_RANK)), None)
 
     def _find_silent(self, earlier: list[Record], waited_in: str) -> str | None:
         for record, before in zip(self._records(), earlier, strict=True):
