@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Weights of a run to one safetensors file with its configuration, and such a file to a run that can be sampled.
-A full fine-tune of a published model also to a folder that diffusers opens.
+"""Export the weights of a run to one safetensors file with its configuration, or import such a file as a run that can
+be sampled. Also exports a full fine-tune of a published model to a folder that diffusers opens.
 
 python scripts/convert_checkpoint.py export outputs/quickstart quickstart.safetensors
 python scripts/convert_checkpoint.py export outputs/quickstart/checkpoint/step-00000400 raw.safetensors --weights raw
@@ -9,7 +9,7 @@ python scripts/convert_checkpoint.py import quickstart.safetensors outputs/from_
 python scripts/generate.py outputs/from_a_friend
 python scripts/convert_checkpoint.py export outputs/sd3_medium_full my_sd3 --format diffusers --dtype bfloat16
 
-A new run begins from any of them with --checkpoint.initial_load_path.
+To start a new run from any of these files, use --checkpoint.initial_load_path.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def export_file(argv: list[str]) -> None:
         help="one .safetensors file with the configuration, or a folder for diffusers' pipelines (default: torchditan)",
     )
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
-    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema where the run has them)")
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
-    parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     arguments, rest = parser.parse(argv)
-    override(Config(), rest, sections=())  # refuses an argument too many
+    override(Config(), rest, sections=())  # refuses extra arguments
     is_folder = arguments.format == "diffusers"
     if is_folder and arguments.overwrite:
         raise option_error(
-            "--overwrite", True, "replaces only files; leave it out, and name a folder that does not exist"
+            "--overwrite", True, "replaces only files; leave it out and choose a folder that does not exist"
         )
     if is_folder and arguments.out.suffix == ".safetensors":
         raise option_error("OUT", str(arguments.out), "must be the name of a folder with --format diffusers")
@@ -87,8 +87,8 @@ def import_file(argv: list[str]) -> None:
     parser = ScriptParser(__doc__, options=("dataset.root_dir", "autoencoder.path"))
     parser.prog = f"{parser.prog} import"
     parser.add_argument("weights", type=Path, metavar="WEIGHTS.safetensors", help="a file that `export` wrote")
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory to make")
-    parser.add_argument("--overwrite", action="store_true", help="replace a run that was imported before")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory to create")
+    parser.add_argument("--overwrite", action="store_true", help="replace an imported run")
     arguments, flags = parser.parse(argv)
 
     from torchditan.run.progress import report_progress

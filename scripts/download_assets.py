@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Fetch ahead what a job needs from the Hugging Face hub: weights, text encoders, autoencoder, LoRAs, data.
+"""Download in advance what a job needs from the Hugging Face hub: weights, text encoders, autoencoder, LoRAs, data.
 
 python scripts/download_assets.py flux_schnell_lora
 python scripts/download_assets.py sd3_medium_lora_int8 --dataset.hub_name some/captioned-images
 
-A machine without network can use them afterwards: copy the hub's cache (HF_HOME), or what is in it, and set
-HF_HUB_OFFLINE=1. Gated models: accept their terms on the hub's page, then `hf auth login`, or set HF_TOKEN.
+A machine without network access can use them afterwards: copy the hub's cache (HF_HOME), or its contents, and set
+HF_HUB_OFFLINE=1. For gated models, accept their terms on the hub's page, then run `hf auth login` or set HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def parse(argv: list[str]) -> Config:
-    """The job's configuration: a file or a name in train_configs/, and flags as train.py takes them."""
+    """The job's configuration: a file or a name in train_configs/, and the flags of train.py."""
     from torchditan.config.command_line import ScriptParser
     from torchditan.config.loader import load_config
 
@@ -33,7 +33,7 @@ def parse(argv: list[str]) -> Config:
 
 
 def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
-    """(option, hub name, patterns of files) of all that is on the hub and not in a folder here."""
+    """(option, hub name, file patterns) of everything that is on the hub and not in a local folder."""
     from torchditan.finetune.captions.encode import TEXT_PARTS
     from torchditan.finetune.published import family
     from torchditan.finetune.published.stored_weights import is_hub_name
@@ -60,7 +60,7 @@ def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
 
 
 def files_of_autoencoder(options: Autoencoder) -> tuple[str | None, list[str]]:
-    """(hub name or None, its files): by name, since a pattern such as *.safetensors brings other folders' too."""
+    """(hub name or None, its files). Exact names, since a pattern such as *.safetensors also matches other folders."""
     from torchditan.autoencoders import cosmos, kind_of, published
     from torchditan.autoencoders.catalogue import PUBLISHED
 
@@ -68,7 +68,7 @@ def files_of_autoencoder(options: Autoencoder) -> tuple[str | None, list[str]]:
     if kind_of(options.name or "diffusers") == "cosmos":
         files, folders = cosmos.FILES, [""]
     else:
-        files, folders = published.FILES, ["", "vae"]  # a whole pipeline keeps its autoencoder in vae/
+        files, folders = published.FILES, ["", "vae"]  # a complete pipeline has its autoencoder in vae/
     place = options.path
     if place is None and entry is not None:
         place, folders = entry.hub_name, [entry.subfolder]
@@ -92,7 +92,7 @@ def main() -> None:
         dataset = build_dataset(config.dataset, split="train")
         print(f"dataset.hub_name: {config.dataset.hub_name}, {len(dataset)} samples")
     elif not assets:
-        print("nothing of this job is on the hub: all of it is embedded, or in a folder here")
+        print("this job needs nothing from the hub: everything is embedded or in a local folder")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ torchrun --nproc_per_node=8 scripts/encode_latents.py /data/latents --dataset.da
 python scripts/encode_latents.py /data/latents --convert imagenet_ci8x8.safetensors
 python scripts/encode_latents.py /data/latents --verify
 
-Stopped anywhere and rerun it goes on, and ends with the same bytes.
+You can stop it at any time. Run the same command again to continue; the result has the same bytes.
 """
 
 from __future__ import annotations
@@ -36,24 +36,26 @@ SPLITS = ("train", "validation")
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    """Arguments of this script, and the configuration that the `--dataset.*` and `--autoencoder.*` flags make."""
+    """Arguments of this script, and the configuration from the `--dataset.*` and `--autoencoder.*` flags."""
     from torchditan.config.command_line import ScriptParser, count
     from torchditan.config.errors import ConfigError, option_error
     from torchditan.config.loader import override
     from torchditan.config.options import Config
 
     parser = ScriptParser(__doc__, options=("dataset", "autoencoder"))
-    parser.add_argument("out", type=Path, help="folder to write; it comes first")
+    parser.add_argument("out", type=Path, help="folder to write; the first argument")
     parser.add_argument("--split", help="train, validation or both: train,validation (default: what the dataset has)")
     parser.add_argument("--dtype", choices=("bf16", "int8"), default="bf16", help="stored values (default: bf16)")
-    parser.add_argument("--no_flip", action="store_true", help="store no latents of the mirrored training images")
-    parser.add_argument("--posterior", action="store_true", help="store the log-variance beside the mean")
+    parser.add_argument("--no_flip", action="store_true", help="do not store latents of the mirrored training images")
+    parser.add_argument("--posterior", action="store_true", help="also store the log-variance")
     parser.add_argument("--batch_size", type=count, default=64, help="images in one forward pass (default: 64)")
-    parser.add_argument("--shard_size", type=count, default=4096, help="images of a shard (default: 4096)")
-    parser.add_argument("--convert", type=Path, metavar="FILE", help="make shards of the public ImageNet file")
-    parser.add_argument("--verify", action="store_true", help="read all of OUT and say what is wrong with it")
+    parser.add_argument("--shard_size", type=count, default=4096, help="images per shard (default: 4096)")
+    parser.add_argument("--convert", type=Path, metavar="FILE", help="convert the public ImageNet file to shards")
+    parser.add_argument("--verify", action="store_true", help="read all of OUT and report every problem")
     if argv[:1] and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
-        raise ConfigError("OUT, the folder to write, comes first: encode_latents.py OUT --dataset.dataset_name NAME")
+        raise ConfigError(
+            "OUT, the folder to write, must come first: encode_latents.py OUT --dataset.dataset_name NAME"
+        )
     arguments, flags = parser.parse(argv)
     splits = (arguments.split or "train,validation").split(",")
     if not set(splits) <= set(SPLITS):
@@ -77,7 +79,7 @@ class Progress:
     def count(self, num_images: int) -> None:
         self.encoded += num_images
         now = time.perf_counter()
-        # The ranks do not talk: the others are taken to be as fast as this one.
+        # Ranks do not communicate, so the others are assumed to be as fast as this one.
         done = min(self.total, self.done + self.encoded * self.rank.world_size)
         rate = self.encoded * self.rank.world_size / (now - self.start)
         eta = str(timedelta(seconds=round((self.total - done) / rate)))
@@ -97,7 +99,7 @@ class Progress:
 
 
 def run_split(writer: LatentWriter, work: Callable[..., LatentIndex | None], *, rank: Rank) -> None:
-    """Do this rank's part of a folder by `work(report=...)`, and say how it ended."""
+    """Do this rank's part of a folder with `work(report=...)`, and print the outcome."""
     from torchditan.config.errors import ConfigError
 
     writer.open()
@@ -107,7 +109,7 @@ def run_split(writer: LatentWriter, work: Callable[..., LatentIndex | None], *, 
     try:
         index = work(report=progress.count)
     except ConfigError as error:
-        if rank.rank != 0:  # what one rank alone meets, a full disk say, rank 0 cannot tell
+        if rank.rank != 0:  # rank 0 does not see errors of a single other rank, such as a full disk
             print(f"error: rank {rank.rank}: {error}", file=sys.stderr, flush=True)
         raise
     finally:
@@ -116,7 +118,7 @@ def run_split(writer: LatentWriter, work: Callable[..., LatentIndex | None], *, 
     if index is not None:
         progress.line(summary(writer.folder, index, encoded=progress.encoded, seconds=seconds))
     elif rank.rank == 0:
-        progress.line(f"{name}: this rank is done; the last of the others writes the index")
+        progress.line(f"{name}: this rank is done; the last rank writes the index")
 
 
 def summary(folder: Path, index: LatentIndex, *, encoded: int, seconds: float) -> str:
@@ -129,15 +131,15 @@ def summary(folder: Path, index: LatentIndex, *, encoded: int, seconds: float) -
 
 
 def open_dataset(config: Config, *, split: Any, is_asked_for: bool) -> ImageDataset | None:
-    """One split; None where the dataset has none and nobody asked for it by name."""
+    """One split; None if the dataset lacks it and the user did not request it."""
     from data import build_dataset
     from torchditan.config.errors import ConfigError, option_error
 
     if config.dataset.dataset_name in ("latents", "imagenet_dummy"):
-        right = "is encoded already; --convert makes shards of the public ImageNet file"
+        right = "is already encoded; --convert converts the public ImageNet file to shards"
         raise option_error("dataset.dataset_name", config.dataset.dataset_name, right)
     if config.dataset.streaming:
-        right = "cannot be encoded: shards need to know their images; download the dataset by leaving it out"
+        right = "cannot be encoded, because shards need numbered images; leave it out to download the dataset"
         raise option_error("dataset.streaming", True, right)
     try:
         return build_dataset(config.dataset, split=split)
@@ -156,10 +158,10 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
     from torchditan.run.progress import report_progress
 
     if config.autoencoder.name is None:
-        raise option_error("autoencoder.name", None, "must say which autoencoder encodes the images, haar say")
+        raise option_error("autoencoder.name", None, "must name the autoencoder that encodes the images, such as haar")
     if config.autoencoder.online or config.autoencoder.sample_posterior:
         name = "online" if config.autoencoder.online else "sample_posterior"
-        raise option_error(f"autoencoder.{name}", True, "is decided when training; leave it out here")
+        raise option_error(f"autoencoder.{name}", True, "applies to training only; leave it out here")
     autoencoder: Autoencoder | None = None
     for split in (arguments.split or "train,validation").split(","):
         dataset = open_dataset(config, split=split, is_asked_for=arguments.split is not None)
@@ -203,9 +205,9 @@ def convert_file(arguments: argparse.Namespace, rank: Rank) -> None:
 
     split = arguments.split or "train"
     if split not in SPLITS:
-        raise option_error("--split", split, "must be train or validation: a file is one of them")
+        raise option_error("--split", split, "must be train or validation, because a file is one split")
     if not arguments.convert.is_file():
-        raise option_error("--convert", str(arguments.convert), "is no file; must be imagenet_ci8x8.safetensors")
+        raise option_error("--convert", str(arguments.convert), "is not a file; must be imagenet_ci8x8.safetensors")
     source = LatentShards.open(arguments.convert)
     writer = LatentWriter(
         arguments.out / split, describe_conversion(source, split=split, shard_size=arguments.shard_size)
@@ -214,7 +216,7 @@ def convert_file(arguments: argparse.Namespace, rank: Rank) -> None:
 
 
 def verify_all(out: Path) -> None:
-    """Print every problem in a line; exit with code 2 where there is one."""
+    """Print one line for every problem; exit with code 2 if there are any."""
     from torchditan.latents.shards import LatentShards, verify
     from torchditan.run.progress import report_progress
 

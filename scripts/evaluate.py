@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Metrics of a run's guided samples: by default, which class a small classifier of the real images sees in each.
+"""Metrics of a run's guided samples. The default trains a small classifier on real images to recognise their classes.
 
 python scripts/evaluate.py outputs/quickstart
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Arguments of this script, and the flags left for the run's configuration."""
+    """Arguments of this script, and the remaining flags for the run's configuration."""
     from torchditan.config.command_line import RunParser, count
     from torchditan.config.errors import did_you_mean, option_error
     from torchditan.registry import METRICS
@@ -36,7 +36,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="NAME",
         help=f"what to compute, any of {', '.join(METRICS)} (default: classifier)",
     )
-    parser.add_argument("--samples_per_class", type=count, default=100, help="samples of each class (default: 100)")
+    parser.add_argument("--samples_per_class", type=count, default=100, help="samples per class (default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="seed of noise and classifier (default: 1)")
     parser.add_argument("--epochs", type=count, default=20, help="epochs of the classifier (default: 20)")
     args, flags = parser.parse(argv)
@@ -57,7 +57,7 @@ def load(args: argparse.Namespace, flags: list[str]) -> TrainedModel:
 
 
 def show_real_images(metrics: list[Metric], trained: TrainedModel, datasets: dict[Any, Any]) -> None:
-    """Give all images of both splits to the metrics."""
+    """Pass all images of both splits to the metrics."""
     from torchditan.evaluation.metric import batches_of
     from torchditan.run.progress import report_progress
 
@@ -97,7 +97,7 @@ def main() -> None:
     trained = load(args, flags)
     classes = [registered(METRICS, name) for name in args.metrics]
     if not trained.num_classes and any(cls.needs_labels for cls in classes):
-        raise ConfigError(f"{args.run} was trained without labels; there is no class to name")
+        raise ConfigError(f"{args.run} was trained without labels, so its samples have no class")
     if trained.takes_prompts:
         raise ConfigError(f"{args.run} was trained on captions; must be a run on classes, or one without labels")
     channels = dataset_channels(trained.config)

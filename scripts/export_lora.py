@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The LoRA of a run as one safetensors file, for diffusers' pipelines or in the names of kohya's sd-scripts.
+"""Export the LoRA of a run as one safetensors file, for diffusers' pipelines or with the names of kohya's sd-scripts.
 
 python scripts/export_lora.py outputs/flux_schnell_lora mug.safetensors
 python scripts/export_lora.py outputs/flux_schnell_lora mug_kohya.safetensors --format kohya --dtype bfloat16
@@ -24,15 +24,15 @@ def main() -> None:
 
     parser = ScriptParser(__doc__, options=())
     parser.epilog = None
-    parser.add_argument("run", type=Path, help="run directory of a LoRA, outputs/flux_schnell_lora say")
+    parser.add_argument("run", type=Path, help="run directory of a LoRA, such as outputs/flux_schnell_lora")
     parser.add_argument("out", type=Path, metavar="OUT.safetensors", help="file to write")
     parser.add_argument("--format", choices=("diffusers", "kohya"), default="diffusers", help="default: diffusers")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
-    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema where the run has them)")
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
-    parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     args, rest = parser.parse(sys.argv[1:])
-    override(Config(), rest, sections=())  # refuses an argument too many
+    override(Config(), rest, sections=())  # refuses extra arguments
     if args.out.suffix != ".safetensors" or args.out.is_dir():
         raise option_error("OUT", str(args.out), "must be a file that ends in .safetensors")
     if args.out.exists() and not args.overwrite:
@@ -55,7 +55,7 @@ def main() -> None:
         )
     ignored = ignored_by_sd_scripts(read_config(args.run)["config"]["model"]["name"], layers)
     if args.format == "kohya" and ignored:
-        advice = "with it the pictures differ; train without proj_out and norm_out.linear (lora.target_modules)"
+        advice = "pictures will differ; train without proj_out and norm_out.linear (lora.target_modules)"
         print(f"warning: sd-scripts ignores {', '.join(ignored)}: {advice}", file=sys.stderr)
     size = args.out.stat().st_size / 1e6
     print(f"{args.out}: LoRA of {len(layers)} layers, step {step}, {args.format} names, {args.dtype}, {size:,.1f} MB")

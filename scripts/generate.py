@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Draw samples from a checkpoint: a labelled grid beside real images, timed.
+"""Draw samples from a checkpoint, timed, as a labelled grid next to real images.
 
 python scripts/generate.py outputs/quickstart
 python scripts/generate.py outputs/quickstart --classes 3,5 --sampling.guidance_scale 4 --sampling.sampler heun
@@ -26,22 +26,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Arguments of this script, and the `--sampling.*` flags left for the configuration."""
+    """Arguments of this script, and the remaining `--sampling.*` flags for the configuration."""
     from torchditan.config.command_line import RunParser, check_output, count
     from torchditan.config.errors import option_error
 
     parser = RunParser(__doc__)
-    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema where the run has them)")
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
     parser.add_argument("--prompts", nargs="+", help="texts to draw (default: those of sampling.prompts)")
-    parser.add_argument("--classes", help="class labels, 3,5,7 (default: the first sampling.max_classes)")
+    parser.add_argument("--classes", help="class labels, such as 3,5,7 (default: the first sampling.max_classes)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the noise (default: 0)")
     parser.add_argument("--batch_size", type=count, default=64, help="samples at once (default: 64)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="precision (default: float32, of published models the run's)"
+        "--dtype", choices=("float32", "bfloat16"), help="precision (default: float32; published models: the run's)"
     )
-    parser.add_argument("--without_lora", action="store_true", help="draw what the base alone makes of it")
+    parser.add_argument("--without_lora", action="store_true", help="sample the base model without the LoRA")
     parser.add_argument(
-        "--original", action="store_true", help="also draw the model that the run began with, from the same noise"
+        "--original", action="store_true", help="also sample the model that the run started from, with the same noise"
     )
     parser.add_argument("--out", type=Path, help="PNG to write (default: samples/ of the run)")
     arguments, flags = parser.parse(argv)
@@ -53,21 +53,21 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def parse_labels(text: str, *, num_classes: int) -> list[int]:
-    """`3,5,7` as labels of the run."""
+    """Parse `3,5,7` as labels of the run."""
     from torchditan.config.errors import option_error
 
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) < num_classes for word in words):
-        right = f"must be labels from 0 to {num_classes - 1}, 3,5 say" if num_classes else "this run has no labels"
+        right = f"must be labels from 0 to {num_classes - 1}, such as 3,5" if num_classes else "this run has no labels"
         raise option_error("--classes", text, right)
     return [int(word) for word in words]
 
 
 def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[SampleRows, torch.Tensor | None]:
-    """What to draw: the prompts, or the classes with real images of each beside them.
+    """The rows to sample: the prompts, or the classes with real images of each.
 
     Raises:
-        ConfigError: classes are asked of a model of captions, or the other way round.
+        ConfigError: `--classes` for a model of captions, or `--prompts` for a model of classes.
     """
     from torchditan.config.errors import option_error
     from torchditan.config.options import dataset_channels
@@ -163,8 +163,8 @@ def main() -> None:
         f"batch {min(count, args.batch_size)}, {args.dtype}"
         + (f"; decoded in {decoding_seconds:.2f} s more" if trained.is_latent else "")
     )
-    beside = f" next to the original's{similarities}" if args.original else ", generated beside real"
-    print(f"samples{beside if real is not None else ''}: {out}")
+    comparison = f" next to the original's{similarities}" if args.original else ", generated next to real"
+    print(f"samples{comparison if real is not None else ''}: {out}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Run train.py under torchrun, pass a request to stop on to the ranks, and exit with the code that they earned:
+# Run train.py under torchrun, forward stop requests to the ranks, and exit with a code that tells how they ended:
 #   NGPU=8 scripts/launch.sh --job.config_file=imagenet_pixels --checkpoint.enable_checkpoint
-# 0 done, 2 the user's mistake, 3 out of memory, 75 interrupted and resumable, 1 anything else; torchrun knows 0 and 1.
+# 0 done, 2 a mistake of the user, 3 out of memory, 75 interrupted and resumable, 1 anything else. torchrun itself
+# returns only 0 and 1.
 #
-# SIGTERM, SIGUSR1 or Ctrl-C: the ranks finish their step, save and end together. A second SIGTERM or Ctrl-C, more than
-# a second or two later, ends everything at once. Under SLURM an interrupted job is put back into the queue.
+# On SIGTERM, SIGUSR1 or Ctrl-C, the ranks finish their step, save and exit together. A second SIGTERM or Ctrl-C, more
+# than a second or two later, kills everything immediately. Under SLURM, an interrupted job is requeued.
 #
 # NGPU: processes on this machine (default: its GPUs, or 1). CONFIG_FILE: a path, or a name in train_configs/.
-# LOG_RANK: local ranks to print, "0,1". MAX_RESTARTS: how often torchrun starts ranks again after one failed (0).
-# Several machines: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT on each; within srun SLURM gives the first two.
-# REQUEUE=0: leave an interrupted SLURM job out of the queue.
+# LOG_RANK: local ranks to print, "0,1". MAX_RESTARTS: how often torchrun restarts the ranks after a failure (0).
+# Several machines: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT on each; under srun, SLURM provides the first two.
+# REQUEUE=0: do not requeue an interrupted SLURM job.
 set -euo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -37,7 +38,7 @@ fi
 
 # Activations of changing sizes fragment the allocator's fixed segments.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-# Every rank writes here how it fares.
+# Every rank writes its status to this folder.
 TORCHDITAN_RANKS_FOLDER=$(mktemp -d)
 export TORCHDITAN_RANKS_FOLDER
 trap 'rm -rf "$TORCHDITAN_RANKS_FOLDER"' EXIT
@@ -50,7 +51,7 @@ children() {
   fi
 }
 
-# A rank that does not catch SIGUSR1 (bit 9 of the mask) has not begun: it would die of the signal, or never see it.
+# A rank that does not catch SIGUSR1 (bit 9 of the mask) has not started: the signal would kill it or be lost.
 catches_usr1() {
   [[ -r /proc/self/status ]] || return 0
   local mask
@@ -69,18 +70,18 @@ stop() {
     if catches_usr1 "$rank"; then ranks+=("$rank"); fi
   done
   if ((${#ranks[@]})); then
-    # To the ranks themselves: torchrun would kill them 30 s later, saved or not.
-    echo "launch.sh: SIG$1, so the ranks are to save and end" >&2
+    # Signal the ranks directly: torchrun would kill them 30 s after its own signal, even while they save.
+    echo "launch.sh: SIG$1, asking the ranks to save and exit" >&2
     kill -USR1 "${ranks[@]}" 2>/dev/null || true
   else
-    echo "launch.sh: SIG$1 before any rank trains" >&2
+    echo "launch.sh: SIG$1 before any rank started training" >&2
     kill -TERM "$torchrun" 2>/dev/null || true
   fi
 }
 
 end_at_once() {
   local rank
-  # A rank leads a process group of its own, with its data workers.
+  # Each rank leads a process group that contains its data workers.
   for rank in $(children "$torchrun"); do kill -KILL -- "-$rank" "$rank" 2>/dev/null || true; done
   kill -KILL "$torchrun" 2>/dev/null || true
 }
@@ -90,9 +91,9 @@ torchrun=""
 early=""
 for signal in TERM USR1 INT; do trap "early=$signal" "$signal"; done
 
-# Job control: in a process group of its own torchrun sees no Ctrl-C, which it would take for its own.
+# Job control runs torchrun in a separate process group, so that it does not receive Ctrl-C itself.
 set -m
-# SIGUSR1, which SLURM sends to every process of a step, would end torchrun; ignored, it stays so over exec.
+# SLURM sends SIGUSR1 to every process of a step, which would end torchrun. Ignored signals stay ignored after exec.
 (
   trap '' USR1
   exec torchrun --nproc_per_node="$NGPU" --rdzv_backend=c10d "${meeting[@]}" --max-restarts="${MAX_RESTARTS:-0}" \
@@ -103,7 +104,7 @@ torchrun=$!
 for signal in TERM USR1 INT; do trap "stop $signal" "$signal"; done
 if [[ -n $early ]]; then stop "$early"; fi
 
-# A signal that was trapped ends `wait` too.
+# A trapped signal also interrupts `wait`.
 while kill -0 "$torchrun" 2>/dev/null; do wait "$torchrun" 2>/dev/null || true; done
 trap '' TERM USR1 INT
 
@@ -113,7 +114,7 @@ PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}" python -m torchditan.supervi
 
 if ((code == 75)) && [[ -n ${SLURM_JOB_ID:-} && $NODE_RANK == 0 && ${REQUEUE:-1} != 0 ]]; then
   if scontrol requeue "$SLURM_JOB_ID"; then
-    echo "launch.sh: job $SLURM_JOB_ID is back in the queue" >&2
+    echo "launch.sh: job $SLURM_JOB_ID was requeued" >&2
   else
     echo "launch.sh: job $SLURM_JOB_ID could not be requeued; submit it again to continue" >&2
   fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Figures of autoencoders on the held-out images of a dataset: PSNR, SSIM, latents, speed, and a picture.
+"""Compare autoencoders on the held-out images of a dataset: PSNR, SSIM, latents, speed, and a picture.
 
 python scripts/reconstruct.py --dataset.dataset_name earth --dataset.image_size 64 \
     --autoencoder.name patch --autoencoder.path earth
@@ -31,7 +31,7 @@ HEADINGS = ("autoencoder", "latents", "fewer", "PSNR dB", "SSIM", "mean", "std",
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Arguments of this script, and the `--dataset.*` and `--autoencoder.*` flags left for the configuration."""
+    """Arguments of this script, and the remaining `--dataset.*` and `--autoencoder.*` flags for the configuration."""
     from torchditan.config.command_line import ScriptParser, check_output, count
 
     parser = ScriptParser(__doc__, options=("dataset", "autoencoder"))
@@ -41,7 +41,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="NAME[:PATH]",
         help="several autoencoders by name, or name and path, instead of --autoencoder.name and .path",
     )
-    parser.add_argument("--num_images", type=count, default=256, help="held-out images, at most (default: 256)")
+    parser.add_argument("--num_images", type=count, default=256, help="maximum of held-out images (default: 256)")
     parser.add_argument("--batch_size", type=count, default=32, help="images at once (default: 32)")
     parser.add_argument("--out", type=Path, help="PNG to write (default: outputs/reconstructions_<dataset>.png)")
     arguments, flags = parser.parse(argv)
@@ -51,12 +51,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def choose(config: AutoencoderConfig, compare: list[str] | None) -> list[AutoencoderConfig]:
-    """The autoencoders asked for; what `--autoencoder.*` says beside name and path holds for each of them."""
+    """The requested autoencoders; `--autoencoder.*` options other than name and path apply to each of them."""
     from torchditan.config.errors import option_error
 
     if config.online or config.sample_posterior:
         option = "online" if config.online else "sample_posterior"
-        raise option_error(f"autoencoder.{option}", True, "the figures are of mean latents; leave it out")
+        raise option_error(f"autoencoder.{option}", True, "this script measures mean latents; leave it out")
     if compare is None:
         if config.name is None:
             raise option_error("autoencoder.name", None, "must be given, or several with --compare haar patch:earth")
@@ -70,12 +70,12 @@ def choose(config: AutoencoderConfig, compare: list[str] | None) -> list[Autoenc
 
 
 def title_of(config: AutoencoderConfig) -> str:
-    """`patch:earth`, as `--compare` takes it."""
+    """Name in the form that `--compare` accepts, such as `patch:earth`."""
     return f"{config.name}:{config.path}" if config.path else str(config.name)
 
 
 def set_missing_normalization(autoencoder: Autoencoder, images: Tensor, *, batch_size: int) -> bool:
-    """Normalise by these images where nothing is published; whether that was so."""
+    """Normalise by these images if no normalisation is published. Returns whether it did."""
     from torchditan.evaluation.reconstruction import channel_statistics, normalization_of, raw_latents
 
     if autoencoder.shift is not None:
@@ -87,7 +87,7 @@ def set_missing_normalization(autoencoder: Autoencoder, images: Tensor, *, batch
 
 
 def row(title: str, result: Reconstruction, *, image_shape: tuple[int, ...]) -> list[str]:
-    """A line of the table; `mean` and `std` are the lowest and the highest of the normalised channels."""
+    """A row of the table; `mean` and `std` are the lowest and the highest of the normalised channels."""
     mean, std = result.latent_mean.round(decimals=2) + 0.0, result.latent_std  # + 0.0 makes -0.0 a 0.0
     return [
         title,
@@ -103,7 +103,7 @@ def row(title: str, result: Reconstruction, *, image_shape: tuple[int, ...]) -> 
 
 
 def table(rows: list[list[str]]) -> str:
-    """Columns as wide as their longest entry; the first to the left, the others to the right."""
+    """Columns as wide as their longest entry; the first is left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(HEADINGS, *rows, strict=True)]
     lines = []
     for entries in (HEADINGS, *rows):
@@ -114,7 +114,7 @@ def table(rows: list[list[str]]) -> str:
 
 
 def to_toml(config: AutoencoderConfig, autoencoder: Autoencoder) -> str:
-    """Lines for a training configuration that normalise by what was measured here."""
+    """Lines for a training configuration that set the normalisation measured here."""
     assert autoencoder.shift is not None and autoencoder.scale is not None
     given = {key: getattr(config, key) for key in ("name", "path", "downsampling", "dtype")}
     lines = ["[autoencoder]", *(f"{key} = {json.dumps(value)}" for key, value in given.items() if value is not None)]
@@ -130,7 +130,7 @@ def main() -> None:
     from torchditan.config.loader import override
     from torchditan.config.options import Config, Model
 
-    # The default model's own patches are no limit to the pictures.
+    # The patch size of the default model must not restrict the picture size.
     config = override(Config(model=Model(patch_size=1)), flags, sections=("dataset", "autoencoder"))
     chosen = choose(config.autoencoder, args.compare)
 
@@ -178,7 +178,7 @@ def main() -> None:
     print(table(rows))
     print("PSNR and SSIM: means over images. mean, std: lowest and highest of the normalised latents' channels.")
     for title, lines in toml:
-        print(f"\n{title} publishes no normalisation; from these images:\n{lines}")
+        print(f"\n{title} publishes no normalisation; measured on these images:\n{lines}")
     out = args.out or Path("outputs") / f"reconstructions_{dataset.name}.png"
     save_grid(
         out,

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A grid of train_configs/ablations/, of FSDP, DDP and HSDP over all GPUs; the same command again goes on.
+# A grid of train_configs/ablations/, of FSDP, DDP and HSDP over all GPUs; run the same command again to continue.
 #   NGPU=4 scripts/run_ablations.sh 0.5B --dry-run
 # NGPU: number of GPUs. Further arguments go to python -m torchditan.ablation run.
 set -euo pipefail
 
 if (($# == 0)); then
-  echo "error: GRID, a grid of train_configs/ablations/, comes first: run_ablations.sh 0.5B" >&2
+  echo "error: GRID, a grid of train_configs/ablations/, must come first: run_ablations.sh 0.5B" >&2
   exit 2
 fi
 grid=$1

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A small grid on this machine's CPU or GPUs, into outputs/debug; the same command again goes on.
+# A small grid on this machine's CPU or GPUs, into outputs/debug; run the same command again to continue.
 #   NGPU=2 scripts/run_ablations_debug.sh
-# NGPU: number of processes, of FSDP and DDP over them. Further arguments go to python -m torchditan.ablation run.
+# NGPU: number of processes; the grid compares FSDP and DDP. Further arguments go to python -m torchditan.ablation run.
 set -euo pipefail
 
 NGPU=${NGPU:-2}

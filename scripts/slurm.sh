@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Train on several nodes under SLURM, from the repository's folder; arguments go to train.py, options of sbatch come first:
+# Train on several nodes under SLURM, from the repository's folder. First options of sbatch, then those of train.py:
 #   sbatch --nodes=4 --gpus-per-node=8 scripts/slurm.sh --job.config_file=imagenet_pixels --training.batch_size=32 \
 #     --dataset.root_dir=/shared/imagenet --job.dump_folder=/shared/outputs --checkpoint.enable_checkpoint
-# Two minutes before its time is up, or when SLURM wants the nodes back, the job saves, goes back into the queue and
-# continues there. REPOSITORY: where TorchDiTan is, if not where sbatch was called. The rest is in scripts/launch.sh.
+# Two minutes before its time limit, or when SLURM reclaims the nodes, the job saves, is requeued, and continues later.
+# REPOSITORY: the folder of TorchDiTan, if sbatch is called elsewhere. For other variables see scripts/launch.sh.
 #SBATCH --job-name=torchditan
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
-# Also after a node failed, where nobody is left to ask for it.
+# SLURM itself requeues the job after a node failure, because launch.sh may not run any more.
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# To the processes of the step on all nodes. B:USR1@120 would signal this script alone, which passes nothing on.
+# Signals the processes of the step on all nodes. B:USR1@120 would signal only this script, which forwards nothing.
 #SBATCH --signal=USR1@120
 set -euo pipefail
 
-# SLURM runs a copy of this file, so its own path says nothing.
+# SLURM runs a copy of this file, so the path of the script is not that of the repository.
 repository=${REPOSITORY:-${SLURM_SUBMIT_DIR:-$PWD}}
 launch=$repository/scripts/launch.sh
 if [[ ! -x $launch ]]; then
@@ -27,11 +27,10 @@ fi
 
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
-# Jobs that share a node must not meet.
+# Jobs that share a node need different ports.
 export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
 export NGPU=${NGPU:-${SLURM_GPUS_ON_NODE:-1}}
 
-# launch.sh of each node ends by itself: none is to be killed while another still saves. It finds the number of nodes
-# and its own in what srun sets.
-# Some versions of srun do not take --cpus-per-task over from sbatch.
+# launch.sh exits by itself on each node, so srun must not kill it while another node still saves. It reads the number
+# of nodes and its own from srun's variables. Some versions of srun do not inherit --cpus-per-task from sbatch.
 exec srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --kill-on-bad-exit=0 "$launch" "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Train our small patch autoencoder on any dataset of pictures: a folder of weights, figures and a picture.
+"""Train a small patch autoencoder on any dataset of pictures. Writes weights, metrics and a picture to a folder.
 
 python scripts/train_autoencoder.py autoencoders/earth --dataset.dataset_name earth --dataset.image_size 64
 python scripts/train_autoencoder.py autoencoders/mine --dataset.dataset_name folder --dataset.root_dir photos \
@@ -31,34 +31,34 @@ if TYPE_CHECKING:
     from torchditan.randomness import Randomness
 
 NUM_FOR_NORMALIZATION = 4096
-"""Training images that the latents' mean and standard deviation are measured on, at most."""
+"""Maximum number of training images for measuring the latents' mean and standard deviation."""
 NUM_HELD_OUT = 512
-"""Held-out images behind the final figures, at most; an eighth of them behind those along the way."""
+"""Maximum number of held-out images for the final metrics; metrics during training use an eighth of them."""
 NUM_SHOWN = 10
 PICTURE = "reconstructions.png"
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Arguments of this script, and the `--dataset.*` flags left for the configuration."""
+    """Arguments of this script, and the remaining `--dataset.*` flags for the configuration."""
     from torchditan.config.command_line import ScriptParser, count
     from torchditan.config.errors import ConfigError
 
     parser = ScriptParser(__doc__, options=("dataset",))
-    parser.add_argument("out", type=Path, help="folder to write; it comes first")
+    parser.add_argument("out", type=Path, help="folder to write; the first argument")
     parser.add_argument("--steps", type=count, default=4000, help="optimizer steps (default: 4000)")
-    parser.add_argument("--batch_size", type=count, default=32, help="images in a step (default: 32)")
+    parser.add_argument("--batch_size", type=count, default=32, help="images per step (default: 32)")
     parser.add_argument("--lr", type=positive, default=2e-3, help="peak learning rate (default: 2e-3)")
     parser.add_argument("--width", type=count, default=64, help="channels of the residual blocks (default: 64)")
-    parser.add_argument("--depth", type=count, default=2, help="residual blocks, encoder and decoder each (default: 2)")
+    parser.add_argument("--depth", type=count, default=2, help="residual blocks per encoder, decoder (default: 2)")
     parser.add_argument("--latent_channels", type=count, default=8, help="channels of a latent (default: 8)")
-    parser.add_argument("--patch_size", type=count, default=4, help="pixels to a latent cell, a side (default: 4)")
+    parser.add_argument("--patch_size", type=count, default=4, help="downsampling per side, in pixels (default: 4)")
     parser.add_argument(
         "--latent_noise",
         type=positive,
         default=0.2,
         help="noise on the latents, as a share of their standard deviation (default: 0.2)",
     )
-    parser.add_argument("--latent_penalty", type=positive, default=1e-4, help="weight of their size (default: 1e-4)")
+    parser.add_argument("--latent_penalty", type=positive, default=1e-4, help="penalty on latent size (default: 1e-4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data order and noise (default: 0)")
     parser.add_argument(
         "--dtype",
@@ -66,15 +66,17 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default="bfloat16",
         help="precision of the convolutions in training; weights are float32 (default: bfloat16)",
     )
-    parser.add_argument("--log_freq", type=count, default=250, help="steps between two lines (default: 250)")
-    parser.add_argument("--overwrite", action="store_true", help="replace an autoencoder that the folder holds")
+    parser.add_argument("--log_freq", type=count, default=250, help="steps between log lines (default: 250)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an autoencoder in the folder")
     if argv[:1] and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
-        raise ConfigError("OUT, the folder to write, comes first: train_autoencoder.py OUT --dataset.dataset_name NAME")
+        raise ConfigError(
+            "OUT, the folder to write, must come first: train_autoencoder.py OUT --dataset.dataset_name NAME"
+        )
     return parser.parse(argv)
 
 
 def positive(text: str) -> float:
-    """An argument that is a number above 0."""
+    """Parse an argument as a number greater than 0."""
     try:
         number = float(text)
     except ValueError:
@@ -85,20 +87,20 @@ def positive(text: str) -> float:
 
 
 def check_out(out: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that cannot be written, and one that holds an autoencoder, before anything is trained."""
+    """Before training, refuse a folder that cannot be written, or that already contains an autoencoder."""
     from torchditan.autoencoders.patch import CONFIG_FILE, WEIGHTS_FILE
     from torchditan.config.errors import option_error
 
     existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise option_error("out", str(out), f"{existing} is no folder that can be written; choose another")
+        raise option_error("out", str(out), f"{existing} is not a writable folder; choose another")
     if not overwrite and any((out / name).exists() for name in (CONFIG_FILE, WEIGHTS_FILE)):
         right = "holds an autoencoder already; choose another folder, or replace it with --overwrite"
         raise option_error("out", str(out), right)
 
 
 def build_datasets(config: Config, *, patch_size: int) -> tuple[ImageDataset, ImageDataset]:
-    """Training and held-out pictures, of a size that divides into patches."""
+    """Training and held-out pictures, of a size that is a multiple of the patch size."""
     from data import build_dataset
     from torchditan.config.errors import option_error
     from torchditan.evaluation.reconstruction import check_pictures
@@ -114,7 +116,7 @@ def build_datasets(config: Config, *, patch_size: int) -> tuple[ImageDataset, Im
 def build_stream(
     dataset: ImageDataset, config: Config, *, args: argparse.Namespace, pin_memory: bool
 ) -> Iterator[tuple[Batch, Randomness]]:
-    """Batches from position 0 on, endlessly, each with noise for its latents; all keyed to (seed, position)."""
+    """Endless batches from position 0, each with noise for its latents, all keyed to (seed, position)."""
     from torchditan.data_stream.loader import TrainingStream
     from torchditan.data_stream.order import BatchPlan
 
@@ -135,7 +137,7 @@ def build_stream(
 
 
 class Progress:
-    """Mean loss, held-out PSNR, images/s and the time left: a line now and then, a bar on a terminal."""
+    """Mean loss, held-out PSNR, images/s and the time left: a bar on a terminal, and log lines."""
 
     def __init__(self, *, args: argparse.Namespace, held_out: torch.Tensor, device: torch.device) -> None:
         import torch
@@ -144,7 +146,7 @@ class Progress:
 
         self.args, self.held_out = args, held_out.to(device)
         self.console, self.timer = Console(sys.stdout, color=False), StepTimer(device)
-        self.total_loss = torch.zeros((), device=device)  # summed there: reading it at each step would wait for the GPU
+        self.total_loss = torch.zeros((), device=device)  # stays on the device: reading it would wait for the GPU
         self.reported, self.eta = 0, "-:--:--"
 
     def count(self, step: int, *, loss: torch.Tensor, lr: float, network: PatchNetwork) -> None:
@@ -173,7 +175,7 @@ class Progress:
         self.reported = step
 
     def measure(self, network: PatchNetwork) -> float:
-        """PSNR of the held-out images as the network is now, mean over images."""
+        """PSNR of the held-out images with the current network, mean over images."""
         import torch
 
         from torchditan.evaluation.reconstruction import psnr
@@ -197,14 +199,14 @@ def train(
     progress: Progress,
     device: torch.device,
 ) -> int:
-    """Train the network in place. Returns how often an unreadable image was replaced by the next."""
+    """Train the network in place. Returns how many unreadable images were replaced by the next one."""
     from torch.nn.utils import clip_grad_norm_
 
     from torchditan.autoencoders.patch import reconstruction_loss
     from torchditan.config.options import LRScheduler, Optimizer
     from torchditan.optim.optimizers import build_optimizer, learning_rate
 
-    # With a beta2 of .99 the loss blows up in the first hundred steps at this learning rate.
+    # With a beta2 of .99, the loss diverges in the first hundred steps at this learning rate.
     optimizer = build_optimizer(network, Optimizer(lr=args.lr, beta2=0.95))
     schedule = LRScheduler(schedule="cosine", warmup_steps=min(200, args.steps // 10))
     num_skipped = 0
@@ -230,7 +232,7 @@ def train(
 
 
 def measure_normalization(autoencoder: PatchAutoencoder, dataset: ImageDataset, config: Config) -> None:
-    """Have the autoencoder publish the shift and scale of the training images' latents."""
+    """Measure shift and scale on the training images' latents, and set them as the published normalisation."""
     from torchditan.evaluation.reconstruction import (
         channel_statistics,
         normalization_of,
@@ -246,7 +248,7 @@ def measure_normalization(autoencoder: PatchAutoencoder, dataset: ImageDataset, 
 
 
 def describe(args: argparse.Namespace, dataset: ImageDataset, result: Reconstruction) -> dict[str, Any]:
-    """What config.json keeps about the training, for people."""
+    """Information on the training for config.json."""
     names = ("steps", "batch_size", "lr", "latent_noise", "latent_penalty", "seed", "dtype")
     return {
         "dataset_name": dataset.name,
@@ -272,7 +274,7 @@ def save(
     """Write weights, config.json and the picture.
 
     Raises:
-        ConfigError: the folder cannot be written, the disk is full say.
+        ConfigError: the folder cannot be written, for example because the disk is full.
     """
     import torch
 
@@ -308,7 +310,7 @@ def main() -> None:
     from torchditan.config.loader import override
     from torchditan.config.options import Config, Model
 
-    # The default model's own patches are no limit to the pictures.
+    # The patch size of the default model must not restrict the picture size.
     config = override(Config(model=Model(patch_size=1)), flags, sections=("dataset",))
     check_out(args.out, overwrite=args.overwrite)
     dataset, held_out_dataset = build_datasets(config, patch_size=args.patch_size)
@@ -340,7 +342,7 @@ def main() -> None:
     progress = Progress(args=args, held_out=held_out[::8], device=device)
     num_skipped = train(network, stream, args=args, progress=progress, device=device)
     if num_skipped:
-        print(f"{num_skipped} times an unreadable image was replaced by the next")
+        print(f"{num_skipped} unreadable images were replaced by the next one")
 
     autoencoder = PatchAutoencoder(network, device=device)
     measure_normalization(autoencoder, dataset, config)

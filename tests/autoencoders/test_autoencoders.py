@@ -311,7 +311,7 @@ def test_cosmos_in_another_dtype_than_traced_is_one_line(
     cosmos: Callable[..., Any], dtype: torch.dtype, asked: str
 ) -> None:
     traced = str(dtype).removeprefix("torch.")
-    message = f'autoencoder.dtype = "{asked}": encoder.jit of .* is traced in {traced} and computes in nothing else'
+    message = f'autoencoder.dtype = "{asked}": encoder.jit of .* is traced in {traced} and computes only in it'
     refuse(message, "cosmos", path=cosmos(dtype=dtype).path, dtype=asked)
 
 
@@ -333,7 +333,7 @@ def test_cosmos_file_that_is_no_torchscript_is_one_line(cosmos: Callable[..., An
         damaged = {"truncated": content[: len(content) // 2], "empty": b"", "text": b"version 1\n"}
         (path / file).write_bytes(damaged[damage])
     refuse(
-        f"autoencoder.path = .*: {file} is no TorchScript file of an image tokenizer, or not all of it",
+        f"autoencoder.path = .*: {file} is not a complete TorchScript file of an image tokenizer",
         "cosmos",
         path=path,
     )
@@ -357,8 +357,8 @@ class Grey(TinyEncoder):
 @pytest.mark.parametrize(
     ("encoder", "message"),
     [
-        (Discrete(), r"encoder.jit gives int64 \[1, 1, 8, 8\] for an image of 64 x 64; must be of a continuous"),
-        (Pooled(), r"encoder.jit gives float32 \[1, 32\] for an image of 64 x 64; must be of a continuous"),
+        (Discrete(), r"encoder.jit gives int64 \[1, 1, 8, 8\] for an image of 64 x 64; must be from a continuous"),
+        (Pooled(), r"encoder.jit gives float32 \[1, 32\] for an image of 64 x 64; must be from a continuous"),
     ],
 )
 def test_cosmos_encoder_that_gives_something_else_is_one_line(
@@ -373,7 +373,7 @@ def test_cosmos_encoder_of_other_images_is_one_line(cosmos: Callable[..., Any], 
     path = cosmos().path
     encoder = nn.Conv2d(1, 16, 8, 8)
     trace(encoder, torch.zeros(1, 1, 64, 64), path / "encoder.jit")
-    refuse("encoder.jit encodes .*image .*64 x 64 .*cpu .*channels", "cosmos", path=path)
+    refuse("encoder.jit cannot encode .*image .*64 x 64 .*cpu .*channels", "cosmos", path=path)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_cosmos_encoder_of_other_images_is_one_line(cosmos: Callable[..., Any], 
         (
             TinyDecoder(patch_size=16),
             torch.float32,
-            r"decoder.jit gives float32 \[1, 3, 128, 128\] for the latents of an image of 64 x 64; they are no pair",
+            r"decoder.jit gives float32 \[1, 3, 128, 128\] for the latents of an image of 64 x 64; they are not a pair",
         ),
     ],
 )
@@ -651,14 +651,14 @@ def test_damaged_weights_are_one_line(tmp_path: Path) -> None:
     weights = load(whole)
     for content in (whole[: len(whole) // 2], b"", b"version 1\n"):
         file.write_bytes(content)
-        refuse("diffusion_pytorch_model.safetensors .*safetensors, .*all", "diffusers", path=path)
+        refuse("diffusion_pytorch_model.safetensors .*complete safetensors file", "diffusers", path=path)
     name = "decoder.conv_out.bias"
     without = {key: tensor for key, tensor in weights.items() if key != name}
     for wrong in (without, {**weights, name: torch.zeros(5)}):
         save_file(wrong, file)
-        refuse(f"does not fit config.json: 1 tensors are missing, .*, {name} first", "diffusers", path=path)
+        refuse(f"does not match config.json: 1 tensors are missing, .*, {name} first", "diffusers", path=path)
     save_file({**weights, "more": torch.zeros(1)}, file)
-    refuse("fit config.json: 1 tensors .*missing, .*, more first", "diffusers", path=path)
+    refuse("match config.json: 1 tensors .*missing, .*, more first", "diffusers", path=path)
 
 
 def test_weights_may_be_overwritten_while_the_autoencoder_is_open(tmp_path: Path) -> None:
@@ -675,8 +675,8 @@ def test_weights_may_be_overwritten_while_the_autoencoder_is_open(tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "config.json is no JSON"),
-        ("[]", "config.json describes no model of diffusers; must be AutoencoderKL or AutoencoderDC"),
+        ("{", "config.json is not JSON"),
+        ("[]", "config.json describes a model that is not from diffusers; must be AutoencoderKL or AutoencoderDC"),
         ('{"_class_name": "UNet2DModel"}', "config.json describes UNet2DModel; must be AutoencoderKL or AutoencoderDC"),
         (
             '{"_class_name": "AutoencoderKL", "down_block_types": ["Nonsense"]}',
@@ -708,7 +708,7 @@ def test_diffusers_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("place", ["nowhere", "./a/b", "a/b/c", "/nowhere"])
 def test_place_that_is_no_folder_and_no_hub_name_is_one_line(place: str) -> None:
-    right = "is no folder; must be one with encoder.jit and decoder.jit, or owner/name on the Hugging Face hub"
+    right = "is not a folder; must be one with encoder.jit and decoder.jit, or owner/name on the Hugging Face hub"
     refuse(f'autoencoder.path = "{place}": {right}', "cosmos", path=place)
 
 
@@ -730,7 +730,10 @@ RESPONSE: Any = SimpleNamespace(headers={}, request=None, status_code=404)
     ("error", "message"),
     [
         (errors.GatedRepoError("401\nlong", response=RESPONSE), "is gated: accept its terms on its page, then log in"),
-        (errors.RepositoryNotFoundError("404\nlong", response=RESPONSE), "is no folder here, and was not found on the"),
+        (
+            errors.RepositoryNotFoundError("404\nlong", response=RESPONSE),
+            "is not a folder here, and was not found on the",
+        ),
         (
             errors.LocalEntryNotFoundError("offline"),
             "cannot be reached .no network, or HF_HUB_OFFLINE is set.; go online",

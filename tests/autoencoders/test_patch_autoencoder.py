@@ -185,18 +185,18 @@ def swap_weights(config: PatchAutoencoderConfig) -> Callable[[Path], None]:
         (shutil.rmtree, r"no such folder; must be earth or a folder that scripts/train_autoencoder.py wrote"),
         (lambda folder: (folder / "config.json").unlink(), r"holds no config.json; must be "),
         (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors: No such file or directory"),
-        (truncate("config.json"), "config.json is not JSON, cut short perhaps"),
-        (truncate("model.safetensors"), "model.safetensors is no safetensors file, or cut short; copy it again"),
+        (truncate("config.json"), "config.json is not JSON; it may be truncated"),
+        (truncate("model.safetensors"), "model.safetensors is not a safetensors file, or is truncated; copy it again"),
         (
             lambda folder: (folder / "model.safetensors").write_bytes(b"weights"),
-            "model.safetensors is no safetensors file",
+            "model.safetensors is not a safetensors file",
         ),
         (
             lambda folder: (folder / "config.json").write_text('{"_class_name": "AutoencoderKL"}'),
-            "config.json is not that of a torchditan patch autoencoder",
+            "config.json does not belong to a torchditan patch autoencoder",
         ),
-        (lambda folder: (folder / "config.json").write_text("[]"), "config.json is not that of a torchditan"),
-        (edit(lambda content: content.update(version=2)), "config.json has version 2, from a newer TorchDiTan perhaps"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json does not belong to a torchditan"),
+        (edit(lambda content: content.update(version=2)), "config.json has version 2, possibly of a newer TorchDiTan"),
         (
             edit(lambda content: content["architecture"].update(width="wide")),
             "architecture in config.json must be image_channels, latent_channels, patch_size, width, depth, each a pos",
@@ -210,11 +210,11 @@ def swap_weights(config: PatchAutoencoderConfig) -> Callable[[Path], None]:
         (edit(lambda content: content["normalization"].update(scale=[0.0] * 8)), "normalization in config.json must "),
         (
             edit(lambda content: content["architecture"].update(width=17)),
-            r"decoder.0.bias in model.safetensors is \(16,\), by config.json it must be \(17,\)",
+            r"decoder.0.bias in model.safetensors is \(16,\); according to config.json it must be \(17,\)",
         ),
         (
             swap_weights(dataclasses.replace(SMALL, depth=2)),
-            r"decoder.2.bias in model.safetensors is absent, by config.json it must be \(48,\)",
+            r"decoder.2.bias in model.safetensors is absent; according to config.json it must be \(48,\)",
         ),
         (
             swap_weights(SMALL),

@@ -166,20 +166,20 @@ def files_of(checkpoint: Path) -> dict[str, Any]:
 
 
 EDITS: list[tuple[str, Callable[[Path], dict[str, Any]], str]] = [
-    ("another step", lambda _: {"step": 4}, "manifest.json is that of step 4"),
-    ("no step", lambda _: {"step": None}, "manifest.json is no manifest"),
+    ("another step", lambda _: {"step": 4}, "manifest.json belongs to step 4"),
+    ("no step", lambda _: {"step": None}, "manifest.json is not a manifest"),
     ("a later format", lambda _: {"format": 2}, "manifest.json is of format 2; this version reads 1"),
-    ("a list of files", lambda _: {"files": []}, "manifest.json is no manifest"),
-    ("no trajectory", lambda _: {"trajectory": None}, "manifest.json is no manifest"),
+    ("a list of files", lambda _: {"files": []}, "manifest.json is not a manifest"),
+    ("no trajectory", lambda _: {"trajectory": None}, "manifest.json is not a manifest"),
     ("a file left out", lambda at: {"files": _without(files_of(at), INDEX)}, ".metadata does not belong to it"),
     ("a file too many", lambda at: {"files": {**files_of(at), "x": [1, ""]}}, "x is missing"),
-    ("a path outside", lambda at: {"files": {**files_of(at), "../x": [1, ""]}}, "manifest.json is no manifest"),
+    ("a path outside", lambda at: {"files": {**files_of(at), "../x": [1, ""]}}, "manifest.json is not a manifest"),
     ("another size", lambda at: {"files": {**files_of(at), INDEX: [3, ""]}}, ".metadata has "),
-    ("a size in words", lambda at: {"files": {**files_of(at), INDEX: ["3", ""]}}, "manifest.json is no manifest"),
+    ("a size in words", lambda at: {"files": {**files_of(at), INDEX: ["3", ""]}}, "manifest.json is not a manifest"),
     (
         "another checksum",
         lambda at: {"files": {**files_of(at), INDEX: [files_of(at)[INDEX][0], "0" * 64]}},
-        ".metadata does not fit its checksum",
+        ".metadata does not match its checksum",
     ),
 ]
 
@@ -224,7 +224,7 @@ def test_ranks_that_verify_together_read_every_file(run: Path) -> None:
             verify(checkpoint, rank=rank, world_size=3)
         except DamagedCheckpointError as error:
             found.append(str(error))
-    assert found == ["__0_0.distcp does not fit its checksum"]
+    assert found == ["__0_0.distcp does not match its checksum"]
 
 
 def resume(run_script: RunScript, *flags: str) -> Any:
@@ -240,7 +240,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_which_are_not(
     code, out, err = resume(run_script)
     assert code == 0, err
     assert err.splitlines() == [
-        "warning: outputs/run/checkpoint/step-00000006 is not used: __0_0.distcp does not fit its checksum; "
+        "warning: outputs/run/checkpoint/step-00000006 is not used: __0_0.distcp does not match its checksum; "
         "continuing from step-00000002",
         "warning: outputs/run/checkpoint/step-00000004 is not used: progress.json has "
         f"{(run.parent / 'untouched/checkpoint/step-00000004/progress.json').stat().st_size // 2} bytes; must have "
@@ -262,8 +262,8 @@ def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(run: Path, run_scrip
     code, _, err = resume(run_script)
     missing = "is not used: manifest.json cannot be read (No such file or directory)"
     each = "; ".join(f"outputs/run/checkpoint/step-0000000{step} {missing}" for step in (6, 4, 2))
-    right = "to begin anew move them away, or name a new run with --metrics.experiment_name"
-    assert (code, err) == (2, f"error: no checkpoint is whole: {each}; {right}\n")
+    right = "to start over, move them away, or name a new run with --metrics.experiment_name"
+    assert (code, err) == (2, f"error: no checkpoint can be used: {each}; {right}\n")
     assert (run / "metrics.jsonl").read_bytes() == before
     assert read_status(run)["state"] == "completed"  # as the run of before left it
 
@@ -276,15 +276,20 @@ def test_a_checkpoint_of_another_run_is_refused(run: Path, run_script: RunScript
     shutil.copytree(run.parent / "other" / "checkpoint" / "step-00000004", run / "checkpoint" / "step-00000004")
     code, _, err = resume(run_script)
     assert code == 2
-    assert "step-00000004 is not used: it is of a run with other settings (training.seed is 1 there and 0 here)" in err
+    assert (
+        "step-00000004 is not used: it belongs to a run with other settings (training.seed is 1 there and 0 here)"
+        in err
+    )
 
 
 def test_scripts_too_use_the_newest_whole_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run / "checkpoint"
     flip_a_bit_at_its_end(folder / "step-00000006", INDEX)
     assert find_checkpoint(folder, None) == folder / "step-00000004"
-    assert "step-00000006 is not used: .metadata does not fit its checksum; step-00000004 is" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"checkpoint .*whole: .*step-00000006 .*; .*\[2, 4, 6\]"):
+    assert (
+        "step-00000006 is not used: .metadata does not match its checksum; step-00000004 is" in capsys.readouterr().err
+    )
+    with pytest.raises(ConfigError, match=r"checkpoint can be used: .*step-00000006 .*; .*\[2, 4, 6\]"):
         find_checkpoint(folder, 6)
 
 

@@ -105,7 +105,7 @@ def neighbour(store: Store) -> Iterator[subprocess.Popen[bytes]]:
 
 
 SEEN = "last seen in step 7, forward and backward"
-KILLED = f"lost rank 1: killed by SIGKILL (as by the system when memory ran out), {SEEN}"
+KILLED = f"lost rank 1: killed by SIGKILL (possibly by the system, out of memory), {SEEN}"
 
 
 def test_a_killed_rank_is_named_with_its_signal(watch: MakeWatch, neighbour: subprocess.Popen[bytes]) -> None:

@@ -155,7 +155,7 @@ def test_it_gives_up_after_so_many_returns_to_one_checkpoint(
     assert out.count("back to step 10") == 2
     status = read_status(tmp_path / "outputs" / "run")
     assert status["state"] == "error"
-    reason = "step 11: the gradient is not finite, after 2 rollback(s) to step 10, each to other data; its update"
+    reason = "step 11: the gradient is not finite, after 2 rollback(s) to step 10, each with other data; its update"
     assert reason in status["reason"]
     states = read_state(tmp_path / "outputs" / "run" / "checkpoint" / "step-00000010")
     assert all(tensor.isfinite().all() for name, tensor in states.items() if name.startswith("model."))

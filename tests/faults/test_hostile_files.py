@@ -262,7 +262,7 @@ def test_a_shard_whose_header_points_elsewhere_is_one_line(latents: Path, entry:
     index = json.loads((latents / "index.json").read_text())
     index["shards"][0] |= {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     (latents / "index.json").write_text(json.dumps(index))
-    refuse(lambda: open_latents()[0], f"{path} is no safetensors file")
+    refuse(lambda: open_latents()[0], f"{path} is not a safetensors file")
 
 
 @pytest.mark.parametrize("file", ["index.json", "encoding.json"])
@@ -294,7 +294,9 @@ def test_weights_of_diffusers_are_never_unpickled() -> None:
         "diffusion_pytorch_model.safetensors",
     )
     write("vae/diffusion_pytorch_model.safetensors", TORCH_PICKLE)
-    with pytest.raises(ConfigError, match=rf"^{where}: diffusion_pytorch_model\.safetensors is no safetensors, or not"):
+    with pytest.raises(
+        ConfigError, match=rf"^{where}: diffusion_pytorch_model\.safetensors is not a complete safetensors file"
+    ):
         open_as("diffusers", "vae")
     assert not Path(RAN).exists()
 
@@ -315,7 +317,7 @@ def test_weights_of_a_patch_autoencoder_are_never_unpickled() -> None:
     write("earth2/model.safetensors", TORCH_PICKLE)
     refuse(
         lambda: open_as("patch", "earth2"),
-        'autoencoder.path = "earth2": model.safetensors is no safetensors file, or cut short; copy it again',
+        'autoencoder.path = "earth2": model.safetensors is not a safetensors file, or is truncated; copy it again',
     )
 
 
@@ -366,8 +368,7 @@ def cosmos() -> Path:
 def refuse_cosmos(why: str) -> None:
     refuse(
         lambda: open_as("cosmos", "cosmos"),
-        'autoencoder.path = "cosmos": encoder.jit is no TorchScript file of an image tokenizer, or not all of it '
-        f"({why})",
+        f'autoencoder.path = "cosmos": encoder.jit is not a complete TorchScript file of an image tokenizer ({why})',
     )
 
 
@@ -375,7 +376,7 @@ def refuse_cosmos(why: str) -> None:
     ("module", "why"),
     [
         (SavesInForward, "its code has `torch.save(images, 'ran')`, which is not what tracing writes"),
-        (SavesWhenLoaded, "__torch__.NAME has a __setstate__ of its own, which no traced module needs"),
+        (SavesWhenLoaded, "__torch__.NAME defines __setstate__, which no traced module needs"),
         (ReadsAFile, "it calls torch.from_file, which no traced image tokenizer needs"),
     ],
 )
@@ -435,7 +436,7 @@ def test_code_that_is_no_trace_is_refused(cosmos: Path, line: str) -> None:
         text = archive.read(code).decode()
     head, result = text.rstrip().rsplit("\n", 1)
     change_archive(cosmos, code.split("/", 1)[1], f"{head}\n    {line}\n{result}\n".encode())
-    with pytest.raises(ConfigError, match=r"encoder\.jit (is .*TorchScript file|encodes .*image)") as caught:
+    with pytest.raises(ConfigError, match=r"encoder\.jit (is .*TorchScript file|cannot encode .*image)") as caught:
         open_as("cosmos", "cosmos")
     assert "\n" not in str(caught.value)
     assert not Path(RAN).exists()
@@ -473,7 +474,9 @@ def test_a_run_whose_settings_are_none_is_one_line(run_script: RunScript, conten
     write("run/config.json", content)
     code, _, errors = run_script("scripts/generate.py", "run")
     assert (code, len(errors.splitlines())) == (2, 1)
-    assert errors.startswith(("error: run/config.json is not that of a run", "error: run/config.json does not parse"))
+    assert errors.startswith(
+        ("error: run/config.json does not belong to a run", "error: run/config.json does not parse")
+    )
 
 
 @pytest.mark.parametrize("folder", ["../elsewhere", "/tmp", ".."])
@@ -601,7 +604,7 @@ def test_a_hostile_checkpoint_is_refused_in_one_line(kind: str, checkpoint: Path
     code, _, errors = run_script("train.py", *SMALL, "--training.steps=2")
     assert not Path(RAN).exists()
     assert (code, len(errors.splitlines())) == (2, 1), errors
-    assert errors.startswith(f"error: no checkpoint is whole: {checkpoint} is not used: ")
+    assert errors.startswith(f"error: no checkpoint can be used: {checkpoint} is not used: ")
 
 
 @pytest.mark.parametrize("kind", ["index", "tensor", "file above"])
@@ -634,7 +637,7 @@ def test_a_manifest_of_other_types_is_one_line(change: dict[str, Any], checkpoin
     (checkpoint / MANIFEST).write_text(json.dumps({**content, "sha256": digest}))
     code, _, errors = run_script("train.py", *SMALL, "--training.steps=2")
     assert (code, len(errors.splitlines())) == (2, 1), errors
-    assert errors.startswith(f"error: no checkpoint is whole: {checkpoint} is not used: manifest.json ")
+    assert errors.startswith(f"error: no checkpoint can be used: {checkpoint} is not used: manifest.json ")
 
 
 def test_the_checkpoint_that_was_not_touched_goes_on(checkpoint: Path, run_script: RunScript) -> None:

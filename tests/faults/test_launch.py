@@ -164,7 +164,11 @@ def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
         ("mistake", 2, "error: rank 1: mistake of rank 1 (exit code 2)"),
         ("oom", 3, "oom: rank 1: oom of rank 1 (exit code 3)"),
         ("error", 1, "error: rank 1: error of rank 1 (exit code 1)"),
-        ("kill", 1, "error: 2 of 2 rank(s) ended without a word, as when the system killed them (exit code 1)"),
+        (
+            "kill",
+            1,
+            "error: 2 of 2 rank(s) exited without an error message, as if killed by the system (exit code 1)",
+        ),
     ],
 )
 def test_the_exit_code_is_what_the_ranks_earned(ranks: str, code: int, line: str, start: Start, tmp_path: Path) -> None:

@@ -186,4 +186,4 @@ def test_a_second_signal_ends_a_rank_at_once_whatever_it_is_in(hang: str, tmp_pa
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert time.monotonic() - start < 5
-    assert (process.returncode, errors) == (-signal.SIGKILL, "SIGINT again: ending at once\n")
+    assert (process.returncode, errors) == (-signal.SIGKILL, "SIGINT again: exiting immediately\n")

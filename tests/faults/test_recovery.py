@@ -244,7 +244,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     code, out, err = run_script("train.py", *ONE_RUN, *flags, f"--checkpoint.async_mode={async_mode}")
     assert code == 0, err
     assert [line for line in out.splitlines() if line.startswith("warning")] == [
-        f"warning: no checkpoint of step {step}: File too large; the last one is step-00000002. The run goes on"
+        f"warning: no checkpoint of step {step}: File too large; the last one is step-00000002. The run continues"
         for step in (4, 6)
     ]
     folder = tmp_path / "outputs" / "run" / "checkpoint"

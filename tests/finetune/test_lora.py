@@ -304,7 +304,7 @@ def test_an_assistant_without_alpha_has_its_rank(tmp_path: Path) -> None:
         ("weights", "is no LoRA of linear layers: it has proj_out.weight"),
         ("half", "is no LoRA: it has no pairs of lora_A and lora_B"),
         ("absent", "cannot be read: No such file"),
-        ("text", "is no safetensors file, or cut short"),
+        ("text", "is not a safetensors file, or is truncated"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_in_one_line(damage: str, message: str, tmp_path: Path) -> None:

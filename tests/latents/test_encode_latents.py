@@ -348,7 +348,8 @@ def test_other_settings_are_refused_by_name(
     with pytest.raises(ConfigError) as error:
         run(tmp_path, **settings)
     assert str(error.value) == (
-        f"{tmp_path} holds latents with other settings: {line}. Use its settings to go on with it, else another folder"
+        f"{tmp_path} holds latents with other settings: {line}. "
+        "Use its settings to continue it, or choose another folder"
     )
     assert hashes(tmp_path) == before
 
@@ -398,7 +399,7 @@ def encode_all_but_the_index(writer: LatentWriter, monkeypatch: pytest.MonkeyPat
 
 def test_a_folder_of_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "n01440764").mkdir()
-    with pytest.raises(ConfigError, match="holds other files; latents need a folder of their own"):
+    with pytest.raises(ConfigError, match="contains other files; latents need a separate folder"):
         run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["n01440764"]
 
@@ -442,8 +443,8 @@ def test_a_full_disk_is_one_line_and_leaves_whole_shards_only(tmp_path: Path) ->
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert str(error.value) == (
-        f"the disk is full: {tmp_path / 'full' / shard_file(1)} cannot be written (File too large); make room and "
-        "rerun the same command, the shards that are whole stay"
+        f"the disk is full: {tmp_path / 'full' / shard_file(1)} cannot be written (File too large); free disk "
+        "space and rerun the same command; complete shards are kept"
     )
     found = sorted(path.name for path in (tmp_path / "full").iterdir())
     assert found == [".lock", "encoding.json", "shard-00000.json", shard_file(0)]

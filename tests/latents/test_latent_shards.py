@@ -289,7 +289,10 @@ def refuse(path: Path, message: str) -> None:
         ({"latents": torch.zeros(2, 4, 4, 4, dtype=torch.int8)}, "integer `labels`"),
         ({"latents": torch.zeros(2, 4, dtype=torch.int8), "labels": torch.zeros(2).short()}, "must hold int8"),
         ({"latents": torch.zeros(2, 4, 4, 4, dtype=torch.int8), "labels": torch.zeros(3).short()}, "must hold int8"),
-        ({"latents": torch.zeros(0, 4, 4, 4, dtype=torch.int8), "labels": torch.zeros(0).short()}, "holds no latents"),
+        (
+            {"latents": torch.zeros(0, 4, 4, 4, dtype=torch.int8), "labels": torch.zeros(0).short()},
+            "contains no latents",
+        ),
     ],
 )
 def test_another_safetensors_file_is_refused(tmp_path: Path, tensors: dict[str, torch.Tensor], message: str) -> None:
@@ -301,10 +304,10 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     for content in (b"", b"\x89PNG", b"\xff" * 64, (2).to_bytes(8, "little") + b"[]"):
         path.write_bytes(content)
-        refuse(path, "a.safetensors is no safetensors file")
+        refuse(path, "a.safetensors is not a safetensors file")
     whole = save({"latents": torch.zeros(2, 4, 4, 4, dtype=torch.int8), "labels": torch.zeros(2).short()})
     path.write_bytes(whole[:-1])
-    refuse(path, f"is cut short: it has {len(whole) - 1} bytes, and should have {len(whole)}")
+    refuse(path, f"is truncated: it has {len(whole) - 1} bytes, and should have {len(whole)}")
 
 
 @pytest.fixture

@@ -277,9 +277,9 @@ def test_what_the_section_cannot_mean_is_refused_in_one_line(latents: Path) -> N
     refused('autoencoder.name = "haar": digits holds pixels; encode them', dataset=pixels, name="haar")
     refused("autoencoder.name = none: must be given", dataset=pixels, online=True)
     refused("autoencoder.scale = none: haar publishes no normalisation", dataset=pixels, online=True, name="haar")
-    refused("sample_posterior = true: these latents hold no variance", dataset=stored, sample_posterior=True)
+    refused("sample_posterior = true: these latents have no variance", dataset=stored, sample_posterior=True)
     normalised = {"shift": [0.0], "scale": [1.0], "online": True, "name": "haar"}
-    refused("sample_posterior = true: haar gives no variance", dataset=pixels, sample_posterior=True, **normalised)
+    refused("sample_posterior = true: haar has no variance", dataset=pixels, sample_posterior=True, **normalised)
     refused("autoencoder.scale = .* normalised by their index; leave it out", dataset=stored, scale=[1.0])
     refused('autoencoder.name = "sd-vae": these latents come from haar', dataset=stored, name="sd-vae")
     refused("did you mean haar", dataset=stored, name="harr", needs_decoder=False)

@@ -113,7 +113,10 @@ def test_a_run_without_labels_is_evaluated_by_metrics_that_need_none(run_script:
     found = json.loads(outcome.out)
     assert found["num_samples"] == 2 and found["nearest_generated"] > 0
     outcome = run_script(script, run)
-    assert (outcome.code, outcome.err) == (2, f"error: {run} was trained without labels; there is no class to name\n")
+    assert (outcome.code, outcome.err) == (
+        2,
+        f"error: {run} was trained without labels, so its samples have no class\n",
+    )
 
 
 @pytest.mark.usefixtures("copies")

@@ -323,7 +323,7 @@ def test_a_full_disk_ends_tensorboard_and_not_the_run(make, run, clock, tmp_path
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     logger.close()
-    assert stream.getvalue().count("warning: TensorBoard cannot write (File too large); metrics.jsonl goes on") == 1
+    assert stream.getvalue().count("warning: TensorBoard cannot write (File too large); metrics.jsonl continues") == 1
     assert [record["step"] for record in read_metrics(run.path)] == [1, 2, 3]
 
 

@@ -60,7 +60,7 @@ def test_generate_draws_a_grid_from_the_newest_checkpoint(
     grid = outputs / RUN / "samples" / "generated_00000003_seed0.png"
     timing, where = output.splitlines()
     assert timing.startswith("80 images in ")
-    assert where == f"samples, generated beside real: {grid.relative_to(outputs)}"
+    assert where == f"samples, generated next to real: {grid.relative_to(outputs)}"
     assert Image.open(grid).size[1] > 10 * 48, "ten classes"
 
 

@@ -390,7 +390,7 @@ def place(start: int, end: int, dtype: str = "F32") -> dict[str, Any]:
     return {"dtype": dtype, "shape": [(end - start) // 4], "data_offsets": [start, end]}
 
 
-NO_FILE = "is no safetensors file, or cut short; copy or export it again"
+NO_FILE = "is not a safetensors file, or is truncated; copy or export it again"
 
 
 @pytest.mark.parametrize(
@@ -429,12 +429,12 @@ def change(metadata: dict[str, str], **config: Any) -> dict[str, str]:
 
 
 FOLDER_RULE = "must be a plain folder name inside the run directory, without `..`"
-UNFIT = "has a configuration that does not fit here:"
+UNFIT = "has a configuration that is not valid here:"
 WITHOUT = (
-    "has weights without a configuration; must be a file that {script} exported. A new run can begin with other "
-    "weights by checkpoint.initial_load_path"
+    "has weights without a configuration; must be a file that {script} exported. A new run can start from other "
+    "weights with checkpoint.initial_load_path"
 )
-SENSELESS = "has metadata that make no sense; export it again"
+SENSELESS = "has invalid metadata; export it again"
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ SENSELESS = "has metadata that make no sense; export it again"
         (lambda m: {"format": "pt"}, WITHOUT),
         (
             lambda m: {**m, "version": "2"},
-            "is of version 2, from a newer TorchDiTan perhaps; this one reads version 1",
+            "has version 2, possibly of a newer TorchDiTan; this one reads version 1",
         ),
         (lambda m: {**m, "step": "-1"}, SENSELESS),
         (lambda m: {**m, "step": "1" * 9}, SENSELESS),
@@ -462,7 +462,7 @@ SENSELESS = "has metadata that make no sense; export it again"
         (lambda m: change(m, model={"patch_size": 0}), f"{UNFIT} model.patch_size = 0: must be at least 1"),
         (
             lambda m: change(m, dataset={"image_size": None}),
-            "has a configuration that leaves image size, classes or channels open",
+            "has a configuration that does not set image size, classes or channels",
         ),
         (
             lambda m: change(m, dataset={"num_classes": 9}),

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Autoencoders, by name: pixels -> normalised latents -> pixels. `open_autoencoder` opens any of them.
+"""Autoencoders by name: pixels -> normalised latents -> pixels. `open_autoencoder` opens any of them.
 
 May import: config, models, registry, run.
 """
@@ -19,12 +19,12 @@ __all__ = ["Autoencoder", "check_name", "kind_of", "open_autoencoder"]
 
 
 def kind_of(name: str) -> str:
-    """The line of `AUTOENCODERS` that opens the autoencoder of this name: haar, patch, cosmos, diffusers, ..."""
+    """The key of `AUTOENCODERS` that opens the autoencoder of this name: haar, patch, cosmos, diffusers, ..."""
     return PUBLISHED[name].kind if name in PUBLISHED else name
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that neither the registry nor the catalogue has."""
+    """Refuse a name that is neither in the registry nor in the catalogue."""
     names = (*AUTOENCODERS, *PUBLISHED)
     if name not in names:
         right = f"must be one of {', '.join(names)}{did_you_mean(name, names)}"
@@ -34,23 +34,23 @@ def check_name(name: str) -> None:
 def open_autoencoder(
     config: options.Autoencoder, *, device: torch.device, image_channels: int | None = 3
 ) -> Autoencoder:
-    """The autoencoder of `config`, with its weights on `device`, normalising as `config` or its publisher says.
+    """Open the autoencoder of `config` with its weights on `device`. `config` or its publisher sets the normalisation.
 
     Args:
-        config: section `[autoencoder]`; its name is given. Nothing of it is changed.
-        device: where it computes.
-        image_channels: of the images it will meet; None: its own, whatever they are (haar: 3).
+        config: section `[autoencoder]` with a name; it is not changed.
+        device: where the autoencoder computes.
+        image_channels: channels of the images; None uses those of the autoencoder (haar: 3).
 
     Returns:
-        An autoencoder whose `shift` and `scale` are None where neither `config` nor its publisher gives them.
+        An autoencoder. Its `shift` and `scale` are None if neither `config` nor its publisher provides them.
 
     Raises:
-        ConfigError: the options name none, ask for what it is not, or its weights do not open.
+        ConfigError: the options name no autoencoder or contradict it, or its weights do not open.
     """
     assert config.name is not None
     check_name(config.name)
     entry = PUBLISHED.get(config.name)
-    if entry is not None:  # before anything is fetched
+    if entry is not None:  # before any download
         _check_downsampling(config, entry.downsampling)
         check_image_channels(config, 3, image_channels)
     opener = registered(AUTOENCODERS, kind_of(config.name))
@@ -71,7 +71,7 @@ def _check_downsampling(config: options.Autoencoder, has: int) -> None:
 
 
 def _check_identity(config: options.Autoencoder, autoencoder: Autoencoder) -> None:
-    """It is the one its name promises, and the one the latents come from."""
+    """Check that the autoencoder matches its name, and is the one that the latents come from."""
     option, place = ("name", config.name) if autoencoder.path is None else ("path", autoencoder.path)
     entry = PUBLISHED.get(autoencoder.name)
     has = (autoencoder.latent_channels, autoencoder.downsampling)
@@ -90,7 +90,7 @@ def _check_identity(config: options.Autoencoder, autoencoder: Autoencoder) -> No
 
 
 def _override_normalization(config: options.Autoencoder, autoencoder: Autoencoder) -> None:
-    """Normalise by `config.shift` and `config.scale`; of one alone, the other stays as published."""
+    """Normalise by `config.shift` and `config.scale`; if only one is given, the other keeps its published value."""
     if config.shift is None and config.scale is None:
         return
     if config.scale is not None and min(config.scale, default=0.0) <= 0:

@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The one interface of all autoencoders: pixels -> normalised latents -> pixels.
+"""The common interface of all autoencoders: pixels -> normalised latents -> pixels.
 
 Notable:
-- normalised latents are (z - shift) x scale, about zero mean and unit variance: what a diffusion model is trained on;
-- an autoencoder computes in the dtype its weights need; pixels and latents are float32 outside of it;
-- its fingerprint names the weights, so that latents never meet another autoencoder's decoder.
+- normalised latents are (z - shift) x scale, with about zero mean and unit variance. Diffusion models train on them;
+- an autoencoder computes in the dtype that its weights need; input and output pixels and latents are float32;
+- the fingerprint identifies the weights, so that latents are never decoded by another autoencoder.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from torchditan.config.errors import option_error
 
 
 class Autoencoder(abc.ABC):
-    """One autoencoder on one device. Subclasses give `_moments` and `_decode`, which know no normalisation.
+    """One autoencoder on one device. Subclasses implement `_moments` and `_decode`, without normalisation.
 
-    A function of `AUTOENCODERS` in registry.py opens it: `open(config, device=..., image_channels=...)`, with the
-    options of `[autoencoder]` and the channels of the images it will meet; None: its own.
+    A function listed in `AUTOENCODERS` of registry.py opens it: `open(config, device=..., image_channels=...)`, with
+    the options of `[autoencoder]` and the channels of the images; None uses those of the autoencoder.
     """
 
     name: str
-    """As `autoencoder.name` says it; `open_autoencoder` sets it, and the path."""
+    """In the form of `autoencoder.name`; `open_autoencoder` sets it, and the path."""
     path: str | None
-    """Folder or hub name to open it again with, as `autoencoder.path` says it; None where it has no weights."""
+    """Folder or hub name that opens it again, in the form of `autoencoder.path`; None if it has no weights."""
     fingerprint: str
-    """Identity of the weights, `patch-1f0c9a...` say; equal exactly where the weights are."""
+    """Identity of the weights, such as `patch-1f0c9a...`; equal if and only if the weights are equal."""
     image_channels: int
     latent_channels: int
     downsampling: int
-    """Pixels to a latent cell, a side."""
+    """Downsampling: pixels per latent position along each side."""
     dtype: torch.dtype
-    """What the weights compute in."""
+    """Compute dtype of the weights."""
     device: torch.device
     has_posterior: bool
-    """Whether the encoder gives a variance beside the mean."""
+    """Whether the encoder outputs a variance in addition to the mean."""
     shift: Tensor | None = None
-    """(C,) float32 on the CPU, or None: none is published, and `set_normalization` has to come first."""
+    """(C,) float32 on the CPU. None if none is published; then call `set_normalization` first."""
     scale: Tensor | None = None
 
     def set_normalization(self, *, shift: Tensor, scale: Tensor) -> None:
-        """Normalise by these, (C,) each, from now on."""
+        """Use this normalisation from now on, (C,) each."""
         assert shift.shape == scale.shape == (self.latent_channels,), (shift.shape, scale.shape)
         self.shift, self.scale = shift.float().cpu(), scale.float().cpu()
 
@@ -53,7 +53,7 @@ class Autoencoder(abc.ABC):
         """(C, h, w) of the latents of images of height x width.
 
         Raises:
-            ConfigError: these are no multiples of the downsampling.
+            ConfigError: height or width is not a multiple of the downsampling.
         """
         factor = self.downsampling
         if height % factor or width % factor:
@@ -88,12 +88,12 @@ class Autoencoder(abc.ABC):
         raw = latents / _per_channel(self.scale, latents) + _per_channel(self.shift, latents)
         return self._decode(raw.to(self.dtype)).float()
 
-    def drop_decoder(self) -> None:  # noqa: B027  not every one has weights to drop
-        """Give the decoder's memory back, where only encoding is left to do; `decode` works no more."""
+    def drop_decoder(self) -> None:  # noqa: B027  some autoencoders have no weights
+        """Free the memory of the decoder, if only encoding is left; `decode` fails afterwards."""
 
     @abc.abstractmethod
     def _moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`moments` of images in `dtype` on `device`."""
+        """Implements `moments` for images in `dtype` on `device`."""
 
     @abc.abstractmethod
     def _decode(self, latents: Tensor) -> Tensor:
@@ -101,14 +101,14 @@ class Autoencoder(abc.ABC):
 
 
 def check_image_channels(config: options.Autoencoder, has: int, image_channels: int | None) -> None:
-    """Refuse images of another number of channels; None: whatever it has."""
+    """Refuse images with another number of channels; None accepts any."""
     if image_channels not in (None, has):
         right = f"encodes images of {has} channel(s), and these have {image_channels}"
         raise option_error("autoencoder.name", config.name, right)
 
 
 def dtype_of(config: options.Autoencoder) -> torch.dtype | None:
-    """`autoencoder.dtype`; None: what the weights need."""
+    """`autoencoder.dtype`; None selects what the weights need."""
     return None if config.dtype is None else getattr(torch, config.dtype)
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The published autoencoders by name: where each is, and what is known of it before it is fetched."""
+"""Catalogue of published autoencoders by name: their location, and their properties before download."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Published:
-    """A published autoencoder: where it is, and what is known of it before it is fetched."""
+    """A published autoencoder: its location, and its properties before download."""
 
     kind: Literal["cosmos", "diffusers"]
     hub_name: str
     latent_channels: int
     downsampling: int
     shift: float | None = None
-    """Of (z - shift) x scale; None: no normalisation is published."""
+    """Of (z - shift) x scale; None if no normalisation is published."""
     scale: float | None = None
     subfolder: str = ""
 

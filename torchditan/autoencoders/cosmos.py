@@ -1,13 +1,14 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""NVIDIA's Cosmos image tokenizers, CI8x8 and CI16x16: a pair of TorchScript files, read as they are and never run.
+"""NVIDIA's Cosmos image tokenizers, CI8x8 and CI16x16: a pair of TorchScript files, which are parsed but never run.
 
 Notable:
-- TorchScript can write files and more, so torchscript.py computes the trace itself;
-- the precision a file was traced in is frozen in it: a bfloat16 trace fails in float32, and the reverse. It is probed
-  by a small forward, and so are channels, downsampling, and whether there is a variance;
-- `encoder.jit` gives (latent, (mean, logvar)). Where the tokenizer is no VAE (NVIDIA's "AE" formulation) it fills the
-  pair with single zeros, and the latent is the mean; where it is one, its latent is a draw, and the mean is taken;
-- no normalisation is published: it comes from the images that are encoded.
+- TorchScript can write files, among other things, so torchscript.py interprets the trace itself;
+- the precision of a trace is fixed: a bfloat16 trace fails in float32, and the reverse. A small forward pass probes
+  it, and also channels, downsampling, and whether there is a variance;
+- `encoder.jit` returns (latent, (mean, logvar)). If the tokenizer is not a VAE (NVIDIA's "AE" formulation), the pair
+  contains single zeros, and the latent is used as the mean. If it is a VAE, the latent is a random draw, and the mean
+  is used;
+- no normalisation is published: it is computed from the encoded images.
 """
 
 from __future__ import annotations
@@ -60,21 +61,21 @@ class CosmosAutoencoder(Autoencoder):
 
     @classmethod
     def open(cls, folder: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> CosmosAutoencoder:
-        """Open `encoder.jit` and `decoder.jit` of `folder`, which both are there.
+        """Open `encoder.jit` and `decoder.jit` of `folder`; both must exist.
 
         Args:
-            folder: where the two files are.
+            folder: contains the two files.
             device: where they compute.
-            dtype: None, or what they must be traced in.
+            dtype: the dtype that they must be traced in, or None.
 
         Raises:
-            ConfigError: a file is no TorchScript or does more than compute, they are no pair of an image tokenizer, or
-                traced in another dtype.
+            ConfigError: a file is not TorchScript or does more than compute, the two are not a pair of an image
+                tokenizer, or they are traced in another dtype.
         """
         encoder, decoder = (_load(folder / file, device=device) for file in FILES)
         output, traced = _probe_encoder(encoder, folder=folder, device=device)
         if dtype not in (None, traced):
-            right = f"{FILES[0]} of {folder} is traced in {_word(traced)} and computes in nothing else; leave it out"
+            right = f"{FILES[0]} of {folder} is traced in {_word(traced)} and computes only in it; leave it out"
             raise option_error("autoencoder.dtype", _word(dtype), right)
         mean, logvar = _mean_and_logvar(output)
         _probe_decoder(decoder, mean.to(traced), folder=folder)
@@ -104,12 +105,12 @@ def _load(file: Path, *, device: torch.device) -> Trace:
     try:
         return Trace(file, device=device)
     except NotATrace as error:
-        raise _refuse(file, f"is no TorchScript file of an image tokenizer, or not all of it ({error})") from error
+        raise _refuse(file, f"is not a complete TorchScript file of an image tokenizer ({error})") from error
 
 
 @torch.no_grad()
 def _probe_encoder(encoder: Trace, *, folder: Path, device: torch.device) -> tuple[Any, torch.dtype]:
-    """What the encoder gives for one small image, and the dtype it was traced in."""
+    """The encoder's output for one small image, and the dtype that it was traced in."""
     stored = [tensor.dtype for tensor in encoder.tensors if tensor.is_floating_point()]
     failure: Exception | None = None
     for dtype in dict.fromkeys([*stored[:1], torch.float32, torch.bfloat16]):
@@ -118,12 +119,12 @@ def _probe_encoder(encoder: Trace, *, folder: Path, device: torch.device) -> tup
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, NotATrace) as error:
-            failure = failure or error  # the one of the stored dtype says most
+            failure = failure or error  # the error in the stored dtype is the most helpful
         else:
             _check_output(output, file=folder / FILES[0])
             return output, dtype
     assert failure is not None
-    raise _refuse(folder / FILES[0], f"encodes no image of {_IMAGE} on {device} ({first_line(failure)})")
+    raise _refuse(folder / FILES[0], f"cannot encode an image of {_IMAGE} on {device} ({first_line(failure)})")
 
 
 @torch.no_grad()
@@ -137,7 +138,7 @@ def _probe_decoder(decoder: Trace, latent: Tensor, *, folder: Path) -> None:
         right = f"does not decode the latents of {FILES[0]}, {_shown(latent)} ({first_line(error)})"
         raise _refuse(file, right) from error
     if not isinstance(images, Tensor) or images.shape != (1, 3, _PROBE_SIZE, _PROBE_SIZE):
-        right = f"gives {_shown(images)} for the latents of an image of {_IMAGE}; they are no pair"
+        right = f"gives {_shown(images)} for the latents of an image of {_IMAGE}; they are not a pair"
         raise _refuse(file, right)
 
 
@@ -145,7 +146,7 @@ def _check_output(output: Any, *, file: Path) -> None:
     latent = output[0] if isinstance(output, tuple) and output else output
     is_latent = isinstance(latent, Tensor) and latent.ndim == 4 and latent.is_floating_point()
     if not is_latent or len(set(latent.shape[2:])) != 1 or _PROBE_SIZE % latent.shape[-1]:
-        right = f"gives {_shown(latent)} for an image of {_IMAGE}; must be of a continuous image tokenizer (CI)"
+        right = f"gives {_shown(latent)} for an image of {_IMAGE}; must be from a continuous image tokenizer (CI)"
         raise _refuse(file, right)
 
 
@@ -182,9 +183,9 @@ def _shown(output: Any) -> str:
 
 
 def open_cosmos(config: options.Autoencoder, *, device: torch.device, image_channels: int | None) -> CosmosAutoencoder:
-    """The autoencoder in a folder or on the hub."""
-    check_image_channels(config, 3, image_channels)  # before anything is fetched
+    """Open the autoencoder in a folder or on the hub."""
+    check_image_channels(config, 3, image_channels)  # before any download
     place = place_of(
-        config, "a folder with encoder.jit and decoder.jit, or a hub name, nvidia/Cosmos-0.1-Tokenizer-CI8x8 say"
+        config, "a folder with encoder.jit and decoder.jit, or a hub name such as nvidia/Cosmos-0.1-Tokenizer-CI8x8"
     )
     return CosmosAutoencoder.open(find_weights(place, files=FILES), device=device, dtype=dtype_of(config))

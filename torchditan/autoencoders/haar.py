@@ -3,8 +3,8 @@
 
 Notable:
 - each level halves height and width and splits every channel into four: mean, two edges, diagonal;
-- the transform is orthonormal, so that lengths and white noise stay what they are, and it is its own inverse;
-- sums and halves only, no matrix product: TF32 cannot touch it, and 8-bit pixels come back as they were.
+- the transform is orthonormal, so norms and white noise are preserved. It is its own inverse;
+- it uses sums and halves only, no matrix product. TF32 does not affect it, and 8-bit pixels are restored exactly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HaarAutoencoder(Autoencoder):
     """Pixels (B, C, H, W) <-> bands (B, C x downsampling^2, H / downsampling, W / downsampling).
 
     Channel c of the image is split into channels 4c to 4c + 3 (LL, HL, LH, HH), and each of these again at the next
-    level. No normalisation is published: it comes from the images that are encoded.
+    level. No normalisation is published: it is computed from the encoded images.
     """
 
     def __init__(self, *, downsampling: int, image_channels: int, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class HaarAutoencoder(Autoencoder):
 
 
 def open_haar(config: options.Autoencoder, *, device: torch.device, image_channels: int | None) -> HaarAutoencoder:
-    """The packet of `autoencoder.downsampling` (4), for images of 3 channels unless they are known."""
+    """Open the packet with `autoencoder.downsampling` (default 4), for `image_channels` (default 3) channels."""
     downsampling = 4 if config.downsampling is None else config.downsampling
     if downsampling not in DOWNSAMPLINGS:
         right = f"must be one of {', '.join(map(str, DOWNSAMPLINGS))} for haar"
@@ -68,7 +68,7 @@ def _haar(x: Tensor) -> Tensor:
     """Four pixels a b / c d -> LL, HL, LH, HH, or back (Haar 1910): half of a symmetric 4 x 4 Hadamard matrix.
 
     Args:
-        x: (B, 4C, h, w), the four values of a channel side by side.
+        x: (B, 4C, h, w), the four values of a channel are adjacent.
     """
     a, b, c, d = x.unflatten(1, (-1, 4)).unbind(2)  # (B, C, h, w) each
     bands = [a + b + c + d, a - b + c - d, a + b - c - d, a - b - c + d]

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Where the weights of a published autoencoder lie: a folder here, or the Hugging Face hub, which fetches them once."""
+"""Finds the weights of a published autoencoder: in a folder, or on the Hugging Face hub, downloaded once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torchditan.config.optional_libraries import import_optional
 
 
 def place_of(config: options.Autoencoder, must_be: str) -> str:
-    """`autoencoder.path`, or where the catalogue says that the autoencoder of this name is.
+    """`autoencoder.path`, or the location in the catalogue for an autoencoder of this name.
 
     Raises:
-        ConfigError: neither says so; `must_be` names what to give.
+        ConfigError: there is neither; `must_be` describes a valid path.
     """
     entry = PUBLISHED.get(config.name or "")
     place = config.path or (None if entry is None else entry.hub_name)
@@ -28,27 +28,27 @@ def place_of(config: options.Autoencoder, must_be: str) -> str:
 
 
 def find_weights(place: str, *, files: Sequence[str], subfolders: Sequence[str] = ("",)) -> Path:
-    """The folder that holds all `files`; of a hub name they are downloaded once, with a progress bar.
+    """The folder that contains all `files`. For a hub name, they are downloaded once, with a progress bar.
 
     Args:
-        place: as `autoencoder.path` says it: a folder, or `owner/name` on the hub.
-        files: their names; the first tells which of the subfolders it is.
+        place: a folder, or `owner/name` on the hub, in the form of `autoencoder.path`.
+        files: their names; the first one determines the subfolder.
         subfolders: where to look inside `place`, in order; "" is `place` itself.
 
     Raises:
-        ConfigError: there is no such folder or hub name, a file is missing, or the hub does not give it.
+        ConfigError: the folder or hub name does not exist, a file is missing, or the download fails.
     """
     local = Path(place).expanduser()
     if local.is_dir():
         return _find_here(local, place=place, files=files, subfolders=subfolders)
     if local.exists() or re.fullmatch(r"\w[\w.-]*/[\w.-]+", place) is None:
-        right = f"is no folder; must be one with {_listed(files)}, or owner/name on the Hugging Face hub"
+        right = f"is not a folder; must be one with {_listed(files)}, or owner/name on the Hugging Face hub"
         raise option_error("autoencoder.path", place, right)
     return _find_on_hub(place, files=files, subfolders=subfolders)
 
 
 def require(module: str) -> Any:
-    """Import diffusers or huggingface_hub, or say how to install them."""
+    """Import diffusers or huggingface_hub; the error explains how to install them."""
     return import_optional(module, extra="diffusers")
 
 
@@ -72,8 +72,8 @@ def _find_here(local: Path, *, place: str, files: Sequence[str], subfolders: Seq
 
 def _find_on_hub(place: str, *, files: Sequence[str], subfolders: Sequence[str]) -> Path:
     hub = require("huggingface_hub")
-    errors = require("huggingface_hub.errors")  # a lazy attribute of the package: not there until it is imported
-    missing = errors.EntryNotFoundError  # here its online form and its offline form, LocalEntryNotFoundError
+    errors = require("huggingface_hub.errors")  # a lazy submodule, so it must be imported
+    missing = errors.EntryNotFoundError  # also covers its offline form, LocalEntryNotFoundError
     try:
         for subfolder in subfolders[:-1]:
             try:
@@ -81,7 +81,7 @@ def _find_on_hub(place: str, *, files: Sequence[str], subfolders: Sequence[str])
             except missing:
                 continue
         return _fetch(hub, place, files=files, subfolder=subfolders[-1])
-    except Exception as error:  # what a broken connection raises depends on the hub's version: OSError, httpx, requests
+    except Exception as error:  # connection errors depend on the hub's version: OSError, httpx, requests
         right = why_not_fetched(error, what=_listed(files), option="--autoencoder.path")
         raise option_error("autoencoder.path", place, right) from error
 
@@ -92,16 +92,16 @@ def _fetch(hub: Any, place: str, *, files: Sequence[str], subfolder: str) -> Pat
 
 
 def why_not_fetched(error: Exception, *, what: str, option: str) -> str:
-    """What is wrong, and what to do, when `what` could not be had from the hub; a folder may be given as `option`."""
+    """Why `what` could not be fetched from the hub, and what to do. `option` may name a folder instead."""
     errors = require("huggingface_hub.errors")
     here = f"give a folder with {what} as {option}"
-    if isinstance(error, errors.GatedRepoError):  # before RepositoryNotFoundError, which it is too
+    if isinstance(error, errors.GatedRepoError):  # a subclass of RepositoryNotFoundError, so check it first
         return "is gated: accept its terms on its page, then log in with `hf auth login` or set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return "is no folder here, and was not found on the Hugging Face hub (a private one needs HF_TOKEN)"
+        return "is not a folder here, and was not found on the Hugging Face hub (a private one needs HF_TOKEN)"
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         return (
-            "is no folder here and not in the hub's cache, and the Hugging Face hub cannot be reached "
+            "is neither a folder here nor in the hub's cache, and the Hugging Face hub cannot be reached "
             f"(no network, or HF_HUB_OFFLINE is set); go online once, or {here}"
         )
     if isinstance(error, errors.EntryNotFoundError):

@@ -1,13 +1,13 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Our own small autoencoder: convolutions over patches of pixels, trained by scripts/train_autoencoder.py.
+"""A small autoencoder of this project: convolutions over patches of pixels, trained by scripts/train_autoencoder.py.
 
 Notable:
-- the first step folds every patch of pixels into channels, the last unfolds it: all compute is at the latents'
-  resolution. At the pixels' own a CPU would train it sixteen times slower;
-- made for diffusion: in training the latents get noise, a share of their standard deviation, which the decoder
-  learns to see past, and a light penalty keeps them near zero;
+- the first layer folds every patch of pixels into channels, and the last unfolds it, so all compute runs at the
+  latents' resolution. At pixel resolution, training on a CPU would be sixteen times slower;
+- it is made for diffusion. In training, the latents get noise, a share of their standard deviation, and the decoder
+  learns to ignore it. A light penalty keeps the latents near zero;
 - it publishes its normalisation, measured on the training images after the last step;
-- weights are kept in bfloat16, whatever it computes in: what was measured is what was saved.
+- weights are kept in bfloat16, whatever the compute dtype: the saved weights are the measured ones.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from torchditan.run.atomic_files import write_file
 
 FORMAT = "torchditan patch autoencoder"
 VERSION = 1
-"""Of config.json; raised when an older reader would misunderstand it."""
+"""Version of config.json; raised when an older reader would misunderstand it."""
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 NAMED = TRAIN_CONFIGS / "autoencoders"
-"""Where an autoencoder given by its bare name is looked up."""
+"""Where an autoencoder is looked up by its bare name."""
 
 
 @dataclass(frozen=True)
 class PatchAutoencoderConfig:
-    """Sizes of a `PatchNetwork`; they and the weights are its identity."""
+    """Sizes of a `PatchNetwork`; together with the weights they determine its identity."""
 
     image_channels: int = 3
     latent_channels: int = 8
     patch_size: int = 4
-    """Pixels to a latent cell, a side."""
+    """Downsampling: pixels per latent position along each side."""
     width: int = 64
     """Channels of the residual blocks."""
     depth: int = 2
-    """Residual blocks of the encoder, and as many of the decoder."""
+    """Residual blocks of the encoder, and the same number of the decoder."""
 
 
 class ResidualBlock(nn.Module):
-    """x + conv(silu(conv(silu(x)))), both 3 x 3; the second starts at zero, so the block as the identity."""
+    """x + conv(silu(conv(silu(x)))), both 3 x 3; the second starts at zero, so the block starts as the identity."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class ResidualBlock(nn.Module):
 
 
 class PatchNetwork(nn.Module):
-    """Encoder and decoder; images of any multiple of the patch size, square or not."""
+    """Encoder and decoder for images of any multiple of the patch size, square or not."""
 
     def __init__(self, config: PatchAutoencoderConfig) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class PatchNetwork(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Xavier on the convolutions, zeros on biases and where a residual block ends; by (seed, name) alone."""
+        """Xavier for convolutions; zeros for biases and the end of each residual block. Depends on (seed, name)."""
         for name, parameter in self.named_parameters():
             if name.endswith(("bias", "conv2.weight")):
                 parameter.zero_()
@@ -110,8 +110,8 @@ def reconstruction_loss(
 ) -> Tensor:
     """Mean squared error of the reconstruction from noisy latents, plus a penalty on the latents' size.
 
-    With noise of a fixed share of their spread each channel carries a fixed amount of information, as the posterior
-    of a VAE makes it do (Kingma and Welling 2014); the penalty is the part of its KL term that holds the means.
+    With noise at a fixed share of its spread, each channel carries a fixed amount of information, like the posterior
+    of a VAE (Kingma and Welling 2014). The penalty corresponds to the part of the KL term that limits the means.
 
     Args:
         images: (B, image_channels, H, W) in [-1, 1].
@@ -126,7 +126,7 @@ def reconstruction_loss(
 
 
 class PatchAutoencoder(Autoencoder):
-    """A trained `PatchNetwork` on a device, its weights rounded to bfloat16."""
+    """A trained `PatchNetwork` on a device, with weights rounded to bfloat16."""
 
     name = "patch"
     has_posterior = False
@@ -154,15 +154,15 @@ class PatchAutoencoder(Autoencoder):
     def open(
         cls, path: str | Path | None, *, device: torch.device, dtype: torch.dtype | None = None
     ) -> PatchAutoencoder:
-        """The autoencoder in a folder that `save` wrote, or one of train_configs/autoencoders/ by its name.
+        """Open the autoencoder in a folder that `save` wrote, or one of train_configs/autoencoders/ by its name.
 
         Args:
-            path: as `autoencoder.path` says it.
+            path: in the form of `autoencoder.path`.
             device: where it computes.
-            dtype: what it computes in; float32 by default, in which its latents are most exact.
+            dtype: compute dtype; float32 by default, which gives the most exact latents.
 
         Raises:
-            ConfigError: there is none, or it is damaged, of another kind or of a newer version.
+            ConfigError: it does not exist, or is damaged, of another kind or of a newer version.
         """
         folder = _find_folder(path)
         content = _read_config(folder, option_value=str(path))
@@ -180,13 +180,13 @@ class PatchAutoencoder(Autoencoder):
         return autoencoder
 
     def save(self, folder: Path, *, training: dict[str, Any]) -> None:
-        """Write weights, then config.json, each whole or not at all.
+        """Write weights, then config.json, each atomically.
 
-        A reader that meets new weights beside an old config.json sees it by the fingerprint.
+        If a crash leaves new weights with an old config.json, the fingerprint reveals it to the reader.
 
         Args:
-            folder: made where it is missing.
-            training: what the weights came from and how good they are; kept in config.json, read by people.
+            folder: created if it is missing.
+            training: origin and quality of the weights, for information; stored in config.json.
         """
         from safetensors.torch import save
 
@@ -216,7 +216,7 @@ class PatchAutoencoder(Autoencoder):
 
 
 def fingerprint_of(network: PatchNetwork) -> str:
-    """`patch-` and 16 hex digits over the sizes and the bytes of the weights, which are bfloat16."""
+    """`patch-` and 16 hex digits over the sizes and the bytes of the bfloat16 weights."""
     digest = hashlib.sha256(json.dumps(dataclasses.asdict(network.config), sort_keys=True).encode())
     for name, tensor in sorted(network.state_dict().items()):
         assert tensor.dtype == torch.bfloat16, (name, tensor.dtype)
@@ -241,7 +241,7 @@ def _find_folder(path: str | Path | None) -> Path:
 
 
 def _read_config(folder: Path, *, option_value: str) -> dict[str, Any]:
-    """config.json, all of it judged but the fingerprint's match."""
+    """Read config.json and validate everything except the fingerprint."""
 
     def wrong(right: str) -> ConfigError:
         return option_error("autoencoder.path", option_value, right)
@@ -251,12 +251,12 @@ def _read_config(folder: Path, *, option_value: str) -> dict[str, Any]:
     except OSError as error:
         raise wrong(f"{CONFIG_FILE} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise wrong(f"{CONFIG_FILE} is not JSON, cut short perhaps") from None
+        raise wrong(f"{CONFIG_FILE} is not JSON; it may be truncated") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise wrong(f"{CONFIG_FILE} is not that of a {FORMAT}")
+        raise wrong(f"{CONFIG_FILE} does not belong to a {FORMAT}")
     version = content.get("version")
     if version != VERSION:
-        right = f"has version {version}, from a newer TorchDiTan perhaps; this one reads version {VERSION}"
+        right = f"has version {version}, possibly of a newer TorchDiTan; this one reads version {VERSION}"
         raise wrong(f"{CONFIG_FILE} {right}")
     if not _is_architecture(content.get("architecture")):
         keys = ", ".join(field.name for field in dataclasses.fields(PatchAutoencoderConfig))
@@ -290,7 +290,7 @@ def _is_normalization(value: Any, channels: int) -> bool:
 
 
 def _load_weights(network: PatchNetwork, file: Path, *, option_value: str) -> None:
-    """Give a network on the meta device the tensors of a file."""
+    """Load the tensors of a file into a network on the meta device."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -299,21 +299,21 @@ def _load_weights(network: PatchNetwork, file: Path, *, option_value: str) -> No
     except OSError as error:
         raise option_error("autoencoder.path", option_value, f"no {file.name}: {error.strerror}") from None
     except SafetensorError:
-        right = f"{file.name} is no safetensors file, or cut short; copy it again"
+        right = f"{file.name} is not a safetensors file, or is truncated; copy it again"
         raise option_error("autoencoder.path", option_value, right) from None
     expected = network.state_dict()
     for name in sorted(expected.keys() | tensors.keys()):
         want = tuple(expected[name].shape) if name in expected else "absent"
         has = tuple(tensors[name].shape) if name in tensors else "absent"
         if want != has:
-            right = f"{name} in {file.name} is {has}, by {CONFIG_FILE} it must be {want}"
+            right = f"{name} in {file.name} is {has}; according to {CONFIG_FILE} it must be {want}"
             raise option_error("autoencoder.path", option_value, right)
     network.load_state_dict(tensors, assign=True)
 
 
 def open_patch(config: options.Autoencoder, *, device: torch.device, image_channels: int | None) -> PatchAutoencoder:
-    """The autoencoder in a folder, or one of train_configs/autoencoders/."""
+    """Open the autoencoder in a folder, or one of train_configs/autoencoders/."""
     place = place_of(
-        config, "a folder that scripts/train_autoencoder.py wrote, or one of train_configs/autoencoders/, earth say"
+        config, "a folder that scripts/train_autoencoder.py wrote, or one of train_configs/autoencoders/, such as earth"
     )
     return PatchAutoencoder.open(place, device=device, dtype=dtype_of(config))

@@ -1,13 +1,13 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Published autoencoders that diffusers opens (AutoencoderKL, AutoencoderDC, and those of videos).
+"""Published autoencoders that diffusers opens (AutoencoderKL, AutoencoderDC, and video autoencoders).
 
 Notable:
-- channels, downsampling and normalisation come from the autoencoder's own config.json; the catalogue fills in what that
-  leaves open, and refuses another autoencoder under a published name;
-- weights are read from safetensors alone, and every tensor must fit: diffusers would fill a gap with random numbers;
-- a config that says `force_upcast`, or weights that are stored in float32 or float16, compute in float32 (float16
-  overflows in these decoders); bfloat16 weights in bfloat16. `autoencoder.dtype` overrides it: bfloat16 has the range
-  of float32, and costs precision only.
+- channels, downsampling and normalisation come from the autoencoder's own config.json. The catalogue supplies missing
+  values, and refuses another autoencoder under a published name;
+- weights are read from safetensors only, and every tensor must match: diffusers would fill a gap with random numbers;
+- autoencoders whose config sets `force_upcast`, or whose weights are stored in float32 or float16, compute in float32,
+  because float16 overflows in these decoders. bfloat16 weights compute in bfloat16. `autoencoder.dtype` overrides this:
+  bfloat16 has the range of float32 and costs only precision.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ CLASSES = (*IMAGE_CLASSES, *VIDEO_CLASSES)
 
 
 class DiffusersAutoencoder(Autoencoder):
-    """An autoencoder of diffusers, on `device`, in `dtype` already; all but the AutoencoderDC have a posterior.
+    """An autoencoder of diffusers, already on `device` and in `dtype`; all except AutoencoderDC have a posterior.
 
-    Those of videos take (B, 3, F, H, W) and give (B, C, f, h, w); an image is a video of one frame to them.
+    Video autoencoders take (B, 3, F, H, W) and return (B, C, f, h, w). They treat an image as a video of one frame.
     """
 
     def __init__(self, model: Any, *, fingerprint: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class DiffusersAutoencoder(Autoencoder):
         self.path = None
         self.fingerprint = fingerprint
         self.is_video = type(model).__name__ in VIDEO_CLASSES
-        self.image_channels = 3 if self.is_video else config["in_channels"]  # Mochi says another thing
+        self.image_channels = 3 if self.is_video else config["in_channels"]  # Mochi's in_channels differs
         self.latent_channels = config.get("latent_channels") or config["z_dim"]
         if self.is_video:
             self.downsampling = model.spatial_compression_ratio
@@ -66,23 +66,23 @@ class DiffusersAutoencoder(Autoencoder):
         dtype: torch.dtype | None = None,
         published: Published | None = None,
     ) -> DiffusersAutoencoder:
-        """Open config.json and diffusion_pytorch_model.safetensors of `folder`, which both are there.
+        """Open config.json and diffusion_pytorch_model.safetensors of `folder`; both must exist.
 
         Args:
-            folder: where the two files are.
+            folder: contains the two files.
             device: where it computes.
-            dtype: what it computes in; None: what its weights need.
-            published: normalises where config.json does not say how.
+            dtype: compute dtype; None selects what its weights need.
+            published: provides the normalisation if config.json does not.
 
         Raises:
-            ConfigError: it is of another class, or weights and config do not fit.
+            ConfigError: it is of another class, or weights and config do not match.
         """
         config = _read_config(folder)
         model = _build(config, folder=folder)
         weights = _read_weights(folder)
         _check_weights(weights, model, folder=folder)
         dtype = dtype or _needed_dtype(weights, force_upcast=model.config.get("force_upcast", False))
-        # A copy: the file is mapped, and a process dies of SIGBUS when someone overwrites it.
+        # Copy, because the file is memory-mapped: if someone overwrites it, the process dies of SIGBUS.
         used = {name: weight.to(device, dtype, copy=True) for name, weight in weights.items()}
         model.load_state_dict(used, assign=True)
         autoencoder = cls(model, fingerprint=_fingerprint(weights), dtype=dtype, device=device)
@@ -90,7 +90,7 @@ class DiffusersAutoencoder(Autoencoder):
         return autoencoder
 
     def _normalize_as(self, config: dict[str, Any], published: Published | None, *, folder: Path) -> None:
-        """(z - shift_factor) x scaling_factor, or (z - mean) x scaling_factor / std, as diffusers' pipelines do."""
+        """Set (z - shift_factor) x scaling_factor, or (z - mean) x scaling_factor / std, as diffusers' pipelines do."""
         factor, shift = config.get("scaling_factor"), config.get("shift_factor")
         mean, std = config.get("latents_mean"), config.get("latents_std")
         if factor is None and mean is None and published is not None:
@@ -124,16 +124,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / FILES[0]).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise _refuse(folder, f"{FILES[0]} is no JSON ({first_line(error)})") from error
+        raise _refuse(folder, f"{FILES[0]} is not JSON ({first_line(error)})") from error
     class_name = config.get("_class_name") if isinstance(config, dict) else None
     if class_name not in CLASSES:
-        described = f"describes {class_name or 'no model of diffusers'}; must be {' or '.join(CLASSES)}"
+        described = f"describes {class_name or 'a model that is not from diffusers'}; must be {' or '.join(CLASSES)}"
         raise _refuse(folder, f"{FILES[0]} {described}")
     return config
 
 
 def _build(config: dict[str, Any], *, folder: Path) -> Any:
-    """The model of `config` on the meta device, without weights."""
+    """Create the model of `config` on the meta device, without weights."""
     diffusers = require("diffusers")
     try:
         with torch.device("meta"):
@@ -144,19 +144,19 @@ def _build(config: dict[str, Any], *, folder: Path) -> Any:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors, by the names of today's diffusers, sorted."""
+    """All tensors, sorted, under the names in current diffusers versions."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         stored = load_file(folder / FILES[1])
     except (SafetensorError, OSError, ValueError) as error:
-        raise _refuse(folder, f"{FILES[1]} is no safetensors, or not all of it ({first_line(error)})") from error
+        raise _refuse(folder, f"{FILES[1]} is not a complete safetensors file ({first_line(error)})") from error
     return dict(sorted((_name_of_today(name), tensor) for name, tensor in stored.items()))
 
 
 def _name_of_today(name: str) -> str:
-    """Attention layers of 2022, sd-vae's say, have other names for the same weights."""
+    """Attention layers from 2022, such as those of sd-vae, use other names for the same weights."""
     today = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
     return re.sub(r"(?<=\.)(query|key|value|proj_attn)(?=\.(weight|bias)$)", lambda match: today[match[1]], name)
 
@@ -167,7 +167,7 @@ def _check_weights(weights: dict[str, Tensor], model: Any, *, folder: Path) -> N
     differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if differing:
         many = f"{len(differing)} tensors are missing, unknown or of other shape, {differing[0]} first"
-        raise _refuse(folder, f"{FILES[1]} does not fit {FILES[0]}: {many}")
+        raise _refuse(folder, f"{FILES[1]} does not match {FILES[0]}: {many}")
 
 
 def _needed_dtype(weights: dict[str, Tensor], *, force_upcast: bool) -> torch.dtype:
@@ -176,7 +176,7 @@ def _needed_dtype(weights: dict[str, Tensor], *, force_upcast: bool) -> torch.dt
 
 
 def _per_channel(values: Any, num_channels: int, *, key: str, folder: Path) -> Tensor:
-    tensor = torch.tensor(values, dtype=torch.float32).flatten()  # some configs hold (1, C, 1, 1)
+    tensor = torch.tensor(values, dtype=torch.float32).flatten()  # some configs have shape (1, C, 1, 1)
     if tensor.shape != (num_channels,):
         many = f"{tensor.numel()} numbers as {key}; must have {num_channels}, one per latent channel"
         raise _refuse(folder, f"{FILES[0]} has {many}")
@@ -184,7 +184,7 @@ def _per_channel(values: Any, num_channels: int, *, key: str, folder: Path) -> T
 
 
 def _fingerprint(weights: dict[str, Tensor]) -> str:
-    """Equal for equal names, shapes, dtypes and bytes, whatever file they are in."""
+    """Equal for equal names, shapes, dtypes and bytes, independent of the file."""
     digest = hashlib.sha256()
     for name, tensor in weights.items():
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -199,8 +199,8 @@ def _refuse(folder: Path, right: str) -> ConfigError:
 def open_published(
     config: options.Autoencoder, *, device: torch.device, image_channels: int | None
 ) -> DiffusersAutoencoder:
-    """The autoencoder in a folder, in its `vae/` where it is a whole pipeline, or on the hub."""
-    place = place_of(config, "a folder that diffusers saved, or a hub name, stabilityai/sdxl-vae say")
+    """Open the autoencoder in a folder, in the `vae/` of a complete pipeline, or on the hub."""
+    place = place_of(config, "a folder that diffusers saved, or a hub name such as stabilityai/sdxl-vae")
     entry = PUBLISHED.get(config.name or "")
     first = "" if entry is None else entry.subfolder
     folder = find_weights(place, files=FILES, subfolders=list(dict.fromkeys([first, "", "vae"])))

@@ -1,14 +1,14 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Traced modules of TorchScript archives, computed here: nothing in the file is run.
+"""Interpreter for traced modules in TorchScript archives; no code of the file is run.
 
 Notable:
-- `torch.jit.load` runs what an archive asks for, and TorchScript can write any file (`aten::save`). Here the code of
-  the archive is parsed, never compiled: a trace is straight-line calls of tensor operations, and each is looked up in
-  `_OPERATIONS`, which compute tensors from tensors and do nothing else. Any other word refuses the file;
-- the archive's pickles know tensors, modules and plain values, and no other class;
-- the operations are those of the trace in its order, so the results are too, to the bit; a value is dropped after its
-  last use, as TorchScript does;
-- what the trace put on a device of its own goes to `device`.
+- `torch.jit.load` executes what an archive contains, and TorchScript can write any file (`aten::save`). Here the code
+  of the archive is parsed, never compiled. A trace is a straight-line sequence of tensor operations. Each operation is
+  looked up in `_OPERATIONS`, which only compute tensors from tensors. Any other name refuses the file;
+- the archive's pickles may contain tensors, modules and plain values, and no other class;
+- the operations run in the order of the trace, so results are identical to the bit. A value is released after its last
+  use, as in TorchScript;
+- devices recorded in the trace are replaced by `device`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ square squeeze stack sub sub_ sum tanh to transpose type_as unbind unsqueeze ups
 view view_as where zero_ zeros zeros_like
 """
 _OPERATIONS = frozenset(_TENSOR_OPERATIONS.split())
-_FORWARD = re.compile(r"forward\d*")  # forward1 is that of a second call, which may be another
+_FORWARD = re.compile(r"forward\d*")  # forward1 belongs to a second call and may differ
 _NUMBERS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
     "div": operator.truediv,
@@ -51,7 +51,7 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
     "remainder": operator.mod,
     "sub": lambda a, b: a - b,
 }
-"""Operations that mean a number where no argument is a tensor; torch would make a tensor of it."""
+"""Operations that return a number if no argument is a tensor; torch would return a tensor."""
 _CASTS: dict[str, Callable[..., Any]] = {"int": int, "float": float, "bool": bool}
 _STORAGES = {
     "BFloat16Storage": torch.bfloat16,
@@ -66,7 +66,7 @@ _STORAGES = {
     "ShortStorage": torch.int16,
 }
 _TYPED_LISTS = ("build_boollist", "build_doublelist", "build_intlist", "build_tensorlist")
-# What zipfile, pickle and ast raise on files that are damaged, by accident or not.
+# Errors of zipfile, pickle and ast for damaged files, accidental or not.
 _DAMAGED = (
     zipfile.BadZipFile,
     zlib.error,
@@ -85,7 +85,7 @@ _DAMAGED = (
 
 
 class NotATrace(ValueError):
-    """The archive is none, not all of one, or does what no trace does; the message says which word of it."""
+    """The file is not a complete traced module, or does something that no trace does; the message names it."""
 
 
 class Module:
@@ -95,19 +95,19 @@ class Module:
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, dict):
-            raise NotATrace(f"{self.class_name} has a __setstate__ of its own, which no traced module needs")
+            raise NotATrace(f"{self.class_name} defines __setstate__, which no traced module needs")
         self.values = state
 
 
 class Trace:
-    """The root module of an archive; call it like what it was traced from, with gradients off.
+    """The root module of an archive. Call it like the traced module, without gradients.
 
     Args:
-        file: `encoder.jit`, say.
-        device: where its tensors are, and where it computes.
+        file: such as `encoder.jit`.
+        device: where its tensors are and where it computes.
 
     Raises:
-        NotATrace: see there.
+        NotATrace: the archive cannot be interpreted.
     """
 
     def __init__(self, file: Path, *, device: torch.device) -> None:
@@ -123,7 +123,7 @@ class Trace:
             raise NotATrace(" ".join(str(error).split()) or type(error).__name__) from error
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """What the traced module gives; RuntimeError as torch raises it where the inputs do not fit."""
+        """Output of the traced module; RuntimeError from torch if the inputs do not match."""
         try:
             return self._run(self._root, "forward", inputs)
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
@@ -134,7 +134,7 @@ class Trace:
         root = names[0].split("/")[0] if names else ""
         self._root = self._unpickle(archive, f"{root}/data.pkl", tensors=f"{root}/data", found=self.tensors)
         if not isinstance(self._root, Module):
-            raise NotATrace("it holds no module")
+            raise NotATrace("it contains no module")
         self._constants = self._unpickle(archive, f"{root}/constants.pkl", tensors=f"{root}/constants", found=[])
         self._forwards: dict[str, Callable[..., Any]] = {}
         prefix = f"{root}/code/"
@@ -161,7 +161,7 @@ class Trace:
         return self._forwards[f"{owner}.{method}"](module, *inputs)
 
     def _function(self, node: ast.FunctionDef) -> Callable[..., Any]:
-        """A forward as a function of its module and its inputs."""
+        """Compile a forward into a function of its module and its inputs."""
         *body, last = node.body
         if not isinstance(last, ast.Return) or last.value is None:
             raise _unknown(last)
@@ -226,7 +226,7 @@ class Trace:
         if words in ("annotate", "unchecked_cast") and len(node.args) == 2:
             return self._expression(node.args[1])  # the first is a type
         if words == "getattr" and len(node.args) == 2 and isinstance(node.args[1], ast.Constant):
-            return self._attribute(node.args[0], str(node.args[1].value))  # of a name that is no word: "0"
+            return self._attribute(node.args[0], str(node.args[1].value))  # for names like "0"
         if any(isinstance(argument, ast.Starred) for argument in node.args) or any(
             k.arg is None for k in node.keywords
         ):
@@ -262,7 +262,7 @@ class Trace:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows tensors, modules of the archive and plain values."""
+    """Accepts tensors, modules of the archive and plain values."""
 
     def __init__(
         self, stream: Any, archive: zipfile.ZipFile, *, tensors: str, device: torch.device, found: list[Tensor]
@@ -297,7 +297,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _dropped_after(body: Sequence[ast.stmt]) -> list[list[str]]:
-    """The names that no later statement mentions, statement by statement."""
+    """For each statement, the names that no later statement uses."""
     last_use: dict[str, int] = {}
     for number, statement in enumerate(body):
         for node in ast.walk(statement):

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Checkpoints: what they hold (run_state.py), writing (manager.py), loading (loading.py), files on disk (files.py).
+"""Checkpoints: contents (run_state.py), writing (manager.py), loading (loading.py), files on disk (files.py).
 
 May import: config, models, optim, run, supervision.
 """

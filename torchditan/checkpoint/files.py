@@ -1,13 +1,15 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What a checkpoint is on disk: files with checksums, whole or absent, and readers that run no code.
+"""Checkpoint files on disk: checksums, atomic publishing, and readers that execute no code.
 
 Notable:
-- `manifest.json` lists every file of the folder with its size and SHA-256 (`sha256sum` says the same), and carries a
-  checksum of itself: a file cut short, changed by a bit, missing, added or of another step shows;
-- checksums are taken of the bytes on their way to the disk, and compared with what is read back before the folder gets
-  its name by one rename;
-- torch's distributed format keeps its index (`.metadata`) and small values as pickles. The index is read by an
-  unpickler that knows two dozen names and no other, the values with `weights_only`, and no path leaves the folder.
+- `manifest.json` lists every file of the folder with its size and SHA-256 (as `sha256sum` prints it). It also contains
+  a checksum of itself. Verification finds files that are truncated, changed by a bit, missing, added, or from another
+  step;
+- checksums are computed while the bytes are written. The files are then read back and compared, and one rename gives
+  the folder its name;
+- torch's distributed format stores its index (`.metadata`) and small values as pickles. A restricted unpickler reads
+  the index and accepts only about two dozen names. The values are read with `weights_only`. No path may leave the
+  folder.
 """
 
 from __future__ import annotations
@@ -59,22 +61,22 @@ _TYPES_OF_INDEX = {
         "_MEM_FORMAT_ENCODING",
     },
 }
-"""All that the index of a checkpoint of ours is made of; paths become plain text (`_IndexUnpickler`)."""
+"""All types in a checkpoint index of this package; paths become plain text (`_IndexUnpickler`)."""
 
 
 class DamagedCheckpointError(Exception):
-    """A checkpoint that is not what was written; the message says what is wrong, not where."""
+    """A checkpoint differs from what was written; the message names the damage, not the checkpoint."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Published checkpoints, whole or damaged since, oldest first."""
+    """Published checkpoints, oldest first, including those damaged since."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's folder is named after."""
+    """The training step in the name of a checkpoint folder."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
@@ -82,10 +84,14 @@ def step_of(checkpoint: Path) -> int:
 
 
 class ChecksummingWriter(dcp.FileSystemWriter):
-    """Writes and syncs this rank's tensors, of which `copy_ahead` bytes are copied from a GPU while others are written.
+    """Writes and syncs this rank's tensors, and computes their checksums.
 
-    Afterwards `checksums` holds {file name: [size in bytes, SHA-256]}, and `error` what the operating system refused,
-    which torch.save turns into an error of its own.
+    After writing, `checksums` is {file name: [size in bytes, SHA-256]}. `error` is the first OSError, which torch.save
+    would otherwise hide behind its own error.
+
+    Args:
+        folder: where the files are written.
+        copy_ahead: bytes copied from the GPU while other bytes are written.
     """
 
     def __init__(self, folder: Path, *, copy_ahead: int = 0) -> None:
@@ -115,12 +121,12 @@ class _ChecksummingFiles(FileSystem):
         except OSError as error:
             self.error = self.error or error
             raise
-        name = Path(path).name.removesuffix(".tmp")  # torch writes its index beside and renames it
+        name = Path(path).name.removesuffix(".tmp")  # torch writes its index to a temporary file and renames it
         self.checksums[name] = [checked.size, checked.digest.hexdigest()]
 
 
 class _ChecksummedStream:
-    """A file being written from its begin to its end."""
+    """A file that is written sequentially from start to end."""
 
     def __init__(self, stream: IO[bytes], files: _ChecksummingFiles) -> None:
         self.stream = stream
@@ -129,7 +135,7 @@ class _ChecksummedStream:
         self.size = 0
 
     def write(self, data: Any) -> int:
-        # Anything that offers its bytes; a raw file may take fewer of them than it is given.
+        # `data` supports the buffer protocol. A raw file may write fewer bytes than requested.
         left = memoryview(data).cast("B")
         self.digest.update(left)
         self.size += len(left)
@@ -147,7 +153,7 @@ class _ChecksummedStream:
 
 
 def write_json(path: Path, content: Any) -> list[Any]:
-    """Write and sync a file inside a folder that is not published yet; its [size in bytes, SHA-256]."""
+    """Write and sync a file in a folder that is not published yet. Returns [size in bytes, SHA-256]."""
     data = json.dumps(content, indent=1).encode()
     with path.open("wb") as file:
         file.write(data)
@@ -157,29 +163,29 @@ def write_json(path: Path, content: Any) -> list[Any]:
 
 
 def read_back(folder: Path, checksums: dict[str, list[Any]]) -> None:
-    """Compare files with what was meant to be written.
+    """Read files back and compare them with their checksums.
 
     Raises:
-        OSError: a file is not what was written; a disk that loses bytes is no better than a full one.
+        OSError: a file differs from what was written. Callers treat this like a full disk.
     """
     for name, (size, digest) in checksums.items():
         if (wrong := _damage_of_file(folder / name, size, digest)) is not None:
-            raise OSError(errno.EIO, f"{name} reads back otherwise: {wrong}")
+            raise OSError(errno.EIO, f"{name} does not read back as written: {wrong}")
 
 
 def write_manifest(folder: Path, *, step: int, trajectory: dict[str, Any], checksums: dict[str, list[Any]]) -> None:
-    """Write the list that makes a folder a checkpoint."""
+    """Write the manifest, which makes a folder a checkpoint."""
     content = {"format": _FORMAT, "step": step, "trajectory": trajectory, "files": dict(sorted(checksums.items()))}
     write_json(folder / MANIFEST, {**content, "sha256": _digest_of(content)})
 
 
 def publish(partial: Path, target: Path) -> None:
-    """Give a finished folder its name, by one rename that survives a power cut.
+    """Rename a finished folder to its final name; the rename survives a power failure.
 
-    A checkpoint that has the name already is set aside, for `remove_discarded`.
+    An existing checkpoint of that name is set aside for `remove_discarded`.
     """
     sync_folder(partial)
-    if target.exists():  # a damaged one, or one of a run that was rolled back
+    if target.exists():  # damaged, or written before a rollback
         replaced = target.with_suffix(".replaced")
         shutil.rmtree(replaced, ignore_errors=True)
         os.replace(target, replaced)
@@ -188,32 +194,32 @@ def publish(partial: Path, target: Path) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint: it loses its name first, so that a kill leaves no half of one."""
+    """Delete a checkpoint. It is renamed first, so that an interrupted deletion leaves no partial checkpoint."""
     shutil.rmtree(discard(checkpoint))
 
 
 def discard(folder: Path) -> Path:
-    """Take a checkpoint's name from its folder, or from what was written of it: quick, also on slow storage.
+    """Rename a checkpoint, or a partly written one, so that it no longer counts. Fast, even on slow storage.
 
     Returns:
-        The folder that is left for `remove_discarded`.
+        The renamed folder, which `remove_discarded` deletes.
     """
     deleted = folder.with_suffix(".deleted")
-    if deleted.exists():  # the step was discarded before, and a kill cut its deletion short
+    if deleted.exists():  # an earlier deletion of this step was interrupted
         shutil.rmtree(deleted, ignore_errors=True)
     os.replace(folder, deleted)
     return deleted
 
 
 def discard_unfinished(folder: Path) -> None:
-    """Discard what killed runs left half-written."""
+    """Discard checkpoints that killed runs wrote only in part."""
     for path in _matching(folder, _UNFINISHED):
         with contextlib.suppress(OSError):
             discard(path)
 
 
 def remove_discarded(folder: Path) -> None:
-    """Delete what was discarded, and what killed runs left half-deleted."""
+    """Delete discarded checkpoints, including those that killed runs deleted only in part."""
     for path in _matching(folder, _DISCARDED):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -226,14 +232,14 @@ def _matching(folder: Path, name: re.Pattern[str]) -> list[Path]:
 
 
 def verify(checkpoint: Path, *, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
-    """Check that a checkpoint is whole, and return its manifest.
+    """Check that a checkpoint is complete and undamaged, and return its manifest.
 
     Args:
         checkpoint: its folder.
-        rank, world_size: ranks that verify together read a share of the files each.
+        rank, world_size: if several ranks verify together, each reads a share of the files.
 
     Raises:
-        DamagedCheckpointError: it is not.
+        DamagedCheckpointError: a file is damaged, missing or unknown.
     """
     manifest = read_manifest(checkpoint)
     files = manifest["files"]
@@ -254,29 +260,29 @@ def verify(checkpoint: Path, *, rank: int = 0, world_size: int = 1) -> dict[str,
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest, checked for what a manifest must be.
+    """Read and validate the manifest.
 
     Raises:
-        DamagedCheckpointError: it is missing, changed, of another step, or of another version.
+        DamagedCheckpointError: it is missing, changed, from another step, or in another format version.
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_bytes())
     except OSError as error:
         raise DamagedCheckpointError(f"{MANIFEST} cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError):
-        raise DamagedCheckpointError(f"{MANIFEST} is not JSON, cut short perhaps") from None
+        raise DamagedCheckpointError(f"{MANIFEST} is not JSON; it may be truncated") from None
     if not isinstance(manifest, dict):
-        raise DamagedCheckpointError(f"{MANIFEST} is no manifest")
+        raise DamagedCheckpointError(f"{MANIFEST} is not a manifest")
     digest = manifest.pop("sha256", None)
     if digest != _digest_of(manifest):
-        raise DamagedCheckpointError(f"{MANIFEST} was changed: it does not fit its own checksum")
+        raise DamagedCheckpointError(f"{MANIFEST} was changed: it does not match its own checksum")
     if manifest.get("format") != _FORMAT:
         raise DamagedCheckpointError(f"{MANIFEST} is of format {manifest.get('format')}; this version reads {_FORMAT}")
     step, files, trajectory = (manifest.get(key) for key in ("step", "files", "trajectory"))
     if not (isinstance(step, int) and _are_files(files) and isinstance(trajectory, dict)):
-        raise DamagedCheckpointError(f"{MANIFEST} is no manifest")
+        raise DamagedCheckpointError(f"{MANIFEST} is not a manifest")
     if step != step_of(checkpoint):
-        raise DamagedCheckpointError(f"{MANIFEST} is that of step {step}")
+        raise DamagedCheckpointError(f"{MANIFEST} belongs to step {step}")
     return manifest
 
 
@@ -296,20 +302,20 @@ def _is_plain_name(name: Any) -> bool:
 
 
 def _damage_of_file(path: Path, size: int, digest: str) -> str | None:
-    """What is wrong with a file that should have this size in bytes and SHA-256; None where nothing is."""
+    """Describe the damage of a file that should have this size in bytes and SHA-256; None if it is intact."""
     try:
         there = path.stat().st_size
         if there != size:
             return f"has {there:,} bytes; must have {size:,}"
         if path.is_symlink() or not path.is_file():
-            return "is no plain file"
+            return "is not a regular file"
         actual = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
             while data := file.read(_CHUNK):
                 actual.update(data)
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return None if actual.hexdigest() == digest else "does not fit its checksum"
+    return None if actual.hexdigest() == digest else "does not match its checksum"
 
 
 def _digest_of(content: dict[str, Any]) -> str:
@@ -317,18 +323,18 @@ def _digest_of(content: dict[str, Any]) -> str:
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Reads torch's distributed format from a folder that anybody may have written: no code runs, no path leaves it.
+    """Reads torch's distributed format from an untrusted folder: no code is executed, and no path leaves the folder.
 
-    The index is read once: that of a large model on many ranks takes seconds.
+    The index is read once. For a large model on many ranks, reading it takes seconds.
     """
 
     _index: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of the checkpoint.
+        """Read the index of the checkpoint.
 
         Raises:
-            DamagedCheckpointError: it is unreadable, or holds what no index of ours holds.
+            DamagedCheckpointError: it is unreadable, or contains something that an index never contains.
         """
         if self._index is None:
             self._index = self._read_index()
@@ -343,17 +349,17 @@ class CheckpointReader(dcp.FileSystemReader):
         except Exception as error:  # a pickle can fail in any way
             raise DamagedCheckpointError(f"{INDEX} cannot be read ({type(error).__name__})") from None
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise DamagedCheckpointError(f"{INDEX} is no index of a checkpoint")
+            raise DamagedCheckpointError(f"{INDEX} is not a checkpoint index")
         for place in metadata.storage_data.values():
             name = getattr(place, "relative_path", None)
             if not _is_plain_name(name) or getattr(place, "transform_descriptors", None):
-                raise DamagedCheckpointError(f"{INDEX} names {name!r}, which is no file of the checkpoint")
+                raise DamagedCheckpointError(f"{INDEX} names {name!r}, which is not a file of the checkpoint")
         return metadata
 
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("pathlib"):  # where it was written; read by nobody
+        if module.startswith("pathlib"):  # the path it was written to; unused
             return _as_text
         if name not in _TYPES_OF_INDEX.get(module, ()):
             raise DamagedCheckpointError(f"{INDEX} asks for {module}.{name}, which no checkpoint needs")
@@ -365,7 +371,7 @@ def _as_text(*parts: str) -> str:
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """Where torch reads the small values of a state with a full unpickler, this one takes numbers and tensors alone."""
+    """Load planner that reads the small values of a state as numbers and tensors only, never with a full unpickler."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         assert read_item.type == LoadItemType.BYTE_IO

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Finding checkpoints and reading them: progress, weights, and loading with errors that say what is wrong."""
+"""Find and read checkpoints: progress, weights and states, with errors that name the damage."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def find_checkpoint(folder: Path, step: int | None) -> Path:
-    """The checkpoint of a step, or the newest whole one, saying which newer ones are not.
+    """The checkpoint of `step`, or the newest complete one. Newer damaged ones are reported.
 
     Raises:
-        ConfigError: there is none, or it is damaged; the message lists those there are.
+        ConfigError: there is no checkpoint, or it is damaged; the message lists the available steps.
     """
     checkpoints = {step_of(path): path for path in list_checkpoints(folder)}
     if not checkpoints:
         raise ConfigError(
-            f"{folder} holds no checkpoint: the run has not finished, or it was told to keep no weights "
+            f"{folder} holds no checkpoint: the run has not finished, or it was configured to keep no weights "
             "(checkpoint.save_final = false); train with --checkpoint.enable_checkpoint"
         )
     if step is not None and step not in checkpoints:
@@ -62,14 +62,14 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
             print(f"warning: {damage}; {checkpoints[number].name} is", file=sys.stderr)
         return checkpoints[number]
     others = f"; there are {sorted(checkpoints)}" if step is not None and len(checkpoints) > 1 else ""
-    raise ConfigError(f"no checkpoint is whole: {'; '.join(damages)}{others}")
+    raise ConfigError(f"no checkpoint can be used: {'; '.join(damages)}{others}")
 
 
 def read_numbers(checkpoint: Path) -> dict[str, int | float]:
-    """The numbers of progress.json: those of the run's `Progress`, and what else the run registered.
+    """The numbers in progress.json: those of the run's `Progress`, and those of other registered objects.
 
     Raises:
-        DamagedCheckpointError: they cannot be read, or one is not a finite number below 2^63.
+        DamagedCheckpointError: the file cannot be read, or a value is not a finite number below 2^63.
     """
     try:
         numbers = json.loads((checkpoint / PROGRESS_FILE).read_bytes())
@@ -84,7 +84,7 @@ def read_numbers(checkpoint: Path) -> dict[str, int | float]:
 
 
 def check_numbers(numbers: Mapping[str, Any], kinds: Mapping[str, int | float]) -> None:
-    """Check that numbers are integers where those of the same key in `kinds` are.
+    """Check that a number is an integer if `kinds` has an integer under the same key.
 
     Raises:
         DamagedCheckpointError: one is not.
@@ -98,7 +98,7 @@ def read_progress(checkpoint: Path) -> Progress:
     """How far the run was.
 
     Raises:
-        DamagedCheckpointError: progress.json does not say it.
+        DamagedCheckpointError: progress.json is damaged, or belongs to another step.
     """
     numbers = read_numbers(checkpoint)
     progress = Progress()
@@ -109,25 +109,25 @@ def read_progress(checkpoint: Path) -> Progress:
         if value < 0:
             raise DamagedCheckpointError(f"{PROGRESS_FILE} has {value!r} as {name}")
     if progress.step != step_of(checkpoint):
-        raise DamagedCheckpointError(f"{PROGRESS_FILE} is that of step {progress.step}")
+        raise DamagedCheckpointError(f"{PROGRESS_FILE} belongs to step {progress.step}")
     return progress
 
 
 def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool, only_trained: bool = False) -> None:
-    """Load only the weights of a checkpoint, averaged or raw, into a model, in place; in one process.
+    """Load the weights of a checkpoint, averaged or raw, into a model, in place and in one process.
 
     Args:
-        only_trained: the checkpoint holds those of a LoRA alone.
+        only_trained: the checkpoint contains only the weights of a LoRA.
 
     Raises:
-        ConfigError: it has no such weights, or they are not those of the model.
+        ConfigError: the checkpoint lacks these weights, or they do not match the model.
     """
     weights, required = (listed(model, only_trained=only_trained) for listed in (saved_weights, saved_parameters))
     try:
         reader = CheckpointReader(checkpoint)
         keys = checkpoint_keys(reader.read_metadata().state_dict_metadata, ema=ema)
         if not keys:
-            raise option_error("--weights", "ema" if ema else "raw", f"{checkpoint} holds the other ones only")
+            raise option_error("--weights", "ema" if ema else "raw", f"{checkpoint} has only the other weights")
         state = {keys.get(name, name): tensor for name, tensor in weights.items() if name in keys or name in required}
         load_safely(detached(state), reader, no_dist=True)
     except DamagedCheckpointError as error:
@@ -135,10 +135,10 @@ def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool, only_trained:
 
 
 def read_state(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Every whole tensor of a checkpoint whose name begins with `prefix`, on the CPU, in one process.
+    """Read every full tensor of a checkpoint whose name starts with `prefix`, on the CPU, in one process.
 
-    Names are `model.<parameter>`, `ema.<parameter>` and `optimizer.state.<parameter>.<what the optimizer calls it>`,
-    exp_avg, exp_avg_sq and step for AdamW.
+    Names are `model.<parameter>`, `ema.<parameter>` and `optimizer.state.<parameter>.<key>`. AdamW has the keys
+    exp_avg, exp_avg_sq and step.
     """
     reader = CheckpointReader(checkpoint)
     state = {
@@ -154,11 +154,11 @@ def load_safely(state: dict[str, Any], reader: CheckpointReader, **options: Any)
     """Fill the tensors of a state, which may be sharded, from a checkpoint.
 
     Raises:
-        DamagedCheckpointError: they are not all there, or not what they should be.
+        DamagedCheckpointError: tensors are missing or do not match.
     """
     try:
         with warnings.catch_warnings():
-            # Of a load in one process, which is what was asked for.
+            # Loading in a single process is intended here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(state, storage_reader=reader, planner=SafeLoadPlanner(), **options)
     except (CheckpointException, DamagedCheckpointError) as error:

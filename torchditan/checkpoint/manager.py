@@ -1,17 +1,18 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Checkpoints in torch's distributed format: sharded writing, beside the training if asked, and loading on any mesh.
+"""Checkpoints in torch's distributed format: sharded, optionally asynchronous writing, and loading on any mesh.
 
-A checkpoint is `step-00000100/`: the tensors of model, EMA and optimizer, the run's `config.json`, `progress.json` with
-the numbers that the rest of a run follows from (learning rate, data position and randomness are functions of them), and
-`manifest.json` with the checksums of all of it.
+A checkpoint is a folder `step-00000100/`. It contains the tensors of model, EMA and optimizer, the run's `config.json`,
+`progress.json`, and `manifest.json` with the checksums of all files. `progress.json` stores the numbers that determine
+the rest of a run: learning rate, data position and randomness are functions of them.
 
 Notable:
-- it is written beside, as `step-00000100.partial`, read back and compared, and published by one rename;
-- a damaged one is named, and the newest whole one is used; where none is whole, the run does not begin anew by itself;
-- a disk that is full costs a checkpoint, never the run: every rank goes on, the last whole one stays;
-- old ones are deleted by a thread of rank 0, so that no rank waits for slow storage;
-- with `async` the training waits for a copy of the state only; a thread of each rank writes it, over a process group of
-  its own. The copy's memory is kept and filled again.
+- a checkpoint is written to `step-00000100.partial`, read back, compared, and published by one rename;
+- a damaged checkpoint is reported, and the newest complete one is used. If every checkpoint is damaged, the run refuses
+  to start;
+- a full disk costs a checkpoint, never the run: every rank continues, and the last complete checkpoint stays;
+- a thread of rank 0 deletes old checkpoints, so that no rank waits for slow storage;
+- in mode `async`, training waits only while the state is copied. A thread of each rank writes the copy and uses a
+  separate process group. The memory of the copy is reused.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ if TYPE_CHECKING:
 
 
 def check_async_mode(config: Config, *, device: torch.device) -> None:
-    """Refuse pinned memory where there is no GPU to copy from.
+    """Refuse pinned memory on a machine without a GPU.
 
     Raises:
-        ConfigError: checkpoint.async_mode asks for it.
+        ConfigError: checkpoint.async_mode requires pinned memory.
     """
     if config.checkpoint.async_mode == "async_with_pinned_mem" and device.type != "cuda":
         right = "pinned memory is for copies from a GPU, and this machine has none; must be disabled or async"
@@ -78,14 +79,14 @@ def check_async_mode(config: Config, *, device: torch.device) -> None:
 
 
 class CheckpointManager:
-    """Saves, prunes and loads the checkpoints of one run; every method is called by all ranks.
+    """Saves, prunes and loads the checkpoints of one run. All ranks call every method.
 
     Args:
-        folder: that of the checkpoints, inside the run directory.
-        state: all that a checkpoint holds.
-        config: the resolved settings; its `[checkpoint]` section says how to save.
+        folder: checkpoint folder inside the run directory.
+        state: everything that a checkpoint contains.
+        config: the resolved settings; the `[checkpoint]` section controls saving.
         timeout_seconds: how long ranks wait for each other while they save or load.
-        warn: prints a line; called on rank 0, perhaps by the thread that writes.
+        warn: prints a line. Called on rank 0, possibly by the writing thread.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class CheckpointManager:
         self.config = to_dict(config)
         self.trajectory = trajectory(config)
         self.warn = warn
-        # A write goes on beside the training, whose collectives must not meet those of the write.
+        # Asynchronous writes run during training, so their collectives need a separate process group.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.stager: Stager | None = None
         if config.checkpoint.async_mode != "disabled":
@@ -111,9 +112,9 @@ class CheckpointManager:
 
             self.stager = Stager(pinned=config.checkpoint.async_mode == "async_with_pinned_mem")
         self.write_s: float | None = None
-        """Seconds that the last finished write took; beside the training with `async`."""
+        """Seconds that the last finished write took; with `async` it ran during training."""
         self.failure: str | None = None
-        """Why the last write failed, None where it did not."""
+        """Why the last write failed; None if it succeeded."""
         self._writing: threading.Thread | None = None
         self._cleaning: threading.Thread | None = None
         self._has_more_to_clean = False
@@ -121,9 +122,9 @@ class CheckpointManager:
         self._crash: BaseException | None = None
 
     def save(self) -> None:
-        """Write the checkpoint of this step, or begin to; once it is published, a thread deletes the oldest ones.
+        """Write the checkpoint of this step, or start writing it. After publishing, a thread deletes the oldest ones.
 
-        A write that fails for want of space, or of a disk that works, is reported and leaves nothing behind.
+        If the disk is full or fails, the write is reported and leaves no files.
         """
         self.wait()
         snapshot = self.state.snapshot()
@@ -135,7 +136,7 @@ class CheckpointManager:
         self._writing.start()
 
     def wait(self) -> None:
-        """Until the write that goes on beside the training is done."""
+        """Wait until an asynchronous write has finished."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
@@ -146,14 +147,14 @@ class CheckpointManager:
     def _write_in_thread(self, snapshot: Snapshot) -> None:
         try:
             self._write(snapshot)
-        except BaseException as error:  # raised where the training waits for it
+        except BaseException as error:  # raised again in `wait`
             self._crash = error
 
     def _write(self, snapshot: Snapshot) -> None:
         start = time.monotonic()
         target = self.folder / f"step-{snapshot.step:08d}"
         partial = target.with_suffix(".partial")
-        self.failure = self._first_failure(lambda: _make_anew(partial) if dist.get_rank() == 0 else None)
+        self.failure = self._first_failure(lambda: _recreate(partial) if dist.get_rank() == 0 else None)
         if self.failure is None:
             files: dict[str, list[Any]] = {}
             self.failure = self._first_failure(lambda: files.update(self._write_files(partial, snapshot)))
@@ -166,17 +167,17 @@ class CheckpointManager:
             if self.failure is None:
                 self._published_step = snapshot.step
             else:
-                with contextlib.suppress(OSError):  # it may not be there
+                with contextlib.suppress(OSError):  # it may not exist
                     discard(partial)
                 last = latest_checkpoint(self.folder)
-                kept = f"the last one is {last.name}" if last else "there is none yet"
-                self.warn(f"warning: no checkpoint of step {snapshot.step}: {self.failure}; {kept}. The run goes on")
+                kept = f"the last one is {last.name}" if last else "no checkpoint exists yet"
+                self.warn(f"warning: no checkpoint of step {snapshot.step}: {self.failure}; {kept}. The run continues")
             self._start_cleaning()
         self.write_s = time.monotonic() - start
 
     def _write_files(self, partial: Path, snapshot: Snapshot) -> dict[str, list[Any]]:
-        """Write this rank's files and read them back; their checksums."""
-        # A staged state is on the host: with no copying ahead the thread that writes leaves the device alone.
+        """Write this rank's files and read them back. Returns their checksums."""
+        # A staged state is on the host. Without copying ahead, the writing thread does not use the device.
         writer = ChecksummingWriter(partial, copy_ahead=10_000_000 if self.stager is None else 0)
         try:
             dcp.save(snapshot.tensors, storage_writer=writer, process_group=self.group)
@@ -201,17 +202,17 @@ class CheckpointManager:
             )
 
     def _first_failure(self, action: Callable[[], object]) -> str | None:
-        """Do it on every rank; what the operating system refused to any of them, the same on all.
+        """Run `action` on every rank. Returns the first operating system error of any rank, the same on all ranks.
 
         Raises:
-            RuntimeError: it failed in another way.
+            RuntimeError: it failed for another reason.
         """
         refused, other = None, None
         try:
             action()
         except OSError as error:
             refused = error.strerror or str(error)
-        except CheckpointException as error:  # of this rank, or because another one was refused something
+        except CheckpointException as error:  # of this rank, or because another rank failed
             other = str(error)
         refusal, failure = self._any_of(refused), self._any_of(other)
         if refusal is None and failure is not None:
@@ -219,18 +220,18 @@ class CheckpointManager:
         return refusal
 
     def load_latest(self) -> bool:
-        """Load the newest whole checkpoint into the run's state, and say which newer ones are not.
+        """Load the newest complete checkpoint into the run's state, and report newer ones that are damaged.
 
         Returns:
-            Whether there was one.
+            Whether a checkpoint was loaded.
 
         Raises:
-            ConfigError: there are some, and none is whole.
+            ConfigError: there are checkpoints, but none can be used.
         """
         self.wait()
         if dist.get_rank() == 0:
             discard_unfinished(self.folder)
-            self._published_step = 0  # until a checkpoint is loaded and the next one written, none is pruned
+            self._published_step = 0  # no pruning until a checkpoint is loaded and the next one written
             self._start_cleaning()
         names: list[Any] = [[path.name for path in list_checkpoints(self.folder)]]
         dist.broadcast_object_list(names, src=0, group=self.group)  # a shared folder may show ranks different lists
@@ -244,32 +245,32 @@ class CheckpointManager:
                 return True
             damages.append(f"{checkpoint} is not used: {damage}")
         if damages:
-            right = "to begin anew move them away, or name a new run with --metrics.experiment_name"
-            raise ConfigError(f"no checkpoint is whole: {'; '.join(damages)}; {right}")
+            right = "to start over, move them away, or name a new run with --metrics.experiment_name"
+            raise ConfigError(f"no checkpoint can be used: {'; '.join(damages)}; {right}")
         return False
 
     def _damage_of(self, checkpoint: Path) -> str | None:
-        """Why a checkpoint cannot continue this run; each rank reads a share of it, and all learn the answer."""
+        """Why a checkpoint cannot continue this run. Each rank reads a share of it, and all get the same answer."""
         damage = None
         try:
             manifest = verify(checkpoint, rank=dist.get_rank(), world_size=dist.get_world_size())
             read_progress(checkpoint)
             self.state.check_numbers(read_numbers(checkpoint))
             if differing := differences(manifest["trajectory"], self.trajectory):
-                damage = f"it is of a run with other settings ({'; '.join(differing)})"
+                damage = f"it belongs to a run with other settings ({'; '.join(differing)})"
         except DamagedCheckpointError as error:
             damage = str(error)
         return self._any_of(damage)
 
     def _load(self, checkpoint: Path) -> str | None:
-        """Load the state of the run; what went wrong, on any rank."""
+        """Load the state of the run. Returns the error of any rank, or None."""
         tensors, damage, stored = self.state.states_to_fill(), None, {}
         reader = CheckpointReader(checkpoint)
         try:
             stored = reader.read_metadata().state_dict_metadata
         except DamagedCheckpointError as error:
             damage = str(error)
-        if (damage := self._any_of(damage)) is not None:  # agreed before the collectives of a load
+        if (damage := self._any_of(damage)) is not None:  # ranks must agree before the collectives of a load
             return damage
         try:
             load_safely(_without_new_moments(tensors, stored), reader, process_group=self.group)
@@ -288,10 +289,10 @@ class CheckpointManager:
         return next((text for text in texts if text is not None), None)
 
     def close(self, *, patience_s: float | None = None) -> None:
-        """Wait on rank 0 until old checkpoints are deleted. To be called where no other rank waits for this one.
+        """Wait on rank 0 until old checkpoints are deleted. Call it only if no other rank waits for rank 0.
 
         Args:
-            patience_s: how long at most; what is left then, the next start deletes.
+            patience_s: maximum seconds to wait; the next start deletes the rest.
         """
         if self._cleaning is None:
             return
@@ -300,10 +301,10 @@ class CheckpointManager:
             if self._cleaning.is_alive():
                 self.warn(f"deleting old checkpoints in {self.folder}")
             self._cleaning.join()
-            self._clean_all()  # what came up as the thread ended
+            self._clean_all()  # requests that arrived as the thread ended
 
     def _start_cleaning(self) -> None:
-        """Have a thread delete what is not needed any more; one that is busy looks again before it ends."""
+        """Start a thread that deletes obsolete checkpoints. A running thread checks again before it ends."""
         self._has_more_to_clean = True
         if self._cleaning is None or not self._cleaning.is_alive():
             self._cleaning = threading.Thread(target=self._clean_all, name="old checkpoints", daemon=True)
@@ -315,9 +316,9 @@ class CheckpointManager:
             self._clean(self._published_step)
 
     def _clean(self, step: int) -> None:
-        """Prune the checkpoints before that of `step`, which is published, and delete what was discarded."""
-        with contextlib.suppress(OSError):  # of storage that fails; the next start deletes the rest
-            # Newer ones are damaged, or this run would stand there: they do not count.
+        """Delete discarded folders, and prune the checkpoints before the published one of `step`."""
+        with contextlib.suppress(OSError):  # failing storage; the next start deletes the rest
+            # Newer checkpoints do not count: they are damaged, or the run would have loaded them.
             reached = [path for path in list_checkpoints(self.folder) if step_of(path) <= step]
             for old in reached[: -self.keep_latest_k] if self.keep_latest_k else []:
                 with contextlib.suppress(OSError):  # a reader may have it open on NFS
@@ -334,10 +335,11 @@ def publish_checkpoint(
     config: dict[str, Any],
     trajectory: dict[str, Any],
 ) -> None:
-    """Put what makes it a checkpoint to the files that are there, whose checksums are given, and give it its name.
+    """Add the remaining files to a folder of tensors, and publish it as a checkpoint.
 
     Args:
-        numbers: those of the run's `Progress`, and what else is stored with them.
+        checksums: of the files that are already in `partial`.
+        numbers: those of the run's `Progress`, and any other numbers stored with them.
     """
     own = {CONFIG_FILE: write_json(partial / CONFIG_FILE, config)}
     own[PROGRESS_FILE] = write_json(partial / PROGRESS_FILE, numbers)
@@ -346,11 +348,11 @@ def publish_checkpoint(
 
 
 def _without_new_moments(state: dict[str, Any], stored: Iterable[str]) -> dict[str, Any]:
-    """The state without the moments of parameters for which a checkpoint has none: no gradient had reached them."""
+    """The state without moments that the checkpoint lacks, because those parameters never received a gradient."""
     prefix = "optimizer.state."
     have = {key.removeprefix(prefix).rpartition(".")[0] for key in stored if key.startswith(prefix)}
     if not have:
-        return state  # there must be some
+        return state  # at least one moment must be loaded
     moments = {name: value for name, value in state["optimizer"]["state"].items() if name in have}
     return {**state, "optimizer": {**state["optimizer"], "state": moments}}
 
@@ -359,6 +361,6 @@ def _file_of_rank(folder: Path, name: str) -> Path:
     return folder / f"{name}_rank{dist.get_rank()}.json"
 
 
-def _make_anew(partial: Path) -> None:
+def _recreate(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

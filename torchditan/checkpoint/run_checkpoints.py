@@ -1,9 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The checkpoints of one run: what it saves, continues from, stops with and rolls back to.
+"""The checkpoints of one run: saving, resuming, stopping and rolling back.
 
 Notable:
 - ranks stop only after a step that all agree on (`StopPoint`), and return to a checkpoint together (`Rollback`);
-- a run that kept its weights never starts over them, whatever the options.
+- a run that kept its weights never overwrites them from the first step, whatever the options.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torchditan.supervision.supervision import Supervision
 
 
 class RunCheckpoints:
-    """Saves and loads the run as a whole.
+    """Saves and loads the complete run.
 
     Args:
         manager: writes and reads the state of the run.
-        supervision: has the logger, and the progress that is part of that state.
-        guard: the last step is checked before its weights are saved.
+        supervision: provides the logger, and the progress that is part of the state.
+        guard: checks the last step before its weights are saved.
     """
 
     def __init__(self, manager: CheckpointManager, *, supervision: Supervision, guard: DivergenceGuard) -> None:
@@ -37,7 +37,7 @@ class RunCheckpoints:
         self.progress = supervision.progress
         self.guard = guard
         self.saved_step = -1
-        """Step of the newest checkpoint; -1: there is none."""
+        """Step of the newest checkpoint; -1 if there are none."""
 
     def save(self) -> None:
         progress, logger = self.progress, self.supervision.logger
@@ -51,7 +51,7 @@ class RunCheckpoints:
             self.saved_step = progress.step
 
     def load_latest(self) -> bool:
-        """Continue where the newest whole checkpoint is, if there is one."""
+        """Continue from the newest complete checkpoint. Returns whether there was one."""
         found = self.manager.load_latest()
         if found:
             self.saved_step = self.progress.step
@@ -60,13 +60,13 @@ class RunCheckpoints:
     def resume(
         self, run_directory: RunDirectory, *, ema: EMA | None, load_weights: Callable[[], str] | None
     ) -> str | None:
-        """Continue from the newest whole checkpoint of the run; without one, start with given weights.
+        """Continue from the newest complete checkpoint of the run. Without one, load the initial weights.
 
         Args:
-            load_weights: gives the model its initial weights, and says which; None: it keeps those it has.
+            load_weights: loads the initial weights and returns their description; None keeps those of the model.
 
         Returns:
-            What the initial weights were, for the log.
+            Description of the initial weights, for the log.
         """
         loaded = None
         if not self.load_latest() and load_weights is not None:
@@ -77,10 +77,10 @@ class RunCheckpoints:
         return loaded
 
     def wait_for_last(self) -> None:
-        """Wait for what is still being written.
+        """Wait for an unfinished write.
 
         Raises:
-            OSError: it could not be written; what the run learned since the one before would be lost in silence.
+            OSError: it failed. Continuing would silently lose the progress since the previous checkpoint.
         """
         with self.supervision.reporting("saving"):
             self.manager.wait()
@@ -92,7 +92,7 @@ class RunCheckpoints:
 
 
 class StopPoint:
-    """Ends the run after a step, with a checkpoint, once any rank was asked to stop."""
+    """Ends the run after a step, with a checkpoint, once any rank has received a stop request."""
 
     def __init__(
         self, agreement: StopAgreement, config: Config, checkpoints: RunCheckpoints, supervision: Supervision
@@ -103,14 +103,14 @@ class StopPoint:
         self.supervision = supervision
 
     def begin(self) -> None:
-        """Send this rank's answer while the optimizer works."""
+        """Start exchanging stop requests while the optimizer runs."""
         self.agreement.begin()
 
     def stop_if_asked(self) -> None:
-        """End here, with a checkpoint, if any rank was asked to: all ranks learn it at the same step.
+        """End the run with a checkpoint if any rank received a stop request. All ranks learn it at the same step.
 
         Raises:
-            Interrupted: they were.
+            Interrupted: a rank received a request.
         """
         step = self.supervision.progress.step
         self.supervision.note(step, "agreeing whether to stop")
@@ -119,9 +119,9 @@ class StopPoint:
             raise Interrupted(self._save_before_end(number, step))
 
     def _save_before_end(self, number: signal.Signals, step: int) -> str:
-        """Save what was learned; the reason of the end, and what comes next."""
+        """Save the run. Returns why it ends, and how it continues."""
         if step == self.supervision.start_step:
-            return f"stopped by {number.name} before any step; the same command begins where this one did"
+            return f"stopped by {number.name} before any step; the same command starts from the same point"
         reason = f"stopped by {number.name} after step {step}"
         if not self.config.checkpoint.enable_checkpoint:
             saved = self.checkpoints.saved_step
@@ -137,7 +137,7 @@ class StopPoint:
 
 
 class Rollback:
-    """Takes a run that diverged back to its last checkpoint, and past the data of the step that diverged."""
+    """Returns a diverged run to its last checkpoint, and skips the data of the step that diverged."""
 
     def __init__(
         self, config: Config, *, global_batch_size: int, guard: DivergenceGuard, checkpoints: RunCheckpoints
@@ -150,22 +150,22 @@ class Rollback:
         self.num_tries = 0
 
     def to_last_checkpoint(self, divergence: DivergenceError) -> str:
-        """Load it, and skip the data up to the step that diverged.
+        """Load the last checkpoint, and skip the data up to the step that diverged.
 
         Returns:
-            A warning that says so.
+            A warning that describes the rollback.
 
         Raises:
-            DivergenceError: the run is to stop at the first one, or came back to the same checkpoint too often.
+            DivergenceError: `training.on_nonfinite` is "stop", or the run returned to this checkpoint too often.
         """
         training, progress = self.config.training, self.checkpoints.progress
         if training.on_nonfinite == "stop":
-            self.checkpoints.manager.wait()  # for one of an earlier step, which is healthy
+            self.checkpoints.manager.wait()  # an earlier step, which is healthy, may still be written
             raise divergence
         rollbacks = progress.rollbacks
         behind = progress.position
         if progress.step < divergence.step:
-            behind += self.global_batch_size  # on a CPU the step is not counted yet
+            behind += self.global_batch_size  # on a CPU, the step is not counted yet
         self.guard.forget()
         self.guard.optimizer.zero_grad()
         if not self.checkpoints.load_latest():
@@ -173,7 +173,7 @@ class Rollback:
         self.num_tries = 1 if progress.step != self.tried_step else self.num_tries + 1
         self.tried_step = progress.step
         if self.num_tries > training.max_rollbacks:
-            after = f"after {training.max_rollbacks} rollback(s) to step {progress.step}, each to other data"
+            after = f"after {training.max_rollbacks} rollback(s) to step {progress.step}, each with other data"
             raise DivergenceError(divergence.step, f"{divergence.what}, {after}")
         progress.rollbacks = rollbacks + 1
         first, progress.position = progress.position, behind

@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What a checkpoint holds: objects with torch's `state_dict` and `load_state_dict`, each registered once.
+"""The contents of a checkpoint: objects with torch's `state_dict` and `load_state_dict`, each registered once.
 
-`Trainer.run_state` registers them in a `RunState`. To save something new with a run, implement the two methods and add
-a line there. Saving, resuming and the return to a checkpoint after a divergence follow.
+`Trainer.run_state` registers them in a `RunState`. To save another object with a run, implement the two methods and add
+a line there. Saving, resuming and rolling back after a divergence then include it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchditan.run.training_progress import Progress
 
 
 class Snapshot(NamedTuple):
-    """The states of one step. The tensors are those of the run, not copies."""
+    """The states at one step. The tensors are those of the run, not copies."""
 
     tensors: dict[str, dict[str, Any]]
     numbers: dict[str, int | float]
@@ -40,15 +40,15 @@ class Snapshot(NamedTuple):
 
 
 class RunState:
-    """Every object that is saved with a run, in one of three groups; None for what this run does not have.
+    """Every object that is saved with a run, in one of three groups. Objects that are None are left out.
 
     Args:
         progress: how far the run is; its step names the checkpoint. Stored with `numbers`.
         tensors: by name. Their states hold tensors, sharded or the same on all ranks. torch's distributed format
             stores them as `<name>.<key>`. A checkpoint that lacks one of them is refused.
         numbers: their states hold finite ints and floats below 2^63 in magnitude, the same on all ranks.
-            `progress.json` stores them by key, so that no two objects may use the same key. If a checkpoint lacks a
-            key, loading it gives the value that the object had when it was registered.
+            `progress.json` stores them by key, so no two objects may use the same key. If a checkpoint lacks a
+            key, loading it restores the value that the object had when it was registered.
         per_rank: by name. Their states differ between ranks and are stored as JSON, `<name>_rank0.json` and so on.
             An empty state is not written, and a rank without a file loads an empty one.
     """
@@ -70,7 +70,7 @@ class RunState:
         assert len(keys) == len(set(keys)), f"two registered objects store the same number: {sorted(keys)}"
 
     def snapshot(self) -> Snapshot:
-        """The states as they are now."""
+        """The current states."""
         numbers = {key: value for item in self.numbers for key, value in item.state_dict().items()}
         per_rank = {name: item.state_dict() for name, item in self.per_rank.items()}
         return Snapshot(self.tensor_states(), numbers, per_rank)
@@ -90,13 +90,13 @@ class RunState:
         """Refuse numbers that `load` could not use.
 
         Raises:
-            DamagedCheckpointError: one is of another type than here.
+            DamagedCheckpointError: one has another type than the registered number.
         """
         for state in self._first_numbers:
             check_numbers(numbers, state)
 
     def load(self, stored: Snapshot) -> None:
-        """Give every object its stored state."""
+        """Restore every object from its stored state."""
         for name, item in self.tensors.items():
             item.load_state_dict(stored.tensors[name])
         for item, first in zip(self.numbers, self._first_numbers, strict=True):
@@ -110,7 +110,7 @@ class RunState:
 
 
 class ModelState:
-    """The saved weights of a model, sharded as they are.
+    """The saved weights of a model, with their current sharding.
 
     Args:
         only_trained: leave out the frozen weights, which a LoRA does not change.
@@ -128,7 +128,7 @@ class ModelState:
 
 
 class OptimizerState:
-    """The state of an optimizer, by the names of the model's parameters: `state.<parameter>.exp_avg`."""
+    """The state of an optimizer, keyed by the names of the model's parameters: `state.<parameter>.exp_avg`."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model = model
@@ -159,15 +159,15 @@ class OptimizerState:
 
 
 def make_optimizer_state(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Give an optimizer the tensors that a load fills in, for each parameter that has none.
+    """Create the missing state tensors of an optimizer, so that a load can fill them in.
 
-    A new optimizer has none at all; later, those parameters lack them that no gradient reached (Qwen-Image has some).
-    torch would make them by one step with a gradient of zeros for every parameter at once. One after the other needs
-    the memory of a single gradient. The learning rate of that step is 0, and if the optimizer counts steps the
-    count goes back to 0. What else it leaves depends on the optimizer: weight decay in SGD's momentum, say.
+    A new optimizer has no state. Later, parameters without gradients still lack it (Qwen-Image has some).
+    torch would create all of it with one step, using a zero gradient for every parameter at once. Doing this for one
+    parameter after the other needs the memory of a single gradient. That step uses a learning rate of 0, and step
+    counts are reset to 0. What else it leaves depends on the optimizer: SGD's momentum may hold weight decay.
 
     Returns:
-        The parameters that had none.
+        The parameters that had no state.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     without: list[nn.Parameter] = [parameter for parameter in parameters if parameter not in optimizer.state]

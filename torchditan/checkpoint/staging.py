@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Copying a state aside, so that training continues while the copy is written.
+"""Copies a state, so that training continues while the copy is written.
 
 Notable:
-- the copy's memory is allocated once and filled again at the next save;
-- with pinned memory every copy has memory pages of its own. CUDA pins whole pages and refuses those that are pinned
-  already, and malloc puts small tensors on the pages of their neighbours.
+- the memory of the copy is allocated once and reused by the next save;
+- every pinned copy gets separate memory pages. CUDA pins whole pages and refuses pages that are already pinned, and
+  malloc places small tensors on shared pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Stager:
     """Copies a state to host memory that belongs to the stager.
 
     Args:
-        pinned: whether that memory is pinned; needs CUDA.
+        pinned: whether this memory is pinned; requires CUDA.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -30,7 +30,7 @@ class Stager:
         self._stager = _PinnedStager() if pinned else StateDictStager()
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The copy; valid until the next call, which fills the same memory."""
+        """Copy the state. The copy is valid until the next call, which reuses its memory."""
         staged: dict[str, Any] = self._stager.stage(state, non_blocking=self.pinned)
         if self.pinned:
             torch.accelerator.synchronize()
@@ -45,10 +45,10 @@ class _PinnedStager(StateDictStager):
 
 
 def _allocate_pinned(num_bytes: int) -> torch.UntypedStorage:
-    """Pinned host memory that begins with a page and shares none."""
-    # Anonymous and shared: a fork, of a loader worker say, leaves the pages where CUDA found them.
+    """Pinned host memory that starts at a page boundary and shares no page."""
+    # Anonymous shared mapping: a fork, for example of a loader worker, does not move the pages that CUDA pinned.
     storage = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8).untyped_storage()
     pin_memory_utils.pin_memory(storage.data_ptr(), storage.nbytes())
     unpin = weakref.finalize(storage, pin_memory_utils.unpin_memory, storage.data_ptr())
-    unpin.atexit = False  # CUDA may be gone by then
+    unpin.atexit = False  # CUDA may be shut down by then
     return storage

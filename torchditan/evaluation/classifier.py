@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The metric `classifier`: a small classifier of real images names the class that each generated one shows."""
+"""The metric `classifier`: a small classifier of real images predicts the class of each generated one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchditan.run.progress import Advance, report_progress
 
 
 class ClassifierAccuracy(MetricOfAllPictures):
-    """Share of generated images that show the class they were asked for, by a classifier of the training images."""
+    """Share of generated images that a classifier of the training images assigns to their requested class."""
 
     needs_labels = True
 
@@ -40,7 +40,7 @@ class ClassifierAccuracy(MetricOfAllPictures):
 
 
 class Classifier(nn.Module):
-    """Four convolutions with group norm, then the average over positions; any size from 8 x 8 on."""
+    """Four convolutions with group norm, then global average pooling; for images of 8 x 8 or larger."""
 
     def __init__(self, *, in_channels: int, num_classes: int, width: int = 64) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def train_classifier(
 ) -> Classifier:
     """Fit a classifier on images (N, C, H, W) and their labels (N,), with small random shifts.
 
-    `advance` is called with a part of an epoch after each batch.
+    `advance` is called after each batch with its fraction of an epoch.
     """
     torch.manual_seed(seed)
     model = Classifier(in_channels=images.shape[1], num_classes=num_classes)
@@ -99,6 +99,6 @@ def train_classifier(
 
 @torch.no_grad()
 def accuracy(model: Classifier, images: torch.Tensor, labels: torch.Tensor, *, batch_size: int = 256) -> float:
-    """Share of images (N, C, H, W) whose label (N,) the classifier names."""
+    """Share of images (N, C, H, W) whose label (N,) the classifier predicts."""
     predictions = [model(batch).argmax(1) for batch in images.split(batch_size)]
     return (torch.cat(predictions) == labels).float().mean().item()

@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Generated samples from a model, divided over the ranks, and the real ones to lay beside them.
+"""Generates samples from a model, divided over the ranks, and selects real ones to compare with.
 
 Notable:
-- sample k of class c starts from noise keyed to (seed, c, k): the same picture at any world size, batch
-  split and grid shape;
-- every rank runs the same number of forward passes, padding included, so under FSDP no rank waits for another.
+- the starting noise of sample k of class c is keyed to (seed, c, k): it gives the same picture at any world size,
+  batch split and grid shape;
+- every rank runs the same number of forward passes, including padding, so under FSDP no rank waits for another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchditan.models.spec import Conditioning
 from torchditan.randomness import normal
 from torchditan.run.progress import Advance, report_progress
 
-_SAMPLES_PER_CLASS = 1 << 32  # room for the sample's number in its noise index
+_SAMPLES_PER_CLASS = 1 << 32  # range of the sample number in its noise index
 _SEARCH_LIMIT = 20_000
 
 
@@ -45,20 +45,20 @@ def generate(
     device: torch.device,
     say: Callable[[str], None] | None = None,
 ) -> torch.Tensor:
-    """Sample the model by the `[sampling]` options; all ranks call it and all get the result.
+    """Sample the model with the `[sampling]` options; all ranks call it and all get the result.
 
     Args:
-        model: what is sampled.
+        model: the model to sample from.
         rows: the condition of each row of samples.
-        samples_per_row: samples of each.
+        samples_per_row: number of samples per row.
         sample_shape: (C, H, W) or (C, F, H, W).
-        conditioning: gives the condition and the null condition.
-        objective: what the model was trained with, which turns its predictions into samples.
+        conditioning: provides the condition and the null condition.
+        objective: the training objective, which converts predictions to samples.
         sampling: solver, steps and guidance.
         seed: seed of the starting noise.
         batch_size: samples at once on each rank.
         device: where the model is.
-        say: takes lines of progress; None: stderr.
+        say: receives lines of progress; None writes them to stderr.
 
     Returns:
         (len(rows.names), samples_per_row, *sample_shape) float32 on the CPU.
@@ -87,7 +87,7 @@ def generate(
                 guidance_channels=sampling.guidance_channels,
             )
             predict = _counted(predict, advance)
-            # Training compiled the blocks for its own batch; other shapes run eagerly instead of recompiling.
+            # Training compiled the blocks for its batch shape; other shapes run eagerly instead of recompiling.
             with torch.compiler.set_stance("force_eager"):
                 samples.append(objective.sample(predict, noise, sampling=sampling))
     local = torch.cat(samples)  # (per_rank, C, H, W)
@@ -115,10 +115,10 @@ def _gather(local: torch.Tensor, world_size: int) -> torch.Tensor:
 def real_samples(
     dataset: ImageDataset, *, labels: list[int], samples_per_label: int, conditional: bool
 ) -> torch.Tensor | None:
-    """Samples of each label in a dataset, to lay beside generated ones; None where it can only be streamed.
+    """Real samples of each label, to show next to generated ones; None if the dataset can only be streamed.
 
-    Where a label has too few (among 20,000 samples searched, if the labels are not known beforehand), its
-    last one repeats; a label with none is black.
+    If a label has too few samples, its last one repeats; a label without samples is black. If the labels are not known
+    in advance, 20,000 samples are searched.
 
     Returns:
         (len(labels), samples_per_label, C, H, W) float32 in [-1, 1].
@@ -139,7 +139,7 @@ def real_samples(
 
 
 def _candidates(dataset: ImageDataset, *, labels: list[int], wanted: int) -> list[np.ndarray]:
-    """For each label, indices of samples that have it; with no labels one row, spread over the dataset."""
+    """Indices of samples with each label; without labels, one row of indices spread over the dataset."""
     spread = np.arange(0, len(dataset), max(1, len(dataset) // _SEARCH_LIMIT))
     if not labels:
         return [_spread(spread, wanted)]
@@ -156,6 +156,6 @@ def _candidates(dataset: ImageDataset, *, labels: list[int], wanted: int) -> lis
 
 
 def _spread(indices: np.ndarray, wanted: int) -> np.ndarray:
-    """Those evenly spaced over all of them first (neighbours may be alike), then the rest."""
+    """Evenly spaced indices first (neighbours may be similar), then the rest."""
     stride = max(1, len(indices) // wanted)
     return np.concatenate([indices[start::stride] for start in range(stride)])

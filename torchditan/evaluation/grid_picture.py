@@ -1,11 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Generated images beside real ones of the same class, as one labelled PNG.
+"""Generated images next to real ones of the same class, in one labelled PNG.
 
 Notable:
-- Drawn with Pillow alone, its built-in font included; every text is measured, none is cut off.
-- Small images are enlarged by an integer with nearest neighbour: a pixel stays a square, nothing is smoothed.
-- Samples of more than three channels are latents: the first three are shown as colours, stretched to the
-  range of the real ones, so that generated latents of another scale look different.
+- The picture is drawn with Pillow alone, including its built-in font. Every text is measured, so none is cut off.
+- Small images are enlarged by an integer factor with nearest neighbour: each pixel stays a square, without smoothing.
+- Samples with more than three channels are latents. The first three channels are shown as colours, scaled to the range
+  of the real ones, so that generated latents of another scale look different.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchditan.run.atomic_files import write_file
 
 _MARGIN = 16
 CELL_GAP = 6
-_BLOCK_GAP = 40  # between generated and real; the line in it says that they are two things
+_BLOCK_GAP = 40  # between generated and real; the line in it separates them
 _INK, _PALE, PAPER = (0, 0, 0), (170, 170, 170), (255, 255, 255)
 
 LAYOUT_KEY = "torchditan_layout"
@@ -35,7 +35,7 @@ LAYOUT_KEY = "torchditan_layout"
 
 @dataclass(frozen=True)
 class GridLayout:
-    """Where the generated images of a grid are, in pixels; stored as a text chunk of its PNG."""
+    """Positions of the generated images in a grid, in pixels; stored as a text chunk of its PNG."""
 
     left: int
     top: int
@@ -58,12 +58,16 @@ def save_grid(
     heading: str = "generated",
     real_heading: str = "real",
 ) -> None:
-    """Write the grid to `path`, whole or not at all.
+    """Write the grid to `path` atomically.
 
-    generated, real: (rows, k, C, H, W) float; pixels in [-1, 1] for C = 1 or 3, else latents. Each may have
-    its own k; `real` is None where there is nothing to compare with. labels: the class of each row.
-    scale: integer enlargement; by default cells of images under 48 px come to 48 to 96 px.
-    heading, real_heading: what stands over the images, and over the real ones.
+    Args:
+        path: PNG to write.
+        generated, real: (rows, k, C, H, W) float; pixels in [-1, 1] if C is 1 or 3, otherwise latents. Each may have
+            its own k. `real` is None if there are no images to compare with.
+        labels: the class of each row.
+        title: of the picture.
+        scale: integer enlargement; by default, images under 48 px are enlarged to 48 to 96 px.
+        heading, real_heading: texts above the generated and the real images.
     """
     assert generated.dim() == 5 and len(labels) == generated.shape[0], (generated.shape, labels)
     assert real is None or (real.shape[0], *real.shape[2:]) == (generated.shape[0], *generated.shape[2:])
@@ -82,16 +86,16 @@ def save_grid(
 
 
 def add_to_steps(folder: Path, samples: Tensor, labels: list[str], *, step: int, title: str) -> None:
-    """Add a column to `over_steps.png` in a folder: what each row looked like at this step of the training.
+    """Add a column to `over_steps.png` in a folder: each row as sampled at this training step.
 
-    The columns of before are read from `over_steps/`, so a run that goes on keeps them; those of other labels stay
-    there, out of the picture.
+    Earlier columns are read from `over_steps/`, so a resumed run keeps them. Columns with other labels stay in the
+    folder but are not shown.
 
     Args:
         folder: of the run's grids.
         samples: (rows, C, H, W), the first sample of each row.
         labels: of the rows.
-        step: the column; one that is there is replaced.
+        step: the column; an existing one is replaced.
         title: of the picture.
     """
     column = _to_uint8(samples[:, None], samples[:, None])[:, 0]  # (rows, H, W, 3)
@@ -103,7 +107,7 @@ def add_to_steps(folder: Path, samples: Tensor, labels: list[str], *, step: int,
     for path in sorted((folder / "over_steps").glob(f"step_*_{rows}.png")):
         with Image.open(path) as strip:
             pixels = torch.from_numpy(np.array(strip.convert("RGB")))
-        if pixels.shape == (column.shape[0] * column.shape[1], *column.shape[2:]):  # not of another size
+        if pixels.shape == (column.shape[0] * column.shape[1], *column.shape[2:]):  # skip other sizes
             blocks.append((f"step {int(path.stem.split('_')[1])}", pixels.view(column.shape)[:, None]))
     picture, _ = draw(blocks, labels, title, _enlargement(column.shape[1:3]), gap=CELL_GAP)
     encoded = io.BytesIO()
@@ -112,7 +116,7 @@ def add_to_steps(folder: Path, samples: Tensor, labels: list[str], *, step: int,
 
 
 def stills(samples: Tensor, *, most: int = 4) -> Tensor:
-    """Evenly spaced frames of videos (rows, k, C, F, H, W) side by side, (rows, k f, C, H, W); images stay."""
+    """Evenly spaced frames of videos (rows, k, C, F, H, W), side by side: (rows, k f, C, H, W). Images are kept."""
     if samples.dim() == 5:
         return samples
     frames = torch.linspace(0, samples.shape[3] - 1, min(most, samples.shape[3])).long()
@@ -142,7 +146,7 @@ def _to_uint8(images: Tensor, reference: Tensor) -> Tensor:
 def draw(
     blocks: list[tuple[str, Tensor]], labels: list[str], title: str, scale: int, *, gap: int = _BLOCK_GAP
 ) -> tuple[Image.Image, GridLayout]:
-    """Blocks of images with a heading each, (rows, k, H, W, 3) uint8, in one picture, and where the first one is."""
+    """Draw blocks of images, (rows, k, H, W, 3) uint8, each with a heading; returns the layout of the first one."""
     small, large = ImageFont.load_default(size=14), ImageFont.load_default(size=18)
     height, width = (side * scale for side in blocks[0][1].shape[2:4])
     label_width = max(_width(label, small) for label in labels)
@@ -182,5 +186,5 @@ def _width(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> int
 
 
 def _height(font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> int:
-    """Of a line with ascenders and descenders, so that all lines are alike."""
+    """Height of a line with ascenders and descenders, so that all lines have the same height."""
     return math.ceil(font.getbbox("Agjpq|")[3])

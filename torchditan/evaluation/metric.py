@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The protocol of a metric: it sees batches of generated and of real pictures, and says at the end what it found.
+"""The protocol of a metric: it receives batches of generated and real pictures, and then computes its results.
 
-scripts/evaluate.py computes those that `--metrics` names (`METRICS` in registry.py); docs/extending.md adds one.
+scripts/evaluate.py computes the metrics in `--metrics` (`METRICS` in registry.py); docs/extending.md adds one.
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ import torch
 from torchditan.data_stream.datasets import ImageDataset
 
 Source = Literal["train", "held_out", "generated"]
-"""Where pictures come from: the images that the model learned from, those it never saw, or its samples."""
+"""Source of pictures: training images, held-out images, or samples of the model."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a metric is built from."""
+    """Arguments for building a metric."""
 
     class_names: list[str]
-    """Of the dataset; empty where the model was trained without labels."""
+    """Of the dataset; empty if the model was trained without labels."""
     seed: int
     epochs: int
-    """Passes over the training images, for a metric that fits a model of its own."""
+    """Passes over the training images, for metrics that train a model."""
 
 
 class Metric(Protocol):
     """One metric of one evaluation; built as `cls(evaluation)`."""
 
     needs_labels: ClassVar[bool]
-    """Whether it applies to models of classes alone."""
+    """Whether it requires a class-conditional model."""
 
     def __init__(self, evaluation: Evaluation) -> None: ...
 
     def update(self, images: torch.Tensor, labels: torch.Tensor | None, *, source: Source) -> None:
-        """Take a batch.
+        """Add a batch.
 
         Args:
             images: (N, C, H, W) float32 pixels in [-1, 1] on the CPU. Any N; the sources come in any order.
-            labels: (N,) int64, of generated images the class that was asked for; None without labels.
+            labels: (N,) int64, for generated images the requested class; None without labels.
             source: of all images of the batch.
         """
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What it gathered so far, as tensors that can be sent to another rank."""
+        """The data gathered so far, as tensors that can be sent to another rank."""
 
     def merge(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Add what the same metric gathered on another rank, from other pictures."""
+        """Add the data that the same metric gathered on another rank, from other pictures."""
 
     def compute(self) -> dict[str, Any]:
-        """Results by name, numbers or dictionaries of them, once all pictures were taken."""
+        """Results by name, as numbers or dictionaries of them; called after all pictures were added."""
 
 
 class MetricOfAllPictures:
-    """A metric that needs all pictures at once and keeps them on the host; a subclass gives `compute`."""
+    """Base class for metrics that need all pictures at once, kept on the host; subclasses implement `compute`."""
 
     needs_labels: ClassVar[bool] = False
 

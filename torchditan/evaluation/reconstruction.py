@@ -1,9 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""How well an autoencoder gives images back: PSNR and SSIM, what its latents look like, and how fast it is.
+"""Reconstruction quality of an autoencoder: PSNR and SSIM, latent statistics, and speed.
 
 Notable:
-- figures are of the 8-bit pictures that would be saved, one number for each image; a mean is over images;
-- SSIM is that of the paper, windows wholly inside the image, and the mean over colour channels;
+- metrics use the 8-bit pictures that would be saved, with one value per image; a mean is over images;
+- SSIM follows the paper, with windows fully inside the image, and averages the colour channels;
 - normalised latents should have means near 0 and standard deviations near 1 in every channel.
 """
 
@@ -24,7 +24,7 @@ from torchditan.config.errors import option_error
 from torchditan.data_stream.datasets import ImageDataset, SequentialDataset, read_image
 
 SSIM_WINDOW = 11
-"""Pixels of the window, a side; smaller images have no SSIM."""
+"""Side of the window in pixels; smaller images have no SSIM."""
 
 
 def to_8_bit(images: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def psnr(images: Tensor, references: Tensor) -> Tensor:
         images, references: (B, C, H, W) in [-1, 1].
 
     Returns:
-        (B,) float64, in dB; infinite where the 8-bit images are equal.
+        (B,) float64, in dB; infinite if the 8-bit images are equal.
     """
     difference = to_8_bit(images) - to_8_bit(references)
     return 10 * torch.log10(255**2 / difference.square().mean((1, 2, 3)))
@@ -48,13 +48,13 @@ def psnr(images: Tensor, references: Tensor) -> Tensor:
 def ssim(images: Tensor, references: Tensor) -> Tensor:
     """Structural similarity of the 8-bit images (Wang et al. 2004, eq. 13), mean over windows and colour channels.
 
-    Gaussian window of 11 x 11 with sigma 1.5, K1 = 0.01, K2 = 0.03; windows lie wholly inside the image.
+    Gaussian window of 11 x 11 with sigma 1.5, K1 = 0.01, K2 = 0.03; windows lie fully inside the image.
 
     Args:
         images, references: (B, C, H, W) in [-1, 1], height and width at least 11.
 
     Returns:
-        (B,) float64; 1 where the 8-bit images are equal.
+        (B,) float64; 1 if the 8-bit images are equal.
     """
     assert min(images.shape[2:]) >= SSIM_WINDOW, images.shape
     x, y = to_8_bit(images), to_8_bit(references)
@@ -69,7 +69,7 @@ def ssim(images: Tensor, references: Tensor) -> Tensor:
 
 
 def similarity(generated: Tensor, references: Tensor) -> dict[str, float]:
-    """Mean `psnr` (dB) and `ssim` of sample i against reference i of its row; what cannot be measured is left out.
+    """Mean `psnr` (dB) and `ssim` of sample i against reference i of its row. Undefined values are left out.
 
     Args:
         generated, references: (rows, k, C, H, W) in [-1, 1]; only the first k that both have are compared.
@@ -98,7 +98,7 @@ def _windowed(values: Tensor) -> Tensor:
 def picture_batches(
     dataset: ImageDataset, *, num_images: int, batch_size: int, corrupt_images: Literal["error", "skip"]
 ) -> Iterator[Tensor]:
-    """Pictures spread evenly over a dataset, all of them where it has no more than `num_images`.
+    """Pictures spread evenly over a dataset; all of them if it has no more than `num_images`.
 
     Yields:
         (batch_size or fewer, 1 or 3, H, W) float32 in [-1, 1].
@@ -114,9 +114,9 @@ def picture_batches(
 
 
 def check_pictures(dataset: ImageDataset) -> None:
-    """Refuse with a ConfigError a dataset that is read in order only, and one that holds no pictures."""
+    """Raise ConfigError for a dataset that is read only in order, or does not consist of pictures."""
     if isinstance(dataset, SequentialDataset):
-        right = "pictures are read from all over the dataset here; must be false"
+        right = "pictures are read in random order here; must be false"
         raise option_error("dataset.streaming", True, right)
     if dataset.sample_shape[0] not in (1, 3):
         right = f"its samples have {dataset.sample_shape[0]} channels; must be a dataset of pictures"
@@ -136,13 +136,13 @@ def channel_statistics(latents: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def normalization_of(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-    """(shift, scale) that give each channel mean 0 and standard deviation 1; one that never varies is only moved."""
+    """(shift, scale) that give each channel mean 0 and standard deviation 1; a constant channel is only shifted."""
     return mean, torch.where(std > 1e-6, 1 / std, torch.ones_like(std))
 
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """An autoencoder's images and figures, over n images."""
+    """Reconstructed images and metrics of an autoencoder, over n images."""
 
     images: Tensor
     """(n, C, H, W) float32 on the CPU, about [-1, 1]."""
@@ -160,7 +160,7 @@ class Reconstruction:
 
 
 def reconstruct(autoencoder: Autoencoder, images: Tensor, *, batch_size: int) -> Reconstruction:
-    """Encode and decode images (n, C, H, W) in [-1, 1] with an autoencoder whose normalisation is set; timed."""
+    """Encode and decode images (n, C, H, W) in [-1, 1], and measure the time. The normalisation must be set."""
     batches = images.split(batch_size)
     autoencoder.decode(autoencoder.encode(batches[0]))  # the first pass also loads kernels
     start = _now(autoencoder.device)

@@ -1,11 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The grids of a run: which rows they have, the real images beside them, and how alike the two are.
+"""The grids of a run: their rows, the real images next to them, and the similarity of both.
 
-PSNR and SSIM need an image that sample i should look like:
-- a held-out image of the same caption: `psnr`, `ssim`;
-- for the user's own prompts, which have none, the sample that the original model drew of the same prompt and noise
-  before the first step: `psnr_to_original`, `ssim_to_original`;
-- of a class there is none, and nothing is measured.
+PSNR and SSIM need a reference image for sample i:
+- a held-out image of the same caption gives `psnr` and `ssim`;
+- the user's own prompts have no such image. The reference is then the sample that the original model drew for the same
+  prompt and noise before the first step: `psnr_to_original`, `ssim_to_original`;
+- a class has no reference, and neither is measured.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torchditan.evaluation.generate import real_samples
 from torchditan.evaluation.grid_picture import add_to_steps, save_grid, stills
 from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.latents.sample_space import SampleSpace
-from torchditan.run.atomic_files import written_beside
+from torchditan.run.atomic_files import atomic_writer
 
 ORIGINAL = "original.npz"
-"""In samples/: what the original model drew before the first step, and how it was drawn."""
+"""In samples/: the samples of the original model before the first step, and how they were drawn."""
 
 
 class Grids:
@@ -36,9 +36,9 @@ class Grids:
 
     Args:
         config: of the run.
-        dataset: names the classes, or has `prompts` (SampleRows) of its own.
-        held_out: whose images stand beside the generated ones; None: the dataset's.
-        space: makes pixels of samples.
+        dataset: provides class names, or `prompts` (SampleRows).
+        held_out: provides the images next to the generated ones; None uses `dataset`.
+        space: converts samples to pixels.
     """
 
     def __init__(
@@ -58,23 +58,23 @@ class Grids:
 
     @property
     def has_original(self) -> bool:
-        """Whether the samples before the first step are those of a trained model, and are drawn."""
+        """Whether samples are drawn before the first step, from a trained model."""
         config = self.config
         begins_trained = config.model.path is not None or config.checkpoint.initial_load_path is not None
         return begins_trained and config.sampling.at_start
 
     @property
     def why_no_scores(self) -> str | None:
-        """Why the user's own prompts have neither PSNR nor SSIM, and what gives them; None where they have."""
+        """Why the user's own prompts have no PSNR and SSIM, and how to get them; None if they have."""
         if not (self.config.sampling.prompts and self.shows_prompts) or self.has_original:
             return None
         missing = "PSNR and SSIM are not measured: sampling.prompts have no real images"
         if self.config.model.path is None and self.config.checkpoint.initial_load_path is None:
-            return f"{missing}, and this run begins with random weights"
+            return f"{missing}, and this run starts from random weights"
         return f"{missing}; --sampling.at_start compares with the samples of the original model"
 
     def why_no_original(self, folder: Path) -> str | None:
-        """Why a resumed run is not compared with the samples of its original model; None where it is.
+        """Why a resumed run is not compared with the samples of its original model; None if it is.
 
         Args:
             folder: that of the grids.
@@ -87,7 +87,7 @@ class Grids:
         return f"no PSNR and SSIM to the original: {why}"
 
     def write(self, path: Path, generated: Tensor, *, step: int) -> dict[str, float]:
-        """Write the grid of a step, and measure it against the images that it should look like.
+        """Write the grid of a step, and compare it with its reference images.
 
         Args:
             path: PNG to write.
@@ -95,10 +95,10 @@ class Grids:
             step: of the training.
 
         Returns:
-            `psnr` and `ssim`, or `psnr_to_original` and `ssim_to_original`, where there is something to compare with.
+            `psnr` and `ssim`, or `psnr_to_original` and `ssim_to_original`, if there are references.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         config, rows = self.config, self.rows
         if self._real is None:
@@ -115,7 +115,7 @@ class Grids:
     def _scores(self, generated: Tensor, original: Path, *, step: int) -> dict[str, float]:
         if not self.shows_prompts:
             return {}
-        from torchditan.evaluation.reconstruction import similarity, to_8_bit  # only a run on captions needs it
+        from torchditan.evaluation.reconstruction import similarity, to_8_bit  # only runs on captions need it
 
         if self.rows.references is not None:
             assert self._real is not None
@@ -123,7 +123,7 @@ class Grids:
         if not self.has_original:
             return {}
         if step == 0:
-            with written_beside(original) as file:
+            with atomic_writer(original) as file:
                 np.savez(file, pixels=to_8_bit(generated).byte().numpy(), drawn=np.array(self._drawn()))
             return {}
         pixels = self._read_original(original)
@@ -131,7 +131,7 @@ class Grids:
         return {f"{name}_to_original": value for name, value in scores.items()}
 
     def _read_original(self, path: Path) -> Tensor | None:
-        """Pixels (rows, k, C, H, W) in [-1, 1], or None: not drawn, or drawn in another way than these samples."""
+        """Pixels (rows, k, C, H, W), or None if they were not drawn, or drawn in another way than these samples."""
         try:
             with np.load(path, allow_pickle=False) as stored:
                 if str(stored["drawn"]) != self._drawn():
@@ -141,7 +141,7 @@ class Grids:
             return None
 
     def _drawn(self) -> str:
-        """All that decides what a model draws."""
+        """All settings that determine the samples of a model."""
         return json.dumps([asdict(self.config.sampling), self.config.training.seed, self.rows.names], sort_keys=True)
 
     def _real_images(self) -> Tensor | None:

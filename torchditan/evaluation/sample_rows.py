@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What a grid of samples shows, row by row: classes, or prompts."""
+"""Rows of a grid of samples: classes or prompts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class SampleRows:
     """Rows of a grid, and the condition of each.
 
     Args:
-        names: what stands beside each row.
-        numbers: of each row; it names the noise, so a class looks alike in every grid.
-        tensors: the condition of the rows, (n, ...) each, by the names that the model's spec has for it.
+        names: label next to each row.
+        numbers: number of each row. It keys the noise, so a class starts from the same noise in every grid.
+        tensors: the condition of the rows, (n, ...) each, by the names in the model's spec.
         references: (n, C, H, W) pixels in [-1, 1] of the same captions, or None.
     """
 
@@ -29,7 +29,7 @@ class SampleRows:
 
     @classmethod
     def of_classes(cls, labels: Sequence[int], *, class_names: Sequence[str]) -> SampleRows:
-        """A row for each label; without class names one row for each, of no condition."""
+        """A row for each label; without class names, unconditional rows."""
         if not class_names:
             return cls(names=["" for _ in labels], numbers=list(labels))
         return cls(

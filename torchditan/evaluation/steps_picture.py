@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""How samples change over the steps of a run: cells read back from its grids, as a strip and as an animation."""
+"""Samples over the steps of a run: cells read back from its grids, as a strip and as an animation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchditan.run.atomic_files import write_file
 
 
 def read_cells(path: Path) -> tuple[Tensor, list[str]] | None:
-    """The generated images of a grid as they were drawn, enlarged, and their labels.
+    """The generated images of a grid in their drawn, enlarged form, and their labels.
 
     Returns:
         (rows, k, H, W, 3) uint8 and a label per row; None if the file does not store its layout.
@@ -56,14 +56,14 @@ def save_strip(path: Path, columns: dict[int, Tensor], labels: list[str], *, tit
 
 
 def save_animation(path: Path, frames: dict[int, Tensor], labels: list[str], *, title: str, seconds: float) -> None:
-    """Write an animated GIF with a frame for each step; the last frame stays four times as long.
+    """Write an animated GIF with a frame for each step; the last frame is shown four times as long.
 
     Args:
         path: GIF to write.
         frames: step -> (rows, k, H, W, 3) uint8.
         labels: of the rows.
         title: of the picture.
-        seconds: that each frame is shown.
+        seconds: how long each frame is shown.
     """
     digits = len(str(max(frames)))
     drawn = [draw([(f"step {step:{digits}d}", cells)], labels, title, 1)[0] for step, cells in frames.items()]

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Validation loss on held-out images with fixed noise and timesteps: a curve without the noise of training's."""
+"""Validation loss on held-out images with fixed noise and timesteps, so the curve has no sampling noise."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def validation_loss(
     corrupt_images: Literal["error", "skip"],
     device: torch.device,
 ) -> float:
-    """Mean loss over evenly spaced images; the same images, noise and timesteps at every call and world size.
+    """Mean loss over evenly spaced images. Images, noise and timesteps are the same at every call and world size.
 
-    The noise seed is a constant, so that runs of different seeds can be compared. Timesteps follow a
+    The noise seed is a constant, so that runs with different seeds are comparable. Timesteps follow a
     low-discrepancy sequence through the training distribution, and no label is dropped.
 
     Args:
         model: the model, called equally often on every rank.
-        loss: of each sample, by the run's objective.
+        loss: returns the loss of each sample under the run's objective.
         dataset: held-out images.
-        space: makes them what the model sees.
+        space: converts images to the model's samples.
         num_images: images to use, at most the dataset's.
         batch_size: images at once on each rank.
         corrupt_images: as in training.
@@ -76,7 +76,7 @@ def validation_loss(
 def _batches(
     dataset: ImageDataset, count: int, *, batch_size: int, rank: int, world_size: int
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """(numbers of a batch's images, all of one shape; which of them are no padding), as many on each rank."""
+    """Yield (image numbers of a batch with one shape, which of them are not padding), equally often on each rank."""
     groups = [np.arange(count)]
     if isinstance(dataset, GroupedDataset):
         chosen = np.arange(count) * len(dataset) // count

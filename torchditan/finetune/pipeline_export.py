@@ -29,7 +29,7 @@ from torchditan.finetune.published import PublishedModel, family
 from torchditan.finetune.published.stored_weights import fetch, is_hub_name
 from torchditan.models.saved_weights import saved_weights
 from torchditan.registry import FAMILIES
-from torchditan.run.atomic_files import beside, sync_folder
+from torchditan.run.atomic_files import sync_folder, temporary_path
 from torchditan.weights.exported import Kind, StoredWeights, open_weights
 from torchditan.weights.initial import refuse_other_model
 from torchditan.weights.safetensors_files import TensorToWrite, write_weights
@@ -87,7 +87,7 @@ def export_pipeline(
         model = cast(PublishedModel, stored_spec(config).build())
     refuse_other_model(model, stored, [])
     parts = _find_other_parts(config, pipeline_class=pipeline_class, subfolder=cls.subfolder)
-    partial_folder = beside(folder)
+    partial_folder = temporary_path(folder)
     try:
         partial_folder.mkdir(parents=True)
         inner = partial_folder

@@ -2,11 +2,11 @@
 """Images -> latents on disk: encodes a dataset into the shards of shards.py, on any number of ranks.
 
 Notable:
-- a shard is a function of its source images and the settings: its batches start at its first image, and rank r of W
-  encodes shards r, r + W, ... So any number of ranks, stopped anywhere and rerun, ends with the same bytes;
-- ranks never talk: writer.py keeps what is done in the folder itself;
-- while one shard is written by a thread, the next is encoded; loader workers decode images ahead of both;
-- an image that cannot be read is skipped, and listed with its reason in the index.
+- a shard is a function of its source images and the settings: its batches start at its first image. Rank r of W
+  encodes shards r, r + W, ... So any number of ranks, stopped and rerun at any point, produces the same bytes;
+- ranks do not communicate: writer.py records progress in the folder;
+- while a thread writes one shard, the next is encoded; loader workers decode images ahead of both;
+- an image that cannot be read is skipped, and the index lists it with the reason.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def describe_encoding(
     posterior: bool,
     shard_size: int,
 ) -> Encoding:
-    """What the latents of a dataset will be.
+    """Describe the latents of a dataset before encoding it.
 
     Raises:
-        ConfigError: the images do not fit the autoencoder, or it has no variance to store.
+        ConfigError: the images do not match the autoencoder, or it has no variance to store.
     """
     if isinstance(dataset, GroupedDataset) and len(dataset.groups()) > 1:
         right = "latent shards hold samples of one shape; leave it out (training on captions caches its own latents)"
@@ -56,7 +56,7 @@ def describe_encoding(
         right = f"{autoencoder.name} reads {autoencoder.image_channels} channel(s), and {dataset.name} has {channels}"
         raise option_error("autoencoder.name", autoencoder.name, right)
     if posterior and not autoencoder.has_posterior:
-        raise option_error("--posterior", True, f"{autoencoder.name} gives no variance; leave it out")
+        raise option_error("--posterior", True, f"{autoencoder.name} has no variance; leave it out")
     shift, scale = autoencoder.shift, autoencoder.scale
     return Encoding(
         dataset=dataset.name,
@@ -83,7 +83,7 @@ def describe_encoding(
 
 
 def describe_conversion(source: LatentShards, *, split: str, shard_size: int) -> Encoding:
-    """What the shards made of the public file will be."""
+    """Describe the shards converted from the public file."""
     values = {name: getattr(source.index, name) for name in Encoding.__dataclass_fields__}
     return Encoding(**{**values, "split": split, "shard_size": shard_size})
 
@@ -99,22 +99,23 @@ def encode(
     prefetch_factor: int,
     report: Callable[[int], None],
 ) -> LatentIndex | None:
-    """Encode this rank's missing shards, and finish the folder where no other rank has any left to do.
+    """Encode this rank's missing shards, and finish the folder if no other rank has work left.
 
     Args:
         dataset: the source images, in their own order.
         autoencoder: on this rank's device.
-        writer: opened.
-        rank: takes every world_size-th shard.
+        writer: open.
+        rank: encodes every world_size-th shard.
         batch_size: images in one forward pass.
-        num_workers, prefetch_factor: processes that decode images ahead, and their batches; 0 decodes in this one.
+        num_workers, prefetch_factor: processes that decode images ahead, and their batches; with 0 workers, this
+            process decodes.
         report: called with the number of images after each batch.
 
     Returns:
-        The index, or None while other ranks still work.
+        The index; None while other ranks still have work.
 
     Raises:
-        ConfigError: the disk is full, or the dataset refuses more than an image.
+        ConfigError: the disk is full, or the dataset fails for more than single images.
     """
     encoding = writer.encoding
     numbers = [number for number in writer.missing() if number % rank.world_size == rank.rank]
@@ -140,7 +141,7 @@ def encode(
 def convert(
     source: LatentShards, writer: LatentWriter, *, rank: Rank, report: Callable[[int], None]
 ) -> LatentIndex | None:
-    """The public file as a folder of shards: the same int8 latents, with statistics of all of them."""
+    """Convert the public file to a folder of shards: the same int8 latents, with statistics over all of them."""
     encoding = writer.encoding
     for number in writer.missing():
         if number % rank.world_size != rank.rank:
@@ -171,7 +172,7 @@ class _SourceBatch(NamedTuple):
     labels: Tensor
     """(B,) int64; zeros without labels."""
     numbers: Tensor
-    """(B,) int64, of the source images."""
+    """(B,) int64, numbers of the source images."""
     skipped: list[tuple[int, str]]
 
     @property
@@ -180,7 +181,7 @@ class _SourceBatch(NamedTuple):
 
 
 class _SourceImages(Dataset):
-    """Map-style view of the dataset for loader workers; an error travels as a value, see data_stream/loader.py."""
+    """Map-style view of the dataset for loader workers; errors are returned as values (data_stream/loader.py)."""
 
     def __init__(self, dataset: ImageDataset) -> None:
         self.dataset = dataset
@@ -193,7 +194,7 @@ class _SourceImages(Dataset):
 
 
 class _Collate:
-    """Items -> batch; a corrupt image is left out, another error takes the batch's place."""
+    """Items -> batch. A corrupt image is left out; any other error replaces the batch."""
 
     def __init__(self, sample_shape: tuple[int, ...]) -> None:
         self.sample_shape = sample_shape
@@ -236,7 +237,7 @@ def _load(
 
 
 def _batches_of(number: int, encoding: Encoding, batch_size: int) -> Iterator[list[int]]:
-    """Numbers of the source images of each batch of a shard."""
+    """Numbers of the source images in each batch of a shard."""
     start = number * encoding.shard_size
     end = min(start + encoding.shard_size, encoding.num_source_images)
     for first in range(start, end, batch_size):
@@ -244,7 +245,7 @@ def _batches_of(number: int, encoding: Encoding, batch_size: int) -> Iterator[li
 
 
 class _EncodedShard(NamedTuple):
-    """Parts of a shard, a list entry for each batch; latents still on the device."""
+    """Parts of a shard, one list entry per batch; latents are still on the device."""
 
     parts: dict[str, list[Tensor]]
     skipped: list[tuple[int, str]]
@@ -253,7 +254,7 @@ class _EncodedShard(NamedTuple):
 def _encode_shard(
     batches: Iterable[_SourceBatch], autoencoder: Autoencoder, encoding: Encoding, *, report: Callable[[int], None]
 ) -> _EncodedShard:
-    """Encode the images of one shard. Nothing waits for the device here, so a GPU is kept busy."""
+    """Encode the images of one shard. Nothing here waits for the device, so a GPU stays busy."""
     kept_dtype = torch.bfloat16 if encoding.dtype == "bf16" else torch.float32  # int8 needs the whole shard's maximum
     names = [("latents", "logvar")] + ([("latents_flipped", "logvar_flipped")] if encoding.flipped else [])
     shard = _EncodedShard({"labels": [], "index": []}, [])
@@ -279,8 +280,8 @@ def _write_shard(writer: LatentWriter, number: int, encoded: _EncodedShard) -> N
 
 
 def _pack(encoded: _EncodedShard, encoding: Encoding) -> Shard:
-    """The tensors of a shard as they are stored, on the CPU."""
-    # Off the device first: to find a shard's scale takes several copies of it in float32.
+    """The tensors of a shard in their stored format, on the CPU."""
+    # Move to the CPU first: computing a shard's scale needs several float32 copies of it.
     tensors = {name: torch.cat([part.cpu() for part in parts]) for name, parts in encoded.parts.items()}
     latent_names = ["latents", "latents_flipped"] if encoding.flipped else ["latents"]
     logvar_names = [name.replace("latents", "logvar") for name in latent_names] if encoding.posterior else []

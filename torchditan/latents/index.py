@@ -1,11 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What a folder of latents says of itself: `index.json`, and while it is written `encoding.json`.
+"""Metadata of a folder of latents: `index.json`, and `encoding.json` while it is written.
 
 Notable:
-- `Encoding` is what every run that writes a folder must agree on; `LatentIndex` adds what was found: the shards with
-  their hashes, the images that could not be read, statistics, and the normalisation to train with;
-- where the autoencoder publishes a normalisation, that is used, else the latents' own mean and standard deviation;
-- a newer format than ours is refused by its number, a damaged file by its name.
+- every run that writes a folder must agree on the `Encoding`. `LatentIndex` adds the results: the shards with their
+  hashes, the images that could not be read, statistics, and the normalisation for training;
+- if the autoencoder publishes a normalisation, it is used; otherwise the latents' own mean and standard deviation;
+- a newer format is refused with its version number, a damaged file with its name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchditan.config.errors import ConfigError, option_error
 FORMAT_VERSION = 1
 INDEX_FILE = "index.json"
 SETTINGS_FILE = "encoding.json"
-"""What an unfinished folder has in place of its index."""
+"""File that an unfinished folder has instead of an index."""
 REPAIR = "rerun the command that encoded it"
 STORED_DTYPES = ("bf16", "int8")
 _AUTOENCODER_KEYS = {
@@ -35,30 +35,30 @@ _AUTOENCODER_KEYS = {
     "image_channels": "image_channels",
     "autoencoder_dtype": "dtype",
 }
-"""Fields of `Encoding` that stand under `autoencoder` in JSON, and their keys there."""
+"""Fields of `Encoding` that JSON stores under `autoencoder`, and their keys there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """What the latents of a folder are of and how they are stored: what every run that writes it must agree on."""
+    """Source and storage format of a folder of latents; every run that writes the folder must agree on it."""
 
     dataset: str
     split: str
     num_source_images: int
     source: str | None
-    """Identity of the list of source images, where the dataset has one; not of their content."""
+    """Identity of the list of source images, not of their content; None if the dataset has none."""
     image_size: tuple[int, ...]
     """Height and width of the images, in pixels."""
     crop: str
     autoencoder_name: str
-    """What opens the decoder again, as `autoencoder.name` and `autoencoder.path` say it."""
+    """Opens the decoder again, in the form of `autoencoder.name` and `autoencoder.path`."""
     autoencoder_path: str | None
     downsampling: int
     fingerprint: str | None
-    """Identity of the autoencoder's weights; None: the public file does not say."""
+    """Identity of the autoencoder's weights; None for the public file, which does not state it."""
     image_channels: int
     autoencoder_dtype: str | None
-    """What it computed in, float32 say; None: the public file does not say."""
+    """Compute dtype of the autoencoder, such as float32; None for the public file, which does not state it."""
     latent_shape: tuple[int, ...]
     """(C, h, w)."""
     dtype: str
@@ -66,26 +66,26 @@ class Encoding:
     flipped: bool
     """Whether the latents of the mirrored images are stored too."""
     posterior: bool
-    """Whether the log-variance is stored beside the mean."""
+    """Whether the log-variance is stored in addition to the mean."""
     shard_size: int
-    """Source images of a shard; where one cannot be read, the shard holds fewer latents."""
+    """Source images per shard; if some cannot be read, the shard has fewer latents."""
     class_names: tuple[str, ...]
-    """Empty: there are no labels."""
+    """Empty if there are no labels."""
     published_shift: tuple[float, ...] | None
-    """(C,) of the autoencoder's own normalisation, where it has one."""
+    """(C,) of the autoencoder's published normalisation, if it has one."""
     published_scale: tuple[float, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """One shard as the index lists it."""
+    """Entry of one shard in the index."""
 
     file: str
     num_images: int
     bytes: int
     sha256: str
     sum: tuple[float, ...]
-    """(C,) float64, over all stored latents of the shard as they are read back, mirrored ones included."""
+    """(C,) float64, over all stored latents of the shard as read back, including mirrored ones."""
     sum_of_squares: tuple[float, ...]
     skipped: tuple[tuple[int, str], ...] = ()
     """(number, reason) of the source images that could not be read."""
@@ -93,26 +93,26 @@ class ShardRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentIndex(Encoding):
-    """What `index.json` says of a folder of latents."""
+    """The contents of `index.json` of a folder of latents."""
 
     num_images: int
     num_skipped: int
     mean: tuple[float, ...]
-    """(C,) of the latents as they are read back, before normalisation, mirrored ones included."""
+    """(C,) of the latents as read back, before normalisation, including mirrored ones."""
     std: tuple[float, ...]
     shift: tuple[float, ...]
-    """(C,) of the normalisation (z - shift) x scale that the latents are trained with."""
+    """(C,) of the normalisation (z - shift) x scale for training."""
     scale: tuple[float, ...]
     normalization: str
-    """Where shift and scale come from: published, or statistics (the mean, and one over the standard deviation)."""
+    """Origin of shift and scale: published, or statistics (the mean, and one over the standard deviation)."""
     shards: tuple[ShardRecord, ...]
 
 
 def read_index(folder: Path) -> LatentIndex:
-    """`index.json` of a folder.
+    """Read `index.json` of a folder.
 
     Raises:
-        ConfigError: there is none, it does not parse, or a newer version of TorchDiTan wrote it.
+        ConfigError: it is missing, does not parse, or was written by a newer version of TorchDiTan.
     """
     try:
         values = json.loads((folder / INDEX_FILE).read_bytes())
@@ -127,7 +127,7 @@ def read_index(folder: Path) -> LatentIndex:
 
 
 def index_from_json(values: Any, *, where: Path) -> LatentIndex:
-    """What `index_to_json` made, or a ConfigError that names the file."""
+    """Inverse of `index_to_json`; a ConfigError names the file."""
     _check_version(values, where=where)
     try:
         statistics, normalization = values["statistics"], values["normalization"]
@@ -149,7 +149,7 @@ def index_from_json(values: Any, *, where: Path) -> LatentIndex:
 
 
 def fingerprint_of(index: LatentIndex) -> str:
-    """Identity of the latents: what they are of and every shard's content, wherever they and their autoencoder lie."""
+    """Identity of the latents: their encoding and the content of every shard, independent of paths."""
     values = index_to_json(replace(index, autoencoder_path=None))
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     return f"latents-{digest[:16]}"
@@ -165,14 +165,14 @@ def index_to_json(index: LatentIndex) -> dict[str, Any]:
 
 
 def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
-    """`encoding.json`, and the head of `index.json`, as nested plain values."""
+    """`encoding.json`, which is also the start of `index.json`, as nested plain values."""
     values = {name: getattr(encoding, name) for name in Encoding.__dataclass_fields__}
     autoencoder = {key: values.pop(name) for name, key in _AUTOENCODER_KEYS.items()}
     return {"format_version": FORMAT_VERSION, "autoencoder": autoencoder, **values}
 
 
 def encoding_from_json(values: Any, *, where: Path) -> Encoding:
-    """What `encoding_to_json` made, or a ConfigError that names the file."""
+    """Inverse of `encoding_to_json`; a ConfigError names the file."""
     _check_version(values, where=where)
     try:
         return _encoding_from(values)
@@ -189,7 +189,7 @@ def record_to_json(record: ShardRecord) -> dict[str, Any]:
 def record_from_json(values: dict[str, Any]) -> ShardRecord:
     file = values["file"]
     if file in ("", ".", "..") or Path(file).name != file:
-        raise ValueError(file)  # nothing outside of the folder is a shard
+        raise ValueError(file)  # a shard must be inside the folder
     return ShardRecord(
         file=file,
         num_images=int(values["num_images"]),
@@ -205,7 +205,7 @@ def channel_sums(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sum and sum of squares of each channel, (C,) float64 each; exact for int8, and the same on every machine.
 
     Args:
-        stored: (n, C, h, w) int8, or uint16 that holds the bits of bfloat16.
+        stored: (n, C, h, w) int8, or uint16 with the bits of bfloat16.
     """
     total, squares = np.zeros((2, stored.shape[1]))
     for start in range(0, len(stored), 64):
@@ -220,14 +220,14 @@ def channel_sums(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mean_and_std(total: np.ndarray, squares: np.ndarray, *, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Of `count` values in each channel, from their sums (C,) and sums of squares (C,)."""
+    """Mean and standard deviation of `count` values per channel, from sums (C,) and sums of squares (C,)."""
     mean = total / count
     std = np.sqrt(np.maximum(squares / count - mean**2, 0.0))
     return _numbers(mean), _numbers(std)
 
 
 def standardizing(mean: Sequence[float], std: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(shift, scale) to zero mean and unit variance; a channel without variance keeps its scale."""
+    """(shift, scale) to zero mean and unit variance; the scale of a channel without variance is 1."""
     return tuple(mean), tuple(1 / value if value > 0 else 1.0 for value in std)
 
 

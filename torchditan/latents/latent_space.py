@@ -1,10 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Latents as samples: stored ones, or pixels encoded at each step; and how they become pictures.
+"""Latents as samples, stored or encoded at each step, and their conversion to pictures.
 
 Notable:
-- stored latents travel to the device as they are on disk and are dequantised, drawn and normalised there;
-- a decoder is opened for a grid and dropped after it: between grids it holds no memory;
-- a space completes the section `[autoencoder]`, so that a run's config.json says all that decoding it needs.
+- stored latents move to the device in their on-disk format; dequantising, posterior sampling and normalising happen
+  there;
+- a decoder is opened for one grid and released after it, so it holds no memory between grids;
+- a space completes the section `[autoencoder]`, so that a run's config.json contains everything that decoding needs.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ _DECODE_BATCH_SIZE = 16
 
 
 class StoredLatents(SampleSpace):
-    """Latents that scripts/encode_latents.py wrote; decoded for pictures where the decoder is at hand.
+    """Latents written by scripts/encode_latents.py; decoded for pictures if the decoder is available.
 
     Args:
         config: section `[autoencoder]`; the index completes name, path, downsampling, shift, scale and fingerprint.
         index: of the latents.
         sample_shape: (C, h, w).
         device: where to decode.
-        needs_decoder: pictures will be asked for; a decoder that was named must open, one that only the index names
-            may be missing: `missing_decoder` then says why, and the pictures are latent channels.
+        needs_decoder: whether pictures will be requested. A decoder named in `config` must then open. A decoder named
+            only by the index may be missing: `missing_decoder` gives the reason, and pictures show latent channels.
     """
 
     real_heading = "real, decoded from its latent"
@@ -49,7 +50,7 @@ class StoredLatents(SampleSpace):
     ) -> None:
         is_named = config.name is not None or config.path is not None
         if config.sample_posterior and not index.posterior:
-            right = "these latents hold no variance; encode them with --posterior, or leave it out"
+            right = "these latents have no variance; encode them with --posterior, or leave it out"
             raise option_error("autoencoder.sample_posterior", True, right)
         config = _complete_from_index(config, index)
         super().__init__(sample_shape, config)
@@ -88,7 +89,7 @@ class EncodedPixels(SampleSpace):
     ) -> None:
         latent_shape = autoencoder.latent_shape(image_shape[1], image_shape[2])
         if config.sample_posterior and not autoencoder.has_posterior:
-            right = f"{autoencoder.name} gives no variance; leave it out"
+            right = f"{autoencoder.name} has no variance; leave it out"
             raise option_error("autoencoder.sample_posterior", True, right)
         if autoencoder.shift is None or autoencoder.scale is None:
             right = (
@@ -116,16 +117,16 @@ class EncodedPixels(SampleSpace):
 def build_sample_space(
     config: AutoencoderConfig, dataset: Any, *, device: torch.device, needs_decoder: bool
 ) -> SampleSpace:
-    """The space that `[autoencoder]` and the dataset ask for; its `config` is the completed section.
+    """The sample space that `[autoencoder]` and the dataset require; its `config` is the completed section.
 
     Args:
         config: section `[autoencoder]`.
         dataset: pixels, or latents, which have an `index` (a LatentIndex).
         device: where to encode and decode.
-        needs_decoder: pictures of latents will be asked for.
+        needs_decoder: whether pictures of latents will be requested.
 
     Raises:
-        ConfigError: the section asks for what the dataset is not, or its autoencoder does not open.
+        ConfigError: the section does not match the dataset, or its autoencoder does not open.
     """
     index = dataset.index
     if index is not None:
@@ -152,14 +153,14 @@ def decode_latents(
     sample_dims: int = 3,
     at_once: int = _DECODE_BATCH_SIZE,
 ) -> Tensor:
-    """Pictures of normalised latents, with an autoencoder that is opened for them and dropped.
+    """Pictures of normalised latents. The autoencoder is opened for this call and released after it.
 
     Args:
-        config: a completed section `[autoencoder]`, as a run stores it.
+        config: a completed section `[autoencoder]`, as stored by a run.
         latents: (..., C, h, w), or (..., C, f, h, w).
         device: where to decode.
         sample_dims: dimensions of one sample, 3 for images and 4 for videos.
-        at_once: how many, which decides the memory; videos are decoded one by one.
+        at_once: batch size, which determines the memory; videos are decoded one by one.
 
     Returns:
         (..., 1 or 3, [F,] H, W) float32 on the CPU, about [-1, 1].
@@ -172,7 +173,7 @@ def decode_latents(
 
 
 def _complete_from_index(config: AutoencoderConfig, index: LatentIndex) -> AutoencoderConfig:
-    """The section completed from the latents; what it says itself stays, and must not contradict them."""
+    """Complete the section from the latents. Options that it sets are kept, and must not contradict the latents."""
     if config.fingerprint is not None and config.fingerprint != index.fingerprint:
         right = f"these latents come from {index.fingerprint}; leave it out, or give the latents it belongs to"
         raise option_error("autoencoder.fingerprint", config.fingerprint, right)
@@ -198,7 +199,7 @@ def _complete_from_index(config: AutoencoderConfig, index: LatentIndex) -> Autoe
 
 
 def complete_from_autoencoder(config: AutoencoderConfig, autoencoder: Autoencoder) -> AutoencoderConfig:
-    """The section completed from the autoencoder that it opened, which has a normalisation."""
+    """Complete the section from its opened autoencoder, which has a normalisation."""
     assert autoencoder.shift is not None and autoencoder.scale is not None
     return replace(
         config,
@@ -212,12 +213,12 @@ def complete_from_autoencoder(config: AutoencoderConfig, autoencoder: Autoencode
 
 
 def open_decoder(config: AutoencoderConfig, *, channels: int, device: torch.device) -> Autoencoder:
-    """Open the autoencoder of a completed section, for latents of so many channels.
+    """Open the autoencoder of a completed section, for latents with `channels` channels.
 
     Raises:
-        ConfigError: its weights are not at hand, or are not those that the latents come from.
+        ConfigError: its weights are not available, or the latents come from other weights.
     """
-    image_channels = None  # the autoencoder's own
+    image_channels = None  # use the autoencoder's
     if config.name == "haar":
         assert config.downsampling is not None
         image_channels = channels // config.downsampling**2
@@ -225,7 +226,7 @@ def open_decoder(config: AutoencoderConfig, *, channels: int, device: torch.devi
 
 
 def _check_kind(config: AutoencoderConfig, index: LatentIndex) -> None:
-    """A name that cannot be the latents' autoencoder is refused now: its decoder may be opened after the training."""
+    """Refuse a name that cannot be the latents' autoencoder now, because the decoder may open only after training."""
     if config.name is None:
         return
     check_name(config.name)

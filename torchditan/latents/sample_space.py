@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What the model is trained on, and how that becomes pictures: one interface for the trainer, and pixels.
+"""Interface between the dataset, the samples that the model sees, and their pictures; and its version for pixels.
 
-With pixels nothing happens; latents are in latent_space.py.
+Pixels pass through unchanged; latents are in latent_space.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _PIXELS = AutoencoderConfig()
 
 
 class SampleSpace:
-    """The samples of a model, between a dataset and its pictures. This one: the dataset's pixels are the samples.
+    """Converts between dataset, model samples and pictures. In this class, the dataset's pixels are the samples.
 
     Args:
-        sample_shape: (C, H, W) of what the model sees.
+        sample_shape: (C, H, W) of the model's samples.
         config: the completed section `[autoencoder]`; the default is that of pixels.
     """
 
@@ -31,16 +31,16 @@ class SampleSpace:
     is_encoding: bool = False
     """Whether `prepare` runs an encoder."""
     missing_decoder: str | None = None
-    """Why pictures show the channels of latents; None where they are pictures."""
+    """Why pictures show latent channels; None if they show images."""
     real_heading: str = "real"
-    """What the dataset's own samples are called in a grid."""
+    """Heading of the dataset's samples in a grid."""
 
     def __init__(self, sample_shape: tuple[int, ...], config: AutoencoderConfig = _PIXELS) -> None:
         self.sample_shape = sample_shape
         self.config = config
 
     def prepare(self, batch: Batch, posterior: Tensor | None = None) -> Batch:
-        """A batch on the device with `sample` as the model sees it."""
+        """Convert `sample` of a batch on the device to the model's samples."""
         return batch
 
     def shape_in(self, batch: Batch) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ class SampleSpace:
 
 
 def pixel_space(config: AutoencoderConfig, dataset: ImageDataset) -> SampleSpace:
-    """The dataset's pixels as samples; a dataset that takes the place of any other needs no `[autoencoder]`.
+    """Use the dataset's pixels as samples. A dataset used in place of another one needs no `[autoencoder]`.
 
     Raises:
         ConfigError: the section asks for an autoencoder.

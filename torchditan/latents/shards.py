@@ -2,15 +2,15 @@
 """Encoded latents on disk: a folder of safetensors shards with an index, read through memory maps.
 
 Notable:
-- a folder holds `index.json` (see index.py), `labels.npy` and the shards; encoding.py
-  writes it, and writes the index last: a folder with an index is whole;
-- a shard holds `latents` (n, C, h, w), the posterior mean BEFORE normalisation, as bf16, or as int8 with `scale` (C,)
-  to multiply with; `latents_flipped` of the mirrored images; `logvar` and `logvar_flipped` where they were asked for;
-  `labels` and `index`, the number of each source image;
-- opening looks at the size of every shard and at no content. Nothing is kept per sample: labels and latents stay
-  in the page cache, which all processes share;
-- a batch is copied row by row into one tensor as it is stored; `to_sample` makes normalised float32 latents of it on
-  the device that trains;
+- a folder contains `index.json` (see index.py), `labels.npy` and the shards. encoding.py writes them, and the index
+  last, so a folder with an index is complete;
+- a shard contains `latents` (n, C, h, w), the posterior mean BEFORE normalisation, as bf16, or as int8 with a factor
+  `scale` (C,). Optional tensors are `latents_flipped` of the mirrored images, `logvar` and `logvar_flipped`. `labels`
+  and `index` give the label and the number of each source image;
+- opening checks the size of every shard and reads no content. Nothing is kept per sample: labels and latents stay in
+  the page cache, which all processes share;
+- a batch is copied row by row into one tensor in the stored format. `to_sample` converts it to normalised float32
+  latents on the training device;
 - the public ImageNet file `imagenet_ci8x8.safetensors` is one shard without an index, and is read by the same class.
 """
 
@@ -47,7 +47,7 @@ LABELS_FILE = "labels.npy"
 LOCK_FILE = ".lock"
 PUBLIC_FILE = "imagenet_ci8x8.safetensors"
 PUBLIC_SCALE = 16 / 255
-"""Of the int8 latents in the public file, every channel alike."""
+"""Scale of the int8 latents in the public file, the same for all channels."""
 
 _STORED_DTYPES = {"bf16": ("BF16", torch.bfloat16), "int8": ("I8", torch.int8)}
 _SAFETENSORS_DTYPES = {"BF16": "<u2", "F32": "<f4", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
@@ -57,20 +57,20 @@ _SPARE_FILES = 256
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor stands in a safetensors file."""
+    """Position of a tensor in a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
     end: int
 
 
 def read_header(path: Path) -> dict[str, TensorPlace]:
-    """The tensors of a safetensors file by name: eight bytes of length, then JSON, then their bytes.
+    """The tensors of a safetensors file by name. The format is a length of eight bytes, JSON, and the tensor bytes.
 
     Raises:
-        ConfigError: it is no whole safetensors file.
+        ConfigError: it is not a complete safetensors file.
     """
     try:
         size = path.stat().st_size
@@ -83,19 +83,19 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        kind = other_kind(path) or "is no safetensors file"
+        kind = other_kind(path) or "is not a safetensors file"
         raise ConfigError(f"{path} {kind}") from None
     end = max((place.end for place in places.values()), default=first)
     if end > size:
-        raise ConfigError(f"{path} is cut short: it has {size} bytes, and should have {end}")
+        raise ConfigError(f"{path} is truncated: it has {size} bytes, and should have {end}")
     return places
 
 
 def _place(entry: dict[str, Any], *, first: int) -> TensorPlace:
-    """An entry of a header; ValueError where its bytes are not those of its shape."""
+    """Parse an entry of a header; ValueError if its byte range does not match its shape."""
     start, end = (first + int(offset) for offset in entry["data_offsets"])
     shape = tuple(int(side) for side in entry["shape"])
-    dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])  # of tensors that are none of ours nothing is read
+    dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])  # tensors with other dtypes are not read
     fits = dtype is None or end - start == math.prod(shape) * np.dtype(dtype).itemsize
     if not first <= start <= end or min(shape, default=0) < 0 or not fits:
         raise ValueError(f"{shape} from {start} to {end}")
@@ -110,17 +110,17 @@ class MappedFile:
         self.places = read_header(path)
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        mapped.madvise(mmap.MADV_RANDOM)  # else each cold row fetches its neighbours too: up to 8 MB on cloud disks
+        mapped.madvise(mmap.MADV_RANDOM)  # otherwise each cold row also reads its neighbours, up to 8 MB on cloud disks
         self._bytes = np.frombuffer(mapped, dtype=np.uint8)
 
     def array(self, name: str) -> np.ndarray:
-        """The whole tensor; bf16 as uint16, which numpy does not know better."""
+        """The whole tensor; bf16 as uint16, because numpy has no bfloat16."""
         place = self.places[name]
         dtype = np.dtype(_SAFETENSORS_DTYPES[place.dtype])
         return self._bytes[place.start : place.end].view(dtype).reshape(place.shape)
 
     def rows(self, name: str) -> np.ndarray:
-        """(n, bytes of a row) uint8."""
+        """The tensor as (n, bytes per row) uint8."""
         place = self.places[name]
         return self._bytes[place.start : place.end].reshape(place.shape[0], -1)
 
@@ -134,25 +134,25 @@ class LatentShards:
         self.path = path
         self.index = index
         self.labels = labels
-        """(N,) integers, memory-mapped; None without labels."""
+        """(N,) integers, memory-mapped; None if the latents have no labels."""
         self._folder = path.parent if constant_scale is not None else path
         self._constant_scale = constant_scale
         counts = [shard.num_images for shard in index.shards]
         self._ends = np.cumsum(counts)
         self._starts = self._ends - counts
-        self._lock = threading.Lock()  # of what is filled in while reading; several threads may read
+        self._lock = threading.Lock()  # protects state that reads fill in; several threads may read
         self._files: list[MappedFile | None] = [None] * len(counts)
         self._rows: dict[str, list[np.ndarray | None]] = {}
         self._scales = np.zeros((len(counts), index.latent_shape[0]), dtype=np.float32)
-        """(shards, C) of the shards mapped so far."""
+        """(shards, C), filled in for the shards mapped so far."""
         _allow_open_files(len(counts))
 
     @classmethod
     def open(cls, path: str | Path) -> LatentShards:
-        """The latents of a folder that encoding.py finished, or of the public file.
+        """Open a folder that encoding.py finished, or the public file.
 
         Raises:
-            ConfigError: it holds none, was written by a newer version, or a shard is missing or cut short.
+            ConfigError: it has no latents, was written by a newer version, or a shard is missing or truncated.
         """
         path = Path(path)
         if path.is_file():
@@ -161,31 +161,31 @@ class LatentShards:
         problem = next(iter(size_problems(path, index)), None)
         if problem is not None:
             raise option_error("dataset.root_dir", str(path), f"{problem}; {REPAIR}")
-        # asarray: the same map without the slow indexing of np.memmap
+        # np.asarray uses the same map without the slow indexing of np.memmap.
         labels = np.asarray(_map_labels(path)) if index.class_names else None
         return cls(path, index, labels=labels)
 
     def __reduce__(self) -> Any:
-        # A loader worker that is not forked opens the files again: pickled maps would be copies of all latents.
+        # A loader worker that is not forked reopens the files, because pickled maps would copy all latents.
         return LatentShards.open, (self.path,)
 
     def __len__(self) -> int:
         return self.index.num_images
 
     def read(self, indices: np.ndarray, flips: np.ndarray, *, with_logvar: bool = False) -> dict[str, Tensor]:
-        """Latents as they are stored, for `to_sample`.
+        """Read latents in their stored format, for `to_sample`.
 
         Args:
             indices: (B,) in [0, len).
-            flips: (B,) bool, whose mirrored image is wanted; all False where none are stored.
-            with_logvar: read the log-variance too.
+            flips: (B,) bool, whether to read the mirrored image; all False if none are stored.
+            with_logvar: also read the log-variance.
 
         Returns:
-            `latent` (B, C, h, w) bfloat16 or int8; beside int8 `latent_scale` (B, C) float32; `logvar` (B, C, h, w)
+            `latent` (B, C, h, w) bfloat16 or int8; with int8 also `latent_scale` (B, C) float32; `logvar` (B, C, h, w)
             bfloat16.
 
         Raises:
-            ConfigError: a shard is not what the index says.
+            ConfigError: a shard does not match the index.
         """
         assert self.index.flipped or not flips.any(), "no mirrored latents are stored"
         assert self.index.posterior or not with_logvar, "no log-variance is stored"
@@ -201,7 +201,7 @@ class LatentShards:
 
     def _gather(self, name: str, places: list[tuple[int, int, bool]], dtype: torch.dtype) -> Tensor:
         gathered = torch.empty(len(places), *self.index.latent_shape, dtype=dtype)
-        target = gathered.view(torch.uint8).numpy().reshape(len(places), -1)  # (B, bytes of a row)
+        target = gathered.view(torch.uint8).numpy().reshape(len(places), -1)  # (B, bytes per row)
         plain, mirrored = self._rows_of(name), self._rows_of(f"{name}_flipped")
         for position, (shard, row, flip) in enumerate(places):
             rows = (mirrored if flip else plain)[shard]
@@ -220,7 +220,7 @@ class LatentShards:
             return self._rows[name]
 
     def _map(self, shard: int) -> None:
-        """Map a shard when it is first read, and check that its tensors are those the index promises."""
+        """Map a shard on its first read, and check that its tensors match the index."""
         with self._lock:
             if self._files[shard] is None:
                 self._map_locked(shard)
@@ -241,13 +241,13 @@ class LatentShards:
 def to_sample(
     raw: Mapping[str, Tensor], *, shift: Tensor, scale: Tensor, posterior_noise: Tensor | None = None
 ) -> Tensor:
-    """Normalised latents of what `LatentShards.read` gave, computed on its device.
+    """Normalised latents from the output of `LatentShards.read`, computed on its device.
 
     Args:
-        raw: `latent` (B, C, h, w), with `latent_scale` and `logvar` where there are.
+        raw: `latent` (B, C, h, w), with `latent_scale` and `logvar` if present.
         shift, scale: (C,) float32 of the normalisation (z - shift) x scale.
-        posterior_noise: (B, C, h, w) float32 standard normal: a draw z = mean + exp(logvar / 2) x noise from the
-            encoder's posterior (Kingma and Welling 2014); without it z is the mean.
+        posterior_noise: (B, C, h, w) float32 standard normal. Draws z = mean + exp(logvar / 2) x noise from the
+            encoder's posterior (Kingma and Welling 2014). Without it, z is the mean.
 
     Returns:
         (B, C, h, w) float32.
@@ -261,7 +261,7 @@ def to_sample(
 
 
 def size_problems(folder: Path, index: LatentIndex) -> list[str]:
-    """The files of a finished folder that are missing or of another size than the index says, one line each."""
+    """Files of a finished folder that are missing or differ in size from the index, one line each."""
     expected = {shard.file: shard.bytes for shard in index.shards}
     problems = []
     for name, size in expected.items():
@@ -276,7 +276,7 @@ def size_problems(folder: Path, index: LatentIndex) -> list[str]:
 
 
 def verify(folder: Path) -> list[str]:
-    """Read every byte of a folder: what is wrong with it, one line each; empty where all is right."""
+    """Read every byte of a folder. Returns one line for each problem; empty if there are none."""
     if folder.is_file():
         LatentShards.open(folder)
         return []
@@ -300,7 +300,7 @@ def verify(folder: Path) -> list[str]:
 
 
 def _open_public(path: Path) -> LatentShards:
-    """The public ImageNet file, described as if it had an index; statistics of evenly spaced samples."""
+    """Open the public ImageNet file with a generated index; its statistics come from evenly spaced samples."""
     places = read_header(path)
     latents, labels = places.get("latents"), places.get("labels")
     is_public = (
@@ -318,7 +318,7 @@ def _open_public(path: Path) -> LatentShards:
         raise option_error("dataset.root_dir", str(path), right)
     num_images, *latent_shape = latents.shape
     if num_images == 0:
-        raise option_error("dataset.root_dir", str(path), "holds no latents")
+        raise option_error("dataset.root_dir", str(path), "contains no latents")
     label_array = MappedFile(path).array("labels")
     mean, std = _public_statistics(path, latents)
     shift, scale = standardizing(mean, std)
@@ -360,11 +360,11 @@ def _open_public(path: Path) -> LatentShards:
 
 
 def _public_statistics(path: Path, latents: TensorPlace) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(mean, std) of each channel over evenly spaced samples: all of them would take minutes to read."""
+    """(mean, std) of each channel over evenly spaced samples; reading all samples would take minutes."""
     num_images, *shape = latents.shape
     count = min(num_images, _PUBLIC_SAMPLES)
     samples = np.empty((count, *shape), dtype=np.int8)
-    with open(path, "rb", buffering=0) as file:  # read, not mapped: a map would fetch the neighbours too
+    with open(path, "rb", buffering=0) as file:  # read, not mapped: a map would also read the neighbours
         for number, sample in enumerate(samples):
             file.seek(latents.start + number * num_images // count * sample.nbytes)
             file.readinto(sample.data)
@@ -390,7 +390,7 @@ def _check_tensors(file: MappedFile, index: LatentIndex, *, num_images: int) -> 
 
 
 def _map_labels(folder: Path) -> np.memmap:
-    """labels.npy as it is on the disk; np.load would also open archives and, asked to, pickles."""
+    """Memory map of labels.npy. np.load would also open archives and, on request, pickles."""
     return np.lib.format.open_memmap(folder / LABELS_FILE, mode="r")
 
 
@@ -409,7 +409,7 @@ def _label_file_problems(folder: Path, index: LatentIndex) -> list[str]:
 
 
 def _label_problems(folder: Path, index: LatentIndex) -> list[str]:
-    """Where labels.npy and the shards disagree, or a label has no class; the files are whole."""
+    """Labels in labels.npy that differ from the shards or have no class; the files themselves are complete."""
     if not index.class_names:
         return []
     labels = _map_labels(folder)
@@ -434,7 +434,7 @@ def _sha256(path: Path) -> str:
 
 
 def _allow_open_files(count: int) -> None:
-    """Each memory map holds a file descriptor; many shards need more than the usual limit of 1,024."""
+    """Raise the limit of open files: each memory map needs a descriptor, and many shards exceed the usual 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

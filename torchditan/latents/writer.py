@@ -1,11 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A folder of latents while it is written: shards, their records, and the index at the end.
+"""Writes a folder of latents: shards, their records, and finally the index.
 
 Notable:
-- a shard is written beside, synced and renamed, then its record `shard-00000.json` in the same way; only a shard
-  with a record counts. What was written stays, whatever stops the run;
-- the rank that finds all records there writes labels and index, the index last, and clears the rest away;
-- a finished folder that lost a shard is taken back to its records, and the next run fills the gap.
+- a shard is written to a temporary file, synced and renamed. Its record `shard-00000.json` follows in the same way.
+  Only a shard with a record counts, and it is kept however the run stops;
+- the rank that finds all records writes labels and index, the index last, and removes the remaining files;
+- if a finished folder lost a shard, it is converted back to records, and the next run writes the missing shard.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Shard(NamedTuple):
 
 
 class LatentWriter:
-    """One folder of latents while it is written: its settings, its shards' records, and at the end its index."""
+    """One folder of latents while it is written: its settings, the records of its shards, and finally its index."""
 
     def __init__(self, folder: Path, encoding: Encoding) -> None:
         self.folder = folder
@@ -64,10 +64,11 @@ class LatentWriter:
         self.num_shards = -(-encoding.num_source_images // encoding.shard_size)
 
     def open(self) -> None:
-        """Take the folder, or go on with what is there; a finished one that lost shards is opened up again.
+        """Start the folder, or continue an existing one. A finished folder that lost shards is reopened.
 
         Raises:
-            ConfigError: it holds latents of other settings, or other files, or cannot be written. Nothing is changed.
+            ConfigError: the folder contains latents of other settings or other files, or cannot be written. It is
+                unchanged.
         """
         if not (self.folder / INDEX_FILE).exists() and not (self.folder / SETTINGS_FILE).exists():
             self._refuse_other_files()
@@ -84,8 +85,8 @@ class LatentWriter:
                 self._clear()
 
     def missing(self) -> list[int]:
-        """Numbers of the shards that are still to be written; none in a finished folder."""
-        with self._lock():  # the rank that finishes clears the records away
+        """Numbers of the shards that are not written yet; empty for a finished folder."""
+        with self._lock():  # the rank that finishes removes the records
             if (self.folder / INDEX_FILE).exists():
                 return []
             return [number for number in range(self.num_shards) if self._record(number) is None]
@@ -94,12 +95,12 @@ class LatentWriter:
         """Write a shard, then its record; a shard without a record does not count.
 
         Raises:
-            ConfigError: the disk is full, or the latents are not finite. The shards before it stay.
+            ConfigError: the disk is full, or the latents are not finite. Earlier shards are kept.
         """
         from safetensors.torch import save
 
         path = self.folder / shard_file(number)
-        for stale in self.folder.glob(f".{path.stem}.*.partial"):  # of a run that was killed
+        for stale in self.folder.glob(f".{path.stem}.*.partial"):  # from a killed run
             stale.unlink()
         self._record_path(number).unlink(missing_ok=True)
         data = save(shard.tensors)
@@ -108,10 +109,10 @@ class LatentWriter:
         _write(self._record_path(number), _to_json(record_to_json(record)))
 
     def finalise(self) -> LatentIndex | None:
-        """Write labels and index where every shard is there, else None: other ranks still work on theirs.
+        """Write labels and index if every shard exists. Otherwise other ranks are still working: returns None.
 
         Raises:
-            ConfigError: not one image could be read.
+            ConfigError: no image could be read.
         """
         with self._lock():
             if (self.folder / INDEX_FILE).exists():
@@ -161,7 +162,7 @@ class LatentWriter:
         return buffer.getvalue()
 
     def _record(self, number: int) -> ShardRecord | None:
-        """The record of a shard that is there in its whole size; a damaged one does not count."""
+        """The record of a shard whose file has the recorded size; None if the record is damaged."""
         try:
             record = record_from_json(json.loads(self._record_path(number).read_bytes()))
             size = (self.folder / record.file).stat().st_size
@@ -173,14 +174,14 @@ class LatentWriter:
         return (self.folder / shard_file(number)).with_suffix(".json")
 
     def _reopen(self, index: LatentIndex) -> None:
-        """Back to the state before the index: settings and records, from which a run writes what is missing."""
+        """Go back to the state before the index: settings and records, from which a run writes missing shards."""
         _write(self.folder / SETTINGS_FILE, _to_json(encoding_to_json(index)))
         for number, record in enumerate(index.shards):
             _write(self._record_path(number), _to_json(record_to_json(record)))
         (self.folder / INDEX_FILE).unlink()
 
     def _clear(self) -> None:
-        """Remove what a finished folder does not need, and what killed runs left."""
+        """Remove files that a finished folder does not need, and temporary files of killed runs."""
         leftovers = [self._record_path(number) for number in range(self.num_shards)]
         for path in [*leftovers, self.folder / SETTINGS_FILE, *self.folder.glob(".*.partial")]:
             path.unlink(missing_ok=True)
@@ -203,18 +204,18 @@ class LatentWriter:
         if differing:
             raise ConfigError(
                 f"{self.folder} holds latents with other settings: {'; '.join(differing)}. "
-                "Use its settings to go on with it, else another folder"
+                "Use its settings to continue it, or choose another folder"
             )
 
     def _refuse_other_files(self) -> None:
         names = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
-        is_ours = SETTINGS_FILE in names or INDEX_FILE in names  # another rank has begun
+        is_ours = SETTINGS_FILE in names or INDEX_FILE in names  # another rank has started
         if not is_ours and any(not name.startswith(".") for name in names):
-            raise ConfigError(f"{self.folder} holds other files; latents need a folder of their own")
+            raise ConfigError(f"{self.folder} contains other files; latents need a separate folder")
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        """One rank at a time. Without locks on the file system, ranks that finish together write the same bytes."""
+        """Lock out other ranks. On a file system without locks, ranks that finish together write the same bytes."""
         path = self.folder / LOCK_FILE
         try:
             path.touch()
@@ -270,14 +271,14 @@ def _describe(file: str, shard: Shard, data: bytes) -> ShardRecord:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """`write_file`, with one line for what a disk does to a long job."""
+    """Like `write_file`, with one-line errors for disk failures during a long job."""
     try:
         write_file(path, data)
     except OSError as error:
         if error.errno in _DISK_IS_FULL:
             raise ConfigError(
-                f"the disk is full: {path} cannot be written ({error.strerror}); make room and rerun the same command, "
-                "the shards that are whole stay"
+                f"the disk is full: {path} cannot be written ({error.strerror}); free disk space and "
+                "rerun the same command; complete shards are kept"
             ) from None
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 

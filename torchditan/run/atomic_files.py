@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Files that are written whole or not at all: to a temporary name next to the target, synced, then renamed."""
+"""Atomic file writes: to a temporary file next to the target, synced, then renamed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import IO
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write `data` to `path` so that a reader, or a crash, meets the old file or the whole new one."""
-    with written_beside(path) as file:
+    """Write `data` to `path` atomically: after a crash, `path` has its old or its new content, never a part."""
+    with atomic_writer(path) as file:
         file.write(data)
 
 
 @contextmanager
-def written_beside(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write from begin to end, which takes the place of `path` when it is whole and on the disk."""
+def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
+    """A temporary file for sequential writing. It replaces `path` once it is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = beside(path)
+    partial = temporary_path(path)
     try:
         with open(partial, "wb") as file:
             yield file
@@ -34,14 +34,14 @@ def written_beside(path: Path) -> Iterator[IO[bytes]]:
     sync_folder(path.parent)
 
 
-def beside(path: Path) -> Path:
-    """Where this process writes what will be `path`."""
-    # Processes of two machines, or of two containers, may have one number.
+def temporary_path(path: Path) -> Path:
+    """Temporary path of this process for a file that will become `path`."""
+    # Processes on two machines, or in two containers, may have the same process id.
     return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
 
 
 def sync_folder(folder: Path) -> None:
-    """What was renamed in a folder survives a power cut when this returns."""
+    """Sync a folder, so that renames in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,13 +1,13 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The one place that writes and reads a run's files: `<dump_folder>/<experiment_name>/`.
+"""Writes and reads all files of a run, in `<dump_folder>/<experiment_name>/`.
 
 Notable:
 - Nothing is created before `open`, and `open` changes nothing in a folder that it refuses.
-- A run holds a lock on its folder. The kernel drops it with the process, however that ends.
-- Files are written beside, synced and renamed: a reader sees the old file or the new one, never half of it.
-  `metrics.jsonl` grows by whole lines instead; readers skip the line a killed run left torn.
-- A launcher that must know how each rank fared names a folder in the environment (`RANKS_VARIABLE`): every rank keeps
-  one small file there, from its first moment to its end.
+- A run holds a lock on its folder. The kernel releases it when the process ends, however it ends.
+- Files are written to a temporary name, synced and renamed, so a reader sees the old or the new file. `metrics.jsonl`
+  grows by complete lines instead; readers skip a line that a killed run left incomplete.
+- A launcher that needs the outcome of each rank names a folder in the environment (`RANKS_VARIABLE`). Every rank keeps
+  one small file there, from its start to its end.
 - Reading (`read_config`, `read_metrics`, `read_status`, `read_rank_statuses`) needs no torch.
 """
 
@@ -49,34 +49,34 @@ _FOLDER_OPTIONS = (
 
 
 def run_path(dump_folder: str, experiment_name: str) -> Path:
-    """Where a run lives; a name that would leave the dump folder is a ConfigError."""
+    """Folder of a run. ConfigError if the name would leave the dump folder."""
     _check_inside("metrics.experiment_name", experiment_name, "the dump folder")
     return Path(dump_folder) / experiment_name
 
 
 def check_folders(config: dict[str, Any]) -> None:
-    """Every folder option of the resolved `config` stays inside the run directory, else ConfigError."""
+    """Check that every folder option of the resolved `config` stays inside the run directory; else ConfigError."""
     for section, key in _FOLDER_OPTIONS:
         value = config.get(section, {}).get(key)
         if value is not None:
             _check_inside(f"{section}.{key}", value, "the run directory")
             if Path(value).parts[0] in _OWN_NAMES:
-                raise option_error(f"{section}.{key}", value, "is a name the run uses itself; choose another")
+                raise option_error(f"{section}.{key}", value, "is a reserved file name of runs; choose another")
 
 
 class RunDirectory:
-    """The files of one run. Rank 0 is the writer; other ranks use the paths, their writes do nothing."""
+    """The files of one run. Rank 0 is the writer; on other ranks, the paths are valid and writes do nothing."""
 
     def __init__(self, path: Path, *, is_writer: bool) -> None:
         self.path = Path(path)
         self.is_writer = is_writer
         self._lock: int | None = None
         self._metrics: IO[bytes] | None = None
-        self._unwritten = b""  # lines, or the rest of one, that a full disk did not take
+        self._unwritten = b""  # lines, or part of one, that a full disk refused
         self._has_warned = False
         self._is_new = False
-        self._created: list[Path] = []  # folders that `open` made, deepest first
-        self._replaced: dict[Path, bytes | None] = {}  # files that are not as `open` found them
+        self._created: list[Path] = []  # folders that `open` created, deepest first
+        self._replaced: dict[Path, bytes | None] = {}  # original content of files that `open` changed
 
     @property
     def config_path(self) -> Path:
@@ -94,17 +94,22 @@ class RunDirectory:
         return self.path / "samples" / f"step_{step:08d}.png"
 
     def folder(self, name: str) -> Path:
-        """Folder that an option names (`metrics.save_tb_folder`, `checkpoint.folder`, ...)."""
+        """Path of the folder that an option sets (`metrics.save_tb_folder`, `checkpoint.folder`, ...)."""
         return self.path / name
 
     def open(
         self, config: dict[str, Any], *, trajectory: dict[str, Any], device: str = "cpu", world_size: int = 1
     ) -> None:
-        """Take the folder for this run and write config.json.
+        """Lock the folder for this run and write config.json.
 
-        `config` is the resolved configuration as nested dicts; `trajectory` the settings that decide what
-        the weights become. ConfigError where the folder holds a run with another trajectory, or a run that
-        is still going; the folder is left as it was.
+        Args:
+            config: the resolved configuration, as nested dicts.
+            trajectory: the settings that determine the weights.
+            device, world_size: recorded as the hardware of the run.
+
+        Raises:
+            ConfigError: the folder contains a run with another trajectory, or one that is still running. The folder
+                is unchanged.
         """
         check_folders(config)
         if not self.is_writer:
@@ -112,7 +117,7 @@ class RunDirectory:
         self._refuse_other_trajectory(trajectory)
         self._create_and_lock()
         try:
-            # Again under the lock: another run may have taken the folder in between.
+            # Check again under the lock: another run may have taken the folder in between.
             stored = self._refuse_other_trajectory(trajectory)
         except ConfigError:
             self.close()
@@ -136,19 +141,19 @@ class RunDirectory:
         write_file(self.config_path, to_json(content, indent=2))
 
     def _remove_debris(self) -> None:
-        """What killed processes had half-written beside the run's files."""
+        """Remove temporary files of killed processes."""
         for path in [*self.path.glob(".*.partial"), *self.path.glob("samples/.*.partial")]:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         self._close_metrics()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def discard(self) -> None:
-        """Undo `open`, for a user's mistake found before any step; what trained in the folder stays."""
+        """Undo `open` after a mistake of the user that is found before any step. Keep earlier training results."""
         began = self.metrics_path.exists() or any(self.path.glob("*/step[-_]*"))
         if self._lock is None or (self._is_new and began):
             return
@@ -170,31 +175,31 @@ class RunDirectory:
     def write_status(
         self, state: str, reason: str | None = None, *, step: int | None = None, rank: int = 0, **extra: Any
     ) -> None:
-        """Write status.json: how the run stands, and why. `rank` is the one the reason comes from.
+        """Write status.json: the state of the run and its reason, which comes from rank `rank`.
 
-        Does nothing unless `open` succeeded: a refused folder holds the status of another run.
+        Does nothing unless `open` succeeded: a refused folder contains the status of another run.
         """
         assert state in STATES, state
         if self._lock is not None:
             self._write_status({"state": state, "reason": reason, "step": step, "time": _now(), "rank": rank, **extra})
 
     def write_failure(self, state: str, reason: str, *, step: int, rank: int) -> None:
-        """`write_status` for a rank that fails while all are running and may not be the writer: when it exits,
-        the others are ended before they can write anything."""
+        """Like `write_status`, for a failing rank that may not be the writer. The exit of this rank ends the others
+        before they can write."""
         assert state in STATES, state
         self._write_status({"state": state, "reason": reason, "step": step, "time": _now(), "rank": rank})
 
     def _write_status(self, status: dict[str, Any]) -> None:
         try:
             write_file(self.status_path, to_json(status, indent=2))
-        except OSError as error:  # a full disk, which is no reason to end a run, nor to hide why one ended
+        except OSError as error:  # a full disk must not end a run, nor hide why one ended
             text = f"{self.status_path} cannot be written ({error.strerror}): {status['state']}"
             print(f"warning: {text}{', ' + status['reason'] if status['reason'] else ''}", file=sys.stderr)
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         """Add one line to metrics.jsonl; NaN and infinities are written as null.
 
-        What a full disk does not take is kept and written with a later line.
+        Lines that a full disk refuses are kept and written together with a later line.
         """
         if not self.is_writer:
             return
@@ -205,7 +210,7 @@ class RunDirectory:
     def _write_metrics(self, *, sync: bool = False) -> None:
         try:
             if self._metrics is None:
-                self._metrics = open(self.metrics_path, "ab", buffering=0)  # noqa: SIM115  open as long as the run
+                self._metrics = open(self.metrics_path, "ab", buffering=0)  # noqa: SIM115  stays open during the run
             while self._unwritten:
                 written = self._metrics.write(self._unwritten)
                 self._unwritten = self._unwritten[written:]
@@ -213,12 +218,12 @@ class RunDirectory:
                 os.fsync(self._metrics.fileno())
         except OSError as error:
             if not self._has_warned:
-                later = "its lines are kept and written when there is room"
+                later = "its lines are kept and written when the disk has space"
                 print(f"warning: {self.metrics_path} cannot be written ({error.strerror}); {later}", file=sys.stderr)
             self._has_warned = True
 
     def sync_metrics(self) -> None:
-        """What was appended is on the disk when this returns, and survives a power cut."""
+        """Sync metrics.jsonl, so that all appended lines survive a power failure."""
         if self._metrics is not None or self._unwritten:
             self._write_metrics(sync=True)
 
@@ -230,10 +235,10 @@ class RunDirectory:
             self._metrics = None
 
     def truncate_metrics(self, step: int) -> None:
-        """Before a resume from `step`: drop the lines of later steps, and what a kill left torn.
+        """Before a resume from `step`, drop the lines of later steps, and incomplete lines of killed runs.
 
-        A run that begins anew in its folder (step 0) has lost nothing by it: what an earlier attempt without a
-        checkpoint measured is kept beside, as `metrics.jsonl.1`, `.2` and so on.
+        If the run starts from step 0, the metrics of an earlier attempt without a checkpoint are kept as
+        `metrics.jsonl.1`, `.2` and so on.
         """
         if not self.is_writer or not self.metrics_path.exists():
             return
@@ -246,11 +251,11 @@ class RunDirectory:
         write_file(self.metrics_path, b"".join(to_json(record) + b"\n" for record in kept))
 
     def _refuse_other_trajectory(self, trajectory: dict[str, Any]) -> dict[str, Any] | None:
-        """The stored config.json, None for a new run; ConfigError where the folder belongs to another run."""
+        """The stored config.json; None for a new run. ConfigError if the folder belongs to another run."""
         if not self.config_path.exists():
             if self.metrics_path.exists():
                 raise ConfigError(
-                    f"{self.path} holds metrics.jsonl but no config.json, so what made it is unknown; "
+                    f"{self.path} holds metrics.jsonl but no config.json, so its settings are unknown; "
                     "name this run with --metrics.experiment_name"
                 )
             return None
@@ -259,7 +264,7 @@ class RunDirectory:
         if differing:
             raise ConfigError(
                 f"{self.path} holds a run with other settings: {'; '.join(differing)}. "
-                "To resume it use its settings, else name a new run with --metrics.experiment_name"
+                "To resume it, use its settings; otherwise name a new run with --metrics.experiment_name"
             )
         return stored
 
@@ -269,7 +274,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            right = f"{self.path} is no folder that can be written ({error.strerror}); choose another"
+            right = f"{self.path} is not a writable folder ({error.strerror}); choose another"
             raise option_error("job.dump_folder", str(self.path.parent), right) from None
         self._created = missing
         try:
@@ -281,7 +286,7 @@ class RunDirectory:
         self._drop_lock_in_forks()
 
     def _drop_lock_in_forks(self) -> None:
-        """A forked data worker would inherit the lock, and hold it after its parent was killed."""
+        """A forked data worker would inherit the lock and hold it after its parent is killed."""
         reference = weakref.ref(self)
 
         def drop() -> None:
@@ -294,16 +299,16 @@ class RunDirectory:
 
 
 def take_lock(lock: int, folder: Path, *, holder: str, remedy: str) -> None:
-    """Lock an open file of `folder` until this process ends, and write into it who holds it.
+    """Lock an open file of `folder` until this process ends, and write the process id and host into it.
 
     Args:
         lock: file descriptor, open for reading and writing.
-        folder: what is locked.
-        holder: what kind of process locks such folders, for the message.
-        remedy: what else to do than wait, for the message.
+        folder: the folder to lock.
+        holder: the kind of process that locks such folders, for the message.
+        remedy: an alternative to waiting, for the message.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds the lock.
     """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -311,7 +316,7 @@ def take_lock(lock: int, folder: Path, *, holder: str, remedy: str) -> None:
         pid = os.read(lock, 200).decode().strip()
         raise ConfigError(f"{folder} is in use by {holder} {pid}; wait for it, or {remedy}") from None
     except OSError as error:
-        # Some cluster file systems are mounted without locks; that is no reason not to train.
+        # Some cluster file systems are mounted without locks. Training works without one.
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise
         print(f"warning: {folder} cannot be locked ({error.strerror})", file=sys.stderr)
@@ -320,7 +325,7 @@ def take_lock(lock: int, folder: Path, *, holder: str, remedy: str) -> None:
 
 
 def _kept_threads(stored: dict[str, Any] | None) -> dict[str, Any]:
-    """The CPU threads that a run started with, which decide its last bits; later resumes return to them."""
+    """The CPU threads that a run started with. They affect the last bits of results, so later resumes reuse them."""
     threads = (stored or {}).get("hardware", {}).get("cpu_threads")
     return {} if threads is None else {"cpu_threads": threads}
 
@@ -337,7 +342,7 @@ def to_json(value: Any, indent: int | None = None) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replace NaN and infinities by None (null), because JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

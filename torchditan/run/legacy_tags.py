@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A record of metrics.jsonl under the course project's TensorBoard tags; docs/compatibility.md says what each is."""
+"""Maps a record of metrics.jsonl to the course project's TensorBoard tags, listed in docs/compatibility.md."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def legacy_scalars(
     world_size: int,
     memory: Mapping[str, float],
 ) -> dict[str, float]:
-    """Value of each tag that was measured; a tag without a value is left out, never 0.
+    """Values of the tags that were measured; a tag without a value is left out, never 0.
 
     Args:
-        record: the keys of metrics.jsonl.
+        record: with the keys of metrics.jsonl.
         max_loss: the largest loss of any rank.
         flops_per_image: model FLOPs of forward and backward; adaLN weights count once per image.
         tokens_per_image: patches of one image.
         world_size: number of ranks; `wps` is per device.
-        memory: what `PeakMemory.allocator` says.
+        memory: `PeakMemory.allocator`.
     """
     step_time, images = record["step_time_s"], record["images_per_second"]
     per_device = None if images is None or tokens_per_image is None else images * tokens_per_image / world_size

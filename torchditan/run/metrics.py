@@ -1,13 +1,13 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What a run reports: console, metrics.jsonl, TensorBoard, Weights & Biases.
+"""Metrics of a run: console, metrics.jsonl, TensorBoard, Weights & Biases.
 
 Notable:
-- `images_per_second` is global and counts the images that were really in the batches.
-- Sampling, validation and checkpoint time (`timer.excluded`) is no training time; it is logged on its own.
-  Neither does their memory count into the peak of a GPU.
-- Loss and gradient norm come in as Python floats at log steps: nothing here waits for the device, except
-  `timer.excluded`, where the steps still queued on a GPU would be taken for sampling.
-- Rank 0 reports its own memory and time; the logger talks to no other rank.
+- `images_per_second` is global and counts only the images that were in the batches.
+- The time and GPU memory of sampling, validation and checkpoints (`timer.excluded`) do not count as training. Their
+  time is logged separately.
+- Loss and gradient norm arrive as Python floats at log steps, so logging does not wait for the device. The exception is
+  `timer.excluded`, which would otherwise count queued training steps as sampling.
+- Rank 0 reports its own memory and time; the logger does not communicate with other ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ALWAYS_KEYS = (
 )
 _GIB = 1024**3
 CONSOLE_COLUMNS = 100
-"""Longest line where the output is not a terminal; a terminal has its own width."""
+"""Maximum line length if the output is not a terminal; otherwise the width of the terminal applies."""
 _LEAST_IMPORTANT_FIRST = (
     "encoding_percent",
     "data_loading_percent",
@@ -61,11 +61,11 @@ _LEAST_IMPORTANT_FIRST = (
     "mfu",
     "images_per_second",
 )
-"""Parts that a console line drops, in this order, until it fits; metrics.jsonl has everything."""
+"""Parts that a console line drops, in this order, until it fits; metrics.jsonl contains all of them."""
 
 
 def check_trackers(config: Metrics) -> None:
-    """ConfigError where TensorBoard or W&B is asked for but not installed; cheap: ask it before a run."""
+    """Raise ConfigError if a requested TensorBoard or W&B is not installed. Cheap enough to call before a run."""
     if config.enable_tensorboard:
         _require("torch.utils.tensorboard", "metrics.enable_tensorboard", "tensorboard")
     if config.enable_wandb:
@@ -73,18 +73,18 @@ def check_trackers(config: Metrics) -> None:
 
 
 class PeakMemory:
-    """Highest memory since the last `read`.
+    """Peak memory since the last `read`.
 
-    CUDA: what the allocator handed out (allocated), also as percent of the device's memory, and what it
-    held (reserved, which keeps what sampling left in its cache).
-    CPU: resident memory of this process since it started, which the system cannot reset; no reserved
-    memory; percent of the host's memory.
+    CUDA: memory that the allocator handed out (allocated), also as percent of the device's memory, and memory that it
+    held (reserved), which includes cached memory.
+    CPU: resident memory of this process since it started, because the system cannot reset it; no reserved memory;
+    percent of the host's memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.allocator: dict[str, float] = {}
-        """The last `read` as the course project has it: active memory, and what went wrong since the process began."""
+        """The last `read` in the course project's terms: active memory, and allocator events since process start."""
         self._allocated = self._reserved = self._active = 0
         if device.type == "cuda":
             self._capacity = torch.cuda.get_device_properties(device).total_memory
@@ -126,7 +126,7 @@ class PeakMemory:
 
 
 class StepTimer:
-    """Where the time since the last log step went: training, waiting for data, and what is excluded."""
+    """Splits the time since the last log step: training, waiting for data, and excluded work."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self.device = device
@@ -136,7 +136,7 @@ class StepTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the window now: right before the first step, what was built until then does not count."""
+        """Start the window now. Call it right before the first step, so that setup time does not count."""
         self._window_start = self._clock()
         self._data_loading = 0.0
         self._encoding = 0.0
@@ -145,7 +145,7 @@ class StepTimer:
 
     @contextmanager
     def excluded(self, name: str) -> Iterator[None]:
-        """Time (and GPU memory) of the body is not training's; its seconds are logged as `<name>_s`."""
+        """Exclude time and GPU memory of the body from training; its seconds are logged as `<name>_s`."""
         assert self._excluding is None, f"{name} inside {self._excluding}"
         self._synchronize()
         self.memory.collect()
@@ -160,7 +160,7 @@ class StepTimer:
 
     @contextmanager
     def data_loading(self) -> Iterator[None]:
-        """The body waits for the next batch."""
+        """Time the body as waiting for the next batch."""
         start = self._clock()
         yield
         if self._excluding is None:
@@ -168,7 +168,7 @@ class StepTimer:
 
     @contextmanager
     def encoding(self) -> Iterator[None]:
-        """The body encodes pixels into latents: a part of the step, measured without waiting for a GPU."""
+        """Time the body as encoding pixels into latents, a part of the step, without waiting for a GPU."""
         if self._excluding is not None:
             yield
         elif self.device.type == "cuda":
@@ -184,12 +184,12 @@ class StepTimer:
 
     def _encoding_seconds(self) -> float:
         for begin, end in self._encoding_events:
-            end.synchronize()  # long past at a log step: the loss was read after it
+            end.synchronize()  # returns at once at a log step: the loss was read after it
             self._encoding += begin.elapsed_time(end) / 1000
         return self._encoding
 
     def read(self, *, steps: int, images: int) -> dict[str, float | None]:
-        """Means over the window of so many steps and images, which ends here; None without a step."""
+        """Means over the window of `steps` and `images`, which ends here; None if no step was done."""
         elapsed = self._clock() - self._window_start
         seconds = elapsed - sum(self._excluded.values())
         counts = steps > 0 and seconds > 0
@@ -211,7 +211,7 @@ class StepTimer:
 
 
 class Console:
-    """Lines of text, and below them on a terminal a progress bar that never mixes with them."""
+    """Lines of text and, on a terminal, a progress bar below them that never mixes with the lines."""
 
     _BAR_WIDTH = 24
     _REDRAW_S = 0.1
@@ -226,7 +226,7 @@ class Console:
 
     @property
     def columns(self) -> int:
-        """Width that a line may have."""
+        """Maximum line length."""
         return shutil.get_terminal_size().columns if self.is_terminal else CONSOLE_COLUMNS
 
     def line(self, text: str) -> None:
@@ -234,7 +234,7 @@ class Console:
         self._stream.flush()
 
     def progress(self, step: int, total_steps: int, eta: str, *, unit: str = "step") -> None:
-        """Redraw the bar, a few times a second at most; nothing in a log."""
+        """Redraw the bar, a few times per second at most; does nothing if the output is not a terminal."""
         if not self.is_terminal or (self._clock() - self._drawn_at < self._REDRAW_S and step < total_steps):
             return
         self._drawn_at = self._clock()
@@ -258,9 +258,9 @@ class Console:
 class MetricsLogger:
     """Counts and reports the steps of a run. On ranks that do not write it only counts.
 
-    `flops_per_image` are the model FLOPs of forward and backward; `peak_flops` the device's dense bf16
-    peak in FLOP/s, None where it is unknown; `tokens_per_image` the patches of one. `start_step`, `images_seen` and
-    `elapsed_s` are where a resumed run goes on.
+    `flops_per_image` are the model FLOPs of forward and backward. `peak_flops` is the device's dense bf16 peak in
+    FLOP/s, or None if unknown. `tokens_per_image` is the number of patches of one image. A resumed run continues from
+    `start_step`, `images_seen` and `elapsed_s`.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class MetricsLogger:
         self._start = clock() - elapsed_s
         self._step = self._logged_step = start_step
         self._logged_images = images_seen
-        self._first_step: tuple[int, float] | None = None  # where the ETA is measured from: (step, its end)
+        self._first_step: tuple[int, float] | None = None  # start of the ETA measurement: (step, its end)
         self._console: Console | None = None
         self._tensorboard: Any = None
         self._wandb: Any = None
@@ -308,7 +308,7 @@ class MetricsLogger:
 
     @property
     def elapsed_s(self) -> float:
-        """Wall-clock seconds of the run so far, those before a resume included."""
+        """Wall-clock seconds of the run so far, including those before a resume."""
         return self._clock() - self._start
 
     def count_images(self, num_images: int) -> None:
@@ -330,11 +330,11 @@ class MetricsLogger:
         extra: dict[str, Any] | None = None,
         max_loss: float | None = None,
     ) -> dict[str, Any]:
-        """Report the steps since the last call; `extra` (validation_loss, ...) stands beside the fixed keys.
+        """Report the steps since the last call. `extra` (validation_loss, ...) is added to the fixed keys.
 
-        `max_loss`, the largest of any rank, is one of the course project's TensorBoard tags.
+        `max_loss`, the largest loss of any rank, is one of the course project's TensorBoard tags.
 
-        Returns the record, the same keys on every rank.
+        Returns the record, with the same keys on every rank.
         """
         assert step == self._step, f"step {step} logged, {self._step} counted"
         images = self.images_seen - self._logged_images
@@ -358,7 +358,7 @@ class MetricsLogger:
         return record
 
     def roll_back(self, step: int, images_seen: int) -> None:
-        """Forget the steps behind `step`, in every log: they come again."""
+        """Drop the steps after `step` from every log, because they will run again."""
         self._run_directory.truncate_metrics(step)
         if self._tensorboard is not None:
             folder = Path(self._tensorboard.log_dir)
@@ -371,7 +371,7 @@ class MetricsLogger:
         self.timer.restart()
 
     def flush(self) -> None:
-        """What was logged is on the disk when this returns: a checkpoint of this step must not be ahead of it."""
+        """Sync all logs to disk. A checkpoint of this step must not be ahead of them."""
         self._run_directory.sync_metrics()
         if self._tensorboard is not None:
             with self._tensorboard_if_it_can():
@@ -379,12 +379,12 @@ class MetricsLogger:
 
     @contextmanager
     def _tensorboard_if_it_can(self) -> Iterator[None]:
-        """A full disk ends its event files, not the run: metrics.jsonl has the same numbers."""
+        """If the disk is full, stop writing event files but continue the run: metrics.jsonl has the same numbers."""
         try:
             yield
         except OSError as error:
             self._tensorboard = None
-            self.message(f"warning: TensorBoard cannot write ({error.strerror}); metrics.jsonl goes on")
+            self.message(f"warning: TensorBoard cannot write ({error.strerror}); metrics.jsonl continues")
 
     def message(self, text: str) -> None:
         """Print a line."""
@@ -392,7 +392,7 @@ class MetricsLogger:
             self._console.line(text)
 
     def log_image(self, name: str, image: str | Path | Any, step: int) -> None:
-        """Show a picture in TensorBoard and W&B: a file, or a uint8 array (H, W, 3)."""
+        """Log an image to TensorBoard and W&B: a file, or a uint8 array (H, W, 3)."""
         if self._tensorboard is None and self._wandb is None:
             return
         import numpy as np
@@ -432,7 +432,7 @@ class MetricsLogger:
         if self._tensorboard is not None:
             scalars = {key: value for key, value in numbers.items() if key != "step"}
             if self._has_legacy_tags:
-                from torchditan.run.legacy_tags import legacy_scalars  # of the option metrics.legacy_tags
+                from torchditan.run.legacy_tags import legacy_scalars  # only for the option metrics.legacy_tags
 
                 scalars |= legacy_scalars(
                     record,
@@ -457,7 +457,7 @@ class MetricsLogger:
 
 
 def _console_line(record: dict[str, Any], total_steps: int, eta: str, *, color: bool, columns: int) -> str:
-    """One line of at most `columns` characters, without what is least important where it would be longer."""
+    """One line of at most `columns` characters; if it would be longer, the least important parts are dropped."""
     parts = {
         "step": (f"step {{:>{len(str(total_steps))}}}/{total_steps}", 31),
         "loss": ("loss {:.4f}", 32),

@@ -2,12 +2,12 @@
 """Traces of single steps by the torch profiler, and snapshots of CUDA memory.
 
 Notable:
-- Step 100, 200, ... is traced with `profile_freq = 100`, after a resume too; the steps before it warm up.
+- With `profile_freq = 100`, steps 100, 200, ... are traced, also after a resume. The steps before each are warm-up.
 - A trace is `<save_traces_folder>/step_00000100/rank0.json`, for chrome://tracing or Perfetto.
-- Starting, stopping and writing is not training time: it runs in the context that the caller gives. A step that is
-  traced takes longer by itself, and that counts.
-- A snapshot is `<save_memory_snapshot_folder>/step_00000100/rank0.pickle`, for pytorch.org/memory_viz;
-  running out of memory leaves one in `step_00000100_oom/`, named by the step that failed.
+- Starting, stopping and writing a trace runs in the context that the caller passes, and does not count as training
+  time. A traced step is slower, and that does count.
+- A snapshot is `<save_memory_snapshot_folder>/step_00000100/rank0.pickle`, for pytorch.org/memory_viz. Running out of
+  memory writes one to `step_00000100_oom/`, named by the step that failed.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from torchditan.config.errors import option_error
 from torchditan.config.options import Profiling
 from torchditan.run.directory import RunDirectory
 
-_WARMUP_STEPS = 3  # the first traced step would pay for starting the tracer
+_WARMUP_STEPS = 3  # otherwise the first traced step includes the start of the tracer
 _MAX_MEMORY_EVENTS = 100_000
 
 
 def check_profiling(config: Profiling, device: torch.device) -> None:
-    """ConfigError where `config` asks for what `device` cannot do."""
+    """Raise ConfigError if `config` needs something that `device` does not support."""
     if config.enable_memory_snapshot and device.type != "cuda":
         right = f"needs CUDA, this run is on {device.type}; leave it out"
         raise option_error("profiling.enable_memory_snapshot", True, right)
 
 
 class Profiler:
-    """What `profiling` yields; `step` is called at the end of every training step."""
+    """Yielded by `profiling`; call `step` at the end of every training step."""
 
     def __init__(self, start_step: int, excluded: Callable[[], AbstractContextManager[object]]) -> None:
         self.last_step = start_step
         self.num_calls = 0
-        """Steps that ended, those included that were rolled back: what torch's profiler counts."""
+        """Number of finished steps, including rolled-back ones, as torch's profiler counts them."""
         self.excluded = excluded
         self.on_step: list[Callable[[], None]] = []
         self.is_slow: list[Callable[[int], bool]] = []
@@ -56,7 +56,7 @@ class Profiler:
                 call()
 
     def return_to(self, step: int) -> None:
-        """The run was rolled back: the steps behind `step` come again."""
+        """Return to `step` after a rollback: later steps run again."""
         self.last_step = step
 
 
@@ -70,10 +70,10 @@ def profiling(
     start_step: int = 0,
     excluded: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[Profiler]:
-    """Profile the steps in the body as `config` says; every rank writes files of its own.
+    """Profile the steps in the body according to `config`; every rank writes separate files.
 
     Args:
-        excluded: context for what takes time after a step and is not training.
+        excluded: context manager for work after a step that does not count as training.
     """
     check_profiling(config, device)
     profiler = Profiler(start_step, excluded)
@@ -88,7 +88,7 @@ def profiling(
 
 
 def trace_action(step: int, profile_freq: int) -> ProfilerAction:
-    """What the profiler does during training step `step`, counted from 1."""
+    """Action of the profiler during training step `step`, counted from 1."""
     until_traced = -step % profile_freq
     if until_traced == 0:
         return ProfilerAction.RECORD_AND_SAVE
@@ -106,7 +106,7 @@ def _traces(profiler: Profiler, folder: Path, rank: int, device: torch.device, p
     def save(trace: profile) -> None:
         _write(folder / _step_name(profiler.last_step) / f"rank{rank}.json", trace.export_chrome_trace)
 
-    # A trace is one step, so that the profiler forgets the one before is what we want.
+    # A trace covers one step, so clearing the events of the previous one is intended.
     warnings.filterwarnings("ignore", message=".*Profiler clears events")
     first = profiler.last_step + 1
     activities = [ProfilerActivity.CPU]
@@ -124,7 +124,7 @@ def _traces(profiler: Profiler, folder: Path, rank: int, device: torch.device, p
     try:
         yield
     finally:
-        trace.on_trace_ready = None  # a step that did not end is no trace
+        trace.on_trace_ready = None  # an unfinished step is not a trace
         trace.stop()
 
 
@@ -139,7 +139,7 @@ def _memory_snapshots(profiler: Profiler, folder: Path, rank: int, profile_freq:
         if is_due(profiler.last_step):
             _write(folder / _step_name(profiler.last_step) / f"rank{rank}.pickle", dump)
 
-    # Each dump would look up the names of all C++ frames, which is slow.
+    # Otherwise each dump would look up the names of all C++ frames, which is slow.
     torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS, stacks="python")
     profiler.on_step.append(save)
     profiler.is_slow.append(is_due)
@@ -157,8 +157,8 @@ def _step_name(step: int) -> str:
 
 
 def _write(path: Path, save: Callable[[str], object]) -> None:
-    """Have `save` write beside `path`, then rename: a killed run leaves no half trace under that name."""
+    """Have `save` write to a temporary file, then rename it, so that a killed run leaves no partial trace."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.partial")
-    save(str(beside))
-    os.replace(beside, path)
+    partial = path.with_name(f".{path.name}.partial")
+    save(str(partial))
+    os.replace(partial, path)

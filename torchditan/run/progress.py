@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Progress of slow work that would otherwise be silent: a line that renews itself on a terminal, few lines in a log.
+"""Progress of slow work that would otherwise print nothing: an updating line on a terminal, few lines in a log.
 
 Notable:
-- a thread reports, so that one long call (loading weights, compiling) is not silent either;
-- it writes to stderr: stdout may be data that another program reads;
-- work that is done within `QUIET_S` prints nothing; only rank 0 reports.
+- a thread reports, so that single long calls (loading weights, compiling) are covered too;
+- it writes to stderr, because another program may read stdout as data;
+- work that finishes within `QUIET_S` prints nothing; only rank 0 reports.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Advance = Callable[[float], None]
 def report_progress(
     what: str, *, total: float | None = None, unit: str = "", say: Callable[[str], None] | None = None
 ) -> Iterator[Advance]:
-    """Report the work of the body until it ends.
+    """Report the progress of the body until it ends.
 
     Args:
-        what: "loading outputs/quickstart".
-        total: how much there is to do, in `unit`; None: only the seconds are shown.
-        unit: "images".
-        say: takes each line, in place of stderr; for a console that has a bar of its own.
+        what: description, such as "loading outputs/quickstart".
+        total: amount of work, in `unit`; None shows only the seconds.
+        unit: such as "images".
+        say: receives each line instead of stderr; for a console with its own progress bar.
 
     Yields:
         A function to call with the amount done since its last call.

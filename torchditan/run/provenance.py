@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What a result came from: versions, git commit, hardware. Runs and benchmarks record it beside their numbers.
+"""Provenance of a result: versions, git commit, hardware. Runs and benchmarks record it together with their numbers.
 
-Notable: torch is imported only where it is asked for something, so that reading a run needs none.
+Notable: torch is imported only where it is needed, so that reading a run does not require it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Versions of Python and of `packages`; None where one is not installed."""
+    """Versions of Python and of `packages`; None for a package that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in packages:
         try:
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # torchditan itself may be a clone that is not installed
+        except metadata.PackageNotFoundError:  # torchditan may run from a clone without being installed
             found[package] = None
     return found
 
 
 def git_commit() -> str | None:
-    """Commit of the clone this package runs from, `-dirty` where files differ from it; None without git."""
+    """Commit of the clone that this package runs from, with `-dirty` if files differ from it; None without git."""
     return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def git_user() -> str | None:
-    """Name under which commits of the clone are made; None without git or a name."""
+    """Name of the author of new commits in the clone; None without git or a name."""
     return _git("config", "user.name")
 
 
@@ -48,7 +48,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def hardware(device: str, device_count: int) -> dict[str, Any]:
-    """The machine of this process, and the `device_count` devices like `device` that the run has on all machines."""
+    """The machine of this process, and the number of devices like `device` that the run uses on all machines."""
     import torch
 
     return {
@@ -58,12 +58,12 @@ def hardware(device: str, device_count: int) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),
-        "cpu_threads": torch.get_num_threads(),  # of each rank
+        "cpu_threads": torch.get_num_threads(),  # per rank
     }
 
 
 def device_name(device: str) -> str:
-    """As the vendor calls it: that of the GPU, or of the CPU."""
+    """The vendor's name of the GPU or the CPU."""
     import torch
 
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name()

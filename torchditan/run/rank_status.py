@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What each rank writes about itself for the launcher, which judges the job from it."""
+"""Status files that each rank writes for the launcher, which determines the outcome of the job from them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ RANKS_VARIABLE = "TORCHDITAN_RANKS_FOLDER"
 
 
 def write_rank_status(state: str, reason: str | None = None, **extra: Any) -> None:
-    """Write `rank-00003.json` into the folder that the launcher named; without a launcher that asks, nothing.
+    """Write `rank-00003.json` into the folder that the launcher named. Does nothing if no launcher asks for it.
 
-    What an earlier call wrote stays where this one does not say otherwise; once a rank ended, its first word stands.
+    Keys of earlier calls are kept unless this call changes them. Once a rank has ended, its first status is kept.
     """
     assert state in STATES, state
     folder = os.environ.get(RANKS_VARIABLE)
@@ -29,7 +29,7 @@ def write_rank_status(state: str, reason: str | None = None, **extra: Any) -> No
     path = Path(folder) / f"rank-{rank:05d}.json"
     earlier = _read_rank_status(path) or {}
     if earlier.get("pid") != os.getpid():
-        earlier = {}  # of another attempt
+        earlier = {}  # from another attempt
     if earlier.get("state", "running") != "running":
         return
     own = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
@@ -38,7 +38,7 @@ def write_rank_status(state: str, reason: str | None = None, **extra: Any) -> No
 
 
 def read_rank_statuses(folder: str | Path) -> list[dict[str, Any]]:
-    """What each rank wrote with `write_rank_status`, by rank; those that wrote nothing are absent."""
+    """The statuses that ranks wrote with `write_rank_status`, by rank; ranks without a file are absent."""
     found = (_read_rank_status(path) for path in sorted(Path(folder).glob("rank-*.json")))
     return [status for status in found if status is not None]
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Reading run directories: configuration, status, metrics; and errors for paths that are something else."""
+"""Reads run directories (configuration, status, metrics), and explains paths that are something else."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def check_folder(path: Path, *, mark: str, what: str) -> None:
     """Refuse a path that is not a folder of this kind, and suggest one that is.
 
     Args:
-        path: what the user gave.
-        mark: the file that every folder of this kind holds, config.json for example.
+        path: as given by the user.
+        mark: the file that every folder of this kind contains, such as config.json.
         what: the kind, for the message: "a run directory".
 
     Raises:
-        ConfigError: it does not exist, is a file, or lacks the mark.
+        ConfigError: the path does not exist, is a file, or lacks the mark.
     """
     if not path.exists():
         raise ConfigError(f"{path} does not exist; must be {what}{similar_folder(path, mark=mark)}")
@@ -28,14 +28,14 @@ def check_folder(path: Path, *, mark: str, what: str) -> None:
         is_inside = (path.parent / mark).is_file()
         hint = f"; did you mean {path.parent}?" if is_inside else ""
         if path.suffix == ".safetensors":
-            hint = "; scripts/convert_checkpoint.py import makes a run of exported weights"
+            hint = "; scripts/convert_checkpoint.py import creates a run from exported weights"
         raise ConfigError(f"{path} is a file; must be {what}{hint}")
     if not (path / mark).exists():
         raise ConfigError(f"{path} is not {what}: it has no {mark}")
 
 
 def similar_folder(path: Path, *, mark: str) -> str:
-    """`; did you mean outputs/quickstart?`, or nothing: looks next to the path, and in outputs/."""
+    """`; did you mean outputs/quickstart?`, or "". Looks next to the path, and in outputs/."""
     folders = [path.parent, path.parent / "outputs"]
     found = {
         child.name: child for folder in reversed(folders) for child in _children(folder) if (child / mark).is_file()
@@ -52,7 +52,7 @@ def _children(folder: Path) -> list[Path]:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json of the run in folder `path`; ConfigError where there is none."""
+    """config.json of the run in folder `path`; ConfigError if there is none."""
     check_folder(Path(path), mark="config.json", what="a run directory")
     file = Path(path) / "config.json"
     try:
@@ -67,23 +67,23 @@ def read_config(path: str | Path) -> dict[str, Any]:
         if step:
             run = Path(path).parent.parent
             raise ConfigError(f"{path} is a checkpoint; must be its run directory: {run} --step {step[1]}")
-        raise ConfigError(f"{file} is not that of a run: it holds no configuration")
+        raise ConfigError(f"{file} does not belong to a run: it contains no configuration")
     return content
 
 
 def read_status(path: str | Path) -> dict[str, Any] | None:
-    """status.json of the run in folder `path`, None where none was written."""
+    """status.json of the run in folder `path`; None if none was written."""
     file = Path(path) / "status.json"
     return json.loads(file.read_bytes()) if file.exists() else None
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl of the run in folder `path`; none where none was written."""
+    """The complete lines of metrics.jsonl of the run in folder `path`; empty if none was written."""
     file = Path(path) / "metrics.jsonl"
     records = []
     for line in file.read_bytes().split(b"\n") if file.exists() else []:
         try:
             records.append(json.loads(line))
-        except ValueError:  # empty after the last newline, or torn by a kill
+        except ValueError:  # empty after the last newline, or incomplete after a kill
             continue
     return records

@@ -18,7 +18,7 @@ from torchditan.run.reading import read_config
 def open_tensorboard(folder: Path, start_step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    # What a killed run wrote after its last checkpoint, or without one, is hidden: those steps come again.
+    # Hide events of a killed run after its last checkpoint, or all of them without one: those steps run again.
     return SummaryWriter(str(folder), purge_step=start_step + 1)
 
 
@@ -35,13 +35,13 @@ def open_wandb(config: Metrics, run_directory: RunDirectory) -> Any:
         mode=None if os.environ.get("WANDB_MODE") or _has_wandb_login() else "offline",
         settings=wandb.Settings(console="off"),  # it would record the progress bar
     )
-    # After a resume steps come again; as a plain metric they may.
+    # Steps repeat after a resume, which is allowed for a plain metric.
     run.define_metric("*", step_metric="step")
     return run
 
 
 def _has_wandb_login() -> bool:
-    """`wandb login` leaves a line in ~/.netrc; asked here because wandb itself would prompt for a key."""
+    """Whether ~/.netrc contains a line by `wandb login`. wandb itself would prompt for a key."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

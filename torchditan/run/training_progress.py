@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""How far a training run is: the integers that its data order, learning rate and randomness are functions of."""
+"""Progress of a training run: the integers that determine its data order, learning rate and randomness."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Progress:
     step: int = 0
     """Optimizer steps done."""
     images_seen: int = 0
-    """Samples the weights learned from, over all ranks."""
+    """Samples that the weights learned from, over all ranks."""
     elapsed_s: float = 0.0
-    """Seconds spent training, over all parts of the run."""
+    """Seconds spent training, including those before a resume."""
     position: int = 0
-    """Position in the training stream: `images_seen`, and the windows that were skipped."""
+    """Position in the training stream: `images_seen` plus the windows that were skipped."""
     rollbacks: int = 0
     """How often the run returned to a checkpoint because it diverged."""
 

@@ -1,13 +1,13 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""How a run ended: its status, its reason in one line, and the exit code of the process.
+"""How a run ended: its status, a reason of one line, and the exit code of the process.
 
-Exit codes: 0 done, 2 the user's mistake, 3 out of memory, 75 interrupted and resumable, 1 anything else.
+Exit codes: 0 done, 2 a mistake of the user, 3 out of memory, 75 interrupted and resumable, 1 anything else.
 
-torchrun exits 1 whatever happened to its ranks, so scripts/launch.sh asks here for the code:
+torchrun always exits with 1 if a rank fails, so scripts/launch.sh determines the code with this command:
 
     python -m torchditan.supervision.exit_status FOLDER --num_ranks 8
 
-reads what the ranks wrote into the folder, says in one line how they ended, and exits with the code of it.
+It reads what the ranks wrote into the folder, prints one line on how they ended, and exits with the matching code.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write
 from torchditan.supervision.lost_rank import LOST_RANK, exit_at_once, is_peer_failure
 from torchditan.supervision.parent_death import die_with_launcher
 
-# What raises a bare RuntimeError: the CPU allocator, the CUDA driver, cuBLAS's workspace.
+# Messages of a bare RuntimeError: from the CPU allocator, the CUDA driver, cuBLAS's workspace.
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "std::bad_alloc",
 )
-# What oneDNN says when it finds no memory for its own buffers, but not only then.
+# Messages of oneDNN when it finds no memory for its buffers. They may have other causes.
 _PERHAPS_OUT_OF_MEMORY = ("could not create a primitive", "could not create a memory", "could not execute a primitive")
 
 
 class Interrupted(Exception):
-    """All ranks stopped after one step, because they were asked to; the message says after which, and what next."""
+    """All ranks stopped after the same step on request; the message contains the step and how to continue."""
 
 
 class Verdict(NamedTuple):
@@ -73,9 +73,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def run_job(main: Callable[[], None]) -> int:
-    """Run a job and return the exit code of the process; a user's mistake prints one line.
+    """Run a job and return the exit code of the process; a mistake of the user prints one line.
 
-    A launcher that asked for it is told how this rank began and ended, whatever happens. A rank that fails while its
+    If the launcher asks for it, this rank always reports how it started and ended. A rank that fails while its
     process group is open exits here, without exit handlers.
     """
     die_with_launcher()
@@ -100,11 +100,11 @@ def run_job(main: Callable[[], None]) -> int:
         elif verdict.exit_code == 75:
             is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
             if int(os.environ.get("RANK", 0)) == 0:
-                # torchrun raises when the signal reaches it; scripts/launch.sh, which sets the variable, prevents that.
+                # torchrun raises when it receives the signal. scripts/launch.sh prevents that, and sets the variable.
                 is_alone = is_under_torchrun and RANKS_VARIABLE not in os.environ
                 print(verdict.reason + ("; a traceback below is torchrun's own" if is_alone else ""), file=sys.stderr)
             if isinstance(error, Interrupted) and is_under_torchrun:
-                return 0  # torchrun would start a rank that failed again; scripts/launch.sh exits with 75
+                return 0  # torchrun restarts failed ranks; scripts/launch.sh exits with 75
         else:
             traceback.print_exc()
         if _may_wait_for_others():
@@ -116,18 +116,18 @@ def run_job(main: Callable[[], None]) -> int:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Context manager for commands that only print: if `| head` has read enough, the command ends with exit code 0."""
+    """Context manager for commands that only print: if `| head` has read enough, the command exits with code 0."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes stdout once more when it exits, which would fail again.
+        # Python flushes stdout again at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
 
 
 def _may_wait_for_others() -> bool:
-    """Whether collectives with other ranks may be pending: a run that ends as it should has closed its group."""
+    """Whether collectives with other ranks may be pending. A run that ends normally has closed its process group."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
 
@@ -135,16 +135,16 @@ def _may_wait_for_others() -> bool:
 def judge_ranks(
     ranks: Sequence[Mapping[str, Any]], *, num_ranks: int, was_signalled: bool = False, killed: str | None = None
 ) -> Verdict:
-    """How a job ended whose processes have all ended.
+    """How a job ended, after all its processes have ended.
 
-    Out of memory on any rank is `oom`; else the first rank that failed by itself says why. A rank that failed since
-    another was gone is asked last, and after a signal not at all: what it saw was the others going.
+    Out of memory on any rank gives `oom`. Otherwise, the first rank that failed by itself gives the reason.
+    Ranks that failed because another one was gone come last. After a signal, their reasons are ignored.
 
     Args:
-        ranks: what each rank wrote (run/rank_status.py); one that never began wrote nothing.
-        num_ranks: how many there should be.
-        was_signalled: whether the launcher passed a signal on.
-        killed: what the launcher knows of a rank that was ended before it could write.
+        ranks: what each rank wrote (run/rank_status.py); a rank that never started wrote nothing.
+        num_ranks: number of ranks that were started.
+        was_signalled: whether the launcher forwarded a signal.
+        killed: what the launcher knows of a rank that was killed before it could write.
     """
     failed = sorted((rank for rank in ranks if rank["state"] in ("oom", "error")), key=lambda rank: rank["time"])
     out_of_memory = [rank for rank in failed if rank["state"] == "oom"]
@@ -160,11 +160,11 @@ def judge_ranks(
     if interrupted and not failed:
         return Verdict("interrupted", 75, _said(interrupted[0]))
     if was_signalled:
-        reason = "ended by the signal before its ranks had saved; the same command continues from the last checkpoint"
+        reason = "ended by the signal before its ranks could save; the same command continues from the last checkpoint"
         return Verdict("interrupted", 75, reason)
     explained = sorted(failed, key=lambda rank: not str(rank["reason"]).startswith(LOST_RANK))
     unfinished = num_ranks - states.count("completed")
-    silent = f"{unfinished} of {num_ranks} rank(s) ended without a word, as when the system killed them"
+    silent = f"{unfinished} of {num_ranks} rank(s) exited without an error message, as if killed by the system"
     return Verdict("error", 1, killed or (_said(explained[0]) if explained else silent))
 
 
@@ -173,13 +173,13 @@ def _said(rank: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """Judge the ranks of a finished job; the exit code is the verdict's."""
+    """Determine how a finished job ended. Returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m torchditan.supervision.exit_status", description="How the ranks of a job ended."
     )
-    parser.add_argument("folder", help=f"where the ranks wrote ({RANKS_VARIABLE} of their environment)")
-    parser.add_argument("--num_ranks", type=count, required=True, help="ranks that were started there")
-    parser.add_argument("--signalled", action="store_true", help="they were asked to stop")
+    parser.add_argument("folder", help=f"folder that the ranks wrote to (their environment variable {RANKS_VARIABLE})")
+    parser.add_argument("--num_ranks", type=count, required=True, help="number of ranks that were started")
+    parser.add_argument("--signalled", action="store_true", help="the ranks received a stop signal")
     given = parser.parse_args()
     ranks = read_rank_statuses(given.folder)
     verdict = judge_ranks(ranks, num_ranks=given.num_ranks, was_signalled=given.signalled)
@@ -189,12 +189,13 @@ def main() -> int:
 
 def _report_mistake(reason: str, *, is_of_this_rank: bool) -> None:
     if int(os.environ.get("RANK", 0)) != 0:
-        # Most mistakes are found by every rank. torchrun ends all of them when the first one exits, so the others
-        # leave rank 0 the time to say it once; who is still there found something of its own, a corrupt image say.
+        # Most mistakes are found by every rank, and torchrun ends all ranks when the first one exits. The others wait,
+        # so that rank 0 can report the mistake once. A rank that is still alive then found one that rank 0 did not
+        # find, such as a corrupt image.
         time.sleep(5)
         distributed = sys.modules.get("torch.distributed")
         if not is_of_this_rank and (distributed is None or not distributed.is_initialized()):
-            return  # found before the ranks knew each other: rank 0, perhaps of another machine, says it
+            return  # found before the ranks connected: rank 0, perhaps on another machine, reports it
     print(f"error: {reason}", file=sys.stderr, flush=True)
 
 

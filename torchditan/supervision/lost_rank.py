@@ -1,9 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What is left of a rank that was killed: the words for it, which the launcher's verdict knows too, and its process.
+"""Processes of lost ranks: how they ended, the reason that other ranks report, and how those exit.
 
-Also how the other ranks exit then, since their exit handlers may wait for a collective that never ends.
+The other ranks exit without exit handlers, which may wait for a collective that never ends.
 
-Imports no torch, since the verdict does not.
+Imports no torch, because the launcher's verdict uses this module without it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 LOST_RANK = "lost rank"
-"""Beginning of the reason that a rank gives when another one was killed or is stuck."""
-# What a rank finds when others are gone; why they went only they know.
+"""Start of the reason that a rank reports when another one was killed or is stuck."""
+# Errors that a rank sees when others are gone. Only the others know the cause.
 _OTHERS_WENT = re.compile(
     rf"^{LOST_RANK} |^stopped by rank |"
     r"Connection (closed|reset|refused)|Broken pipe|NCCL|remote process|recvValue|heartbeat|Timed out waiting"
@@ -30,7 +30,7 @@ class Process(NamedTuple):
 
     state: str
     started: str
-    """Clock ticks since boot: with the process id, it names one process for good."""
+    """Clock ticks since boot; together with the process id, this identifies a process uniquely."""
     wait_status: int
     """How it ended, while it is a zombie."""
 
@@ -40,25 +40,25 @@ class Process(NamedTuple):
 
 
 def is_peer_failure(reason: str) -> bool:
-    """Whether an error's text only says that other ranks are gone or do not answer."""
+    """Whether an error only reports that other ranks are gone or do not answer."""
     return _OTHERS_WENT.search(reason) is not None
 
 
 def read_process(pid: int) -> Process | None:
-    """The process with this id; None where there is none, or no /proc to ask."""
+    """The process with this id; None if it does not exist, or the system has no /proc."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold spaces
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may contain spaces
     except OSError:
         return None
     return Process(state=fields[0], started=fields[19], wait_status=int(fields[49]))
 
 
 def describe_end(wait_status: int) -> str:
-    """In words: killed by which signal, or the exit code of a rank that said nothing."""
+    """The signal that killed a process, or the exit code of one that reported nothing."""
     number = wait_status & 0x7F
     if not number:
-        return f"ended with exit code {wait_status >> 8}, without a word"
-    why = " (as by the system when memory ran out)" if number == signal.SIGKILL else ""
+        return f"exited with code {wait_status >> 8} without an error message"
+    why = " (possibly by the system, out of memory)" if number == signal.SIGKILL else ""
     return f"killed by {signal.Signals(number).name}{why}"
 
 

@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A rank ends with its launcher, and a loader worker with its rank, however those end.
+"""Ranks exit when their launcher exits, and loader workers when their rank exits, however these end.
 
-Ranks are sessions of their own, so that a SIGKILLed torchrun would leave them alive. Imports no torch: the first
-seconds of a rank are those of that import.
+Each rank is a session leader, so it would survive a SIGKILL of torchrun. Imports no torch, which would delay the
+protection by the seconds that the import takes.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ _PROBE_S = 10.0
 
 
 def die_with_launcher() -> None:
-    """Have the kernel end this rank when torchrun is killed; not under torchrun, nothing."""
+    """Have the kernel kill this rank when torchrun is killed. Without torchrun, does nothing."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
 
 
 def outlive_launcher() -> None:
-    """Undo it. To be called by the same thread."""
+    """Undo `die_with_launcher`. Call it in the same thread."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _set_signal(0)
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process when the one that started it ends."""
+    """Have the kernel kill this process when its parent ends."""
     _set_signal(signal.SIGKILL)
 
 
 def check_launcher() -> None:
-    """Make sure that torchrun did not end before this rank could ask to be ended with it.
+    """Check that torchrun did not end before this rank called `die_with_launcher`.
 
-    Its store is there before any rank is, so a rank that cannot reach it would wait for nobody.
+    torchrun's store exists before any rank. A rank that cannot reach it has no launcher to wait for.
 
     Raises:
-        RuntimeError: the store is gone.
+        RuntimeError: the store does not answer.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return

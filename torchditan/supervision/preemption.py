@@ -2,11 +2,11 @@
 """Stopping a run from outside: SIGTERM, SIGUSR1 or Ctrl-C end it after a step that all ranks agree on.
 
 Notable:
-- a signal is only a request. Ranks share it once a step, by a maximum over a flag in host memory on a process group of
-  its own: no device is waited for, and every rank stops after the same step, though the signal may reach one alone;
+- a signal is only a request. Once per step, ranks share it as the maximum over a flag in host memory, on a separate
+  process group. No rank waits for a device, and all stop after the same step, even if only one received the signal;
 - signals within a second of the first are the same request: a cluster signals every process of a job, and torchrun
-  passes on what it received itself. A later one ends the rank at once;
-- both hold while the main thread is in a collective that never ends: a thread of its own sees the signals;
+  forwards signals that it receives. A later signal ends the rank immediately;
+- both work while the main thread is blocked in a collective, because a separate thread reads the signals;
 - loader workers ignore these signals (data_stream/workers.py).
 """
 
@@ -31,9 +31,9 @@ _SAME_REQUEST_S = 1.0
 
 
 class StopRequest:
-    """While entered, signals ask for a stop instead of ending the process.
+    """Context manager in which signals request a stop instead of ending the process.
 
-    In a thread that is not the main one it does nothing: only the main thread may handle signals.
+    Outside the main thread it does nothing: only the main thread may handle signals.
     """
 
     def __init__(self) -> None:
@@ -57,16 +57,16 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._restore:
-            # Copies of the request may come while this rank ends, and torchrun would start again what dies of them.
+            # Copies of the request may arrive while this rank exits. If one killed it, torchrun would restart the rank.
             is_ending = self.signal is not None and "TORCHELASTIC_RUN_ID" in os.environ
             for number, handler in self._restore.items():
                 signal.signal(number, signal.SIG_IGN if is_ending else handler)
             signal.set_wakeup_fd(self._previous_wakeup)
-            os.close(self._pipe[1])  # the watching thread reads the end of it
+            os.close(self._pipe[1])  # ends the loop of the watching thread
             self._restore = {}
 
     def _watch(self, pipe: int) -> None:
-        """Runs in its own thread: one byte for each signal that Python handles."""
+        """Runs in a separate thread; reads one byte for each signal that Python handles."""
         while numbers := os.read(pipe, 1):
             if numbers[0] in SIGNALS:
                 self._receive(signal.Signals(numbers[0]))
@@ -77,12 +77,12 @@ class StopRequest:
         if self.signal is None:
             self.signal, self._received_at = number, now
         elif now - self._received_at > _SAME_REQUEST_S:
-            print(f"{number.name} again: ending at once", file=sys.stderr, flush=True)
+            print(f"{number.name} again: exiting immediately", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 class StopAgreement:
-    """Whether any rank was asked to stop, the same answer on all of them at the same step."""
+    """Whether any rank received a stop request; the answer is the same on all ranks at the same step."""
 
     def __init__(self, request: StopRequest, *, world_size: int, timeout_seconds: int) -> None:
         self.request = request
@@ -93,15 +93,15 @@ class StopAgreement:
         self._work: dist.Work | None = None
 
     def begin(self) -> None:
-        """Send this rank's flag; the answer is on its way while the step goes on."""
+        """Start sending this rank's flag, while the step continues."""
         if self._work is not None:
-            self._work.wait()  # of a step whose answer nobody asked for, since it diverged
+            self._work.wait()  # of a step that diverged, before its result was read
         self._flag.fill_(self.request.signal or 0)
         if self.group is not None:
             self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def result(self) -> signal.Signals | None:
-        """The signal that all ranks stop for, None where there is none."""
+        """The signal that all ranks stop for; None if no rank received one."""
         if self._work is not None:
             self._work.wait()
         number = int(self._flag.item())
@@ -109,8 +109,8 @@ class StopAgreement:
 
 
 def _outlive_launcher(number: int, frame: FrameType | None) -> None:
-    """Undo `die_with_launcher` in the main thread, which called it: a rank that was asked to stop saves first, though
-    its launcher be gone. The request itself is seen by the watching thread."""
+    """Undo `die_with_launcher` in the main thread, which called it. A rank that received a stop request saves first,
+    even if its launcher is gone. The watching thread reads the request itself."""
     outlive_launcher()
 
 

@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What surrounds the training of one rank: where it is, which rank was lost, and the verdict when it ends.
+"""Supervision of one rank during training: its place, lost ranks, and the verdict when it ends.
 
-It exists before anything is built, so that a failure while building has its verdict too.
+It is created before anything else is built, so that a failure while building also gets a verdict.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from torchditan.supervision.watchdog import RankWatch
 
 
 class Supervision:
-    """The watch over one rank, its messages and its verdict.
+    """Watches one rank, prints its messages and records its verdict.
 
     Args:
         rank: this process.
-        run_directory: opened; closed by `close`.
+        run_directory: open; `close` closes it.
     """
 
     def __init__(self, rank: Rank, run_directory: RunDirectory) -> None:
         self.rank = rank
         self.run_directory = run_directory
         self.progress = Progress()
-        """The trainer's own, changed in place."""
+        """The trainer's progress object, which changes in place."""
         self.start_step: int | None = None
-        """Step at which this process began to train; None: it is still building."""
+        """Step at which this process started training; None while it is still building."""
         self.logger: MetricsLogger | None = None
-        """Given by the trainer once the console is its own."""
+        """Set by the trainer once the logger controls the console."""
         self.watch: RankWatch | None = None
-        self._closing = ExitStack()  # from the last to the first, each though another one fails
+        self._closing = ExitStack()  # in reverse order; a failure does not skip the rest
         self._closing.callback(run_directory.close)
         self._closing.callback(end_loader_workers)
 
     def connect(self, *, timeout_seconds: int) -> None:
-        """Watch the other ranks from now on; called by all of them, with the process group open."""
+        """Start watching the other ranks. All ranks call it, with the process group open."""
         self.watch = RankWatch(
             self.rank,
             timeout_seconds=timeout_seconds,
@@ -57,7 +57,7 @@ class Supervision:
         self._closing.callback(self.watch.close)
 
     def log_with(self, logger: MetricsLogger) -> None:
-        """Messages go through the logger from now on, which is closed with the rest."""
+        """Send messages through the logger from now on, and close it together with the rest."""
         self.logger = logger
         self._closing.callback(logger.close)
 
@@ -65,7 +65,7 @@ class Supervision:
         self._closing.close()
 
     def note(self, step: int, place: str) -> None:
-        """This rank is in `step` and does `place` from now on: what is said of it when it is lost."""
+        """Record that this rank is now in `step`, doing `place`. Reports of a lost rank contain it."""
         if self.watch is not None:
             self.watch.note(step, place)
 
@@ -76,18 +76,18 @@ class Supervision:
         return int(self.watch.timeout_seconds)
 
     def set_timeout(self, seconds: int, *, but: dist.ProcessGroup | None) -> None:
-        """How long ranks wait for each other from now on, but for the group of those that save."""
+        """Set how long ranks wait for each other, except in the process group that saves checkpoints."""
         assert self.watch is not None
         set_timeout(seconds, but=but)
         self.watch.timeout_seconds = seconds
 
     def warn(self, text: str) -> None:
-        """Print a line on rank 0's terminal, with the logger or before there is one."""
+        """Print a line on rank 0, through the logger if it exists."""
         if self.rank.rank == 0:
             self.logger.message(text) if self.logger is not None else print(text, file=sys.stderr, flush=True)
 
     def reporting(self, what: str) -> AbstractContextManager[Advance]:
-        """Lines about slow work, above the bar of the console where there is one."""
+        """Report progress of slow work, above the progress bar if the console has one."""
         return report_progress(what, say=None if self.logger is None else self.logger.message)
 
     def record_end(self, status: str, reason: str | None = None, *, exit_code: int = 0, **memory: Any) -> None:
@@ -97,12 +97,12 @@ class Supervision:
         write_rank_status(status, reason, step=self.progress.step, exit_code=exit_code, **memory)
         dist.destroy_process_group()
         if self.watch is not None:
-            self.watch.close()  # nobody waits for this rank while it deletes
+            self.watch.close()  # no rank waits for this one while it deletes
 
     def record_failure(self, error: BaseException) -> None:
-        """Write the verdict. Any rank may, since the others are ended when this one exits; the first one stands.
+        """Write the verdict. Any rank may do this, since its exit ends the others; the first verdict is kept.
 
-        A mistake found before the first step is every rank's, and rank 0 alone deals with it.
+        Every rank finds a mistake before the first step, so only rank 0 handles it.
         """
         verdict = verdict_of(error)
         status = verdict.status
@@ -125,12 +125,12 @@ class Supervision:
             self.run_directory.write_status(status, verdict.reason, step=step)
 
     def record_lost(self, reason: str) -> None:
-        """Write that another rank was killed or is stuck; also called by the watching thread."""
+        """Record that another rank was killed or is stuck; the watching thread also calls this."""
         write_rank_status("error", reason, step=self.progress.step, exit_code=1)
         self.run_directory.write_failure("error", reason, step=self.progress.step, rank=self.rank.rank)
 
     def exit_if_another_rank_failed(self) -> None:
-        """Its end shows here as a lost connection, which is no news: rank 0 repeats the reason in one line."""
+        """Exit with the other rank's reason. Here it shows only as a lost connection; rank 0 prints one line."""
         status = read_status(self.run_directory.path)
         if status is not None and status["state"] in ("error", "oom") and status["rank"] != self.rank.rank:
             stopped = f"stopped by rank {status['rank']}: {status['reason']}"

@@ -1,17 +1,18 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Which rank was lost, when a collective fails or never ends.
+"""Finds the lost rank when a collective fails or never ends.
 
-A rank that is killed or stuck cannot say so, and the error that the others get names nobody. So each rank tells the
-others once a second, through the process group's store, where it is: the step, what it does, and how many collectives
-it began (torch's Flight Recorder counts them). When a collective fails, `RankWatch.explain_lost_rank` looks for
+A killed or stuck rank cannot report itself, and the errors of the other ranks do not identify it. So once a second,
+each rank publishes its place in the process group's store: its step, its activity, and the number of collectives that
+it started (counted by torch's Flight Recorder). When a collective fails, `RankWatch.explain_lost_rank` looks for
 
-1. a rank of this machine whose process is gone, and how it ended, if torchrun has not yet asked for that;
-2. what another rank already found;
-3. a rank that gives no sign: stopped, or its machine is gone;
-4. the rank that began the fewest collectives: it is the one the others wait for.
+1. a rank on this machine whose process has exited, and its wait status, unless torchrun has already collected it;
+2. a reason that another rank already found;
+3. a rank that no longer publishes: it is stopped, or its machine is gone;
+4. the rank that started the fewest collectives: the others wait for it.
 
-The thread that tells also looks: at the processes of this machine and at the next rank. Where the main thread does not
-come back, computing on or since NCCL raises nothing in ranks that wait, it ends its own process after the timeout.
+The publishing thread also watches the processes of this machine and the next rank. If the main thread does not return,
+the watching thread ends the process after the timeout. The main thread may still be computing, or NCCL may raise no
+error in waiting ranks.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from torchditan.supervision.lost_rank import LOST_RANK, describe_end, exit_at_on
 
 _BEAT_S = 1.0
 _PATIENCE_S = 2.5
-"""How long a failing rank looks for the reason: a rank that lives gives at least one sign meanwhile."""
+"""How long a failing rank looks for the reason; a live rank publishes at least once in this time."""
 _GRACE_S = 5.0
-"""How long the main thread has to find by itself what the watching thread saw."""
+"""How long the watching thread gives the main thread to find the same loss by itself."""
 _SHARE_OF_TIMEOUT = 0.9
-"""NCCL ends the process at the timeout; the reason has to be written before."""
+"""NCCL ends the process at the timeout; the reason must be written before."""
 
 Record = dict[str, Any]
 
 
 class Group(NamedTuple):
-    """How many collectives of one process group this rank began, and how many are known to have ended."""
+    """How many collectives of one process group this rank started, and how many are known to be complete."""
 
     began: int
     completed: int
@@ -56,14 +57,14 @@ class Group(NamedTuple):
 
 
 class RankWatch:
-    """Tells the other ranks where this one is, and finds the one that was lost. All ranks make one together.
+    """Publishes the place of this rank and finds lost ranks. All ranks create one together.
 
     Args:
-        rank: this process; alone it has nobody to watch.
-        timeout_seconds: what collectives are given; the attribute follows `process_group.set_timeout`.
-        on_lost: called in the watching thread with the reason, before it ends this process because the main thread
-            does not come back: it writes the reason down. Without it the thread ends nothing.
-        folder: for what the Flight Recorder holds of each rank when one is stuck.
+        rank: this process; with a world size of 1 there are no ranks to watch.
+        timeout_seconds: timeout of collectives; the attribute follows `process_group.set_timeout`.
+        on_lost: called in the watching thread with the reason, before that thread ends a process whose main thread
+            does not return. It records the reason. Without it, the thread never ends the process.
+        folder: where each rank writes its Flight Recorder contents when one is stuck.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class RankWatch:
         self.folder = folder
         self._place: tuple[int, str, float] = (0, "starting", time.monotonic())
         self._has_left = threading.Event()
-        self._leaving: str | None = None  # once this rank ends: why, or nothing
+        self._leaving: str | None = None  # set once this rank ends: the reason, or ""
         self._publishing = threading.Lock()
         self._num_beats = 0
         self._collectives: dict[str, Group] = {}
@@ -89,7 +90,7 @@ class RankWatch:
         self._thread: threading.Thread | None = None
         if rank.world_size == 1:
             return
-        # A connection of its own: while one waits for an answer, no other thread can use it.
+        # A separate connection: while one thread waits for an answer, no other thread can use the connection.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = store.clone()
         process = read_process(os.getpid())
@@ -100,12 +101,12 @@ class RankWatch:
             "started": process and process.started,
         }
         if folder is not None and rank.device.type == "cuda":
-            folder.mkdir(parents=True, exist_ok=True)  # NCCL writes there itself, and makes no folder
-        # torchrun keeps one store over restarts: when all have met here, nobody finds the ranks of an earlier attempt.
+            folder.mkdir(parents=True, exist_ok=True)  # NCCL writes there but does not create the folder
+        # torchrun keeps one store across restarts. After this barrier, no rank reads keys of an earlier attempt.
         self._publish()
         records: list[Any] = [None] * rank.world_size
         dist.all_gather_object(records, self._identity)
-        # From now on a store that does not answer is one whose machine is gone.
+        # From now on, a store that does not answer means that its machine is gone.
         self._store.set_timeout(timedelta(seconds=_GRACE_S))
         self._neighbours = [
             record
@@ -119,18 +120,18 @@ class RankWatch:
         self._thread.start()
 
     def note(self, step: int, place: str) -> None:
-        """This rank is in `step` and does `place` from now on; costs well under a microsecond."""
+        """Record that this rank is now in `step`, doing `place`; costs well under a microsecond."""
         self._place = (step, place, time.monotonic())
 
     def close(self) -> None:
-        """The end of this rank is its own doing: nobody is to look for it."""
+        """Mark the end of this rank as intended, so that others do not report it as lost."""
         if self._thread is not None and not self._has_left.is_set():
             self._leave("")
 
     def explain_lost_rank(self, error: BaseException) -> str | None:
-        """One line on the rank whose loss is behind `error`; None where the error is this rank's own, or nobody's.
+        """One line on the lost rank that caused `error`; None if this rank caused the error, or no rank is lost.
 
-        Called where the error was caught, before this process ends; takes up to 3 s. The line begins with
+        Call it where the error is caught, before this process ends; it takes up to 3 s. The line starts with
         `lost_rank.LOST_RANK`.
         """
         if self._thread is None or self._has_left.is_set():
@@ -140,7 +141,7 @@ class RankWatch:
             return None
         try:
             reason = self._find_lost(_collective_in(error))
-        except RuntimeError:  # the store is gone too: nobody is left to ask
+        except RuntimeError:  # the store is gone too: there are no records left to read
             return None
         self._leave(reason or "")
         return reason
@@ -150,7 +151,7 @@ class RankWatch:
         deadline, pause = time.monotonic() + _PATIENCE_S, 0.001
         reason = self._find_gone() or self._find_told()
         while reason is None and time.monotonic() < deadline:
-            time.sleep(pause)  # briefly at first: how a process ended can be read until torchrun asks for it
+            time.sleep(pause)  # short at first: wait statuses disappear when torchrun collects them
             pause = min(2 * pause, 0.1)
             reason = self._find_gone() or self._find_told()
         if reason is None:
@@ -171,9 +172,9 @@ class RankWatch:
                 if reason is not None and self._has_left.wait(_GRACE_S):
                     return
                 reason = reason or self._find_silent_successor()
-            except RuntimeError:  # the store is gone: torchrun is, and this process is about to be ended
+            except RuntimeError:  # the store is gone, so torchrun is, and this process will be killed soon
                 return
-            if reason is None and self._waits_for_ever():
+            if reason is None and self._is_stuck():
                 reason = self._explain_wait()
             if reason is not None:
                 self._leave(reason)
@@ -182,17 +183,17 @@ class RankWatch:
                 exit_at_once(1)
 
     def _open_neighbours(self) -> dict[int, Record]:
-        """Ranks of this machine by the file descriptor that shows their end, where the system has such."""
+        """Ranks of this machine by the file descriptor that signals their exit, if the system supports it."""
         pidfds: dict[int, Record] = {}
         for neighbour in self._neighbours if hasattr(os, "pidfd_open") else ():
-            with contextlib.suppress(OSError):  # one that is gone already is found without
+            with contextlib.suppress(OSError):  # a process that has already exited is found without it
                 pidfds[os.pidfd_open(neighbour["pid"])] = neighbour
         for pidfd in pidfds:
             self._poller.register(pidfd, select.POLLIN)
         return pidfds
 
     def _wait_a_beat(self) -> None:
-        """Sleep; the end of a rank of this machine wakes, so that its cause is read before torchrun takes it away."""
+        """Sleep until the next beat, or until a rank of this machine exits, to read its wait status before torchrun."""
         for pidfd, _ in self._poller.poll(1000 * _BEAT_S):
             self._poller.unregister(pidfd)
             neighbour = self._pidfds[pidfd]
@@ -220,7 +221,7 @@ class RankWatch:
             "seconds": time.monotonic() - since,
             "began": self._num_began(),
         }
-        # The store may be gone before this rank is: that is for others to notice.
+        # If the store disappears before this rank does, other ranks report it.
         with self._publishing, contextlib.suppress(RuntimeError):
             self._store.set(f"watch/{self.rank.rank}", json.dumps({**record, "leaving": self._leaving}))
 
@@ -228,12 +229,12 @@ class RankWatch:
         return sum(group.began for group in self._collectives.values())
 
     def _records(self) -> list[Record]:
-        """Where each of the other ranks last said it was."""
+        """The last published place of each other rank."""
         others = [f"watch/{other}" for other in range(self.rank.world_size) if other != self.rank.rank]
         return [json.loads(record) for record in self._store.multi_get(others)]
 
     def _find_gone(self) -> str | None:
-        """A rank of this machine whose process ended though it did not say that it would."""
+        """A rank of this machine whose process exited without announcing it."""
         for neighbour in self._neighbours:
             process = read_process(neighbour["pid"])
             if process is not None and process.started == neighbour["started"] and not process.has_ended:
@@ -247,8 +248,8 @@ class RankWatch:
         return None
 
     def _find_told(self) -> str | None:
-        told = (record["leaving"] or "" for record in self._records())
-        return next((reason for reason in told if reason.startswith(LOST_RANK)), None)
+        reasons = (record["leaving"] or "" for record in self._records())
+        return next((reason for reason in reasons if reason.startswith(LOST_RANK)), None)
 
     def _find_silent(self, earlier: list[Record], waited_in: str) -> str | None:
         for record, before in zip(self._records(), earlier, strict=True):
@@ -257,8 +258,8 @@ class RankWatch:
         return None
 
     def _find_silent_successor(self) -> str | None:
-        """The next rank, when it gave no sign for as long as collectives may take. Each rank looks at one, so that all
-        are seen and the store is asked once per rank and second."""
+        """The next rank, if it published nothing for as long as a collective may take. Each rank watches one other, so
+        all are watched with one store request per rank and second."""
         record = json.loads(self._store.get(f"watch/{(self.rank.rank + 1) % self.rank.world_size}"))
         if record["beat"] != self._successor_beat:
             self._successor_beat, self._successor_seen = record["beat"], time.monotonic()
@@ -281,8 +282,8 @@ class RankWatch:
         waited = f"rank {self.rank.rank} waited for it in {waited_in}, {own[0] - last['began']} collective(s) ahead"
         return f"{LOST_RANK} {last['rank']}: for {last['seconds']:.0f} s in {_place(last)}; {waited}"
 
-    def _waits_for_ever(self) -> bool:
-        """Whether collectives on the device were begun and not one of them moves; gloo's raise by themselves."""
+    def _is_stuck(self) -> bool:
+        """Whether device collectives are pending and none of them progresses. gloo's raise errors by themselves."""
         on_device = [group for group in self._collectives.values() if group.on_device]
         is_waiting = any(group.began > group.completed for group in on_device)
         return is_waiting and time.monotonic() - self._moved_at > _SHARE_OF_TIMEOUT * self.timeout_seconds
@@ -294,7 +295,8 @@ class RankWatch:
         except RuntimeError:
             reason = None
         step, place, _ = self._place
-        return reason or f"{LOST_RANK} unknown: {waited_in} in step {step}, {place}, did not end though all began it"
+        unknown = f"{waited_in} in step {step}, {place}, did not end although all ranks started it"
+        return reason or f"{LOST_RANK} unknown: {unknown}"
 
     def _dump_collectives(self) -> None:
         if self.folder is not None:
@@ -309,9 +311,9 @@ def _place(record: Record) -> str:
 
 
 def record_collectives(folder: Path, *, buffer_size: int) -> None:
-    """Have torch's Flight Recorder keep the last collectives, and NCCL write them to `folder` when one times out.
+    """Have torch's Flight Recorder keep the last collectives, and NCCL write them to `folder` on a timeout.
 
-    Called before the process group is made; what the environment says already stands.
+    Call it before the process group is created. Environment variables that are already set are kept.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(buffer_size))
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -319,13 +321,13 @@ def record_collectives(folder: Path, *, buffer_size: int) -> None:
 
 
 def _recorders() -> list[tuple[Callable[[bool, bool], bytes], bool]]:
-    """Flight Recorders of this torch, and whether each is of the device: (with collectives, only active) -> JSON."""
+    """Dump functions of torch's Flight Recorders: (collectives, only active) -> JSON. The bool marks the device's."""
     known = (("_dump_nccl_trace_json", True), ("_dump_fr_trace_json", False))
     return [(getattr(c10d, name), on_device) for name, on_device in known if hasattr(c10d, name)]
 
 
 def _collectives() -> dict[str, Group]:
-    """How far the collectives of each process group are; nothing where the recorder is switched off."""
+    """Progress of the collectives of each process group; empty if the recorder is off."""
     groups: dict[str, Group] = {}
     for recorder, on_device in _recorders():
         for name, status in json.loads(recorder(False, False)).get("pg_status", {}).items():
@@ -335,14 +337,14 @@ def _collectives() -> dict[str, Group]:
 
 
 def _newest_collective() -> str | None:
-    """Name of the collective that this rank began last: "gloo:all_reduce"."""
+    """Name of the collective that this rank started last, such as "gloo:all_reduce"."""
     entries = [entry for recorder, _ in _recorders() for entry in json.loads(recorder(True, False)).get("entries", [])]
     newest = max(entries, key=lambda entry: entry["time_created_ns"], default=None)
     return None if newest is None else str(newest["profiling_name"])
 
 
 def _collective_in(error: BaseException) -> str:
-    """Name of the collective that failed: as recorded, else torch's function in the error's traceback."""
+    """Name of the collective that failed: from the recorder, else torch's function in the error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     functions = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
     return _newest_collective() or (functions[-1] if functions else "a collective")

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Exported weights: a safetensors file made from a checkpoint, and what its metadata says."""
+"""Exported weights: a safetensors file written from a checkpoint, and its metadata."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMAT = "torchditan"
 
 
 VERSION = "1"
-"""Of the metadata; raised when an older reader would misunderstand it."""
+"""Version of the metadata; raised when an older reader would misunderstand it."""
 
 
 _READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -42,14 +42,14 @@ Kind = Literal["ema", "raw"]
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """What a file or a checkpoint says of the weights in it."""
+    """Description of the weights in a file or a checkpoint."""
 
     path: Path
     """The file, or the folder of the checkpoint."""
     shapes: dict[str, tuple[int, ...]]
-    """By the model's own names."""
+    """Shapes by the model's parameter names."""
     config: dict[str, dict[str, Any]] | None = None
-    """The resolved configuration of the run; like all below None in a file that is not ours."""
+    """The resolved configuration of the run. This and all fields below are None for files of other projects."""
     step: int | None = None
     images_seen: int | None = None
     weights: Kind | None = None
@@ -59,17 +59,17 @@ class StoredWeights:
 def export_weights(
     source: Path, out: Path, *, step: int | None = None, weights: Kind | None = None, dtype: torch.dtype = torch.float32
 ) -> StoredWeights:
-    """Write the weights of a run or of one of its checkpoints, of any sharding, to one file.
+    """Write the weights of a run, or of one of its checkpoints with any sharding, to one file.
 
     Args:
         source: run directory, or the folder of a checkpoint.
-        out: the file; one that is there is replaced.
+        out: the file; an existing one is replaced.
         step: of a run's checkpoint; None takes the newest.
-        weights: averaged or raw; None takes the averaged ones where the run kept them.
-        dtype: float32 as the checkpoint has them, or bfloat16.
+        weights: averaged or raw; None takes the averaged ones if the run kept them.
+        dtype: float32 as in the checkpoint, or bfloat16.
 
     Raises:
-        ConfigError: there are no such weights, they are damaged, or the file cannot be written.
+        ConfigError: these weights do not exist or are damaged, or the file cannot be written.
     """
     stored, read = open_weights(source, step=step, weights=weights)
     entries = [TensorToWrite(name, shape, dtype, partial(read, name)) for name, shape in stored.shapes.items()]
@@ -83,15 +83,15 @@ def export_weights(
 def open_weights(
     source: Path, *, step: int | None = None, weights: Kind | None = None
 ) -> tuple[StoredWeights, Callable[[str], Tensor]]:
-    """The weights of a full training run, without reading them, and what reads one of them by its name.
+    """Describe the weights of a full training run without reading them, and return a function that reads one by name.
 
     Args:
         source: run directory, or the folder of a checkpoint.
         step: of a run's checkpoint; None takes the newest.
-        weights: averaged or raw; None takes the averaged ones where the run kept them.
+        weights: averaged or raw; None takes the averaged ones if the run kept them.
 
     Raises:
-        ConfigError: there are no such weights, they are damaged, or they are a LoRA's.
+        ConfigError: these weights do not exist, are damaged, or belong to a LoRA.
     """
     checkpoint = find_weights(source, step=step)
     reader = CheckpointReader(checkpoint)
@@ -115,7 +115,7 @@ def _read_tensor(reader: CheckpointReader, key: str) -> Tensor:
     """A whole tensor of a checkpoint, on the CPU.
 
     Raises:
-        DamagedCheckpointError: it is no tensor, or not all of one.
+        DamagedCheckpointError: the entry is not a tensor, or is incomplete.
     """
     entry = reader.read_metadata().state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata), key
@@ -125,16 +125,16 @@ def _read_tensor(reader: CheckpointReader, key: str) -> Tensor:
 
 
 def read_weights_metadata(path: Path) -> StoredWeights:
-    """What a file of ours says of itself; no tensor is read.
+    """Read the metadata of an exported file, and no tensor.
 
     Raises:
-        ConfigError: it cannot be read, is no safetensors file or cut short, or none that `export_weights` wrote.
+        ConfigError: it cannot be read, is not a safetensors file, is truncated, or `export_weights` did not write it.
     """
     stored = describe_file(path)
     if stored.config is None:
         raise ConfigError(
             f"{path} has weights without a configuration; must be a file that scripts/convert_checkpoint.py exported. "
-            "A new run can begin with other weights by checkpoint.initial_load_path"
+            "A new run can start from other weights with checkpoint.initial_load_path"
         )
     return stored
 
@@ -149,25 +149,25 @@ def describe_file(path: Path) -> StoredWeights:
     if metadata.get("format") != FORMAT:
         return StoredWeights(path, shapes)
     if metadata.get("version") != VERSION:
-        right = f"is of version {metadata.get('version')}, from a newer TorchDiTan perhaps; this one reads version"
+        right = f"has version {metadata.get('version')}, possibly of a newer TorchDiTan; this one reads version"
         raise ConfigError(f"{path} {right} {VERSION}")
     config, weights = _parse_config(metadata.get("config")), metadata.get("weights")
     step, images_seen = (_parse_count(metadata.get(key)) for key in ("step", "images_seen"))
     if config is None or weights not in ("ema", "raw") or step is None or step >= 10**8 or images_seen is None:
-        raise ConfigError(f"{path} has metadata that make no sense; export it again")
+        raise ConfigError(f"{path} has invalid metadata; export it again")
     kind = cast(Kind, weights)
     return StoredWeights(path, shapes, config, step, images_seen, kind, metadata.get("git_commit"))
 
 
 def describe_checkpoint(checkpoint: Path, reader: CheckpointReader, *, weights: Kind | None) -> StoredWeights:
-    """What a checkpoint, which was verified, has; of averaged and raw weights those asked for, or the averaged ones."""
+    """Describe a verified checkpoint's weights: the requested kind, or the averaged ones if the run kept them."""
     try:
         entries, progress = reader.read_metadata().state_dict_metadata, read_progress(checkpoint)
         config = _parse_config((checkpoint / "config.json").read_bytes())
     except (DamagedCheckpointError, OSError) as error:
         raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
     if config is None:
-        raise ConfigError(f"{checkpoint / 'config.json'} is no configuration of a run")
+        raise ConfigError(f"{checkpoint / 'config.json'} is not a configuration of a run")
     tensors = {key: tuple(entry.size) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     shapes: dict[Kind, dict[str, tuple[int, ...]]] = {
         kind: {name: tensors[key] for name, key in checkpoint_keys(tensors, ema=kind == "ema").items()}
@@ -182,7 +182,7 @@ def describe_checkpoint(checkpoint: Path, reader: CheckpointReader, *, weights: 
 
 
 def _git_commit_of(checkpoint: Path, config: dict[str, dict[str, Any]]) -> str | None:
-    """As the run's config.json has it, where the checkpoint still lies in its run."""
+    """Commit in the run's config.json, if the checkpoint is still in its run directory."""
     depth = len(Path(config["checkpoint"]["folder"]).parts)
     try:
         return read_config(checkpoint.resolve().parents[depth]).get("git_commit")
@@ -191,14 +191,14 @@ def _git_commit_of(checkpoint: Path, config: dict[str, dict[str, Any]]) -> str |
 
 
 def find_weights(path: Path, *, step: int | None = None) -> Path:
-    """The checkpoint that a run directory, or the folder of a checkpoint, stands for; it is whole.
+    """The checkpoint of a run directory, or `path` itself if it is a checkpoint folder. It is complete and undamaged.
 
     Raises:
-        ConfigError: it is neither, or has none that is whole.
+        ConfigError: the path is neither, or has no usable checkpoint.
     """
     if path.resolve() in list_checkpoints(path.resolve().parent):
         if step is not None and step != step_of(path.resolve()):
-            raise option_error("--step", step, f"{path} is a checkpoint of its own; leave it out, or give the run")
+            raise option_error("--step", step, f"{path} is a single checkpoint; leave it out, or give the run")
         try:
             verify(path.resolve())
         except DamagedCheckpointError as error:
@@ -208,12 +208,12 @@ def find_weights(path: Path, *, step: int | None = None) -> Path:
     try:
         folder = Path(content["config"]["checkpoint"]["folder"])
     except (KeyError, TypeError):
-        raise ConfigError(f"{path / 'config.json'} is not that of a run") from None
+        raise ConfigError(f"{path / 'config.json'} does not belong to a run") from None
     return find_checkpoint(path / folder, step)
 
 
 def key_of(weights: Kind | None) -> str:
-    """What the weights are called in a checkpoint."""
+    """Prefix of the weights in a checkpoint."""
     return "ema" if weights == "ema" else "model"
 
 

@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A run directory made of an exported file of weights: it can be sampled and evaluated, not continued.
+"""Creates a run directory from an exported file of weights. It can be sampled and evaluated, not continued.
 
-The file may come from anybody: its configuration passes the checks that a user's does, and its tensors must be those
-of the model that this configuration makes, before anything is written.
+The file may be untrusted. Before anything is written, its configuration passes the same checks as a user's, and its
+tensors must match the model of this configuration.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchditan.config.loader import from_dict, override, to_dict
 from torchditan.config.options import Config
 from torchditan.config.trajectory import trajectory
 from torchditan.run import provenance
-from torchditan.run.atomic_files import beside, sync_folder, write_file
+from torchditan.run.atomic_files import sync_folder, temporary_path, write_file
 from torchditan.run.directory import check_folders
 from torchditan.run.reading import read_config
 from torchditan.run.training_progress import Progress
@@ -41,22 +41,23 @@ from torchditan.weights.trained_model import stored_spec
 
 
 def import_weights(path: Path, run: Path, *, flags: Sequence[str] = (), overwrite: bool = False) -> StoredWeights:
-    """Make a run directory of an exported file: it can be sampled and evaluated, not continued.
+    """Create a run directory from an exported file: it can be sampled and evaluated, not continued.
 
     Args:
         path: the file.
-        run: the directory to make.
-        flags: `--dataset.root_dir value` and `--autoencoder.path value`, where these lie on this machine.
-        overwrite: replace a run that was imported too.
+        run: the directory to create.
+        flags: `--dataset.root_dir value` and `--autoencoder.path value`, their locations on this machine.
+        overwrite: replace `run` if it was imported, too.
 
     Raises:
-        ConfigError: no exported file, one that does not fit its own configuration, or `run` is there or unwritable.
+        ConfigError: `path` is not an exported file or does not match its own configuration, or `run` exists or cannot
+            be written.
     """
     stored = read_weights_metadata(path)
     _refuse_existing(run, overwrite=overwrite)
     config = _check_config(stored, flags)
     refuse_other_model(_meta_model(config), stored, [])
-    partial = beside(run)
+    partial = temporary_path(run)
     try:
         partial.mkdir(parents=True)
         _write_run(partial, stored, config)
@@ -72,7 +73,7 @@ def import_weights(path: Path, run: Path, *, flags: Sequence[str] = (), overwrit
 
 
 def _refuse_existing(run: Path, *, overwrite: bool) -> None:
-    """A run that was trained is never replaced."""
+    """Refuse to replace a run; an imported one may be replaced with `overwrite`, a trained one never."""
     if not run.exists() or (run.is_dir() and not any(run.iterdir())):
         return
     if not run.is_dir() or "imported" not in read_config(run):
@@ -82,20 +83,20 @@ def _refuse_existing(run: Path, *, overwrite: bool) -> None:
 
 
 def _check_config(stored: StoredWeights, flags: Sequence[str]) -> Config:
-    """The configuration in a file, judged as a user's is, with the flags over it."""
+    """Apply the flags to the configuration in a file, and check it like a user's."""
     assert stored.config is not None
     try:
         config = override(from_dict(stored.config), [], sections=())
         check_folders(to_dict(config))
     except ConfigError as error:
-        raise ConfigError(f"{stored.path} has a configuration that does not fit here: {error}") from None
+        raise ConfigError(f"{stored.path} has a configuration that is not valid here: {error}") from None
     if None in (config.dataset.image_size, config.dataset.num_classes, config.model.input_channels):
-        raise ConfigError(f"{stored.path} has a configuration that leaves image size, classes or channels open")
+        raise ConfigError(f"{stored.path} has a configuration that does not set image size, classes or channels")
     config = override(config, list(flags), sections=("dataset", "autoencoder"))
     if config.autoencoder.name is None and config.autoencoder.path is not None:
-        right = "these weights are of pixels, there is nothing to decode; leave it out"
+        right = "these weights were trained on pixels, so there is nothing to decode; leave it out"
         raise option_error("autoencoder.path", config.autoencoder.path, right)
-    return config.replace({"ema.enable": stored.weights == "ema"})  # by which the scripts know what a run has
+    return config.replace({"ema.enable": stored.weights == "ema"})  # tells the scripts which weights a run has
 
 
 def _meta_model(config: Config) -> nn.Module:
@@ -105,8 +106,8 @@ def _meta_model(config: Config) -> nn.Module:
 
 def _write_run(run: Path, stored: StoredWeights, config: Config) -> None:
     assert stored.step is not None and stored.images_seen is not None
-    origin = f"{stored.path.name} (a new run begins from it with --checkpoint.initial_load_path)"
-    identity = {**trajectory(config), "imported_from": origin}  # no run of train.py can have it
+    origin = f"{stored.path.name} (to start a new run from it, use --checkpoint.initial_load_path)"
+    identity = {**trajectory(config), "imported_from": origin}  # train.py never creates this key
     _write_checkpoint(run / config.checkpoint.folder, stored, config, identity)
     content = {
         "run_id": uuid4().hex[:8],
@@ -122,7 +123,7 @@ def _write_run(run: Path, stored: StoredWeights, config: Config) -> None:
 
 
 def _write_checkpoint(folder: Path, stored: StoredWeights, config: Config, identity: dict[str, Any]) -> None:
-    """A checkpoint of weights alone, in the dtype of the file."""
+    """Write a checkpoint with weights only, in the dtype of the file."""
     assert stored.step is not None and stored.images_seen is not None
     target = folder / f"step-{stored.step:08d}"
     partial = target.with_suffix(".partial")
@@ -130,9 +131,9 @@ def _write_checkpoint(folder: Path, stored: StoredWeights, config: Config, ident
     writer = ChecksummingWriter(partial)
     try:
         with open_file(stored.path) as file, warnings.catch_warnings():
-            # Of a save in one process, which is what was asked for.
+            # Saving in a single process is intended here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            weights = {name: file.get_tensor(name) for name in stored.shapes}  # in the memory map until it is written
+            weights = {name: file.get_tensor(name) for name in stored.shapes}  # memory-mapped until written
             dcp.save({key_of(stored.weights): weights}, storage_writer=writer, no_dist=True)
     except CheckpointException as error:
         raise writer.error or RuntimeError(f"the checkpoint cannot be written: {error}") from None

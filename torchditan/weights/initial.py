@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The weights that a new run starts from: of a checkpoint, an exported file or a published model."""
+"""Initial weights of a new run: from a checkpoint, an exported file or a published model."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ _NUM_SHOWN = 3
 
 
 def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
-    """Give a model of any sharding the weights of a file, of a run's newest checkpoint, or of a checkpoint, in place.
+    """Load the weights of a file, of a run's newest checkpoint, or of a checkpoint into a model of any sharding.
 
-    Every rank calls it. Averaged weights go before raw ones where a run has both.
+    Works in place; every rank calls it. If a run has averaged and raw weights, the averaged ones are used.
 
     Args:
-        model: its parameters have memory; what they hold does not matter.
+        model: its parameters have memory; their values do not matter.
         path: `checkpoint.initial_load_path`.
-        config: of this run, to say how that of the weights differs.
+        config: of this run, to report options that differ from those of the weights.
 
     Returns:
-        What was loaded, for the log: `weights of outputs/x, step 100 (ema)`.
+        A description for the log: `weights of outputs/x, step 100 (ema)`.
 
     Raises:
-        ConfigError: there are none, or they are not those of this model.
+        ConfigError: there are no weights, or they do not match this model.
     """
     found: list[Any] = [None]
     mistake: ConfigError | None = None
     try:
-        if not dist.is_initialized() or dist.get_rank() == 0:  # to verify a checkpoint is to read all of it
+        if not dist.is_initialized() or dist.get_rank() == 0:  # verifying reads the whole checkpoint
             found = [_describe(Path(path))]
     except ConfigError as error:
         right = str(error).removeprefix(f"{Path(path)} ")
@@ -74,10 +74,10 @@ def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
 
 
 def load_weights_file(model: nn.Module, path: Path) -> StoredWeights:
-    """Give a model of any sharding the weights of a file, in place; no rank holds more than one whole tensor.
+    """Load the weights of a file into a model of any sharding, in place; no rank holds more than one whole tensor.
 
     Raises:
-        ConfigError: it is no safetensors file, cut short, or not that of this model.
+        ConfigError: it is not a safetensors file, is truncated, or does not match this model.
     """
     stored = describe_file(path)
     refuse_other_model(model, stored, [])
@@ -92,11 +92,11 @@ def _describe(path: Path) -> StoredWeights:
         right = (
             f"a .safetensors file, a run directory, or a checkpoint in one{similar_folder(path, mark='config.json')}"
         )
-        raise ConfigError(f"{path} no such file or folder; must be {right}")
+        raise ConfigError(f"{path} does not exist; must be {right}")
     if _is_of_diffusers(path):
         raise ConfigError(f"{path} is a folder that diffusers saved; give it as --model.path, with its --model.name")
     if not (path / "config.json").is_file():
-        raise ConfigError(f"{path} holds no config.json; must be a run directory, or a checkpoint in one")
+        raise ConfigError(f"{path} has no config.json; must be a run directory, or a checkpoint in one")
     checkpoint = find_weights(path)
     return describe_checkpoint(checkpoint, CheckpointReader(checkpoint), weights=None)
 
@@ -112,14 +112,14 @@ def _is_of_diffusers(path: Path) -> bool:
 
 
 def refuse_unknown_convention(stored: StoredWeights, config: Config) -> None:
-    """Names and shapes do not say how weights count time, nor what they predict; their configuration or the user must.
+    """Refuse weights with unknown time and prediction: names and shapes do not determine them.
 
     Raises:
-        ConfigError: neither does.
+        ConfigError: neither a configuration nor the user states them.
     """
     if stored.config is not None or config.checkpoint.initial_load_convention is not None:
         return
-    unknown = f"{stored.path} has no configuration of ours, so its time and its prediction are unknown"
+    unknown = f"{stored.path} has no TorchDiTan configuration, so its time and its prediction are unknown"
     if config.model.name != "dit":
         raise ConfigError(
             f"{unknown}; give published weights as --model.path, or add --checkpoint.initial_load_convention "
@@ -133,7 +133,7 @@ def refuse_unknown_convention(stored: StoredWeights, config: Config) -> None:
 
 
 def refuse_other_model(model: nn.Module, stored: StoredWeights, differing_options: list[str]) -> None:
-    """All names and shapes must be those of the model; only its buffers may be missing."""
+    """Refuse weights whose names and shapes differ from the model's; only buffers may be missing."""
     required = saved_parameters(model)
     expected = {
         name: tuple(tensor.shape)
@@ -151,7 +151,7 @@ def refuse_other_model(model: nn.Module, stored: StoredWeights, differing_option
 
 
 def _other_options(stored: StoredWeights, config: Config) -> list[str]:
-    """Options of the model that are not the same there and here."""
+    """Model options that differ between the weights and this run."""
     if stored.config is None:
         return []
     here = to_dict(config)
@@ -165,7 +165,7 @@ def _model_options(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def _fill_from_file(model: nn.Module, path: Path) -> None:
     required = saved_parameters(model)
     for name, tensor in saved_weights(model).items():
-        # Opened anew for each: the pages of a memory map that was read count as memory of the process.
+        # Reopened for each tensor: pages of a memory map that were read count as memory of the process.
         with open_file(path) as file:
-            if name in required or name in file.keys():  # noqa: SIM118  it is no mapping
+            if name in required or name in file.keys():  # noqa: SIM118  not a mapping
                 fill(tensor, file.get_tensor(name))

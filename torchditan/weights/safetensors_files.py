@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Safetensors files: written one tensor at a time, whole or not at all; opened with errors that say what is wrong."""
+"""Safetensors files: written atomically, one tensor at a time; opened with errors that name the cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchditan.config.errors import ConfigError
-from torchditan.run.atomic_files import written_beside
+from torchditan.run.atomic_files import atomic_writer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _STORED_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
@@ -27,16 +27,16 @@ class TensorToWrite(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """float32 or bfloat16; what `read` gives is converted to it."""
+    """float32 or bfloat16; the result of `read` is converted to it."""
     read: Callable[[], Tensor]
-    """Called once, when the tensor's turn comes."""
+    """Called once, when this tensor is written."""
 
 
 def write_weights(path: Path, tensors: Iterable[TensorToWrite], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, one tensor after the other; a reader, or a crash, meets all of it or nothing.
+    """Write a safetensors file atomically, one tensor after the other.
 
     Raises:
-        OSError: it cannot be written; what stood there before stays.
+        OSError: it cannot be written; an existing file is unchanged.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.name)
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -45,8 +45,8 @@ def write_weights(path: Path, tensors: Iterable[TensorToWrite], metadata: Mappin
         start, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _STORED_DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned in memory maps
-    with written_beside(path) as file:
+    text += b" " * (-len(text) % 8)  # align the tensors in memory maps
+    with atomic_writer(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape, dtype, read in ordered:
             tensor = read().to(dtype)
@@ -62,7 +62,7 @@ def open_file(path: Path) -> Iterator[Any]:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; must be a .safetensors file")
     try:
-        path.open("rb").close()  # the library's own errors do not say why in one form
+        path.open("rb").close()  # the library's own errors vary in form
         with safe_open(path, framework="pt") as file:
             yield file
     except OSError as error:
@@ -71,7 +71,7 @@ def open_file(path: Path) -> Iterator[Any]:
         kind = other_kind(path)
         if kind is not None:
             raise ConfigError(f"{path} {kind}") from None
-        raise ConfigError(f"{path} is no safetensors file, or cut short; copy or export it again") from None
+        raise ConfigError(f"{path} is not a safetensors file, or is truncated; copy or export it again") from None
 
 
 _TO_SAFETENSORS = (
@@ -86,14 +86,14 @@ _OTHER_KINDS = (
     (b"version https://git-lfs", "is a Git LFS pointer, not the weights; fetch them with `git lfs pull`"),
     (b"<", "is a web page, not weights; download it again, with an access token if its terms ask for one"),
 )
-"""(first bytes, what to say) of files that are given in place of a safetensors file."""
+"""(first bytes, message) of other files that users pass as safetensors files."""
 
 
 def other_kind(path: Path) -> str | None:
-    """What a file is that is no safetensors file, and what to do; None where its first bytes do not say."""
+    """Message for a file that is not a safetensors file; None if its first bytes are unknown."""
     with path.open("rb") as file:
         start = file.read(32)
-    # A safetensors file begins with the size of its header, which some of these bytes could be; its `{` follows.
+    # Some of these could be the size of the header that starts a safetensors file; there, `{` follows.
     if start[8:9] == b"{":
         return None
     return next((text for first, text in _OTHER_KINDS if start.startswith(first)), None)

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Open a finished or running run for reading: its configuration, and its model with a checkpoint's weights."""
+"""Opens a finished or running run for reading: its configuration, and its model with a checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ class TrainedModel:
         Args:
             run: the run directory.
             step: step of the checkpoint; None takes the newest.
-            weights: averaged or raw; None takes the averaged ones where the run kept them.
+            weights: averaged or raw; None takes the averaged ones if the run kept them.
             device: where to put the model.
-            flags: `--sampling.key value` and `--autoencoder.path value`, laid over the run's own options.
+            flags: `--sampling.key value` and `--autoencoder.path value`, which override the run's own options.
 
         Raises:
-            ConfigError: no run, no such checkpoint or no such weights are there, or a flag is wrong.
+            ConfigError: the run, checkpoint or weights do not exist, or a flag is wrong.
         """
         sections = ("sampling", "autoencoder", "text_encoder")
         config = override(from_dict(read_config(run)["config"]), list(flags), sections=sections)
         if config.autoencoder.name is None and config.autoencoder.path is not None:
-            right = "this run was trained on pixels, and has nothing to decode; leave it out"
+            right = "this run was trained on pixels, so there is nothing to decode; leave it out"
             raise option_error("autoencoder.path", config.autoencoder.path, right)
         if weights == "ema" and not config.ema.enable:
             raise option_error("--weights", weights, "this run kept no average; must be raw")
@@ -78,14 +78,14 @@ class TrainedModel:
         channels, num_classes = spec.sample_shape[0], config.dataset.num_classes
         assert num_classes is not None
         if config.autoencoder.name is not None:
-            # Only to see that it opens: a decoder that is not at hand is better missed now than after the sampling.
+            # Check that the decoder opens, so that a missing one is reported now and not after sampling.
             open_decoder(config.autoencoder, channels=channels, device=device)
         with torch.device("meta"):
             model = spec.build()
         model.to_empty(device=device)
-        if config.lora.rank:  # the checkpoint has the LoRA alone
+        if config.lora.rank:  # the checkpoint has only the LoRA
             cast(Any, model).init_weights(config.training.seed)
-        elif isinstance(model, PublishedModel):  # those that are not stored
+        elif isinstance(model, PublishedModel):  # weights that are not stored
             model.fill_buffers()
         load_weights(model, checkpoint, ema=weights == "ema", only_trained=config.lora.rank > 0)
         return cls(
@@ -101,12 +101,12 @@ class TrainedModel:
 
     @property
     def is_latent(self) -> bool:
-        """Whether its samples are latents, of pixels that were encoded before training or at each step."""
+        """Whether samples are latents, encoded before training or at each step."""
         return self.config.autoencoder.name is not None
 
     @property
     def real_heading(self) -> str:
-        """What the dataset's own samples are called in a grid."""
+        """Heading of the dataset's samples in a grid."""
         is_decoded = self.is_latent and not self.config.autoencoder.online
         return StoredLatents.real_heading if is_decoded else SampleSpace.real_heading
 
@@ -114,7 +114,7 @@ class TrainedModel:
         """Samples of the model (..., C, H, W) -> pictures (..., 1 or 3, H', W'), on the CPU.
 
         Raises:
-            ConfigError: the decoder of its latents is not at hand, or is another one.
+            ConfigError: the decoder of the latents is not available, or is another one.
         """
         if not self.is_latent:
             return samples
@@ -136,7 +136,7 @@ class TrainedModel:
         return self.generate_rows(rows, samples_per_row=samples_per_label, seed=seed, batch_size=batch_size)
 
     def generate_rows(self, rows: SampleRows, *, samples_per_row: int, seed: int, batch_size: int) -> torch.Tensor:
-        """Sample by the run's `[sampling]` options: (rows, samples_per_row, *sample_shape), pixels or latents."""
+        """Sample with the run's `[sampling]` options: (rows, samples_per_row, *sample_shape), pixels or latents."""
         with self.spec.sampling(self.model):
             return generate(
                 self.model,
@@ -152,7 +152,7 @@ class TrainedModel:
             )
 
     def drop_lora(self) -> None:
-        """Leave the published model alone.
+        """Restore the published model without the LoRA.
 
         Raises:
             ConfigError: this run trained no LoRA.
@@ -162,25 +162,25 @@ class TrainedModel:
         set_active_adapters(self.model, [])
 
     def check_original(self) -> None:
-        """Refuse a run without an original, before anything is drawn.
+        """Refuse a run without original weights, before sampling.
 
         Raises:
-            ConfigError: it started with random weights, or those it started with are gone.
+            ConfigError: it started from random weights, or its initial weights no longer exist.
         """
         given = self.config.checkpoint.initial_load_path
         if self.config.model.path is None and given is None:
-            raise option_error("--original", True, "this run began with random weights; leave it out")
+            raise option_error("--original", True, "this run started from random weights; leave it out")
         if given is not None and not self.config.lora.rank and not Path(given).exists():
-            raise option_error("--original", True, f"the run started from {given}, which is gone; leave it out")
+            raise option_error("--original", True, f"the run started from {given}, which does not exist; leave it out")
 
     def restore_original(self) -> str:
-        """Go back, in place, to the model that the run started from: without its LoRA, or with its initial weights.
+        """Restore, in place, the model that the run started from: without its LoRA, or with its initial weights.
 
         Returns:
-            Which weights these are, for the log.
+            Description of these weights, for the log.
 
         Raises:
-            ConfigError: the weights are no longer there.
+            ConfigError: the weights no longer exist.
         """
         if self.config.lora.rank:
             self.drop_lora()
@@ -193,18 +193,18 @@ class TrainedModel:
 
     @property
     def takes_prompts(self) -> bool:
-        """Whether it is conditioned on captions."""
+        """Whether the model is conditioned on captions."""
         return isinstance(self.spec.conditioning, TextEmbeddings)
 
     def encode_prompts(self, prompts: Sequence[str]) -> SampleRows:
-        """A row for each text, encoded by the run's text encoders; the empty caption becomes the null condition.
+        """A row for each text, encoded by the run's text encoders; an empty caption gives the null condition.
 
         Raises:
-            ConfigError: the text encoders are not at hand.
+            ConfigError: the text encoders are not available.
         """
         assert isinstance(self.spec.conditioning, TextEmbeddings)
         if self.spec.conditioning.kept & self.spec.conditioning.tensors.keys():
-            right = "this model continues a first frame; export the LoRA, and draw with its own pipeline"
+            right = "this model continues a first frame; export the LoRA, and sample with the model's own pipeline"
             raise option_error("--prompts", list(prompts), right)
         rows, null = encode_prompts(self.config, prompts, rank=Rank(0, 0, 1))
         self.spec = with_empty_caption(self.spec, null, self.config, device=self.device)
@@ -212,10 +212,10 @@ class TrainedModel:
 
 
 def stored_spec(config: Config) -> ModelSpec:
-    """The model of a configuration in which nothing is left open, as runs store it."""
+    """The model spec of a complete configuration, as runs store it."""
     size, channels, num_classes = config.dataset.image_size, config.model.input_channels, config.dataset.num_classes
     assert size is not None and channels is not None and num_classes is not None, "runs store resolved configs"
     factor = (config.autoencoder.downsampling or 1) if config.autoencoder.online else 1
-    inner = config.model.sample_size or [size[0] // factor, size[-1] // factor]  # runs of before do not say it
+    inner = config.model.sample_size or [size[0] // factor, size[-1] // factor]  # older runs do not store it
     sample_shape = (channels, *inner)
     return model_spec_of(config, sample_shape=sample_shape, num_classes=num_classes)
