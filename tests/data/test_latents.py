@@ -227,7 +227,7 @@ def test_held_out_latents_of_another_autoencoder_or_other_classes_are_refused(
 ) -> None:
     write_split(tmp_path / "train", "train", flipped=True)
     write_split(tmp_path / "validation", "validation", flipped=False, **changes)
-    refuse(f"its {next(iter(changes))} is not that of the training latents", tmp_path, "validation")
+    refuse(f"its {next(iter(changes))} differs from that of the training latents", tmp_path, "validation")
 
 
 def test_an_unfinished_or_empty_folder_is_refused(root: Path) -> None:
