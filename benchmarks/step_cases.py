@@ -153,8 +153,8 @@ def build_diffusers(spec: ModelSpec, device: torch.device) -> nn.Module:
     """diffusers' DiT of the same width, depth, heads, MLP ratio, channels and classes.
 
     It keeps its own structure: an embedder of timestep and label in every block, and separate q, k and v. In training,
-    it would drop labels in every block with its own random numbers, while our objective drops them outside the bare step.
-    Label dropout is therefore off, but its label tables keep the null class, like ours.
+    it would drop labels in every block with its own random numbers, while our objective drops them outside the bare
+    step. Label dropout is therefore off, but its label tables keep the null class, like ours.
     """
     from diffusers.models.embeddings import LabelEmbedding
     from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel

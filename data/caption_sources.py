@@ -67,7 +67,7 @@ class Cell:
                 return Path(value["path"]).open("rb")
             value = value["bytes"]
         if value is None:
-            raise OSError("there is no image")
+            raise OSError("no data")
         return io.BytesIO(value)
 
 

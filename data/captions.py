@@ -213,7 +213,7 @@ def _read_video(entry: Entry, *, sample_shape: tuple[int, ...], crop: Crop) -> n
 def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> CaptionedImages:
     channels = photo_channels(config, input_channels)
     if config.image_size is None:
-        raise option_error("dataset.image_size", None, "must be the height and width of a sample, for example 512")
+        raise option_error("dataset.image_size", None, "captions needs the height and width of a sample, such as 512")
     if config.crop == "random":
         right = "captions encodes each image once, so every epoch sees the same part; must be center or adm"
         raise option_error("dataset.crop", config.crop, right)

@@ -71,7 +71,7 @@ class Cifar10Parquet(ImageDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         image, where = self.images[index].as_py(), f"{self.where}, row {index}"
         if image is None or image["bytes"] is None:
-            raise corrupt_image(where, "there is no image")
+            raise corrupt_image(where, "no data")
         sample = load_sample(image["bytes"], sample_shape=self.sample_shape, where=where)
         return {"sample": torch.from_numpy(sample), "class_label": int(self.class_labels[index])}
 

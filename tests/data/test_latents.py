@@ -245,7 +245,7 @@ def test_labels_beyond_the_classes_are_refused(root: Path) -> None:
     values = json.loads(path.read_bytes())
     values["class_names"] = ["cat", "dog"]
     path.write_text(json.dumps(values))
-    refuse("labels .*latents run .*0 to 2; .*0 to 1, .*2 classes", root)
+    refuse("labels .*latents range .*0 to 2; .*0 to 1, .*2 classes", root)
 
 
 def write_public(path: Path, labels: list[int]) -> torch.Tensor:

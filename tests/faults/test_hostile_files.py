@@ -155,7 +155,7 @@ def test_images_of_a_hub_dataset_are_never_read_from_a_path(here: Path, monkeypa
     dataset = open_dataset("imagenet_hub", hub_name="hub", image_size=[8, 8])
     refuse(
         lambda: dataset[0],
-        "hub, row 0: not a readable image (there is no image); repair or remove it, or skip unreadable images with "
+        "hub, row 0: not a readable image (no data); repair or remove it, or skip unreadable images with "
         "--dataset.corrupt_images skip",
     )
 

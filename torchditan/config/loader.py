@@ -52,9 +52,9 @@ examples:
   torchrun --nproc_per_node=8 train.py --job.config_file imagenet_pixels --dataset.root_dir /data/imagenet
   python train.py --job.config_file quickstart --training.steps 200 --training.compile --optimizer.lr=3e-4
 
-A configuration is a path, or a name in train_configs/. The key `steps` under `[training]` in the TOML file is the
-flag `--training.steps value` or `--training.steps=value`. A boolean flag needs no value, or takes true or false.
-Write lists as `32 48`, `32,48` or `[32, 48]`. The value `none` leaves an option open.
+A configuration is a path, or a name in train_configs/. The key `steps` under `[training]` in the TOML file is
+the flag `--training.steps value` or `--training.steps=value`. A boolean flag needs no value, or takes true or
+false. Write lists as `32 48`, `32,48` or `[32, 48]`. The value `none` leaves an option open.
 """
 
 

@@ -323,7 +323,7 @@ class Metrics:
     log_freq: int = 10
     """Steps between two log lines."""
     enable_color_printing: bool = True
-    """Color the console lines on a terminal."""
+    """Colour the console lines on a terminal."""
     enable_tensorboard: bool = False
     """Write TensorBoard event files."""
     save_tb_folder: str = "tensorboard"

@@ -67,8 +67,8 @@ class SequentialStream:
         here = (self.plan.world_size, self.num_workers)
         if there != here:
             right = (
-                f"the checkpoint is from {there} ranks and workers, this job has {here}; a streamed source only resumes "
-                "with the same numbers"
+                f"the checkpoint is from {there} ranks and workers, this job has {here}; a streamed source "
+                "only resumes with the same numbers"
             )
             raise option_error("dataset.streaming", True, right)
         self._resume_from = state_dict["loader"]
