@@ -206,7 +206,7 @@ def _read_video(entry: Entry, *, sample_shape: tuple[int, ...], crop: Crop) -> n
         shown = itertools.islice(open_video(entry.content, where=entry.name), num_frames)
         frames = [fit(frame, number=0, **fitting) for frame in shown]
     if len(frames) < num_frames:
-        raise corrupt_video(entry.name, f"it has {len(frames)} frames; dataset.num_frames needs {num_frames}")
+        raise corrupt_video(entry.name, f"it has {len(frames)} of the {num_frames} frames of dataset.num_frames")
     return np.stack(frames, axis=1)
 
 

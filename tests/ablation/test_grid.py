@@ -126,7 +126,7 @@ def test_exclusions_take_out_what_they_match_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("training.batchsize = [1]", "axes: training.batchsize is not an option; did you mean training.batch_size?"),
+        ("training.batchsize = [1]", "axes: training.batchsize is no option; did you mean training.batch_size?"),
         ("precison = ['float32']", "axes: precison is no option; did you mean precision?"),
         ("metrics.log_freq = [1]", "axes: no run of a grid can honour metrics.log_freq: the runner sets it"),
         ("training.steps = [1]", "axes: no run of a grid can honour training.steps: the runner sets it"),
@@ -168,7 +168,7 @@ def test_an_axis_that_cannot_be_is_one_line(line: str, message: str | None, tmp_
         ("exclude = [{model.flavor = 'debugmodel'}]\n" + SMALL, "small is an empty grid: every run is excluded"),
         (
             "exclude = [{model.flavour = 'x'}]\n" + SMALL,
-            "exclude: model.flavour is not an option; did you mean model.flavor?",
+            "exclude: model.flavour is no option; did you mean model.flavor?",
         ),
         ("autotune = 'biggest'\n" + SMALL, 'autotune = "biggest": must be largest or fastest'),
         (
@@ -179,7 +179,7 @@ def test_an_axis_that_cannot_be_is_one_line(line: str, message: str | None, tmp_
         (SMALL + "[settings]\ntraining.compile = true", "training.compile is an axis and a setting; keep one"),
         (
             SMALL + "[settings]\ntraining.speed = 1",
-            "settings: training.speed is not an option; did you mean training.seed?",
+            "settings: training.speed is no option; did you mean training.seed?",
         ),
         ("steps = = 4", "small.toml: Invalid value (at line 1, column 9)"),
         ("axes = 3", "axes must be a table, [axes]"),
