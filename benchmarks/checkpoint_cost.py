@@ -1,13 +1,13 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What saving costs a run, beside `torch.save` of the same state: `python benchmarks/checkpoint_cost.py`.
+"""The cost of saving, compared with `torch.save` of the same state: `python benchmarks/checkpoint_cost.py`.
 
 Notable:
 - the trainer builds the model, its optimizer and its average, and trains between the saves, on random samples;
-- "disabled" is a save as training waits for it: files, fsync, checksums, reading back, rename. "async" is how long
-  training waits (the stall), and how long the write goes on beside it; its first stall, which takes the memory of the
-  copy, stands apart;
-- the variants take turns; the median of the rounds counts.
+- "disabled" is a synchronous save: files, fsync, checksums, reading back, rename. "async" measures how long training
+  waits (the stall) and how long the background write takes. The first stall, which allocates the memory of the copy, is
+  listed separately;
+- the variants run in turns, and the median of the rounds counts.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from torchditan.supervision.supervision import Supervision
 from torchditan.trainer import Trainer
 
 TARGETS = {"cpu": 0.25, "cuda": 0.1}
-"""Largest stall of an asynchronous save after the first, as a share of a synchronous one."""
+"""Maximum stall of an asynchronous save after the first, as a fraction of a synchronous save."""
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        description="What saving costs a run, beside torch.save of the same state. Options of train.py work here too.",
+        description="The cost of saving, compared with torch.save of the same state. Takes options of train.py too.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--rounds", type=int, default=5, help="turns of each variant; their median counts")
     add("--steps", type=int, default=2, help="steps trained between two saves")
     add("--async_mode", default=None, help="async, or async_with_pinned_mem (default: on a GPU)")
-    add("--folder", type=Path, help="where checkpoints are written for the time being (default: the system's)")
-    add("--out", type=Path, help="JSON to write, benchmarks/results/checkpoint_cost_cpu.json say (default: none)")
+    add("--folder", type=Path, help="folder for temporary checkpoints (default: the system's)")
+    add("--out", type=Path, help="JSON to write, such as benchmarks/results/checkpoint_cost_cpu.json (default: none)")
     return parser.parse_known_args(argv)
 
 
 def job(folder: Path, flags: list[str], *, async_mode: str) -> Config:
-    """DiT-S/2 on random latents of 4 x 32 x 32, unless flags say otherwise."""
+    """DiT-S/2 on random latents of 4 x 32 x 32, unless flags change it."""
     return load_config(
         [
             "--checkpoint.enable_checkpoint",
@@ -84,7 +84,7 @@ def job(folder: Path, flags: list[str], *, async_mode: str) -> Config:
 
 
 def build(config: Config) -> Trainer:
-    """A trainer that stands before its first step."""
+    """A trainer before its first step."""
     job = prepare_job(config, build_dataset(config.dataset, split="train", input_channels=dataset_channels(config)))
     assert job is not None
     job.run_directory.open(to_dict(config), trajectory=trajectory(config))
@@ -121,14 +121,14 @@ def measure(trainer: Trainer, args: argparse.Namespace, *, async_mode: str) -> d
     file = trainer.job.run_directory.path / "state.pt"
 
     def train() -> float:
-        """Seconds of a step."""
+        """Seconds per step."""
         spent = seconds(lambda: [trainer.train_step(batches) for _ in range(args.steps)])
         if trainer.device.type == "cuda":
             spent += seconds(torch.cuda.synchronize)
         return spent / args.steps
 
     def write_beside(spent: dict[str, list[float]]) -> float:
-        """Seconds that training waits."""
+        """Seconds for which training waits."""
         stall = seconds(lambda: beside.save())
         spent["step while it is written"].append(train())
         beside.wait()

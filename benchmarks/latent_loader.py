@@ -1,13 +1,13 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Images/s of the latent loader beside plain reads of the same bytes: `python benchmarks/latent_loader.py`.
+"""Images/s of the latent loader, compared with plain reads of the same bytes: `python benchmarks/latent_loader.py`.
 
 Notable:
-- made-up latents are written by the real writer to a temporary folder and read once, so that all is in the page cache;
-- "plain" copies the same rows in the same order out of memory maps into one array per batch, and does nothing else;
-- "shards" is `LatentShards.read` alone, "stream" the training stream with labels and positions, in this process or in
-  loader workers, without and with the random numbers that a training batch carries (noise, timestep, label dropout);
-- the variants take turns; the median of the rounds counts.
+- the real writer writes random latents to a temporary folder; one pass then reads them into the page cache;
+- "plain" only copies the same rows in the same order from memory maps into one array per batch;
+- "shards" is only `LatentShards.read`. "stream" is the training stream with labels and positions, in this process or in
+  loader workers, with or without the random numbers of a training batch (noise, timestep, label dropout);
+- the variants run in turns, and the median of the rounds counts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torchditan.run.atomic_files import write_file
 
 TARGET_IMAGES_PER_SECOND = 20_000
 TARGET_RATIO = 0.7
-"""Of plain reads."""
+"""Fraction of the speed of plain reads."""
 
 
 @dataclass
@@ -56,20 +56,20 @@ class Row:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Images/s of the latent loader beside plain reads of the same bytes.",
+        description="Images/s of the latent loader, compared with plain reads of the same bytes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--latent_shape", type=int, nargs=3, default=[4, 32, 32], help="channels, height, width")
-    add("--num_images", type=int, default=65536, help="latents to write, each with its mirrored one")
-    add("--shard_size", type=int, default=4096, help="latents of a shard")
-    add("--batch_size", type=int, default=256, help="latents of a batch")
-    add("--num_batches", type=int, default=200, help="batches of a round")
+    add("--num_images", type=int, default=65536, help="latents to write, each with a mirrored copy")
+    add("--shard_size", type=int, default=4096, help="latents per shard")
+    add("--batch_size", type=int, default=256, help="latents per batch")
+    add("--num_batches", type=int, default=200, help="batches per round")
     add("--rounds", type=int, default=5, help="turns of each variant; their median counts")
     add("--num_workers", type=int, nargs="+", default=[0, 2], help="loader workers of the stream")
     add("--threads", type=int, default=1, help="CPU threads of torch")
-    add("--folder", type=Path, help="where the latents are written for the time being (default: the system's)")
-    add("--out", type=Path, help="JSON to write, benchmarks/results/latent_loader_cpu.json say (default: none)")
+    add("--folder", type=Path, help="folder for temporary latents (default: the system's)")
+    add("--out", type=Path, help="JSON to write, such as benchmarks/results/latent_loader_cpu.json (default: none)")
     return parser.parse_args(argv)
 
 
@@ -109,7 +109,7 @@ def write_latents(folder: Path, args: argparse.Namespace) -> LatentShards:
 
 
 def plain_reads(shards: LatentShards) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """A function that copies rows, and knows nothing of batches, labels or formats."""
+    """A function that only copies rows, without batches, labels or formats."""
     files = [MappedFile(shards.path / shard.file) for shard in shards.index.shards]
     rows = [[file.rows("latents") for file in files], [file.rows("latents_flipped") for file in files]]
     shard_size = shards.index.shard_size
@@ -141,7 +141,7 @@ def open_stream(dataset: Latents, args: argparse.Namespace, *, num_workers: int,
 
 
 class Recorder(Latents):
-    """Latents that remember which rows the stream asked for."""
+    """Latents that record which rows the stream requested."""
 
     def __init__(self, shards: LatentShards, **options: Any) -> None:
         super().__init__(shards, **options)
@@ -153,7 +153,7 @@ class Recorder(Latents):
 
 
 def endless(stream: TrainingStream) -> Iterator[object]:
-    """Its batches, the loader and its workers already started."""
+    """The stream's batches, after the loader and its workers have started."""
     batches = iter(stream.batches(0))
     next(batches)
     return batches
@@ -172,7 +172,7 @@ def measure(shards: LatentShards, args: argparse.Namespace) -> list[Row]:
     exhaust(islice(open_stream(recorder, args, num_workers=0, draws=False).batches(0), args.num_batches))
     batches = recorder.asked
     plain = plain_reads(shards)
-    for start in range(0, len(shards), args.batch_size):  # into the page cache, and into this process' page tables
+    for start in range(0, len(shards), args.batch_size):  # into the page cache and into this process's page tables
         rows = np.arange(start, min(start + args.batch_size, len(shards)))
         for flip in (False, True):
             plain(rows, np.full(len(rows), flip))
@@ -197,7 +197,7 @@ def measure(shards: LatentShards, args: argparse.Namespace) -> list[Row]:
             times[name].append(seconds(work))
         for name, (workers, draws) in streams.items():
             loader = endless(open_stream(dataset, args, num_workers=workers, draws=draws))
-            exhaust(islice(loader, 8 * workers))  # what the workers made ready while others were measured
+            exhaust(islice(loader, 8 * workers))  # batches that the workers prepared during other measurements
             times.setdefault(name, []).append(seconds(partial(exhaust, islice(loader, args.num_batches))))
             del loader
     images = args.num_batches * args.batch_size

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What a LoRA saves against full fine-tuning, in time and memory: `python benchmarks/lora_against_full.py`.
+"""Time and memory of a LoRA compared with full fine-tuning: `python benchmarks/lora_against_full.py`.
 
-Three launches of train.py on random data and weights, each in a process of its own: all weights trained, a LoRA over a
-bfloat16 base, a LoRA over an int8 base. A step's time is the median of those after the first two; memory is the highest
-of the run: of a GPU what its allocator gave out, of a CPU what the process held, libraries included.
-On a GPU SD3-medium at 1024 px, batch 1, with activation checkpointing (about 60 GiB for full fine-tuning); on a CPU the
-tiny model, which shows that it runs. Options of train.py go to all three.
+Three launches of train.py on random data and weights, each in a separate process: all weights trained, a LoRA over a
+bfloat16 base, a LoRA over an int8 base. The time of a step is the median without the first two steps. Memory is the
+peak of the run: the allocator's on a GPU, the process's on a CPU, including libraries.
+On a GPU: SD3-medium at 1024 px, batch 1, with activation checkpointing (about 60 GiB for full fine-tuning). On a CPU:
+the tiny model, only to check that the benchmark runs. Options of train.py apply to all three.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ SHARED = [
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each case (default: 20)")
-    parser.add_argument("--out", type=Path, help="JSON to write, benchmarks/results/lora_against_full_cuda.json say")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps per case (default: 20)")
+    parser.add_argument(
+        "--out", type=Path, help="JSON to write, such as benchmarks/results/lora_against_full_cuda.json"
+    )
     arguments, flags = parser.parse_known_args(argv)
     if arguments.steps < 3:
         parser.error("--steps must be at least 3: the first two warm up")
@@ -64,7 +66,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def measure(flags: list[str], *, steps: int) -> dict[str, Any]:
-    """One case: seconds of a step, peak memory and images/s; or why it did not run."""
+    """One case: seconds per step, peak memory and images/s; or the reason for which it failed."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(REPOSITORY / "train.py"), *flags, f"--training.steps={steps}"]
         command += [f"--job.dump_folder={folder}", "--metrics.experiment_name=run"]

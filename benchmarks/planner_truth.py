@@ -3,10 +3,10 @@
 """The planner against one GPU: predicted and measured peak memory and step time of the trainer's step.
 
 Notable:
-- every cell runs in a process of its own, on random normal data and weights; a cell that the plan says does not fit is
-  skipped, one that runs out of memory keeps its reason;
-- measured: the allocator's peak of a step after two others, and the median of the steps;
-- compiled cells are measured too and reported apart: the planner plans them as eager ones.
+- every cell runs in a separate process, on random normal data and weights. Cells that do not fit according to the plan
+  are skipped. Cells that run out of memory record the reason;
+- measured: the allocator's peak in a step after two others, and the median of the steps;
+- compiled cells are measured too and reported separately, because the planner plans them as eager cells.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Cell:
             "training.batch_size": self.batch_size,
             "training.compile": self.compiled,
             "activation_checkpoint.mode": mode,
-            # float32 weights, gradients, moments and an average of 7B parameters are more than one GPU holds
+            # float32 weights, gradients, moments and an average of 7B parameters do not fit on one GPU
             "ema.enable": self.flavor != "DiT-7B",
         }
         if mode == "selective":
@@ -80,14 +80,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: times alone, to see that it runs")
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: only times, to check that it runs")
     add("--models", nargs="+", choices=list(BATCH_SIZES), default=["DiT-L", "DiT-7B"], help="flavors")
     add("--no_compiled", dest="compiled", action="store_false", help="eager cells only")
-    add("--cell_timeout", type=float, default=240, help="seconds a cell may take")
+    add("--cell_timeout", type=float, default=240, help="time limit of a cell in seconds")
     add(
         "--out",
         type=Path,
-        help="the JSON (default: benchmarks/results/planner_truth_<device>.json); .md goes beside it",
+        help="the JSON (default: benchmarks/results/planner_truth_<device>.json); the table is the .md file next to it",
     )
     add("--cell", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -99,7 +99,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def cells(models: Sequence[str], *, compiled: bool) -> list[Cell]:
-    """Every checkpointing at every batch, eager; then the middle batch compiled."""
+    """All checkpointing modes at all batch sizes in eager mode, then the middle batch size compiled."""
     eager = [Cell(flavor, mode, size) for flavor in models for mode in MODES for size in BATCH_SIZES[flavor]]
     if not compiled:
         return eager
@@ -144,7 +144,7 @@ def measure(cell: Cell, device: torch.device) -> Row:
 
 
 def compare(cell: Cell, *, device: str, device_name: str | None, timeout: float) -> Row:
-    """The row of a cell: its plan, then its measurement in a process of its own."""
+    """The row of a cell: its plan, then its measurement in a separate process."""
     plan = plan_run(cell.config(), device=device_name or ("cpu" if device == "cpu" else None), num_devices=1)
     row: Row = {
         **dataclasses.asdict(cell),
@@ -228,7 +228,7 @@ def main() -> None:
         }
         write_file(args.out, (json.dumps(content, indent=1) + "\n").encode())
         write_file(args.out.with_suffix(".md"), markdown(rows).encode())
-    print(f"{args.out}, and the table beside it")
+    print(f"{args.out}, and the table next to it")
 
 
 if __name__ == "__main__":

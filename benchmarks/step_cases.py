@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What step_time.py measures: the cases, and the training step of each as a function of the batch.
+"""The cases of step_time.py, and the training step of each as a function of the batch.
 
 Notable: data and weights are random normal. Zeros run faster on GPUs, and adaLN-zero's initial weights would make
 most gradients zero.
@@ -57,7 +57,7 @@ GPU_BATCH_SIZES = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured, but for the batch size."""
+    """One case to measure, without the batch size."""
 
     implementation: str
     """ours or diffusers."""
@@ -83,7 +83,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch on the device, used again in every step: loading data is not measured."""
+    """One batch on the device, reused in every step, so that loading data is not measured."""
 
     sample: torch.Tensor
     class_label: torch.Tensor
@@ -94,7 +94,7 @@ Step = Callable[[Batch], None]
 
 
 def cpu_cases(model: str, *, against: str, variants: Sequence[str]) -> list[Case]:
-    """Ours and diffusers in turns; diffusers is compiled in both ways, and its faster one counts."""
+    """Ours and diffusers in turns. diffusers is compiled in both ways, and the faster one counts."""
     cases = []
     for variant in variants:
         precision, mode = variant.split("_")
@@ -107,18 +107,18 @@ def cpu_cases(model: str, *, against: str, variants: Sequence[str]) -> list[Case
 
 
 def gpu_cases(models: Sequence[str], *, against: str) -> list[Case]:
-    """The trainer's step in bf16, compiled ones of every model first: they are what a user would run."""
+    """The trainer's step in bf16. Compiled cases come first because users run them."""
     cases = []
     for how in ("per_block", "eager"):
         for model in models:
-            # float32 weights, gradients, moments and an EMA of 7B parameters are more than one GPU holds
+            # float32 weights, gradients, moments and an EMA of 7B parameters do not fit on one GPU
             cases.append(Case("ours", model, "torchditan", "bf16", how, "trainer", ema=model != "DiT-7B"))
     for model in models:
         if model == "DiT-7B":
             cases.append(
                 Case("ours", model, "torchditan", "bf16", "per_block", "trainer", activation_checkpoint="full")
             )
-        if model == "DiT-XL":  # the published one, so the published preset too
+        if model == "DiT-XL":  # a published model, so it uses the published preset too
             for how in ("per_block", "eager"):
                 cases.append(Case("ours", model, "official", "bf16", how, "trainer", ema=True))
         if against == "diffusers":
@@ -128,14 +128,14 @@ def gpu_cases(models: Sequence[str], *, against: str) -> list[Case]:
 
 
 def build_spec(case: Case) -> ModelSpec:
-    """Our model of a case; for diffusers, the one of ours that has its shape."""
+    """Our model of a case; for diffusers, our model of the same shape."""
     preset = "official" if case.implementation == "diffusers" else case.preset
     config = Model(flavor=case.model, preset=preset, patch_size=PATCH_SIZE, learn_sigma=False)  # type: ignore[arg-type]
     return build_model_spec(config, sample_shape=SAMPLE_SHAPES[case.model], num_classes=NUM_CLASSES)
 
 
 def build_ours(spec: ModelSpec, case: Case, device: torch.device) -> nn.Module:
-    """As the trainer builds it: on meta, parallelized over a mesh of one process, then filled."""
+    """Build it like the trainer: on meta, parallelized over a mesh of one process, then initialized."""
     with torch.device("meta"):
         model = spec.build()
     parallelize(
@@ -152,9 +152,9 @@ def build_ours(spec: ModelSpec, case: Case, device: torch.device) -> nn.Module:
 def build_diffusers(spec: ModelSpec, device: torch.device) -> nn.Module:
     """diffusers' DiT of the same width, depth, heads, MLP ratio, channels and classes.
 
-    It keeps its own shape where it has one: an embedder of timestep and label in every block, and q, k and v
-    apart. It would drop labels in every block while training, with random numbers of its own; ours are dropped by
-    the objective, outside the bare step. So it drops none, but its label tables keep the null class, as ours.
+    It keeps its own structure: an embedder of timestep and label in every block, and separate q, k and v. In training,
+    it would drop labels in every block with its own random numbers, while our objective drops them outside the bare
+    step. Label dropout is therefore off, but its label tables keep the null class, like ours.
     """
     from diffusers.models.embeddings import LabelEmbedding
     from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
@@ -182,7 +182,7 @@ def build_diffusers(spec: ModelSpec, device: torch.device) -> nn.Module:
 
 @torch.no_grad()
 def fill_with_normal(model: nn.Module) -> None:
-    """All weights from N(0, 0.02), and norms 1 plus that, drawn on the device."""
+    """Set all weights to N(0, 0.02), and norms to 1 plus that, drawn on the device."""
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         is_norm = parameter.dim() == 1 and name.endswith("weight")
@@ -258,7 +258,7 @@ def diffusers_step(model: nn.Module, case: Case, device: torch.device) -> Step:
 
 
 def trainer_step(model: nn.Module, spec: ModelSpec, case: Case) -> Step:
-    """What torchditan/trainer.py does between two batches, with the default options."""
+    """The work of torchditan/trainer.py between two batches, with the default options."""
     diffusion, training, ema_config = Diffusion(), Training(), EMAConfig()
     objective = FlowMatching(
         conditioning=spec.conditioning,

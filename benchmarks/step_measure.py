@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""How step_time.py measures its cases: in turns in one process, or one case at growing batch sizes in its own.
+"""Measurements of step_time.py: cases in turns in one process, or one case at growing batch sizes in a new process.
 
 Notable:
-- `take_turns` runs one step of every case after another, A B A B, so that a drift of the machine meets all of them;
-- `sweep_in_subprocess` gives a case memory of its own, and a crash or a hang ends this case only;
-- a row that fails or runs out of memory keeps its reason, and the rest goes on.
+- `take_turns` runs one step of each case after another, A B A B, so that a drift of the machine affects all of them;
+- `sweep_in_subprocess` gives a case separate memory, and a crash or a hang ends only this case;
+- a row that fails or runs out of memory records the reason, and the others continue.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 def new_row(case: Case, batch_size: int) -> Row:
-    """The record of one measurement, its results still open."""
+    """The record of one measurement, without results."""
     return {
         **dataclasses.asdict(case),
         "patch_size": PATCH_SIZE,
@@ -78,7 +78,7 @@ def add_times(row: Row, times: Sequence[float], *, flops_per_image: int, peak: f
 
 
 def add_memory(row: Row, resident_before: float | None, device: torch.device) -> None:
-    """GPU: what the allocator handed out and held. CPU: resident memory, and its growth since the imports."""
+    """GPU: memory allocated and reserved by the allocator. CPU: resident memory, and its growth since the imports."""
     if device.type == "cuda":
         row["peak_memory_gib"] = torch.cuda.max_memory_allocated() / GIB
         row["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
@@ -89,9 +89,9 @@ def add_memory(row: Row, resident_before: float | None, device: torch.device) ->
 
 
 def resident_memory(key: str) -> float | None:
-    """Resident memory of this process in GiB, now (VmRSS) or at its peak (VmHWM); None where there is no /proc.
+    """Resident memory of this process in GiB, now (VmRSS) or at its peak (VmHWM); None without /proc.
 
-    Not getrusage: its peak starts at that of the parent process.
+    Not getrusage, whose peak starts at that of the parent process.
     """
     try:
         status = Path("/proc/self/status").read_text()
@@ -103,7 +103,7 @@ def resident_memory(key: str) -> float | None:
 
 
 def time_steps(step: Step, batch: Batch, *, steps: int, device: torch.device) -> list[float]:
-    """Seconds of each step. On a GPU by events between steps: the host runs ahead, as in training."""
+    """Seconds of each step. On a GPU by events between steps, because the host runs ahead as in training."""
     if device.type != "cuda":
         times = []
         for _ in range(steps):
@@ -122,7 +122,7 @@ def time_steps(step: Step, batch: Batch, *, steps: int, device: torch.device) ->
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """A process group of this process alone, the trainer's; seeded, and garbage is collected by hand."""
+    """The trainer's process group with this process only, seeded. Garbage is collected manually."""
     torch.manual_seed(0)
     keep_freed_memory()
     init_process_group(Rank(rank=0, local_rank=0, world_size=1), timeout_seconds=600)
@@ -163,8 +163,8 @@ def take_turns(cases: Sequence[Case], *, batch_size: int, repeats: int, warmup: 
 def sweep(
     case: Case, batch_sizes: Sequence[int], *, repeats: int, warmup: int, deadline: float, device: torch.device
 ) -> Iterator[Row]:
-    """One model, built once, at growing batch sizes until one fails or the time is up."""
-    # Every batch size gets kernels of its own, as a run that knows only this size.
+    """One model, built once, at growing batch sizes until one fails or the time limit is reached."""
+    # Every batch size gets new kernels, like a run with only this size.
     torch._dynamo.config.automatic_dynamic_shapes = False
     resident_before = resident_memory("VmRSS")
     peak = peak_flops(torch.cuda.get_device_name()) if device.type == "cuda" else None
@@ -197,13 +197,13 @@ def sweep(
 def sweep_in_subprocess(
     case: Case, batch_sizes: Sequence[int], *, repeats: int, warmup: int, deadline: float, device: torch.device
 ) -> Iterator[Row]:
-    """`sweep` in a fresh process; one that hangs past the deadline (a long compilation, say) gets another minute."""
+    """`sweep` in a new process. One that hangs past the deadline (such as a long compilation) gets another minute."""
     options = {"repeats": repeats, "warmup": warmup, "deadline": deadline, "device": device}
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
     process = spawn.Process(target=_send_rows, args=(sender, torch.get_num_threads(), case, batch_sizes, options))
     process.start()
-    sender.close()  # the end of the process is then the end of the rows
+    sender.close()  # the rows then end with the process
 
     def seconds_left() -> float:
         return max(0.0, deadline + 60 - time.time())

@@ -7,8 +7,8 @@ Notable:
   in turns; the median counts;
 - on a GPU: the trainer's whole step (objective, clipping, non-finite guard, EMA), one process per model, swept over
   batch sizes until memory runs out;
-- step_cases.py says what is measured, step_measure.py how; here are the command line, the ratios, the table and the
-  JSON.
+- step_cases.py defines the cases and step_measure.py the measurements. This file has the command line, the ratios, the
+  table and the JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 
 TARGETS = {"fp32_eager": 0.96, "bf16_compiled": 0.42}
-"""Time of our variant over that of diffusers in fp32 eager, at most; for DiT-S."""
+"""Maximum time of our variant for DiT-S, as a multiple of diffusers in fp32 eager."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -49,13 +49,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu", help="where to measure")
-    add("--against", choices=["diffusers", "none"], help="compare with it (default: diffusers on a CPU, else none)")
-    add("--size", choices=["full", "debug"], default="full", help="debug: a tiny model, to see that it runs")
+    add(
+        "--against",
+        choices=["diffusers", "none"],
+        help="implementation to compare with (default: diffusers on a CPU, else none)",
+    )
+    add("--size", choices=["full", "debug"], default="full", help="debug: a tiny model, to check that it runs")
     add("--models", nargs="+", choices=list(SAMPLE_SHAPES), help="flavors (default: DiT-S, or XL, L and 7B on a GPU)")
     add("--variants", nargs="+", choices=CPU_VARIANTS, help="on a CPU: what to compare (default: all)")
     add("--batch_size", type=int, nargs="+", help="images per step (default: 16; on a GPU a sweep)")
-    add("--repeats", type=int, default=7, help="measured steps of each; their median counts")
-    add("--warmup", type=int, default=2, help="steps before, compilation among them")
+    add("--repeats", type=int, default=7, help="measured steps per case; their median counts")
+    add("--warmup", type=int, default=2, help="steps before, including compilation")
     add("--threads", type=int, help="CPU threads (default: torch's)")
     add("--time_limit", type=float, default=420, help="seconds: of a GPU sweep, or of each memory process")
     add("--no_memory", dest="memory", action="store_false", help="on a CPU: skip the processes that measure memory")
@@ -96,7 +100,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def measure_cpu(args: argparse.Namespace, head: dict[str, Any], out: Path) -> list[Row]:
-    """Memory of each case in a process of its own, then the time of all of them in this one."""
+    """Memory of each case in a separate process, then the time of all cases in this one."""
     device = torch.device("cpu")
     options: dict[str, Any] = {"repeats": args.repeats, "warmup": args.warmup, "device": device}
     rows: list[Row] = []
@@ -118,7 +122,7 @@ def measure_cpu(args: argparse.Namespace, head: dict[str, Any], out: Path) -> li
 
 
 def measure_gpu(args: argparse.Namespace, head: dict[str, Any], out: Path) -> list[Row]:
-    """Every case in a process of its own, until the time limit; the file grows with every row."""
+    """Every case in a separate process, until the time limit. The file is written after every row."""
     deadline = time.time() + args.time_limit
     options: dict[str, Any] = {"repeats": args.repeats, "warmup": args.warmup, "device": torch.device("cuda")}
     rows: list[Row] = []
@@ -137,7 +141,7 @@ def measure_gpu(args: argparse.Namespace, head: dict[str, Any], out: Path) -> li
 
 
 def ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Every variant of ours over diffusers in fp32 eager (the targets), and over diffusers in the same variant."""
+    """Each of our variants relative to diffusers in fp32 eager (the targets), and in the same variant."""
     fastest: dict[tuple[str, str, str], float] = {}
     for row in rows:
         if row["status"] == "ok":
@@ -193,7 +197,7 @@ def write_results(path: Path, head: dict[str, Any], rows: Sequence[Row]) -> None
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 where every row was measured or ran out of memory, 1 where one failed otherwise."""
+    """Return the exit code: 0 if every row was measured or ran out of memory, 1 if one failed otherwise."""
     args = parse(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -207,7 +211,7 @@ def main(argv: Sequence[str]) -> int:
     name = "cpu" if args.device == "cpu" else re.sub(r"[^a-z0-9]+", "-", head["device_name"].lower())
     out = args.out or Path(__file__).resolve().parent / "results" / f"step_time_{name}.json"
     if head["load_average_before"] > 0.5:
-        print(f"load average {head['load_average_before']}: other work on this machine will show in the numbers")
+        print(f"load average {head['load_average_before']}: other work on this machine affects the results")
 
     rows = (measure_cpu if args.device == "cpu" else measure_gpu)(args, head, out)
     print(f"\n{head['device_name']}, {head['threads']} threads, torch {head['versions']['torch']}")

@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The datasets, by name. To add yours: write `data/mine.py` with a `build`, and add one line below.
+"""The datasets, by name. To add one, write `data/mine.py` with a function `build`, and add one line below.
 
-`build(config, *, split, input_channels)` returns an `ImageDataset` (torchditan/data_stream/datasets.py);
-`build_dataset` checks it and compares it with the options, as it does with ours. docs/extending.md has an example.
+`build(config, *, split, input_channels)` returns an `ImageDataset` (torchditan/data_stream/datasets.py).
+`build_dataset` checks it and compares it with the options. docs/extending.md has an example.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DATASETS: dict[str, str | Callable[..., Any]] = {
     "imagenet_hub": "data.imagenet:build_hub",
     "latents": "data.latents:build",
 }
-"""`module:function` of each dataset, imported when `dataset.dataset_name` names it; or the function itself."""
+"""`module:function` of each dataset, imported if `dataset.dataset_name` names it; or the function itself."""
 STREAMED = ("cifar10", "imagenet_hub")
 CAPTION_OPTIONS = (
     "caption_key",
@@ -43,25 +43,25 @@ CAPTION_OPTIONS = (
     "held_out",
     "num_frames",
 )
-"""Read by `captions` alone; `dummy`, which takes the place of any dataset, passes over them."""
+"""Only `captions` reads these options. `dummy`, which can replace any dataset, ignores them."""
 
 
 def build_dataset(
     config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
 ) -> ImageDataset:
-    """The dataset of `config`, checked against the options; what they leave open, the dataset fills in.
+    """Build the dataset of `config` and check it against the options. The dataset fills in options that are left open.
 
     Args:
-        config: section `[dataset]`. `num_classes` 0 hides the labels; more classes than the dataset has
-            are allowed and named "class 12".
-        split: a dataset that has no split of its own holds some images out for validation.
-        input_channels: `model.input_channels`; 1 turns photos grey.
+        config: section `[dataset]`. `num_classes` 0 hides the labels. It may exceed the classes of the dataset; the
+            additional ones are named "class 12".
+        split: a dataset without splits holds out some images for validation.
+        input_channels: `model.input_channels`; 1 converts photos to grey.
 
     Returns:
         An ImageDataset, or with `streaming` a SequentialDataset.
 
     Raises:
-        ConfigError: the options name no dataset, or one that cannot be what they ask for.
+        ConfigError: the dataset is unknown, or does not support the options.
     """
     name = config.dataset_name
     if name not in DATASETS:
@@ -118,7 +118,7 @@ def _set_classes(config: options.Dataset, dataset: Any) -> Any:
     labels = np.asarray([] if dataset.class_labels is None else dataset.class_labels)
     if num_found and len(labels) and not 0 <= labels.min() <= labels.max() < num_found:
         right = (
-            f"the labels of {dataset.name} run from {labels.min()} to {labels.max()}; must be 0 to {num_found - 1}, "
+            f"the labels of {dataset.name} range from {labels.min()} to {labels.max()}; must be 0 to {num_found - 1}, "
             f"its {num_found} classes"
         )
         raise option_error("dataset.num_classes", config.num_classes, right)

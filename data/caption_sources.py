@@ -1,11 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Where captioned images and videos come from: folders, metadata.jsonl, tar shards, parquet files, the hub.
+"""Sources of captioned images and videos: folders, metadata.jsonl, tar shards, parquet files, the hub.
 
 Notable:
-- each source is read once into a list of `Entry`, sorted by name, the same on every machine; pictures stay where they
-  are and are opened when asked for, tar members in place;
-- what does not fit together (a caption without its image, two images of one name, a path that leaves the folder) is
-  refused here, in one line.
+- each source is read once into a list of `Entry`, sorted by name, the same on every machine. Images are opened in
+  place when they are needed, including members of tar files;
+- inconsistent sources (a caption without an image, two images with one name, a path outside the folder) are refused
+  here, in one line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchditan.config.errors import ConfigError, option_error
 
 METADATA_FILE = "metadata.jsonl"
 Refusal = Callable[[str], ConfigError]
-"""What would be right -> the error that names the option and its value."""
+"""Message -> the error with the option and its value."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TarMember:
 
 @dataclass(frozen=True)
 class Cell:
-    """A row of an Arrow column of images: their bytes and path as the hub stores them, or bytes alone."""
+    """A row of an Arrow image column: bytes and path as the hub stores them, or only bytes."""
 
     column: Any
     row: int
@@ -63,36 +63,36 @@ class Cell:
     def open(self) -> BinaryIO:
         value = self.column[self.row].as_py()
         if isinstance(value, dict):
-            if value["bytes"] is None and value.get("path"):  # an image folder of the hub, which was downloaded
+            if value["bytes"] is None and value.get("path"):  # an image folder of the hub, already downloaded
                 return Path(value["path"]).open("rb")
             value = value["bytes"]
         if value is None:
-            raise OSError("there is none")
+            raise OSError("no data")
         return io.BytesIO(value)
 
 
 @dataclass(frozen=True)
 class Frames:
-    """A folder of numbered frames, in the order of their numbers."""
+    """A folder of numbered frames, sorted by number."""
 
     files: tuple[File, ...]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A picture or a video, and what is written about it."""
+    """An image or a video with its caption."""
 
     name: str
     """Path in the dataset, with slashes."""
     caption: str | None
-    """None: there is none."""
+    """None if it has no caption."""
     content: Encoded | Frames
     repeats: int = 1
-    """How often an epoch shows it."""
+    """Number of times that an epoch shows it."""
 
 
 class _Part(io.RawIOBase):
-    """`size` bytes of an open file, from `offset` on."""
+    """`size` bytes of an open file, starting at `offset`."""
 
     def __init__(self, file: Any, offset: int, size: int) -> None:
         self.file, self.offset, self.size = file, offset, size
@@ -131,10 +131,10 @@ class _Part(io.RawIOBase):
 
 
 def read_entries(root: Path, *, config: options.Dataset) -> list[Entry]:
-    """Everything under `root`, a folder or a file; sorted by name.
+    """Read all entries under `root`, a folder or a file; sorted by name.
 
     Raises:
-        ConfigError: it holds nothing, or what does not fit together.
+        ConfigError: the source is empty or inconsistent.
     """
     refusal = _refusal_of(root)
     suffix = root.suffix if root.is_file() else ""
@@ -164,13 +164,13 @@ def _kind(is_video: bool) -> str:
 
 
 def some(names: Iterable[str]) -> str:
-    """The first three of them."""
+    """The first three names."""
     names = sorted(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _clean(text: str, *, where: str, refusal: Refusal) -> str:
-    """A caption in one line, without white space around it."""
+    """A caption in one line, without surrounding white space."""
     text = " ".join(text.split())
     if not text:
         raise refusal(f"the caption of {where} is empty; write one, or remove it")
@@ -188,7 +188,7 @@ def _decode(data: bytes, *, where: str, refusal: Refusal) -> str:
 def _pair(
     pictures: list[tuple[str, str, Encoded | Frames]], captions: dict[str, str], *, is_video: bool, refusal: Refusal
 ) -> list[Entry]:
-    """Pictures (their name without its ending, their name, their content) with captions by the same name."""
+    """Match pictures (name without extension, name, content) with captions by name."""
     by_stem: dict[str, str] = {}
     for stem, name, _ in pictures:
         if stem in by_stem:
@@ -203,7 +203,7 @@ def _pair(
 
 
 def _walk(root: Path) -> Iterable[tuple[str, Path, list[str]]]:
-    """(path with slashes and a slash at its end, folder, its files) of each folder, hidden ones and files left out."""
+    """(path with slashes and a final slash, folder, its files) of each folder, without hidden ones."""
     for folder, subfolders, names in os.walk(root, followlinks=True):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         relative = Path(folder).relative_to(root).as_posix()
@@ -238,7 +238,7 @@ def _numbered_frames(folder: Path, names: list[str]) -> Frames:
 
 
 def _repeats(name: str, *, refusal: Refusal) -> int:
-    """10 for `10_dog/a.png`, as kohya's scripts name folders; a year (`2024_dogs`) is no such number."""
+    """10 for `10_dog/a.png`, as kohya's scripts name folders. A year (`2024_dogs`) does not count."""
     match = re.match(r"(\d{1,3})_[^/]*/", name)
     if match is None:
         return 1
@@ -248,7 +248,7 @@ def _repeats(name: str, *, refusal: Refusal) -> int:
 
 
 def _read_metadata(root: Path, config: options.Dataset, *, refusal: Refusal) -> list[Entry]:
-    """`{"file_name": "a.png", "text": "a dog", "repeats": 2}` in each line; files it does not list are not used."""
+    """Read lines of `{"file_name": "a.png", "text": "a dog", "repeats": 2}`. Other files are ignored."""
     entries: dict[str, Entry] = {}
     try:
         lines = (root / METADATA_FILE).read_text(encoding="utf-8-sig").split("\n")
@@ -260,7 +260,7 @@ def _read_metadata(root: Path, config: options.Dataset, *, refusal: Refusal) -> 
         where = f"{METADATA_FILE}, line {number}"
         row = _read_line(line, where=where, refusal=refusal)
         if config.caption_key not in row:
-            right = f"{where} has no such column; it has {', '.join(row)}"
+            right = f"{where} has no such column; must be one of {', '.join(row)}"
             raise option_error("dataset.caption_key", config.caption_key, right)
         caption, repeats = row[config.caption_key], row.get("repeats", 1)
         if not isinstance(caption, str):
@@ -269,7 +269,7 @@ def _read_metadata(root: Path, config: options.Dataset, *, refusal: Refusal) -> 
             raise refusal(f"{where}: repeats must be an integer of at least 1")
         name = PurePosixPath(row["file_name"]).as_posix()
         if name in entries:
-            raise refusal(f"{where}: {name} is listed twice; repeats shows it more often")
+            raise refusal(f"{where}: {name} is listed twice; use repeats to show it more often")
         content = _find_listed(root, name, where=where, is_video=config.num_frames is not None, refusal=refusal)
         entries[name] = Entry(name, _clean(caption, where=where, refusal=refusal), content, repeats)
     return list(entries.values())
@@ -279,7 +279,7 @@ def _read_line(line: str, *, where: str, refusal: Refusal) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise refusal(f"{where} is no JSON ({error})") from None
+        raise refusal(f"{where} is not JSON ({error})") from None
     if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
         raise refusal(f'{where}: must be {{"file_name": "...", "text": "..."}}')
     return row
@@ -288,7 +288,7 @@ def _read_line(line: str, *, where: str, refusal: Refusal) -> dict[str, Any]:
 def _find_listed(root: Path, name: str, *, where: str, is_video: bool, refusal: Refusal) -> Encoded | Frames:
     relative = PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts or os.path.isabs(name):
-        raise refusal(f"{where}: {name} leaves the folder; must be a path inside it")
+        raise refusal(f"{where}: {name} is outside the folder; must be a path inside it")
     path = root / relative
     if is_video and path.is_dir():
         frames = _numbered_frames(path, [entry.name for entry in path.iterdir() if not entry.name.startswith(".")])
@@ -299,12 +299,12 @@ def _find_listed(root: Path, name: str, *, where: str, is_video: bool, refusal: 
         raise refusal(f"{where}: {name} does not exist")
     if path.suffix.lower() not in (VIDEO_SUFFIXES if is_video else IMAGE_SUFFIXES):
         hint = "" if is_video else "; videos need dataset.num_frames"
-        raise refusal(f"{where}: {name} is no {_kind(is_video)}{hint}")
+        raise refusal(f"{where}: {name} is not {'a video' if is_video else 'an image'}{hint}")
     return File(path)
 
 
 def _read_tars(paths: list[Path], *, is_video: bool, refusal: Refusal) -> list[Entry]:
-    """Shards of `key.jpg` with `key.txt`, as WebDataset writes them; a key ends at the first dot of the file's name."""
+    """Shards of `key.jpg` with `key.txt`, as WebDataset writes them. A key ends at the first dot of the file name."""
     pictures: list[tuple[str, str, Encoded | Frames]] = []
     captions: dict[str, str] = {}
     for path in paths:
@@ -327,11 +327,11 @@ def _members(path: Path, *, refusal: Refusal) -> list[tuple[str, TarMember]]:
         with tarfile.open(path, "r:") as tar:
             members = [member for member in tar if member.isreg() and not member.issparse()]
     except (tarfile.TarError, OSError) as error:
-        raise refusal(f"{path.name} is no readable, uncompressed tar ({error})") from error
+        raise refusal(f"{path.name} is not a readable, uncompressed tar ({error})") from error
     size = path.stat().st_size
     for member in members:
         if member.offset_data + member.size > size:
-            raise refusal(f"{path.name} is cut short: {member.name} ends behind its end")
+            raise refusal(f"{path.name} is truncated: {member.name} is incomplete")
     return [(member.name, TarMember(path, member.offset_data, member.size)) for member in members]
 
 
@@ -343,7 +343,7 @@ def _read_parquet(root: Path, paths: list[Path], config: options.Dataset, *, ref
         try:
             table = parquet.read_table(path, memory_map=True)
         except pyarrow.ArrowInvalid as error:
-            raise refusal(f"{path.name} is no readable parquet file ({str(error).splitlines()[0]})") from error
+            raise refusal(f"{path.name} is not a readable parquet file ({str(error).splitlines()[0]})") from error
         where = path.name if path == root else path.relative_to(root).as_posix()
         entries += _read_table(table, config, where=where, refusal=refusal)
     return entries
@@ -362,10 +362,10 @@ def read_hub(config: options.Dataset) -> list[Entry]:
 
 
 def _read_table(table: Any, config: options.Dataset, *, where: str, refusal: Refusal) -> list[Entry]:
-    """Rows of an Arrow table; `where` names it."""
+    """Read the rows of an Arrow table. `where` names it in errors."""
     types = require("pyarrow", package="pyarrow", extra="hub").types
     if config.num_frames is not None:
-        right = "parquet files and hub datasets give images; leave it out, or give files with --dataset.root_dir"
+        right = "parquet files and hub datasets contain images; leave it out, or use files with --dataset.root_dir"
         raise option_error("dataset.num_frames", config.num_frames, right)
     for option, key in (("image_key", config.image_key), ("caption_key", config.caption_key)):
         if key not in table.column_names:
@@ -388,7 +388,7 @@ def _read_table(table: Any, config: options.Dataset, *, where: str, refusal: Ref
 
 
 def read_bytes(content: Encoded, *, where: str) -> bytes:
-    """The whole file.
+    """Read the whole file.
 
     Raises:
         CorruptImageError: it cannot be read.

@@ -1,12 +1,12 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Captioned images and videos for fine-tuning: any size to its aspect-ratio bucket, a text beside each.
+"""Captioned images and videos for fine-tuning. Each sample has the size of its aspect-ratio bucket and a text.
 
 Notable:
-- caption_sources.py finds the files, buckets.py the sizes, images.py and videos.py decode. Opening reads every
-  picture's size, so that one that would be enlarged is refused before the training, not at its turn;
-- `content_key` is what an encoded latent may be kept by: it changes with the file's bytes, with the size it is brought
-  to and with the way there, and with nothing else;
-- captions are texts here. `caption_variants` gives those that a text encoder will see.
+- caption_sources.py finds the files, buckets.py the sizes; images.py and videos.py decode. Opening reads the size of
+  every picture, so that pictures that would be enlarged are refused before training;
+- `content_key` is the cache key of an encoded latent: it changes only with the file's bytes, the target size and the
+  resampling;
+- captions are texts here. `caption_variants` returns those that a text encoder will see.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from torchditan.randomness import generator, name_to_index
 
 TRIGGER = "[trigger]"
 ENOUGH_TO_HOLD_OUT = 20
-"""Images from which on some are held out without being asked for."""
+"""From this number of images, some are held out by default."""
 
 
 class CaptionedImages(ImageDataset):
-    """Images or videos with their captions.
+    """Images or videos with captions.
 
-    An item is `sample` float32 in [-1, 1], (C, H, W) or (C, F, H, W) of its bucket, and `caption`.
+    An item has `sample` float32 in [-1, 1], (C, H, W) or (C, F, H, W) of its bucket, and `caption`.
     """
 
     horizontal_flip = False
@@ -55,13 +55,13 @@ class CaptionedImages(ImageDataset):
         self.buckets = buckets
         self.entries = entries
         self.bucket_numbers = np.array(self._choose_buckets(), dtype=np.int64)
-        """(number of entries,) which of `buckets` each is in."""
+        """(number of entries,) the index in `buckets` of each entry."""
         self.sample_shape = self._shape(self.most_common)
         self.places = np.repeat(np.arange(len(entries)), [entry.repeats for entry in entries])
-        """(number of items,) which of `entries` each is."""
+        """(number of items,) the index in `entries` of each item."""
         texts = [self._with_trigger(entry) for entry in entries]
         self.captions = [texts[place] for place in self.places]
-        """The text of each item, its tags in the order they were written."""
+        """The text of each item, with its tags in their original order."""
         self._keys: dict[int, str] = {}
 
     def _choose_buckets(self) -> list[int]:
@@ -82,14 +82,14 @@ class CaptionedImages(ImageDataset):
         if not counts:
             raise option_error("dataset.dataset_name", self.name, "has no readable image")
         self.most_common = min(counts, key=lambda number: (-counts[number], number))
-        # One that cannot be read has no size; reading it replaces it by another of the bucket.
+        # An unreadable image has no size. When it is read, another image of the bucket replaces it.
         return [self.most_common if number is None else number for number in found]
 
     def _refuse_small(self, entry: Entry, size: Size, bucket: Size) -> None:
         if size[0] < bucket[0] or size[1] < bucket[1]:
             right = (
                 f"{entry.name} has {size[0]} x {size[1]} pixels, fewer than the {bucket[0]} x {bucket[1]} of its "
-                "sample; use a smaller size, remove it, or enlarge such with --dataset.upscale"
+                "sample; use a smaller size, remove it, or enlarge small images with --dataset.upscale"
             )
             raise option_error("dataset.image_size", self.config.image_size, right)
 
@@ -100,11 +100,11 @@ class CaptionedImages(ImageDataset):
             return trigger
         if trigger is None:
             if TRIGGER in entry.caption:
-                right = f"the caption of {entry.name} has {TRIGGER}; must be the word to take its place"
+                right = f"the caption of {entry.name} has {TRIGGER}; must be the word that replaces it"
                 raise option_error("dataset.trigger_word", None, right)
             return entry.caption
         caption = entry.caption.replace(TRIGGER, trigger)
-        is_there = re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption)  # as a word: "sks" is not in "masks"
+        is_there = re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption)  # whole words: "sks" is not in "masks"
         return caption if is_there else f"{trigger}, {caption}"
 
     def _shape(self, bucket: int) -> tuple[int, ...]:
@@ -112,9 +112,9 @@ class CaptionedImages(ImageDataset):
         return (self.channels, *frames, *self.buckets[bucket])
 
     def caption_variants(self, index: int) -> list[str]:
-        """The texts an item is shown with: its caption, or with `dataset.shuffle_tags` that many shuffles of its tags.
+        """The texts of an item: its caption, or with `dataset.shuffle_tags` that number of shuffles of its tags.
 
-        They depend on the caption alone. Equal ones are given once, so a caption of few tags has fewer.
+        They depend only on the caption. Duplicates are removed, so a caption of few tags has fewer.
         """
         caption = self.captions[index]
         first, *tags = (tag.strip() for tag in caption.split(","))
@@ -129,16 +129,16 @@ class CaptionedImages(ImageDataset):
         return self._shape(self.bucket_numbers[self.places[index]])
 
     def groups(self) -> list[np.ndarray]:
-        """Indices of the items of each shape; one optimizer step shows one group."""
+        """Indices of the items of each shape. One optimizer step uses one group."""
         numbers = self.bucket_numbers[self.places]
         return [np.flatnonzero(numbers == number) for number in np.unique(numbers)]
 
     def name_of(self, index: int) -> str:
-        """What messages call an item."""
+        """Name of an item for messages."""
         return self.entries[self.places[index]].name
 
     def content_key(self, index: int) -> str:
-        """sha256 of what decides the sample: the file's bytes, the shape and the resampling; repeats share it.
+        """sha256 of everything that determines the sample: bytes, shape and resampling. Repeats share it.
 
         Raises:
             CorruptImageError: the file cannot be read.
@@ -173,7 +173,7 @@ def _files(entry: Entry) -> tuple[Encoded, ...]:
 
 
 def read_size(entry: Entry, *, is_video: bool) -> Size:
-    """Height and width as it is shown, read from the head of an image or the first frame of a video.
+    """Height and width as displayed, from the header of an image or the first frame of a video.
 
     Raises:
         CorruptImageError: it cannot be read.
@@ -187,7 +187,7 @@ def read_size(entry: Entry, *, is_video: bool) -> Size:
             is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
             return (image.width, image.height) if is_turned else (image.height, image.width)
     except UnidentifiedImageError as error:
-        raise corrupt_image(entry.name, "of no known format", can_skip=False) from error
+        raise corrupt_image(entry.name, "unknown format", can_skip=False) from error
     except DECODE_ERRORS as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise corrupt_image(entry.name, reason, can_skip=False) from error
@@ -213,9 +213,9 @@ def _read_video(entry: Entry, *, sample_shape: tuple[int, ...], crop: Crop) -> n
 def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> CaptionedImages:
     channels = photo_channels(config, input_channels)
     if config.image_size is None:
-        raise option_error("dataset.image_size", None, "captions needs the height and width of a sample, say 512")
+        raise option_error("dataset.image_size", None, "captions needs the height and width of a sample, such as 512")
     if config.crop == "random":
-        right = "captions keeps what was encoded, so every epoch sees the same part; must be center or adm"
+        right = "captions encodes each image once, so every epoch sees the same part; must be center or adm"
         raise option_error("dataset.crop", config.crop, right)
     size = height_and_width(config, default=(0, 0))
     buckets = bucket_sizes(size, step=config.bucket_step) if config.aspect_buckets else [size]
@@ -225,7 +225,7 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
 
 
 def _read_split(config: options.Dataset, split: Split) -> list[Entry]:
-    """Training or held-out images: folders of their own where there are both, else a share of all."""
+    """Training or held-out images: separate folders if both exist, else a fraction of all images."""
     if config.hub_name is not None:
         refuse(config, "root_dir")
         return _hold_out(read_hub(config), config, split)
@@ -234,20 +234,20 @@ def _read_split(config: options.Dataset, split: Split) -> list[Entry]:
     if validation is None or not (root / "train").is_dir():
         return _hold_out(read_entries(root, config=config), config, split)
     if config.held_out is not None:
-        right = f"{root} has a folder {validation.name}/ of its own; leave it out"
+        right = f"{root} has a folder {validation.name}/; leave it out"
         raise option_error("dataset.held_out", config.held_out, right)
     return read_entries(root / "train" if split == "train" else validation, config=config)
 
 
 def _hold_out(entries: list[Entry], config: options.Dataset, split: Split) -> list[Entry]:
-    """One split of the entries: those whose name has the lowest checksums are held out, and shown once each."""
+    """One split of the entries. The names with the lowest checksums are held out, each shown once."""
     count = config.held_out
     if count is None:
         count = max(1, round(HELD_OUT_SHARE * len(entries))) if len(entries) >= ENOUGH_TO_HOLD_OUT else 0
     if count >= len(entries):
-        raise option_error("dataset.held_out", config.held_out, f"must be below {len(entries)}, the images there are")
+        raise option_error("dataset.held_out", config.held_out, f"must be below {len(entries)}, the number of images")
     if split == "validation" and count == 0:
-        right = f"none of {len(entries)} image(s) is held out; give a number, or set --validation.freq 0"
+        right = f"none of {len(entries)} image(s) is held out by default; set a number, or set --validation.freq 0"
         raise option_error("dataset.held_out", config.held_out, right)
     checksums = np.array([zlib.crc32(entry.name.encode()) for entry in entries])
     chosen = set(np.argsort(checksums, kind="stable")[:count].tolist())
@@ -260,5 +260,5 @@ def _refuse_bare(config: options.Dataset, entries: list[Entry]) -> None:
     bare = [entry.name for entry in entries if entry.caption is None]
     if bare and config.trigger_word is None:
         option = "root_dir" if config.hub_name is None else "hub_name"
-        right = f"no caption belongs to {some(bare)}; write one (a.txt beside a.png), or give dataset.trigger_word"
+        right = f"no caption belongs to {some(bare)}; write one (a.txt for a.png), or set dataset.trigger_word"
         raise option_error(f"dataset.{option}", getattr(config, option), right)

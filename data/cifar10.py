@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""CIFAR-10: 60,000 photos of 32 x 32 pixels in 10 classes (Krizhevsky 2009), the test batch for validation.
+"""CIFAR-10: 60,000 photos of 32 x 32 pixels in 10 classes (Krizhevsky 2009). The test batch is for validation.
 
-Read from the official binary files (`cifar-10-binary.tar.gz`), from parquet as the hub stores it, or from
-the hub. The python version is refused: unpickling a downloaded file runs whatever code is in it.
+Reads the official binary files (`cifar-10-binary.tar.gz`), parquet files as the hub stores them, or the hub. The Python
+version is refused, because unpickling a downloaded file runs any code in it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Cifar10(ImageDataset):
 
 
 class Cifar10Parquet(ImageDataset):
-    """PNG bytes of a parquet table in memory, decoded when asked for."""
+    """PNG bytes of a parquet table in memory, decoded on access."""
 
     name = "cifar10"
     horizontal_flip = True
@@ -71,7 +71,7 @@ class Cifar10Parquet(ImageDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         image, where = self.images[index].as_py(), f"{self.where}, row {index}"
         if image is None or image["bytes"] is None:
-            raise corrupt_image(where, "there is none")
+            raise corrupt_image(where, "no data")
         sample = load_sample(image["bytes"], sample_shape=self.sample_shape, where=where)
         return {"sample": torch.from_numpy(sample), "class_label": int(self.class_labels[index])}
 
@@ -106,7 +106,7 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
 
 
 def _read_binary(path: Path) -> np.ndarray:
-    """(N, 3073) uint8: one byte of label, then 1,024 of red, of green and of blue."""
+    """(N, 3073) uint8: one byte for the label, then 1,024 each for red, green and blue."""
     data = np.frombuffer(path.read_bytes(), dtype=np.uint8)
     if len(data) == 0 or len(data) % RECORD_BYTES:
         raise option_error("dataset.root_dir", str(path), f"has {len(data)} bytes, not a multiple of {RECORD_BYTES}")
@@ -116,12 +116,12 @@ def _read_binary(path: Path) -> np.ndarray:
 def _nothing_found(root: Path, pattern: str) -> ConfigError:
     right = f"has no {pattern} and no parquet; cifar10 needs {SOURCES}"
     if any((folder / "data_batch_1").exists() for folder in (root, root / "cifar-10-batches-py")):
-        right = "is the python version, whose pickles can run code; download cifar-10-binary.tar.gz instead"
+        right = "is the Python version, whose pickles can run code; download cifar-10-binary.tar.gz instead"
     return option_error("dataset.root_dir", str(root), right)
 
 
 def _read_parquet(config: options.Dataset, files: list[Path], *, split: Split, channels: int) -> Cifar10Parquet:
-    """Files with `test` or `val` in their name are the validation split; a single file is all training."""
+    """Files with `test` or `val` in their name are the validation split. A single file is only for training."""
     pyarrow_parquet = require("pyarrow.parquet", package="pyarrow", extra="hub")
     pyarrow = require("pyarrow", package="pyarrow", extra="hub")
     held_out = [path for path in files if "test" in path.name or "val" in path.name]
@@ -131,7 +131,7 @@ def _read_parquet(config: options.Dataset, files: list[Path], *, split: Split, c
     try:
         table = pyarrow.concat_tables([pyarrow_parquet.read_table(path) for path in chosen])
     except pyarrow.ArrowInvalid as error:
-        right = f"is no readable parquet file ({str(error).splitlines()[0]})"
+        right = f"is not a readable parquet file ({str(error).splitlines()[0]})"
         raise option_error("dataset.root_dir", str(chosen[0]), right) from error
     image_key = next((key for key in (config.image_key, "img") if key in table.column_names), None)
     right = f"must be one of the columns of {chosen[0]}: {', '.join(table.column_names)}"

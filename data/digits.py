@@ -20,7 +20,7 @@ from torchditan.data_stream.datasets import ImageDataset
 
 
 def read_rows() -> np.ndarray:
-    """The file that scikit-learn ships, (1797, 65) int64. Importing scikit-learn itself would take 2 s per process."""
+    """The file in scikit-learn, (1797, 65) int64. Importing scikit-learn itself would take 2 s per process."""
     found = importlib.util.find_spec("sklearn")
     assert found is not None and found.origin is not None, "scikit-learn is a dependency of this package"
     with gzip.open(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt") as file:

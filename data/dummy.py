@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Random samples of any shape, for benchmarks; a stand-in for pixels or latents that are not at hand.
+"""Random samples of any shape, for benchmarks without real pixels or latents.
 
-Standard normal by default. Zeros on request, but matrix products of zeros draw less power and run faster
-than real data: a benchmark on them flatters. Sample and label are pure functions of the index.
-`dataset.root_dir`, `dataset.hub_name` and, unless it encodes online, `[autoencoder]` are not read: dummy takes the
-place of any dataset of a config, latents among them.
+Standard normal by default. Zeros are optional, but GPUs draw less power and run faster on zeros than on real data, so
+such a benchmark is too optimistic. Sample and label are pure functions of the index. dummy replaces any dataset of a
+config, including latents: it ignores `dataset.root_dir`, `dataset.hub_name` and, unless it encodes online,
+`[autoencoder]`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Dummy(ImageDataset):
     name = "dummy"
     horizontal_flip = False
     condition: Mapping[str, TensorSpec] | None = None
-    """What the model is conditioned on in addition to labels; see `condition_on`."""
+    """Conditions of the model in addition to labels; see `condition_on`."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class Dummy(ImageDataset):
             if dtype.is_floating_point:
                 item[name] = torch.from_numpy(draws.standard_normal(shape, dtype=np.float32)).to(dtype)
             else:
-                item[name] = torch.ones(shape, dtype=dtype)  # a mask that hides nothing
+                item[name] = torch.ones(shape, dtype=dtype)  # a mask without padding
         return item
 
     def condition_on(self, tensors: Mapping[str, TensorSpec]) -> None:
-        """Random tensors of these names and shapes in every item; grids show those of the first two."""
+        """Add random tensors of these names and shapes to every item. Grids show those of the first two items."""
         self.condition = tensors
         items = [self[index] for index in range(min(2, len(self)))]
         self.prompts = SampleRows(

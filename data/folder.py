@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Any folder of images: one subfolder per class, or images alone, which have no labels.
+"""A folder of images: one subfolder per class, or only images, which have no labels.
 
 Notable:
-- `train/` and `val/` (or `validation/`) are the splits where they exist. Without them about 2 percent of
-  the images are held out: those whose path has the lowest checksums, so the choice needs no list of files.
-- The paths are one bytes array, not a million Python strings: forked loader workers share its pages.
+- `train/` and `val/` (or `validation/`) are the splits if they exist. Otherwise about 2 percent of the images are held
+  out: those whose paths have the lowest checksums, so the choice needs no list of files.
+- The paths are one bytes array instead of a million Python strings, so forked loader workers share its memory pages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HELD_OUT_SHARE = 0.02
 
 
 class ImageFolder(ImageDataset):
-    """Images under a folder; decoded when asked for."""
+    """Images in a folder, decoded on access."""
 
     horizontal_flip = True
 
@@ -55,7 +55,7 @@ class ImageFolder(ImageDataset):
         self.paths = np.array([os.fsencode(path) for path in paths], dtype=bytes)
         if validation_root is None:
             self._keep(_held_out(self.paths) == (split == "validation"))
-        # Of the list of images: their paths in the folder, not their content. A folder that was moved is the same data.
+        # Depends on the paths in the folder, not on image content: a moved folder is the same data.
         self.fingerprint = f"paths-{hashlib.sha256(self.paths.tobytes()).hexdigest()[:16]}"
 
     def _read_labels(self, paths: list[str]) -> np.ndarray:
@@ -68,7 +68,7 @@ class ImageFolder(ImageDataset):
         return np.array([labels[folder] for folder in folders], dtype=np.int64)
 
     def _refuse_empty_classes(self) -> None:
-        """A class that no image shows would be drawn from noise alone."""
+        """Refuse classes without images: the model could not learn them."""
         assert self.class_labels is not None
         counts = np.bincount(self.class_labels, minlength=len(self.class_names))
         empty = [name for name, count in zip(self.class_names, counts, strict=True) if count == 0]
@@ -99,22 +99,22 @@ def find_validation(root: Path) -> Path | None:
 
 
 def _split_roots(root: Path) -> tuple[Path, Path | None]:
-    """Folders of the training and the validation images; the second is None where there is no split."""
+    """Folders of the training and the validation images; the second is None without a split."""
     validation = find_validation(root)
     folders = set(_class_names(root))
-    # Beside other folders `train` may be a class (of trains), unless there is a validation folder too.
+    # Among other folders `train` may be a class (of trains), unless a validation folder exists too.
     if "train" in folders and (validation or folders <= {"train", "test"}):
         return root / "train", validation
     return root, None
 
 
 def _class_names(root: Path) -> list[str]:
-    """Names of the subfolders, hidden ones left out."""
+    """Names of the subfolders, without hidden ones."""
     return sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _list_images(root: Path) -> list[str]:
-    """Paths of all images under a folder, relative to it, sorted; hidden files and folders are left out."""
+    """Paths of all images in a folder, relative to it, sorted, without hidden files and folders."""
     paths = []
     for folder, subfolders, names in os.walk(root, followlinks=True):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]

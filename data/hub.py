@@ -2,10 +2,9 @@
 """Image datasets of the Hugging Face hub, downloaded first (map style) or streamed.
 
 Notable:
-- Images stay encoded in Arrow and are decoded by data/images.py, like every other image.
-- A token is read as the hub's own tools do: `hf auth login`, or the environment variable HF_TOKEN.
-- A streamed dataset has no positions, so it cannot be shuffled or resumed as the rest is; see
-  `StreamingImages` for what its resume can and cannot do.
+- Images stay encoded in Arrow; data/images.py decodes them like all other images.
+- The token comes from `hf auth login` or the environment variable HF_TOKEN, as in the hub's own tools.
+- A streamed dataset has no positions, so it cannot be shuffled, and its resume has limits. See `StreamingImages`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
 
 @dataclass(kw_only=True, eq=False)
 class HubRows:
-    """Rows of a hub dataset whose images are still encoded, and what a sample of them is."""
+    """Rows of a hub dataset with encoded images, and the shape of a sample."""
 
     name: str
     rows: Any
@@ -42,7 +41,7 @@ class HubRows:
     def to_item(self, row: dict[str, Any], *, where: str, number: int = 0) -> dict[str, Any]:
         image = row[self.image_key]  # {"bytes", "path"}, undecoded
         if image is None or image["bytes"] is None:
-            raise corrupt_image(where, "there is none")
+            raise corrupt_image(where, "no data")
         where = f"{where} ({image['path']})" if image["path"] else where
         sample = load_sample(image["bytes"], sample_shape=self.sample_shape, where=where, crop=self.crop, number=number)
         item: dict[str, Any] = {"sample": torch.from_numpy(sample)}
@@ -58,7 +57,7 @@ class HubImages(HubRows, ImageDataset):
     def __post_init__(self) -> None:
         column = None if self.label_key is None else self.rows.data.column(self.label_key)
         self.class_labels = None if column is None else np.asarray(column.to_numpy())
-        self.fingerprint = self.name  # of the list of images: where it is
+        self.fingerprint = self.name  # identifies the list of images by its place
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -71,12 +70,15 @@ class HubImages(HubRows, ImageDataset):
 class StreamingImages(HubRows, SequentialDataset):
     """A hub dataset read over the network in its stored order, one part per rank.
 
-    Resume: the state is a place in the files (shard and row), restored by skipping to it. With the same
-    number of ranks and of loader workers no row is lost or repeated. It cannot continue on another number
-    of ranks or workers (each holds its own part of the files), the rows keep their stored order (a shuffle
-    buffer would lose its content on resume; store them shuffled), which row stands at which position
-    depends on ranks and workers, so loss curves of different world sizes differ, and `len` is unknown.
-    Download the dataset (`dataset.streaming = false`) where any of this matters.
+    Resume: the state is a place in the files (shard and row), restored by skipping to it. No row is lost or repeated.
+    Limits:
+
+    - resuming needs the same number of ranks and of loader workers, because each reads its own part of the files;
+    - rows keep their stored order, because a shuffle buffer would lose its content on resume; store them shuffled;
+    - the row at a position depends on ranks and workers, so loss curves of different world sizes differ;
+    - `len` is unknown.
+
+    If any of this matters, download the dataset (`dataset.streaming = false`).
     """
 
     corrupt_images: Literal["error", "skip"]
@@ -89,18 +91,18 @@ class StreamingImages(HubRows, SequentialDataset):
         return item
 
     def iterate(self, *, rank: int, world_size: int) -> StreamShard:
-        """This rank's part, endless, for torchdata's StatefulDataLoader."""
+        """This rank's part, without end, for torchdata's StatefulDataLoader."""
         from datasets.distributed import split_dataset_by_node
 
         return StreamShard(self, split_dataset_by_node(self.rows, rank=rank, world_size=world_size))
 
 
 class StreamShard(torch.utils.data.IterableDataset):
-    """Items of one rank, starting over at the end; several loader workers divide its files among them.
+    """Items of one rank, restarting at the end. Several loader workers divide its files.
 
-    An item is `sample`, `class_label` where there are labels, and `skipped`, the number of unreadable
-    images passed over before it. An error that stops the run (an unreadable image, a label out of
-    range) is yielded, not raised: a worker would lengthen its message with a traceback.
+    An item has `sample`, `class_label` if there are labels, and `skipped`, the number of unreadable images skipped
+    before it. Errors that stop the run (an unreadable image, a label out of range) are yielded, not raised, because a
+    worker would add a traceback to the message.
     """
 
     def __init__(self, images: StreamingImages, rows: Any) -> None:
@@ -117,15 +119,15 @@ class StreamShard(torch.utils.data.IterableDataset):
                     item = images.read(row)
                 except ConfigError as error:
                     while images.corrupt_images == "error" or not isinstance(error, CorruptImageError):
-                        yield error  # until the batch is full: an incomplete one is dropped, and the error with it
+                        yield error  # until the batch is full: an incomplete one would be dropped with the error
                     self.skipped += 1
                     continue
                 item["skipped"], self.skipped = self.skipped, 0
                 num_yielded += 1
                 yield item
-            self.rows.load_state_dict({})  # the next pass starts at the first row again
+            self.rows.load_state_dict({})  # the next pass starts at the first row
             if num_yielded == 0:
-                return  # more workers than files: this one has nothing to read
+                return  # more workers than files: this one has no files
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows.state_dict(), "skipped": self.skipped}
@@ -136,7 +138,7 @@ class StreamShard(torch.utils.data.IterableDataset):
 
 
 def require(module: str, *, package: str, extra: str) -> Any:
-    """Import an optional library, or say how to install it."""
+    """Import an optional library, or raise an error with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -154,7 +156,7 @@ def open_hub(
 ) -> HubImages | StreamingImages:
     """Open one split of a hub dataset (or of a local folder in the hub's layout)."""
     if config.streaming and config.crop == "random":
-        right = "is keyed to an image's number, which a streamed dataset does not know; center and adm work"
+        right = "needs an image's number, which a streamed dataset does not have; must be center or adm"
         raise option_error("dataset.crop", config.crop, right)
     rows = _load(hub_name, split=split, streaming=config.streaming)
     if rows.features is None:
@@ -171,7 +173,7 @@ def open_hub(
     stored = rows.features[image_key]
     try:
         rows = rows.cast_column(image_key, datasets.Image(decode=False))
-    except (NotImplementedError, TypeError, ValueError) as error:  # of pyarrow, for what cannot be an image
+    except (NotImplementedError, TypeError, ValueError) as error:  # from pyarrow, for values that are not images
         right = f"holds {getattr(stored, 'dtype', stored)}; must be images"
         raise option_error("dataset.image_key", image_key, right) from error
     rows = rows.select_columns([image_key] if label_key is None else [image_key, label_key])
@@ -208,12 +210,12 @@ def _load(hub_name: str, *, split: Literal["train", "validation"], streaming: bo
             if "gated" in str(error):
                 right = "is gated: accept its terms on its page, then log in with `hf auth login` or set HF_TOKEN"
                 raise option_error("dataset.hub_name", hub_name, right) from error
-            right = "was not found on the Hugging Face hub (a private one needs HF_TOKEN)"
+            right = "was not found on the Hugging Face hub (a private dataset needs HF_TOKEN)"
             raise option_error("dataset.hub_name", hub_name, right) from error
         except (datasets.exceptions.DatasetsError, FileNotFoundError, RuntimeError) as error:
-            # A RuntimeError is the refusal of a dataset that is a script.
+            # A RuntimeError means that the dataset is a script, which is refused.
             raise option_error("dataset.hub_name", hub_name, f"cannot be read: {_first_line(error)}") from error
-        except OSError as error:  # ConnectionError among them
+        except OSError as error:  # including ConnectionError
             right = (
                 f"the Hugging Face hub cannot be reached ({_first_line(error)}); go online, or use local files "
                 "with --dataset.root_dir"
@@ -235,6 +237,6 @@ def _class_names(config: options.Dataset, rows: Any, label_key: str) -> list[str
         right = f"holds {rows.features[label_key].dtype}; must be integers from 0"
         raise option_error("dataset.label_key", label_key, right)
     if config.num_classes is None and config.streaming:
-        raise option_error("dataset.num_classes", None, "must be given: the streamed dataset does not name its classes")
+        raise option_error("dataset.num_classes", None, "must be set: the streamed dataset does not name its classes")
     num_classes = config.num_classes or max(rows[label_key], default=-1) + 1
     return [f"class {label}" for label in range(num_classes)]

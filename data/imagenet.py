@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """ImageNet pixels: a folder tree `train/n01440764/*.JPEG`, `val/n01440764/*.JPEG`, or the Hugging Face hub.
 
-The hub's copy is gated: accept its terms on its page, then log in (`hf auth login`, or HF_TOKEN). The
-classes of the tree are its folder names in sorted order, the order in which everyone numbers ImageNet.
+The hub's copy is gated: accept its terms on its page, then log in (`hf auth login`, or HF_TOKEN). The classes of the
+tree are its sorted folder names, which is the usual numbering of ImageNet.
 """
 
 from __future__ import annotations

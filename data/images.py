@@ -1,14 +1,14 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""From an encoded image to a sample: decode, orient, resize, crop, scale. Pillow and NumPy only.
+"""Encoded image -> sample: decode, orient, resize, crop, scale. Uses only Pillow and NumPy.
 
 Notable:
-- Every kind of file ends as 8-bit RGB or grey: EXIF orientation is applied, palettes and CMYK are
-  converted, 16 bits are scaled to 8, transparency is composited on white.
-- The short side is fitted to the crop and the center is cut out, or with `dataset.crop` "random" a place keyed to
-  the image's number. Large reductions first average whole boxes of pixels, then resample bicubically with
-  antialiasing: fast, and without moire.
-- `dataset.crop` "adm" resamples exactly as ADM prepared ImageNet (Dhariwal and Nichol 2021), and so does most work
-  since: latents and reference statistics of others compare with it. EXIF orientation is applied first, here too.
+- All files become 8-bit RGB or grey: EXIF orientation is applied, palettes and CMYK are converted, 16 bits are scaled
+  to 8, transparency is composited on white.
+- The short side is scaled to the crop, and the center is cut out. With `dataset.crop` "random" the image's number
+  determines the part. Large reductions first average boxes of pixels, then resample bicubically with antialiasing,
+  which is fast and avoids moire.
+- `dataset.crop` "adm" resamples exactly as ADM prepared ImageNet (Dhariwal and Nichol 2021), like most work since then.
+  Use it to compare with the latents and reference statistics of others. EXIF orientation is applied first.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torchditan.randomness import generator
 
 Crop = Literal["center", "adm", "random"]
 IMAGE_SUFFIXES = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"])
-# Pillow goes by content, not by suffix, and would hand an EPS to Ghostscript, which runs it.
+# Pillow detects formats by content, not by suffix, and would pass an EPS to Ghostscript, which runs it.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-# What Pillow raises on damaged files.
+# Errors that Pillow raises for damaged files.
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
 
 
 class Encoded(Protocol):
-    """A picture or a video that is not decoded yet."""
+    """An encoded image or video."""
 
     def open(self) -> BinaryIO: ...
 
@@ -52,30 +52,30 @@ def load_sample(
     Args:
         source: the encoded image.
         sample_shape: (C, H, W).
-        where: names the image in an error.
+        where: name of the image in an error.
         crop: `dataset.crop`.
-        number: the image's number in its dataset, which decides the place of a random crop.
-        can_skip: whether an error says that `dataset.corrupt_images` can pass over it.
+        number: the image's number in its dataset, which determines a random crop.
+        can_skip: whether the error suggests `dataset.corrupt_images skip`.
 
     Raises:
         CorruptImageError: it cannot be decoded.
     """
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as image:
-            if image.format == "JPEG" and crop != "adm":  # decodes at 1/2, 1/4 or 1/8 where that is twice the crop
-                side = 2 * max(sample_shape[1:])  # of either side: EXIF may turn the image
+            if image.format == "JPEG" and crop != "adm":  # decodes at 1/2, 1/4 or 1/8 if that is twice the crop
+                side = 2 * max(sample_shape[1:])  # for both sides: EXIF may rotate the image
                 image.draft(None, (side, side))
             return fit(image, sample_shape=sample_shape, crop=crop, number=number)
     except UnidentifiedImageError as error:
-        raise corrupt_image(where, "of no known format", can_skip=can_skip) from error
+        raise corrupt_image(where, "unknown format", can_skip=can_skip) from error
     except DECODE_ERRORS as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise corrupt_image(where, reason, can_skip=can_skip) from error
 
 
 def corrupt_image(where: str, reason: str, *, can_skip: bool = True) -> CorruptImageError:
-    """The refusal of one image; `where` names it."""
-    skip = ", or skip such with --dataset.corrupt_images skip" if can_skip else ""
+    """The error for one image; `where` names it."""
+    skip = ", or skip unreadable images with --dataset.corrupt_images skip" if can_skip else ""
     return CorruptImageError(f"{where}: not a readable image ({reason}); repair or remove it{skip}")
 
 
@@ -93,9 +93,9 @@ def fit(image: Image.Image, *, sample_shape: tuple[int, ...], crop: Crop, number
 
 
 def convert(image: Image.Image, *, channels: int) -> Image.Image:
-    """Any mode to RGB (3 channels) or grey (1); transparency becomes white."""
+    """Convert any mode to RGB (3 channels) or grey (1). Transparency becomes white."""
     if image.mode.startswith("I;16") or image.mode == "I":
-        # 16-bit greyscale; Pillow alone would clip it to white.
+        # 16-bit greyscale, which Pillow would clip to white.
         image = Image.fromarray((np.asarray(image).astype(np.float64) / 257 + 0.5).clip(0, 255).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -113,7 +113,7 @@ def resize_to_cover(image: Image.Image, *, height: int, width: int) -> Image.Ima
 
 
 def resize_as_adm(image: Image.Image, *, height: int, width: int) -> Image.Image:
-    """Scale until the image just covers (height, width) as ADM does: halved while twice as large, then bicubic."""
+    """Scale until the image just covers (height, width), as in ADM: halve while twice as large, then bicubic."""
     while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = max(width / image.width, height / image.height)

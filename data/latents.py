@@ -1,12 +1,12 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Latents that `scripts/encode_latents.py` wrote, and ImageNet in the latents of the public file.
+"""Latents written by `scripts/encode_latents.py`, and the public file of ImageNet latents.
 
 Notable:
-- `latents` reads a folder with `train/` and `validation/`, or one split alone; or the public file
-  `imagenet_ci8x8.safetensors`, also without `dataset.root_dir` where it is in the working directory;
-- a batch is read at once as it is stored (`read_batch`) and normalised on the device; a single item is normalised here;
-- a mirrored sample is the stored latent of the mirrored image: an encoder does not commute with a mirror;
-- held-out latents are normalised like the training latents, never by their own statistics.
+- `latents` reads a folder with `train/` and `validation/`, or a single split, or the public file
+  `imagenet_ci8x8.safetensors`. Without `dataset.root_dir` it reads the public file in the working directory;
+- `read_batch` reads a batch as stored, which the device normalizes; a single item is normalized here;
+- a mirrored sample is the stored latent of the mirrored image, because an encoder does not commute with a mirror;
+- held-out latents are normalized like the training latents, never by their own statistics.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Split = Literal["train", "validation"]
 
 
 class Latents(ImageDataset):
-    """One split. `index` says what the latents are of, and the shift and scale that normalise them."""
+    """One split. `index` describes the latents, including the shift and scale that normalize them."""
 
     with_logvar = False
-    """Whether `read_batch` gives the log-variance too, to draw from the encoder's posterior."""
+    """Whether `read_batch` also returns the log-variance, to draw from the encoder's posterior."""
 
     def __init__(self, shards: LatentShards, *, name: str, shift: tuple[float, ...], scale: tuple[float, ...]) -> None:
         self.shards = shards
@@ -56,7 +56,7 @@ class Latents(ImageDataset):
         return item
 
     def read_batch(self, indices: np.ndarray, flips: np.ndarray) -> Batch:
-        """What `to_sample` makes samples of: see `LatentShards.read`; beside it `class_label` (B,) int64."""
+        """The input of `to_sample` (see `LatentShards.read`) and `class_label` (B,) int64."""
         batch = self.shards.read(indices, flips, with_logvar=self.with_logvar)
         if self.class_labels is not None:
             batch["class_label"] = torch.from_numpy(self.class_labels[indices].astype(np.int64))
@@ -69,7 +69,7 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
     root = _find(config)
     train = _find_split(root, "train")
     if train is None:
-        train = root  # a folder without train/ is one split itself
+        train = root  # a folder without train/ is a single split
     shards = train_shards = LatentShards.open(train)
     if split == "validation":
         held_out = _find_split(root, "validation")
@@ -79,7 +79,7 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
         shards = LatentShards.open(held_out)
         _check_same_space(shards, train_shards)
     if config.horizontal_flip and not shards.index.flipped and split == "train":
-        right = "these latents hold no mirrored images; encode them without --no_flip, or leave it out"
+        right = "these latents contain no mirrored images; encode them without --no_flip, or leave it out"
         raise option_error("dataset.horizontal_flip", True, right)
     index = train_shards.index
     dataset = Latents(shards, name=config.dataset_name, shift=index.shift, scale=index.scale)
@@ -89,7 +89,7 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
 
 
 def _find(config: options.Dataset) -> Path:
-    """`dataset.root_dir`, or the public file in the folder it names or in the working directory."""
+    """`dataset.root_dir`, or the public file in that folder or in the working directory."""
     root = Path(config.root_dir or PUBLIC_FILE).expanduser()
     if (root / PUBLIC_FILE).is_file():
         return root / PUBLIC_FILE
@@ -104,7 +104,7 @@ def _find(config: options.Dataset) -> Path:
 
 
 def _find_split(root: Path, split: Split) -> Path | None:
-    """Folder or file of one split; beside the public file the one that ends on `_val`."""
+    """Folder or file of one split. Of the public files, `_val` marks the validation split."""
     if root.is_file():
         path = root if split == "train" else root.with_name(f"{root.stem}_val{root.suffix}")
         return path if path.is_file() else None
@@ -113,10 +113,10 @@ def _find_split(root: Path, split: Split) -> Path | None:
 
 
 def _check_same_space(held_out: LatentShards, train: LatentShards) -> None:
-    """Held-out latents of another autoencoder, say, would give a loss that means nothing."""
+    """Refuse held-out latents of another autoencoder or other settings: their loss would be meaningless."""
     for field in ("autoencoder_name", "fingerprint", "latent_shape", "class_names"):
         here, there = getattr(held_out.index, field), getattr(train.index, field)
-        is_named = field != "class_names" or train.path.is_dir()  # the public files name no classes
+        is_named = field != "class_names" or train.path.is_dir()  # the public files do not name classes
         if is_named and here != there:
-            right = f"its {field} is not that of the training latents; encode both splits with the same settings"
+            right = f"its {field} differs from that of the training latents; encode both splits with the same settings"
             raise option_error("dataset.root_dir", str(held_out.path), right)

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Frames of a video file, through PyAV, an optional package. Nothing is written to disk."""
+"""Frames of a video file, through the optional package PyAV. Nothing is written to disk."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ VIDEO_SUFFIXES = frozenset([".gif", ".mov", ".mp4", ".webm"])
 
 
 def corrupt_video(where: str, reason: str) -> CorruptImageError:
-    """The refusal of one video; `where` names it."""
+    """The error for one video; `where` names it."""
     return CorruptImageError(f"{where}: not a usable video ({reason}); repair or remove it")
 
 
 def open_video(content: Encoded, *, where: str) -> Iterator[Image.Image]:
-    """Frames at the video's own rate, in the order they are shown, upright.
+    """Frames at the video's own rate, in display order, upright.
 
     Args:
-        content: the file; closed when the iterator is.
-        where: names the video in an error.
+        content: the file, which is closed together with the iterator.
+        where: name of the video in an error.
 
     Raises:
-        CorruptImageError: it cannot be decoded as far as the frame that was asked for.
+        CorruptImageError: the video cannot be decoded up to the requested frame.
     """
     av = require("av", package="av", extra="finetune")
     try:
         with content.open() as file, av.open(file) as container:
             if not container.streams.video:
-                raise corrupt_video(where, "it has no pictures")
+                raise corrupt_video(where, "it has no video stream")
             for frame in container.decode(container.streams.video[0]):
-                pixels = frame.to_ndarray(format="rgb24")  # (H, W, 3), as the camera held it
+                pixels = frame.to_ndarray(format="rgb24")  # (H, W, 3), without rotation
                 yield Image.fromarray(np.rot90(pixels, round(frame.rotation / 90)))
     except (av.FFmpegError, OSError) as error:
         raise corrupt_video(where, str(error).splitlines()[0]) from error

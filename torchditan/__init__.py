@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """TorchDiTan: pretraining diffusion transformers, from a laptop CPU to a node of GPUs.
 
-Notable: importing this package imports nothing else; each room is imported where it is used.
+Importing this package imports no other module; import the folders you need.
 """
 
 from __future__ import annotations

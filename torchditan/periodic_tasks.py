@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What happens between steps: collect garbage, validate, sample, log, save. All ranks do it together.
+"""Tasks between steps: collect garbage, validate, sample, log, save. All ranks run them together.
 
-The time of validating, sampling and saving does not count in the throughput (`timer.excluded`).
+The throughput excludes the time of validating, sampling and saving (`timer.excluded`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step found; the tensors are on the device."""
+    """Results of one optimizer step; the tensors are on the device."""
 
     loss: torch.Tensor
     """() mean over this rank's share of the global batch."""
@@ -74,14 +74,14 @@ class PeriodicTasks:
         self.progress = supervision.progress
         self.grids = Grids(job.config, job.dataset, job.validation_dataset, space=job.space)
         self.extra_metrics: dict[str, float] = {}
-        """For the next log record."""
+        """Written with the next log record."""
         self.num_skipped = 0
         """Images of this rank that could not be read."""
         self.peak_memory_gib = 0.0
         self.last_grid: Path | None = None
 
     def run_periodic_tasks(self, result: StepResult, *, is_first: bool) -> None:
-        """All that is due after the step that was just done; the first one is always logged."""
+        """Run all tasks that are due after this step. The first step is always logged."""
         config, step = self.config, self.progress.step
         if step % config.training.gc_freq == 0:
             gc.collect(1)
@@ -95,7 +95,7 @@ class PeriodicTasks:
             self.checkpoints.save()
 
     def is_due(self, freq: int) -> bool:
-        """Every freq steps and at the last one; a frequency of 0 is the last step alone."""
+        """Every `freq` steps and at the last step; with a frequency of 0 only at the last step."""
         step = self.progress.step
         return step == self.config.training.steps or (freq > 0 and step % freq == 0)
 
@@ -126,7 +126,7 @@ class PeriodicTasks:
         self.extra_metrics.clear()
 
     def memory(self) -> dict[str, Any]:
-        """This rank's own peak in GiB, what the device has, and how often its allocator had to start over."""
+        """This rank's peak memory in GiB, the memory of the device, and the number of allocator retries."""
         device = self.job.device
         if device.type != "cuda":
             return {"peak_memory_gib": self.peak_memory_gib}
@@ -157,11 +157,11 @@ class PeriodicTasks:
         self.guard.wait()
         averaged = self.ema.swapped_in() if self.ema is not None and config.sampling.use_ema else nullcontext()
         timeout_seconds, group = self.supervision.timeout_seconds, self.checkpoints.manager.group
-        # Rank 0 decodes while all wait.
+        # Rank 0 decodes while the others wait.
         self.supervision.set_timeout(max(timeout_seconds, config.comm.init_timeout_seconds), but=group)
         with self.logger.timer.excluded("sampling"), averaged, self.job.spec.sampling(self.model):
             start = time.perf_counter()
-            generated = self.draw()  # on the CPU: what was queued is done
+            generated = self.draw()  # on the CPU: all queued work is done
             seconds = time.perf_counter() - start
             if self.rank.rank == 0:
                 with self.supervision.reporting("decoding samples"):
@@ -172,7 +172,7 @@ class PeriodicTasks:
             self.extra_metrics["seconds_per_image"] = seconds / (generated.shape[0] * generated.shape[1])
 
     def draw(self) -> torch.Tensor:
-        """Samples of the model for the rows of the grid."""
+        """Samples for the rows of the grid, drawn with the model."""
         job, config = self.job, self.config
         return generate(
             self.model,
@@ -192,7 +192,7 @@ class PeriodicTasks:
         path = self.job.run_directory.sample_path(self.progress.step)
         try:
             likeness = self.grids.write(path, self.job.space.to_pixels(generated), step=self.progress.step)
-        except OSError as error:  # a full disk, which costs a picture
+        except OSError as error:  # a full disk must not end the run
             self.supervision.warn(f"warning: no grid of step {self.progress.step}: {error.strerror}. The run goes on")
             return
         if self.progress.step:

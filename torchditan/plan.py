@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""`python -m torchditan.plan`, the name of `python -m torchditan.planner` in older commands."""
+"""`python -m torchditan.plan`: an older name of `python -m torchditan.planner`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Randomness as a pure function of (seed, purpose, index): never of rank, world size or history.
+"""Randomness as a pure function of (seed, purpose, index), independent of rank, world size and history.
 
 Notable:
-- counter-based Philox4x64 (Salmon et al. 2011): the purpose picks the key, the index the counter, so any
-  sample's stream starts anywhere without drawing the ones before it; a single uniform number is a hash of the two;
-- the noise, timestep and label dropout of a training sample are drawn on the CPU beside its decoding, in
-  the loader's workers, so a batch is the same tensors however it was split over ranks.
+- counter-based Philox4x64 (Salmon et al. 2011): the purpose selects the key and the index the counter. The stream of
+  any sample can start without drawing those before it. A single uniform number is a hash of key and index;
+- the loader's workers draw the noise, timestep and label dropout of a training sample on the CPU while they decode it.
+  A batch therefore contains the same tensors for any split over ranks.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch
 
 
 class Randomness(NamedTuple):
-    """What an objective may draw for a batch, one row per sample."""
+    """The random numbers of a batch for its objective, one row per sample."""
 
     noise: torch.Tensor
     """(B, *sample_shape) float32, standard normal."""
     timestep: torch.Tensor
-    """(B,) float32, uniform in [0, 1); the objective turns it into its own distribution."""
+    """(B,) float32, uniform in [0, 1). The objective transforms it to its own distribution."""
     label_dropout: torch.Tensor
-    """(B,) float32, uniform in [0, 1); the label is dropped where it is below the dropout rate."""
+    """(B,) float32, uniform in [0, 1). The label is dropped if it is below the dropout rate."""
     posterior: torch.Tensor | None = None
-    """(B, *sample_shape) float32, standard normal, where latents are drawn from their posterior."""
+    """(B, *sample_shape) float32, standard normal, if latents are drawn from their posterior."""
 
     def to(self, device: torch.device) -> Randomness:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -50,11 +50,11 @@ def _key(seed: int, purpose: str) -> tuple[int, int]:
 
 
 def generator(seed: int, purpose: str, index: int) -> np.random.Generator:
-    """Generator of one sample's draws for one purpose.
+    """Generator of one sample's random numbers for one purpose.
 
     Args:
         seed: the run's seed.
-        purpose: what the numbers are for, "noise" say; each purpose has a stream of its own.
+        purpose: use of the numbers, for example "noise"; each purpose has a separate stream.
         index: position of the sample in the training stream, or any other 64-bit number.
     """
     key = np.array(_key(seed, purpose), dtype=np.uint64)
@@ -63,9 +63,9 @@ def generator(seed: int, purpose: str, index: int) -> np.random.Generator:
 
 
 class IndexedGenerator:
-    """`generator` for many indices of one purpose: one object that is aimed at each of them, seven times as fast.
+    """`generator` for many indices of one purpose. It reuses one object, which is seven times as fast.
 
-    What `at` returns draws for that index until `at` is called again.
+    The generator that `at` returns is valid until the next call of `at`.
     """
 
     def __init__(self, seed: int, purpose: str) -> None:
@@ -80,14 +80,14 @@ class IndexedGenerator:
 
 
 class Permutation:
-    """A shuffle of range(length) in constant memory: where a position goes is computed, not looked up.
+    """A shuffle of range(length) in constant memory, which computes positions instead of storing them.
 
-    A Feistel network (Luby and Rackoff 1988) on pairs (left, right) of about sqrt(length) each, added to modulo their
-    own ranges; a value outside walks on until it is inside (both after Black and Rogaway 2002), which few do.
+    A Feistel network (Luby and Rackoff 1988) on pairs (left, right) of about sqrt(length) each, added modulo their own
+    ranges. The network is applied again to the few values outside the range (both after Black and Rogaway 2002).
 
     Args:
-        seed, purpose, index: as in `generator`; each index another shuffle.
-        length: numbers to permute, at least 1.
+        seed, purpose, index: as in `generator`; each index gives another shuffle.
+        length: size of the range, at least 1.
     """
 
     _NUM_ROUNDS = 10
@@ -101,7 +101,7 @@ class Permutation:
         self._keys = draws.integers(0, 2**64, size=self._NUM_ROUNDS, dtype=np.uint64)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """(n,) positions in [0, length) -> (n,) int64, each of [0, length) once over all positions."""
+        """(n,) positions in [0, length) -> (n,) int64. Distinct positions give distinct numbers in [0, length)."""
         values = self._network(positions.astype(np.uint64))
         while True:
             outside = values >= self.length
@@ -122,14 +122,14 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 (Steele et al. 2014): every bit depends on every bit; uint64 wraps around."""
+    """The finalizer of splitmix64 (Steele et al. 2014): every bit depends on every bit. uint64 wraps around."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def name_to_index(name: str) -> int:
-    """64-bit index of a name, to draw for something that has no number (a parameter)."""
+    """64-bit index of a name, for random numbers that belong to a name (a parameter)."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
@@ -145,7 +145,7 @@ def normal(seed: int, purpose: str, index: Sequence[int], shape: Sequence[int]) 
 def uniform(seed: int, purpose: str, index: Sequence[int] | np.ndarray) -> torch.Tensor:
     """Uniform numbers in [0, 1), (len(index),) float32: multiples of 2^-24.
 
-    One number of each index needs no stream of its own: it is a hash of key and index, splitmix64 with a second round.
+    A single number per index needs no stream: it is a hash of key and index, splitmix64 with a second round.
     """
     key = np.array(_key(seed, purpose), dtype=np.uint64)
     counter = np.asarray(index, dtype=np.uint64) * _GOLDEN + key[0]  # (n,)
@@ -160,7 +160,7 @@ def draw(seed: int, index: Sequence[int], shape: Sequence[int], *, posterior: bo
         seed: the run's seed.
         index: B global positions.
         shape: shape of one sample as the model sees it, (C, H, W).
-        posterior: draw for the autoencoder's posterior too.
+        posterior: also draw noise for the autoencoder's posterior.
     """
     return Randomness(
         noise=normal(seed, "noise", index, shape),

@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What the value of an option stands for. One line here adds an objective, a block, a metric ... (docs/extending.md).
+"""The implementations behind option values. One line adds an objective, a block, a metric ... (docs/extending.md).
 
-A line says `"value": "module:name"`. The module is imported when a job asks for that value, so this file imports no
-torch, and config/options.py takes the choices of its options from it.
+A line has the form `"value": "module:name"`. The module is imported only for a job with that value, so this file does
+not import torch. config/options.py takes the choices of its options from it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPTIMIZERS = {
 ARCHITECTURES = {
     "dit": "torchditan.models:build_dit_spec",
 }
-"""`model.name`: functions from the `[model]` options to the `ModelSpec` of an architecture of ours."""
+"""`model.name`: functions from the `[model]` options to the `ModelSpec` of an architecture in models/."""
 
 FAMILIES = {
     "flux": "torchditan.finetune.published.flux:Flux",
@@ -46,7 +46,7 @@ FAMILIES = {
 """`model.name`: families of published models, subclasses of `PublishedModel` (docs/adding_a_model.md)."""
 
 MODELS = ChainMap(FAMILIES, ARCHITECTURES)
-"""All values of `model.name`, ours first."""
+"""All values of `model.name`, those of models/ first."""
 
 METRICS = {
     "classifier": "torchditan.evaluation.classifier:ClassifierAccuracy",
@@ -61,10 +61,10 @@ AUTOENCODERS = {
 }
 """`autoencoder.name`: functions from the `[autoencoder]` options to an `Autoencoder` (autoencoders/autoencoder.py).
 
-Published ones of these kinds have names of their own in autoencoders/catalogue.py."""
+Published autoencoders of these kinds have their names in autoencoders/catalogue.py."""
 
 
 def registered(registry: Mapping[str, str], name: str) -> Any:
-    """The class or function that a registry has under this name."""
+    """Import the class or function that a registry has under this name."""
     module, _, attribute = registry[name].partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -2,9 +2,9 @@
 """The trainer: construction in readable order, a loop of about 40 lines, and a step that reads like the paper.
 
 Notable:
-- one step is the same code on a laptop and on a node: every mode goes through one `parallelize`;
-- inside a step the host waits only for the previous step's verdict (divergence.py); it reads numbers at log steps;
-- supervision/, periodic_tasks.py and checkpoint/run_checkpoints.py hold what is not the step; the loop calls them.
+- a step is the same code on a laptop and on a node: every mode uses one `parallelize`;
+- inside a step the host waits only for the verdict of the previous one (divergence.py); it reads numbers at log steps;
+- supervision/, periodic_tasks.py and checkpoint/run_checkpoints.py contain everything outside the step.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from torchditan.supervision.supervision import Supervision
 
 
 def run(job: Job) -> None:
-    """Take the run directory, build, train; status.json says how it ended, whatever happens."""
+    """Lock the run directory, build the trainer and train. status.json always records how the run ended."""
     job.run_directory.open(
         to_dict(job.config),
         trajectory=trajectory(job.config),
         device=str(job.device),
         world_size=job.rank.world_size,
     )
-    # To the very end: the SIGTERM by which torchrun ends the others of a rank that failed is not to cut them short
-    # while they write down why.
+    # Until the very end: if a rank fails, torchrun sends SIGTERM to the others, which must not interrupt them while
+    # they write down the reason.
     with StopRequest() as stop_request:
         supervision = Supervision(job.rank, job.run_directory)
         trainer: Trainer | None = None
@@ -81,17 +81,17 @@ def run(job: Job) -> None:
 
 
 class Trainer:
-    """Trains one model on one dataset, from the newest checkpoint of its run directory.
+    """Trains one model on one dataset, from the newest checkpoint in its run directory.
 
-    The constructor opens the process group and builds the model, optimizer, data and metrics; every rank calls it.
+    The constructor opens the process group and builds the model, optimizer, data and metrics. Every rank calls it.
 
     Args:
         job: settings, data and plan.
-        supervision: of this rank; it records how building and training end.
-        stop_request: what signals ask of this process.
+        supervision: supervision of this rank, which records how building and training end.
+        stop_request: the signals that this process received.
 
     Raises:
-        ConfigError: weights or checkpoints that cannot be read, or are those of another model.
+        ConfigError: weights or checkpoints cannot be read, or belong to another model.
     """
 
     def __init__(self, job: Job, supervision: Supervision, stop_request: StopRequest) -> None:
@@ -163,7 +163,7 @@ class Trainer:
             self.logger.message(message)
 
     def run_state(self) -> RunState:
-        """Everything that a checkpoint holds, registered here once."""
+        """The parts of a checkpoint, each registered here once."""
         return RunState(
             self.progress,
             tensors={
@@ -176,10 +176,10 @@ class Trainer:
         )
 
     def train(self) -> None:
-        """The loop: from the step that was reached to the last one.
+        """Train from the current step to the last one.
 
         Raises:
-            Interrupted: all ranks agreed to stop; what was learned is saved.
+            Interrupted: all ranks agreed to stop, and the state is saved.
         """
         config, tasks = self.config, self.tasks
         first_step = self.progress.step + 1
@@ -190,7 +190,7 @@ class Trainer:
         self.stop_point.begin()
         self.stop_point.stop_if_asked()
         if config.training.on_nonfinite == "rollback" and self.checkpoints.saved_step < 0:
-            self.checkpoints.save()  # to return to
+            self.checkpoints.save()  # a rollback needs it
         if config.metrics.enable_sampling and config.sampling.at_start and self.progress.step == 0:
             tasks.sample()
         if config.training.compile and self.progress.step < config.training.steps:
@@ -218,7 +218,7 @@ class Trainer:
                 except DivergenceError as divergence:
                     batches = self.roll_back(divergence, profiler)
         self.guard.wait()
-        # Rank 0 may take its time with what is left, uploading say.
+        # Rank 0 may need longer for its last tasks, such as uploads.
         self.set_timeout(config.comm.init_timeout_seconds)
         self.checkpoints.wait_for_last()
         self._announce_end()
@@ -232,7 +232,7 @@ class Trainer:
             batch, randomness = self.next_batch(batches, step)
             self.model.set_requires_gradient_sync(micro_batch == self.plan.num_micro_batches - 1)
             losses = self.loss(self.model, batch, randomness)  # (B,)
-            # FSDP averages gradients over ranks, so each rank contributes the mean of its own share.
+            # FSDP averages gradients over ranks, so each rank computes the mean of its share.
             share = losses.sum() / (self.plan.global_batch_size // self.rank.world_size)
             (share if self.scaler is None else share * self.scaler.scale).backward()
             loss += share.detach()
@@ -243,7 +243,7 @@ class Trainer:
         grad_norm = clip_grad_norm(self.parameters, max_norm=self.config.training.max_norm)
         is_spike = None if self.spikes is None else self.spikes.judge(mean_over_ranks(loss, self.rank.world_size))
         is_overflow = None if self.scaler is None else self.scaler.judge(grad_norm)
-        self.guard.step(step, grad_norm, is_spike, is_overflow)  # the optimizer's update, unless it diverged
+        self.guard.step(step, grad_norm, is_spike, is_overflow)  # updates the weights, unless the step diverged
         self.optimizer.zero_grad()
         if self.ema is not None:
             self.ema.update(step)
@@ -251,7 +251,7 @@ class Trainer:
         return StepResult(loss, grad_norm, lr)
 
     def next_batch(self, batches: Iterator[tuple[Batch, Randomness]], step: int) -> tuple[Batch, Randomness]:
-        """The next micro-batch of this rank on the device, as the model sees it, and its noise and timesteps."""
+        """This rank's next micro-batch on the device, as model inputs, with its noise and timesteps."""
         self.supervision.note(step, "data loading")
         with self.logger.timer.data_loading():
             batch, randomness = next(batches)
@@ -279,8 +279,8 @@ class Trainer:
     def open_stream(self) -> Iterator[tuple[Batch, Randomness]]:
         """Batches from the position of the run.
 
-        A mistake in the data mostly shows in the first batch of some rank: then all ranks stop before any step, and
-        leave nothing behind.
+        Errors in the data usually appear in the first batch of a rank. All ranks then stop before the first step and
+        leave no files behind.
         """
         batches = self.stream.batches(self.progress.position)
         first: list[tuple[Batch, Randomness]] = []
@@ -293,10 +293,10 @@ class Trainer:
         return itertools.chain(first, batches)
 
     def roll_back(self, divergence: DivergenceError, profiler: Profiler) -> Iterator[tuple[Batch, Randomness]]:
-        """Return to the last checkpoint; the batches behind those of the step that diverged.
+        """Return to the last checkpoint; the batches continue after those of the step that diverged.
 
         Raises:
-            DivergenceError: the run is to stop at the first one, or came back to the same checkpoint too often.
+            DivergenceError: the run does not roll back, or returned to the same checkpoint too often.
         """
         warning = self.rollback.to_last_checkpoint(divergence)
         self.logger.roll_back(self.progress.step, self.progress.images_seen)
@@ -307,20 +307,20 @@ class Trainer:
 
     @contextmanager
     def profiling_excluded(self) -> Iterator[None]:
-        """Time of the body, on the slowest rank, is not training's."""
+        """Exclude the time of the body, on the slowest rank, from the training time."""
         self.supervision.note(self.progress.step, "profiling")
         with self.logger.timer.excluded("profiling"):
             yield
             dist.barrier()
 
     def set_timeout(self, seconds: int) -> None:
-        """How long ranks wait for each other from now on, but for those that save."""
+        """Set the timeout between ranks, except for the group that saves."""
         self.supervision.set_timeout(seconds, but=self.checkpoints.manager.group)
 
     def end(self, status: str, reason: str | None = None, *, exit_code: int = 0) -> None:
-        """Write the verdict that all ranks share, and close what the run had open."""
+        """Write the status that all ranks share, and close all open resources."""
         self.supervision.record_end(status, reason, exit_code=exit_code, **self.tasks.memory())
-        # A job that is asked to stop has little time left.
+        # A job that must stop has little time left.
         self.checkpoints.manager.close(patience_s=None if status == "completed" else 5)
 
     def _announce_end(self) -> None:

@@ -75,7 +75,7 @@ def test_toml_of_the_course_project_loads_with_one_warning_line(
     config = load_config(["--job.config_file", write_toml(tmp_path, COURSE_TOML), *ABLATION_FLAGS])
     warning = capsys.readouterr().err
     assert warning.splitlines()[0] == (
-        "warning: ignored, without meaning here: job.use_for_integration_test, dataset.batch_size, "
+        "warning: ignored, no effect here: job.use_for_integration_test, dataset.batch_size, "
         "model.tokenizer_path, training.seq_len, training.tensor_parallel_degree, training.dataset, "
         "experimental.context_parallel_degree, experimental.pipeline_parallel_degree, "
         "experimental.enable_async_tensor_parallel, checkpoint.interval_type, "
@@ -97,7 +97,7 @@ def test_keys_of_the_course_project_work_as_flags(capsys: pytest.CaptureFixture[
     flags = ["--training.warmup_steps=7", "--training.tensor_parallel_degree", "1", "--model.tokenizer_path=a b"]
     config = load_config([*flags, "--job.use_for_integration_test"])
     assert config.lr_scheduler.warmup_steps == 7
-    assert capsys.readouterr().err.startswith("warning: ignored, without meaning here: ")
+    assert capsys.readouterr().err.startswith("warning: ignored, no effect here: ")
 
 
 def test_batch_size_left_to_the_command_line_is_taken_from_it(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_held_out_latents_of_another_autoencoder_or_other_classes_are_refused(
 ) -> None:
     write_split(tmp_path / "train", "train", flipped=True)
     write_split(tmp_path / "validation", "validation", flipped=False, **changes)
-    refuse(f"its {next(iter(changes))} is not that of the training latents", tmp_path, "validation")
+    refuse(f"its {next(iter(changes))} differs from that of the training latents", tmp_path, "validation")
 
 
 def test_an_unfinished_or_empty_folder_is_refused(root: Path) -> None:
@@ -245,7 +245,7 @@ def test_labels_beyond_the_classes_are_refused(root: Path) -> None:
     values = json.loads(path.read_bytes())
     values["class_names"] = ["cat", "dog"]
     path.write_text(json.dumps(values))
-    refuse("labels .*latents run .*0 to 2; .*0 to 1, .*2 classes", root)
+    refuse("labels .*latents range .*0 to 2; .*0 to 1, .*2 classes", root)
 
 
 def write_public(path: Path, labels: list[int]) -> torch.Tensor:

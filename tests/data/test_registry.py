@@ -167,9 +167,9 @@ def test_one_line_adds_a_dataset_and_it_is_checked_like_ours(monkeypatch: pytest
     register(Mine(num=0, class_names=[]))
     refuse('"mine": .*train images', dataset_name="mine")
     register(Mine(num=2, class_names=["a", "b"], labels=[0, 2]))
-    refuse("labels .*mine run .*0 to 2; .*0 to 1, .*2 classes", dataset_name="mine")
+    refuse("labels .*mine range .*0 to 2; .*0 to 1, .*2 classes", dataset_name="mine")
     register(Mine(num=2, class_names=["a", "b"], labels=[-1, 1]))
-    refuse("labels .*mine run .*-1", dataset_name="mine")
+    refuse("labels .*mine range .*-1", dataset_name="mine")
 
 
 def test_a_dataset_that_inherits_from_nothing_gets_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

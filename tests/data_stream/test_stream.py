@@ -466,9 +466,9 @@ def test_a_streamed_source_refuses_another_number_of_ranks() -> None:
     pytest.importorskip("torchdata")
     stream = streamed()
     next(stream.batches(0))
-    with pytest.raises(ConfigError, match="streamed source resumes with the same numbers only"):
+    with pytest.raises(ConfigError, match="streamed source only resumes with the same numbers"):
         streamed(world_size=2).load_state_dict(stream.state_dict())
-    with pytest.raises(ConfigError, match="the checkpoint is of None ranks and workers"):
+    with pytest.raises(ConfigError, match="the checkpoint is from None ranks and workers"):
         streamed().load_state_dict({})  # of a rank for which the checkpoint has no file
 
 

@@ -109,7 +109,7 @@ def test_the_pickles_of_cifar10_are_refused() -> None:
     write("cifar/data_batch_1", PICKLE)
     refuse(
         lambda: open_dataset("cifar10", root_dir="cifar"),
-        'dataset.root_dir = "cifar": is the python version, whose pickles can run code; download '
+        'dataset.root_dir = "cifar": is the Python version, whose pickles can run code; download '
         "cifar-10-binary.tar.gz instead",
     )
 
@@ -155,7 +155,7 @@ def test_images_of_a_hub_dataset_are_never_read_from_a_path(here: Path, monkeypa
     dataset = open_dataset("imagenet_hub", hub_name="hub", image_size=[8, 8])
     refuse(
         lambda: dataset[0],
-        "hub, row 0: not a readable image (there is none); repair or remove it, or skip such with "
+        "hub, row 0: not a readable image (no data); repair or remove it, or skip unreadable images with "
         "--dataset.corrupt_images skip",
     )
 
@@ -178,7 +178,7 @@ def test_postscript_that_calls_itself_a_png_is_not_given_to_ghostscript(
     dataset = open_dataset("folder", root_dir="images", image_size=[8, 8])
     refuse(
         lambda: dataset[0],
-        "images/1.png: not a readable image (of no known format); repair or remove it, or skip such with "
+        "images/1.png: not a readable image (unknown format); repair or remove it, or skip unreadable images with "
         "--dataset.corrupt_images skip",
     )
 

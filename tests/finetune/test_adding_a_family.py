@@ -68,11 +68,11 @@ def my_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         ),
         (
             "--model.name=my_family --model.flavor=Mine --sampling.embedded_guidance=2",
-            "sampling.embedded_guidance = 2.0: my_family embeds no guidance scale; leave it out",
+            "sampling.embedded_guidance = 2.0: my_family does not embed a guidance scale; leave it out",
         ),
         (
             "--model.name=my_family --model.flavor=Mine --model.qk_norm=false",
-            "model.qk_norm = false: my_family has its own; leave it out",
+            "model.qk_norm = false: my_family defines its own; leave it out",
         ),
     ],
 )

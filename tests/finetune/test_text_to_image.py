@@ -200,7 +200,7 @@ def test_the_dummy_takes_the_place_of_captions_of_any_size(tmp_path: Path, run_s
     assert outcome.code == 0, outcome.err
     outcome = run_script("train.py", *TINY, *flags, "--metrics.experiment_name=open")
     assert outcome.code == 2
-    assert "model.text_tokens = none: must be given where no captions say it, for the dataset dummy" in outcome.err
+    assert "model.text_tokens = none: must be set if the data has no captions, as for the dataset dummy" in outcome.err
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_train_save_resume_generate_export_import_continue(
     for source in ("run", "file.safetensors"):
         name = f"from_{source}"
         line = train(name, "--training.steps=1", "--optimizer.lr=0", f"--checkpoint.initial_load_path={source}")
-        assert "begun with the weights of " in line
+        assert "started from the weights of " in line
         assert_same(opened(tmp_path / name).model.state_dict(), weights)
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "completed"
 

@@ -334,7 +334,7 @@ def test_embeddings_of_another_size_are_refused_in_one_line(options, pooled, mes
         (["--model.text=cross"], 'model.text = "cross": must be one of in_context, cross_attention'),
         (
             ["--model.name=flux", "--model.flavor=debugmodel", "--model.text=in_context"],
-            'model.text = "in_context": flux has its own; leave it out',
+            'model.text = "in_context": flux defines its own; leave it out',
         ),
     ],
 )
@@ -348,11 +348,11 @@ def test_options_that_cannot_be_are_refused_in_one_line(flags, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"text": "in_context"}, "model.text_tokens = none: must be given where no captions say it"),
-        ({"text": "in_context", "text_tokens": 4}, "model.text_width = none: must be given where no captions say it"),
+        ({"text": "in_context"}, "model.text_tokens = none: must be set if the data has no captions"),
+        ({"text": "in_context", "text_tokens": 4}, "model.text_width = none: must be set if the data has no captions"),
         (
             {"text": "cross_attention", "conditioning": "in_context", "text_tokens": 4, "text_width": 8},
-            'model.text = "cross_attention": leaves the timestep to adaLN; must be in_context with',
+            'model.text = "cross_attention": needs adaLN for the timestep; must be in_context with',
         ),
     ],
 )

@@ -685,7 +685,7 @@ def test_the_tool_recommends_and_draws_the_cost_of_scale(
     ("arguments", "line"),
     [
         (["quickstart", "--device", "h101"], 'error: --device = "h101": the planner knows'),
-        (["quickstart", "--device", "h100", "--optimizer.lr", "1"], "error: --optimizer.lr is no option of this"),
+        (["quickstart", "--device", "h100", "--optimizer.lr", "1"], "error: --optimizer.lr is not an option of this"),
         (["quickstart"], "error: the following arguments are required: --device"),
         (
             ["quickstart", "--device", "h100", "--training.enable_cpu_offload", "--sweep"],

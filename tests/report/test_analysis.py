@@ -672,7 +672,7 @@ def test_a_broken_parquet_ledger_is_one_line(tmp_path: Path, run_script: RunScri
     ("arguments", "line"),
     [
         ([], "the following arguments are required: grid"),
-        (["{grid}", "--outt=x"], "--outt is no option of this script; did you mean --out?"),
+        (["{grid}", "--outt=x"], "--outt is not an option of this script; did you mean --out?"),
         (["{grid}", "--out={grid}/grid.json"], '--out = "{grid}/grid.json": is no folder that can be written '),
     ],
 )

@@ -354,7 +354,7 @@ def test_a_block_refuses_options_itself_and_published_models_refuse_a_block() ->
     config = load_config(["--model.block=parallel", *text])
     with pytest.raises(ConfigError, match=r'model.text = "cross_attention": the parallel block has no cross-attention'):
         build_model_spec(config.model, sample_shape=(1, 8, 8), num_classes=0)
-    with pytest.raises(ConfigError, match=r'model.block = "parallel": flux has its own; leave it out'):
+    with pytest.raises(ConfigError, match=r'model.block = "parallel": flux defines its own; leave it out'):
         load_config(["--model.name=flux", "--model.flavor=debugmodel", "--model.block=parallel"])
 
 
@@ -379,7 +379,7 @@ def test_the_objective_of_the_page_samples_what_it_was_trained_to_predict() -> N
             "--sampling.sampler=heun",
             'sampling.sampler = "heun": x_prediction divides by 1 - t, and heun ends with t = 1',
         ),
-        ("--model.learn_sigma", "model.learn_sigma = true: flow matching predicts no variance"),
+        ("--model.learn_sigma", "model.learn_sigma = true: flow matching does not predict a variance"),
         ("--model.name=flux --model.flavor=debugmodel", "flux was trained with flow_matching"),
     ],
 )

@@ -32,7 +32,7 @@ def test_the_reference_has_every_option_and_marks_the_trajectory() -> None:
 
 
 def test_a_row_has_type_default_and_help() -> None:
-    assert rows()["training.steps"] == "| `training.steps` | integer | `1000` |  | Optimizer steps to train. |"
+    assert rows()["training.steps"] == "| `training.steps` | integer | `1000` |  | Number of optimizer steps. |"
     assert "`cosine`" in rows()["lr_scheduler.schedule"]
     assert "integer or `auto` | - |" in rows()["training.batch_size"]
 

@@ -283,7 +283,7 @@ def test_without_checkpoints_the_final_weights_are_kept_and_usable(
         begun = train(
             f"from-{weights}".replace("/", "-"), "--training.steps=1", f"--checkpoint.initial_load_path={weights}"
         )
-        assert begun.code == 0 and "begun with" in begun.out
+        assert begun.code == 0 and "started from" in begun.out
 
 
 def test_a_finished_run_never_starts_again_over_its_final_weights(
@@ -294,7 +294,7 @@ def test_a_finished_run_never_starts_again_over_its_final_weights(
     for flags in ([], ["--checkpoint.enable_checkpoint"], ["--checkpoint.save_final=false"]):
         again = train("run", "--training.steps=3", "--training.batch_size=16", *flags)
         assert again.code == 0
-        assert "step 3 was reached before: nothing is left to train" in again.out
+        assert "step 3 is already done: nothing is left to train" in again.out
         assert "--metrics.experiment_name" in again.out
         assert all(path.read_bytes() == content for path, content in before.items())
         assert f"python scripts/generate.py {run}" in again.out.splitlines()[-1]
@@ -321,7 +321,7 @@ def test_the_run_directory_holds_what_it_promises(tmp_path: Path, train: Train) 
     assert result.code == 0, result.err
     run = tmp_path / "run"
     assert sorted(path.name for path in (run / "samples").iterdir()) == ["step_00000002.png", "step_00000003.png"]
-    assert f"generated beside real: {run}/samples/step_00000003.png" in result.out
+    assert f"generated and real: {run}/samples/step_00000003.png" in result.out
     assert list((run / "tensorboard").glob("events.*"))
     records = read_metrics(run)
     assert [record["images_seen"] for record in records] == [16, 32, 48]

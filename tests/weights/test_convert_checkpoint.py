@@ -190,7 +190,7 @@ def test_a_run_begins_with_given_weights(
     assert outcome.code == 0, outcome.err
     stated = read_config(tmp_path / "new")["config"]["checkpoint"]["initial_load_convention"]
     assert stated == ("torchditan" if source == "without metadata" else None)
-    assert f"begun with the {', '.join([f'weights of {path}', *filter(None, [said])])}\n" in outcome.out
+    assert f"started from the {', '.join([f'weights of {path}', *filter(None, [said])])}\n" in outcome.out
     assert_bitwise(weights_in(tmp_path / "new", step=1, key="model"), expected)
     assert_bitwise(weights_in(tmp_path / "new", step=1, key="ema"), expected)
 
@@ -457,7 +457,7 @@ SENSELESS = "has invalid metadata; export it again"
         ),
         (
             lambda m: change(m, model={"flavour": "x"}),
-            f"{UNFIT} model.flavour is no option; did you mean model.flavor?",
+            f"{UNFIT} model.flavour is not an option; did you mean model.flavor?",
         ),
         (lambda m: change(m, model={"patch_size": 0}), f"{UNFIT} model.patch_size = 0: must be at least 1"),
         (

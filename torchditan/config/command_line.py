@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Command lines of the scripts: argparse, with one line for a mistake instead of a usage."""
+"""Command lines of the scripts: argparse, but an error is one line without the usage."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torchditan.config.errors import ConfigError, did_you_mean, option_error
 
 
 class ScriptParser(argparse.ArgumentParser):
-    """Takes a script's own arguments, and leaves flags of the configuration over.
+    """Parses the script's own arguments and returns the configuration flags unparsed.
 
     Args:
-        description: heads `--help`.
-        options: of train.py that work here too: sections ("dataset"), or single ones ("autoencoder.path").
+        description: first text of `--help`.
+        options: options of train.py that the script accepts, as sections ("dataset") or names ("autoencoder.path").
     """
 
     def __init__(self, description: str | None, *, options: tuple[str, ...]) -> None:
@@ -26,23 +26,23 @@ class ScriptParser(argparse.ArgumentParser):
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
-            epilog=f"{', '.join(self._shown)} of train.py work here too.",
+            epilog=f"Options of train.py that work here too: {', '.join(self._shown)}.",
         )
 
     def parse(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-        """(arguments of the script, flags of the configuration); any other flag is a ConfigError."""
+        """Return (arguments of the script, configuration flags). Raises ConfigError for any other flag."""
         arguments, flags = self.parse_known_args(argv)
         own = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
         for flag in flags:
             name = flag.split("=")[0]
             if name.startswith("--") and not name.startswith(self._prefixes):
                 hint = self._configuration_flag(name) or did_you_mean(name, own)
-                hint = hint or f"; there are {', '.join([*own, *self._shown])}"
-                raise ConfigError(f"{name} is no option of this script{hint}")
+                hint = hint or f"; must be one of {', '.join([*own, *self._shown])}"
+                raise ConfigError(f"{name} is not an option of this script{hint}")
         return arguments, flags
 
     def _configuration_flag(self, name: str) -> str:
-        """`; did you mean --sampling.guidance_scale?` of `--guidance_scale`, which lacks its section."""
+        """`; did you mean --sampling.guidance_scale?` for `--guidance_scale`, which lacks its section."""
         from torchditan.config.loader import options
 
         key = name.removeprefix("--").replace("-", "_")
@@ -55,27 +55,27 @@ class ScriptParser(argparse.ArgumentParser):
 
 
 class RunParser(ScriptParser):
-    """Takes a run directory and the step of a checkpoint; the flags left over go over the run's own settings."""
+    """Parses a run directory and the step of a checkpoint. The remaining flags replace the run's own settings."""
 
     def __init__(self, description: str | None) -> None:
         super().__init__(description, options=("sampling", "autoencoder.path", "text_encoder.path"))
-        self.add_argument("run", type=Path, help="run directory, outputs/quickstart say")
+        self.add_argument("run", type=Path, help="run directory, for example outputs/quickstart")
         self.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
 
 
 def check_output(option: str, path: Path) -> None:
-    """Refuse, before any work, a file that could not be written.
+    """Check, before any work, that a file can be written.
 
     Raises:
-        ConfigError: it is a folder, or in one that cannot be written to.
+        ConfigError: the path is a folder, or its folder is not writable.
     """
     existing = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise option_error(option, str(path), "must be a file in a folder that can be written to")
+        raise option_error(option, str(path), "must be a file in a writable folder")
 
 
 def count(text: str) -> int:
-    """An argument that counts something."""
+    """Type of an argument that is a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
     return int(text)

@@ -2,9 +2,9 @@
 """From a TOML file and command-line flags to a validated `Config`, and back to plain values.
 
 Notable:
-- options, their help and their defaults are read off the dataclasses of options.py; nothing is declared twice;
-- TOML values and flags pass through one coercion, so a mistake reads the same wherever it was made;
-- a configuration given by name is looked up in train_configs/, from any working directory.
+- options, help texts and defaults come from the dataclasses of options.py and are declared only there;
+- TOML values and flags share one conversion, so that both give the same error message;
+- a configuration name refers to a file in train_configs/, from any working directory.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ TRAIN_CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 USAGE = "python train.py --job.config_file NAME [--section.key value ...]"
 
 DESCRIPTION = """\
-Train a diffusion transformer. Options come from a TOML file; flags go over it.
+Train a diffusion transformer. Options come from a TOML file; flags override it.
 
 examples:
   python train.py --job.config_file quickstart.toml
   torchrun --nproc_per_node=8 train.py --job.config_file imagenet_pixels --dataset.root_dir /data/imagenet
   python train.py --job.config_file quickstart --training.steps 200 --training.compile --optimizer.lr=3e-4
 
-A configuration is a path, or a name in train_configs/. The key `steps` under `[training]` in the TOML is the
-flag `--training.steps value` or `--training.steps=value`. Switches stand alone, or take true or false. Lists
-are written `32 48`, `32,48` or `[32, 48]`; `none` leaves an option open.
+A configuration is a path, or a name in train_configs/. The key `steps` under `[training]` in the TOML file is
+the flag `--training.steps value` or `--training.steps=value`. A boolean flag needs no value, or takes true or
+false. Write lists as `32 48`, `32,48` or `[32, 48]`. The value `none` leaves an option open.
 """
 
 
@@ -64,11 +64,11 @@ class Option:
 
     name: str
     kind: type
-    """bool, int, float or str; of a list, the type of its elements."""
+    """bool, int, float or str; the element type of a list."""
     is_list: bool
     optional: bool
     choices: Collection[str]
-    """All that a text may be; of a number, words that may stand in its place (`auto`)."""
+    """The allowed values of a str; for an int, words that are allowed instead of a number (`auto`)."""
     default: Any
     help: str
 
@@ -94,10 +94,13 @@ class Option:
 
 
 def load_config(argv: list[str]) -> Config:
-    """The configuration that `argv` (without the program's name) asks for, completed and validated.
+    """Parse `argv` (without the program's name) into a validated configuration.
 
-    Raises ConfigError. What the course project's keys and names mean here costs a line each on stderr, from rank 0.
+    On rank 0, prints one line to stderr for each key or name of the course project that is read differently here.
     `--help` prints and exits.
+
+    Raises:
+        ConfigError: a file, an option or a value is not valid.
     """
     flags = adopt_keys(_parse_flags(argv))
     path = None
@@ -118,29 +121,29 @@ def load_config(argv: list[str]) -> Config:
     validate_flags(config, flags)
     if os.environ.get("RANK", "0") == "0":
         if ignored:
-            print(f"warning: ignored, without meaning here: {', '.join(ignored)}", file=sys.stderr)
+            print(f"warning: ignored, no effect here: {', '.join(ignored)}", file=sys.stderr)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
     return config
 
 
 def _stored_sections(values: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """The configuration of the run that the folder of this one holds; {} where there is none to be read."""
+    """The stored configuration of the run in this run directory; {} if none can be read."""
     try:
         stored = read_config(run_path(values["job.dump_folder"], values["metrics.experiment_name"]))
-    except (ConfigError, OSError, ValueError):  # what is wrong with the folder is said when it is opened
+    except (ConfigError, OSError, ValueError):  # reported when the run directory is opened
         return {}
     sections: Mapping[str, Mapping[str, Any]] = stored["config"]
     return sections
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
-    """A Config with `{"training.steps": 10, ...}` over the defaults, each value checked against its type."""
+    """Build a Config from `{"training.steps": 10, ...}` and the defaults. Each value is checked against its type."""
     return Config().replace(_coerce_all(values))
 
 
 def _coerce_all(values: Mapping[str, Any]) -> dict[str, Any]:
-    """These options, each with a value of its type; a ConfigError names an unknown option or a wrong value."""
+    """Convert each value to the type of its option. Raises ConfigError for an unknown option or a wrong value."""
     coerced = {}
     for name, value in values.items():
         if name not in options():
@@ -150,7 +153,7 @@ def _coerce_all(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _defaults_from_others(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options whose default follows from other options: one side of a square image gives both, a file names its run."""
+    """Options with a default that depends on other options: the second side of a square image, the name of the run."""
     found: dict[str, Any] = {}
     size = values["dataset.image_size"]
     if size is not None and len(size) == 1:
@@ -163,16 +166,16 @@ def _defaults_from_others(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """The configuration as nested dictionaries of plain values, as config.json holds it."""
+    """The configuration as nested dictionaries of plain values, as stored in config.json."""
     return dataclasses.asdict(config)
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as a file that `--job.config_file` reads back; what is left open is left out."""
+    """The configuration as TOML that `--job.config_file` can read. Options left open are omitted."""
     lines = []
     for section, keys in to_dict(config).items():
         lines += ["", f"[{section}]"]
-        # Numbers, texts, switches and lists of them are written alike in JSON and in TOML.
+        # JSON and TOML write numbers, texts, booleans and lists of them in the same way.
         lines += [
             f"{key} = {json.dumps(value, ensure_ascii=False)}"
             for key, value in keys.items()
@@ -183,7 +186,7 @@ def to_toml(config: Config) -> str:
 
 @functools.cache
 def options() -> dict[str, Option]:
-    """Every option by its full name, in the order of options.py."""
+    """All options by full name, in the order of options.py."""
     docs = _field_docs()
     found = {}
     for section, section_type in typing.get_type_hints(Config).items():
@@ -204,14 +207,14 @@ def options() -> dict[str, Option]:
 
 
 def _describe(hint: Any) -> tuple[type, bool, bool, Collection[str]]:
-    """(type, is a list, may be None, choices) of a field's annotation."""
+    """Return (type, is a list, may be None, choices) for a field's annotation."""
     optional = False
     if typing.get_origin(hint) is Annotated:  # a registry, whose names are the choices
         return str, False, optional, hint.__metadata__[0]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         optional = type(None) in typing.get_args(hint)
         hint, *words = (part for part in typing.get_args(hint) if part is not type(None))
-        if words:  # a number, or a word in its place
+        if words:  # a number or one of these words
             return hint, False, optional, typing.get_args(words[0])
     if typing.get_origin(hint) is Literal:
         return str, False, optional, typing.get_args(hint)
@@ -221,7 +224,7 @@ def _describe(hint: Any) -> tuple[type, bool, bool, Collection[str]]:
 
 
 def _field_docs() -> dict[tuple[str, str], str]:
-    """The string under each field of options.py; Python itself keeps only those of classes."""
+    """The string under each field of options.py. Python keeps only the docstrings of classes."""
     docs = {}
     for node in ast.parse(inspect.getsource(config_module)).body:
         if not isinstance(node, ast.ClassDef):
@@ -238,7 +241,7 @@ def _field_docs() -> dict[tuple[str, str], str]:
 
 
 def _coerce(option: Option, value: Any) -> Any:
-    """`value` as the option's type, or a ConfigError; the one judge of TOML values and flags."""
+    """Convert `value`, from TOML or from a flag, to the option's type. Raises ConfigError."""
     if option.optional and (value is None or (isinstance(value, str) and value.lower() == "none")):
         return None
     if not option.is_list:
@@ -248,7 +251,7 @@ def _coerce(option: Option, value: Any) -> Any:
 
 
 def _coerce_one(option: Option, element: Any, value: Any) -> Any:
-    # bool is an int in Python; nobody means `steps = true`.
+    # In Python bool is a subclass of int, but `steps = true` is an error.
     if option.kind is float and type(element) in (int, float) and math.isfinite(element):
         return float(element)
     if option.name == "activation_checkpoint.selective_ac_option" and type(element) is int:
@@ -266,7 +269,7 @@ def _coerce_one(option: Option, element: Any, value: Any) -> Any:
 
 
 def _unknown_option(name: str) -> ConfigError:
-    """Names the nearest real option: the same key elsewhere, a similar key here, a similar key elsewhere."""
+    """The error with the nearest option: the same key elsewhere, a similar key here, a similar key elsewhere."""
     section, _, key = name.replace("-", "_").rpartition(".")
     sections = [field.name for field in dataclasses.fields(Config)]
     home = nearest(section, sections)
@@ -278,11 +281,11 @@ def _unknown_option(name: str) -> ConfigError:
         or _nearest_by_key(key, list(options()))
     )
     if found:
-        return ConfigError(f"{name} is no option; did you mean {found}?")
+        return ConfigError(f"{name} is not an option; did you mean {found}?")
     if home_options:
         keys = ", ".join(option.split(".")[1] for option in home_options)
-        return ConfigError(f"{name} is no option; [{home}] has {keys}")
-    return ConfigError(f"{name} is no option; the sections are {', '.join(sections)}")
+        return ConfigError(f"{name} is not an option; [{home}] has {keys}")
+    return ConfigError(f"{name} is not an option; the sections are {', '.join(sections)}")
 
 
 def _nearest_by_key(key: str, names: list[str]) -> str | None:
@@ -292,7 +295,7 @@ def _nearest_by_key(key: str, names: list[str]) -> str | None:
 
 
 def find_config(name: str) -> Path:
-    """The file `name` means: a path, or a name in train_configs/ with or without `.toml`."""
+    """The file of `job.config_file`: a path, or a name in train_configs/ with or without `.toml`."""
     given = Path(name).expanduser()
     for path in (given, TRAIN_CONFIGS / name, TRAIN_CONFIGS / f"{name}.toml"):
         if name and path.is_file():
@@ -302,14 +305,14 @@ def find_config(name: str) -> Path:
     if not TRAIN_CONFIGS.is_dir():
         right = "no such file, and this installation has no train_configs/ to look names up in; give a path"
         raise option_error("job.config_file", name, right)
-    paths = [path for path in TRAIN_CONFIGS.rglob("*.toml") if path.parent.name != "ablations"]  # grids are no jobs
+    paths = [path for path in TRAIN_CONFIGS.rglob("*.toml") if path.parent.name != "ablations"]  # grids are not jobs
     names = sorted(path.relative_to(TRAIN_CONFIGS).with_suffix("").as_posix() for path in paths)
     hint = did_you_mean(given.stem, names)
     raise option_error("job.config_file", name, f"no such file; train_configs/ has {', '.join(names)}{hint}")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """`{"training.steps": 10, ...}` of a TOML file; what it holds is not judged yet."""
+    """Read `{"training.steps": 10, ...}` from a TOML file, without checking options or values."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -325,13 +328,13 @@ def read_toml(path: Path) -> dict[str, Any]:
             raise _outside_section(section, keys)
         if not keys and section not in _sections():
             hint = did_you_mean(section, _sections())
-            raise ConfigError(f"[{section}] is no section{hint or '; there are ' + ', '.join(_sections())}")
+            raise ConfigError(f"[{section}] is not a section{hint or '; must be one of ' + ', '.join(_sections())}")
         values.update({f"{section}.{key}": value for key, value in keys.items()})
     return values
 
 
 def _sections() -> list[str]:
-    """Ours, and those of the course project, in which every key has to be known."""
+    """Our sections and those of the course project, whose keys must all be known."""
     return list(dict.fromkeys(name.split(".")[0] for name in (*options(), *LEGACY_KEYS)))
 
 
@@ -340,11 +343,11 @@ def _outside_section(key: str, value: Any) -> ConfigError:
     if key in _sections():
         return ConfigError(f"{key} must be one section, [{key}]")
     hint = f"; did you mean {key} under [{owners[0].split('.')[0]}]?" if owners else ""
-    return option_error(key, value, f"stands outside a section{hint}")
+    return option_error(key, value, f"must be under a section{hint}")
 
 
 def _parse_error(path: Path, text: str, message: str) -> str:
-    """tomllib's `Invalid value (at line 3, column 9)`, or `(at end of document)`, with the file before it."""
+    """tomllib's message with file, line and column in front; `(at end of document)` becomes a position."""
     place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
     if place:
         line, column = place.groups()
@@ -357,7 +360,7 @@ def _parse_error(path: Path, text: str, message: str) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # Values are judged in _coerce; what is left to argparse is that one is missing.
+        # `_coerce` checks values; argparse only reports a missing value.
         name = re.sub(r"^argument --([^:]*):.*", r"\1", message)
         expected = f"{options()[name].expected}; write --{name}=VALUE" if name in options() else message
         raise ConfigError(f"{name} has no value: {expected}")
@@ -416,7 +419,7 @@ def _help(option: Option) -> str:
 
 
 def _parse_flags(argv: list[str]) -> dict[str, Any]:
-    """`{"training.steps": 10, ...}` of the flags given; text that is no such value stays text."""
+    """Parse flags to `{"training.steps": 10, ...}`. Text that is not a value of its option stays text."""
     namespace, unknown = _parser().parse_known_args(argv)
     if unknown:
         raise _unknown_flag(unknown[0])
@@ -431,7 +434,7 @@ def _unknown_flag(flag: str) -> ConfigError:
     if flag.startswith("--"):
         return _unknown_option(flag[2:].split("=")[0])
     hint = f"; did you mean --job.config_file {flag}?" if flag.endswith(".toml") else ""
-    return ConfigError(f"{flag} belongs to no option; options are written --section.key value{hint}")
+    return ConfigError(f"{flag} is not part of an option; write options as --section.key value{hint}")
 
 
 def _from_text(option: Option, text: str | list[str]) -> Any:
@@ -447,7 +450,7 @@ def _from_text(option: Option, text: str | list[str]) -> Any:
 
 
 def texts_from_words(words: list[str]) -> list[str]:
-    """A list of texts, which may hold commas and spaces: each word one, or a single word that is a JSON list."""
+    """A list of texts, which may contain commas and spaces: one text per word, or one word that is a JSON list."""
     if len(words) == 1 and words[0].startswith("["):
         try:
             found = json.loads(words[0])
@@ -459,7 +462,7 @@ def texts_from_words(words: list[str]) -> list[str]:
 
 
 def value_of_text(option: Option, text: str) -> Any:
-    """One value as a TOML file would have it; text that is no value of the option stays text, and is refused later."""
+    """Parse one value as TOML does. Text that is not a value of the option stays text; `_coerce` refuses it."""
     if option.kind is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
     try:
@@ -469,7 +472,7 @@ def value_of_text(option: Option, text: str) -> Any:
 
 
 def _from_toml_text(words: Iterable[str]) -> Any:
-    """A flag whose type is not ours to know, read as TOML would read it: `1`, `false`, or else text."""
+    """Parse a flag of unknown type as TOML does: `1`, `false`, or else text."""
     text = " ".join(words) or "true"
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -478,16 +481,16 @@ def _from_toml_text(words: Iterable[str]) -> Any:
 
 
 def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
-    """The configuration of a run from its config.json, as `to_dict` wrote it."""
+    """The inverse of `to_dict`, for a run's config.json."""
     return build_config(with_values_before(flatten_tree(values)))
 
 
 def override(config: Config, argv: list[str], *, sections: tuple[str, ...]) -> Config:
-    """A configuration with flags laid over it; flags of other sections are a ConfigError."""
+    """Apply flags to a configuration. Raises ConfigError for flags of other sections."""
     flags = _parse_flags(argv)
     for name in flags:
         if name.split(".")[0] not in sections:
-            raise ConfigError(f"--{name} cannot be changed here; this script takes --{', --'.join(sections)}.key")
+            raise ConfigError(f"--{name} cannot be changed here; this script accepts --{', --'.join(sections)}.key")
     changed = build_config({**flatten(config), **flags})
     validate(changed)
     return changed

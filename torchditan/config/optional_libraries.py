@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Optional libraries: imported where they are used, without what they tell of their own insides."""
+"""Import optional libraries at first use, without their own log messages and warnings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torchditan.config.errors import ConfigError
 
 
 def import_optional(module: str, *, extra: str) -> ModuleType:
-    """A module of an optional package.
+    """Import a module of an optional package.
 
     Raises:
-        ConfigError: the package is missing; the line says which extra installs it.
+        ConfigError: the package is missing; the message contains the extra that installs it.
     """
-    for library in ("DIFFUSERS", "TRANSFORMERS"):  # read when they are imported
+    for library in ("DIFFUSERS", "TRANSFORMERS"):  # read during their import
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
-    for name in ("torchao", "torch.utils._pytree"):  # diffusers imports torchao, which warns of parts that it lacks
+    for name in ("torchao", "torch.utils._pytree"):  # diffusers imports torchao, which warns about its missing parts
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         return importlib.import_module(module)

@@ -1,9 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""docs/options.md, the reference of every option, generated from options.py.
+"""Generator of docs/options.md, the reference of all options, from options.py.
 
     python -m torchditan.config.reference > docs/options.md
 
-tests/repository/test_option_reference.py fails if the page is not current. Nothing here imports torch.
+tests/repository/test_option_reference.py fails if the page is out of date. This file must not import torch.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Every option of `train.py`, its type, its default and what it does. This page is
 change `torchditan/config/options.py`, run `python -m torchditan.config.reference > docs/options.md`.
 
 - The option `training.steps` is the key `steps` under `[training]` in a TOML file, and the flag
-  `--training.steps` on the command line. [configuration.md](configuration.md) says how both are written.
+  `--training.steps` on the command line. [configuration.md](configuration.md) describes both notations.
 - A dash as the default means that the option is left open. The dataset, the model preset or another option fills it in.
-- **fixed** marks an option that decides what a run learns. A run directory accepts one value of it: to change it,
-  start a new run. All other options may change when a run resumes, within
+- **fixed** marks an option that decides what a run learns. It cannot change in an existing run: to change it, start a
+  new run. All other options may change when a run resumes, within
   [the rules for a longer run](configuration.md#the-run-directory).
 """
 
 
 def reference() -> str:
-    """The page, as Markdown."""
+    """The page as Markdown."""
     lines = [_INTRODUCTION]
     for section, section_type in typing.get_type_hints(Config).items():
         lines += [f"## [{section}]", inspect.getdoc(section_type) or "", ""]

@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Rules of the options that need neither data nor devices; `validate` applies them in order.
+"""Rules that need only the options, not the data or the devices. `validate` applies them in order.
 
-Families of published models and objectives say themselves what they refuse; their files import torch.
+Families of published models and objectives define their own rules; their files import torch.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "metrics.experiment_name",
     ),
 ]
-"""(what is right, its test, the options it holds for); one left open (None or auto) is not tested."""
+"""(what is right, its test, the options it applies to). Options left open (None or auto) are not tested."""
 
 
 def validate(config: Config) -> None:
-    """Refuse what the options alone show to be wrong; data, ranks and devices are checked by their owners."""
+    """Check all rules that depend only on the options. Other modules check data, ranks and devices."""
     values = flatten(config)
     for right, is_right, options in _RULES:
         for option in options.split():
@@ -133,7 +133,7 @@ def _validate_model(config: Config) -> None:
         _check_flavor(config.model.flavor, family.flavors, whose=f" for {name}")
         _validate_published(config, family)
         return
-    if name == "dit":  # another architecture of ours knows its flavors itself
+    if name == "dit":  # other architectures in models/ check their own flavors
         _check_flavor(config.model.flavor, FLAVOR_NAMES)
     _validate_own_model(config)
 
@@ -145,7 +145,7 @@ def _check_flavor(flavor: str, flavors: Collection[str], *, whose: str = "") -> 
 
 
 def _family(config: Config) -> Any:
-    """The class of a published model's family (finetune/published/base.py), None for our own."""
+    """The class of a published model's family (finetune/published/base.py); None for a model in models/."""
     return registered(FAMILIES, config.model.name) if config.model.name in FAMILIES else None
 
 
@@ -153,7 +153,7 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
     (
         lambda config: config.model.name not in FAMILIES,
         "model.path model.overrides lora.rank lora.alpha lora.target_modules lora.assistant_path",
-        "is for published models; leave it out for {name}",
+        "applies only to published models; leave it out for {name}",
     ),
     (
         lambda config: config.model.name not in FAMILIES and config.model.text is None,
@@ -165,12 +165,12 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         "model.preset model.block model.patch_size model.conditioning model.norm_type model.qk_norm model.mlp "
         "model.position model.rope_theta model.learn_sigma model.text model.text_tokens model.text_width "
         "model.pooled_width",
-        "{name} has its own; leave it out",
+        "{name} defines its own; leave it out",
     ),
     (
         lambda config: not getattr(_family(config), "embeds_guidance", False),
         "diffusion.embedded_guidance sampling.embedded_guidance",
-        "{name} embeds no guidance scale; leave it out",
+        "{name} does not embed a guidance scale; leave it out",
     ),
     (
         lambda config: config.checkpoint.initial_load_path is None,
@@ -188,7 +188,7 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         "has no effect with lora.rank 0, which trains all weights",
     ),
 ]
-"""(where it holds, options that are not read there and stay at their default, what to say), the first one told."""
+"""(condition, options without effect under it, which must keep their default, the message). The first match raises."""
 
 
 _WITHOUT_EFFECT_IF_GIVEN: list[tuple[Callable[[Config], bool], str, str]] = [
@@ -203,7 +203,7 @@ _WITHOUT_EFFECT_IF_GIVEN: list[tuple[Callable[[Config], bool], str, str]] = [
         "has no effect with lr_scheduler.schedule constant; leave it out",
     ),
 ]
-"""The same for options that a resumed older run may hold although they have no effect there (`VALUES_BEFORE`)."""
+"""The same, for options that a resumed older run may contain although they have no effect (`VALUES_BEFORE`)."""
 
 
 def _validate_effects(config: Config) -> None:
@@ -211,12 +211,12 @@ def _validate_effects(config: Config) -> None:
 
 
 def validate_flags(config: Config, flags: Iterable[str]) -> None:
-    """Refuse flags without effect whose values a stored run, or a file made from one, may hold."""
+    """Refuse flags without effect. A stored run, or a file made from one, may contain such values."""
     _refuse_without_effect(config, [row for row in _WITHOUT_EFFECT_IF_GIVEN if row[1] in flags])
 
 
 def has_effect(config: Config, option: str) -> bool:
-    """Whether one of the options of `VALUES_BEFORE` changes anything under these settings."""
+    """Whether an option of `VALUES_BEFORE` has an effect under these settings."""
     return not any(option in options.split() and holds(config) for holds, options, _ in _WITHOUT_EFFECT_IF_GIVEN)
 
 
@@ -234,7 +234,9 @@ def _validate_own_model(config: Config) -> None:
         right = "sincos positions are a table for one size; set --model.position rope, or leave it out"
         raise option_error("dataset.aspect_buckets", True, right)
     if config.quantize.base != "float32":
-        raise option_error("quantize.base", config.quantize.base, "is for the frozen weights under a LoRA")
+        raise option_error(
+            "quantize.base", config.quantize.base, "applies only to the frozen weights under a LoRA; leave it out"
+        )
 
 
 def _validate_published(config: Config, family: Any) -> None:
@@ -243,15 +245,15 @@ def _validate_published(config: Config, family: Any) -> None:
         right = f"{model.name} was trained with {family.objective}; set --diffusion.objective {family.objective}"
         raise option_error("diffusion.objective", config.diffusion.objective, right)
     if not lora.rank and config.quantize.base != "float32":
-        right = "is for the frozen weights under a LoRA; set lora.rank, or leave it out"
+        right = "applies only to the frozen weights under a LoRA; set lora.rank, or leave it out"
         raise option_error("quantize.base", config.quantize.base, right)
     if lora.rank and config.float8.enable_float8_linear:
-        right = "is for layers that are trained, and under a LoRA they are frozen; must be false"
+        right = "applies only to trained layers, and a LoRA freezes them; must be false"
         raise option_error("float8.enable_float8_linear", True, right)
     for text in model.overrides:
         name, _, value = text.partition("=")
         if not (name.isidentifier() and value):
-            raise option_error("model.overrides", text, "must be NAME=VALUE, num_layers=2 say")
+            raise option_error("model.overrides", text, "must be NAME=VALUE, for example num_layers=2")
 
 
 def _validate_image_size(config: Config) -> None:
@@ -259,7 +261,7 @@ def _validate_image_size(config: Config) -> None:
     if size is None:
         return
     if config.model.name in FAMILIES:
-        patch_size = 1  # the adapter knows its own
+        patch_size = 1  # the family checks its own
     if len(size) not in (1, 2) or min(size) < 1:
         raise option_error("dataset.image_size", size, "must be one or two positive integers, 32 or [32, 48]")
     if not config.autoencoder.online and any(side % patch_size for side in size):
@@ -278,7 +280,7 @@ def _validate_global_batch_size(config: Config) -> None:
 
 def _validate_streaming(config: Config) -> None:
     if config.dataset.streaming and config.validation.freq:
-        right = "reads held-out images in an order of its own, which dataset.streaming cannot give; must be 0"
+        right = "reads held-out images in a different order, which dataset.streaming cannot do; must be 0"
         raise option_error("validation.freq", config.validation.freq, right)
 
 
@@ -302,7 +304,7 @@ def _validate_rollback(config: Config) -> None:
     if not config.checkpoint.enable_checkpoint:
         raise option_error("training.on_nonfinite", "rollback", "needs checkpoint.enable_checkpoint to return to")
     if config.dataset.streaming:
-        right = "skips data, which dataset.streaming cannot; must be stop"
+        right = "skips data, which dataset.streaming cannot do; must be stop"
         raise option_error("training.on_nonfinite", "rollback", right)
 
 
@@ -314,12 +316,12 @@ def _validate_checkpoint(config: Config) -> None:
 
 def _validate_optimizer(config: Config) -> None:
     if config.optimizer.name == "AdamW8bit" and config.checkpoint.async_mode != "disabled":
-        right = "AdamW8bit keeps tensors that torch cannot copy aside; must be disabled"
+        right = "torch cannot stage the tensors of AdamW8bit for a background save; must be disabled"
         raise option_error("checkpoint.async_mode", config.checkpoint.async_mode, right)
 
 
 def _validate_objective(config: Config) -> None:
-    """What the objective itself refuses; last, since its file imports torch."""
+    """Rules of the objective itself. They run last because its file imports torch."""
     values, defaults = flatten(config), flatten(Config())
     changed = {option for option, value in values.items() if value != defaults[option]}
     objective = registered(OBJECTIVES, config.diffusion.objective)

@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The options that decide what a run learns. Two commands continue one run where these options agree.
+"""The options that decide what a run learns. Two commands can continue one run only if these options agree.
 
 Notable:
-- options evolve: a key that an older run's config.json lacks means the value in force when the key was added
-  (`VALUES_BEFORE`), so that adding an option never makes a run unresumable;
-- nothing here imports torch.
+- if an older run's config.json lacks an option, `VALUES_BEFORE` gives the behavior before that option existed. A new
+  option therefore never prevents a resume;
+- this file must not import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VALUES_BEFORE: dict[str, Any] = {
     "lr_scheduler.decay_until": "last_step",
     "model.block": "dit",
 }
-"""Options added since commit 36e2f02, each with what every run did before it existed.
+"""Options added since commit 36e2f02, each with the behavior of every run before the option existed.
 
 Add a line for every new option of a trajectory section, in the commit that adds it. Never change a line.
 """
@@ -39,11 +39,11 @@ _SECTIONS = (
 )
 
 _NOT_TRAJECTORY = (
-    "dataset.root_dir",  # a dataset that was moved is the same data
+    "dataset.root_dir",  # a moved dataset is the same data
     "dataset.num_workers",
     "dataset.prefetch_factor",
     "autoencoder.path",  # a moved decoder is the same decoder; its fingerprint is compared
-    "dataset.corrupt_images",  # a run that stopped at a corrupt image may resume and skip it
+    "dataset.corrupt_images",  # a run that stopped at a corrupt image can resume and skip it
 )
 
 TRAJECTORY_KEYS = (
@@ -59,14 +59,14 @@ TRAJECTORY_KEYS = (
     "checkpoint.initial_load_convention",
     "text_encoder.max_length",
 )
-"""Options that decide what is learned; a run directory belongs to one choice of them."""
+"""Options that decide what is learned. They cannot change within a run directory."""
 
 _STORED_BEFORE = ("training.steps",)
-"""Keys that older runs stored in their trajectory. `check_steps` compares learning rates instead."""
+"""Keys in the trajectory of older runs. `check_steps` compares learning rates instead."""
 
 
 def trajectory(config: Config) -> dict[str, Any]:
-    """The options that two commands must share to continue one run. Call it on a completed configuration."""
+    """The options that must agree for two commands to continue one run. Requires a completed configuration."""
     values = flatten(config)
     found = {option: values[option] for option in TRAJECTORY_KEYS}
     if not config.autoencoder.online:  # these only open the decoder, whose fingerprint is compared
@@ -75,14 +75,14 @@ def trajectory(config: Config) -> dict[str, Any]:
 
 
 _UNKNOWN_IF_NONE = ("dataset.fingerprint",)
-"""Keys whose stored None means that the run did not record them: the folder dataset has a fingerprint only since."""
+"""Keys for which a stored None means "not recorded": older runs have no fingerprint of the folder dataset."""
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """What two sets of options do not share, a phrase each: "model.patch_size is 2 there and 4 here".
+    """List the differences of two sets of options: "model.patch_size is 2 there and 4 here".
 
     Args:
-        there: stored options; one that is missing has its value of before it was added.
+        there: stored options; `VALUES_BEFORE` fills in missing ones.
         here: options of this command.
     """
     given = flatten_tree(json.loads(json.dumps(here, default=str)))
@@ -97,12 +97,12 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def with_values_before(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Stored options (`{"training.steps": 10, ...}`), completed with what an older version did without asking."""
+    """Complete stored options (`{"training.steps": 10, ...}`) with `VALUES_BEFORE`."""
     return {**VALUES_BEFORE, **values}
 
 
 def flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, by dotted names: `{"training.steps": 10, ...}`."""
+    """Flatten nested tables to dotted names: `{"training.steps": 10, ...}`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"

@@ -1,9 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The contract of a dataset, and reading one image of it.
+"""The interface of a dataset, and how the stream reads one image.
 
-A dataset is a class that inherits from `ImageDataset` (docs/extending.md has an example). Values that it may leave out
-have a default there. What it may be able to do beyond single samples is a method, and each method has a protocol here:
-`BatchedDataset`, `GroupedDataset`, `VariedDataset`, `StandInDataset`.
+A dataset is a class that inherits from `ImageDataset` (docs/extending.md has an example). Optional attributes have a
+default there. Optional abilities are methods, each with a protocol here: `BatchedDataset`, `GroupedDataset`,
+`VariedDataset`, `StandInDataset`.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ Batch = dict[str, torch.Tensor]
 
 
 class CorruptImageError(ConfigError):
-    """An image that cannot be read; the message names it."""
+    """An image that cannot be read. The message names it."""
 
 
 class DatasetDescription:
-    """What a dataset says about its samples. The first four have no default."""
+    """Attributes of a dataset. The first four have no default."""
 
     name: str
     sample_shape: tuple[int, ...]
-    """(C, H, W) of every sample, (C, F, H, W) of videos; with several shapes the most common one."""
+    """(C, H, W) of every sample, (C, F, H, W) for videos; the most common shape if there are several."""
     class_names: list[str]
-    """Names of the labels 0, 1, ...; empty: the samples have no labels, or the job does not use them."""
+    """Names of the labels 0, 1, ...; empty if the samples have no labels, or the job does not use them."""
     horizontal_flip: bool
-    """Whether a mirrored sample is as good as the original."""
+    """Whether mirroring a sample preserves its meaning."""
 
     class_labels: np.ndarray | None = None
-    """(N,) integers: the label of every sample, where it is known without reading the samples. Labels out of range are
-    then found before training, and sample grids find the images of a class at once."""
+    """(N,) integers: the label of every sample, if known without reading the samples. The job then checks the range of
+    the labels before training, and sample grids find the images of a class immediately."""
     fingerprint: str | None = None
-    """Identity of the data. A run stores it and refuses to continue with data that has another one."""
+    """Identity of the data. A run stores it and refuses to continue with data of another identity."""
 
-    # The three below are set by our own datasets of latents and captions. Their types belong to optional parts, which
-    # the stream never imports.
+    # Only our datasets of latents and captions set the three attributes below. Their types belong to optional parts,
+    # which the stream never imports.
     index: Any = None
     """`torchditan.latents.index.LatentIndex`, if the samples are stored latents."""
     null_tensors: dict[str, torch.Tensor] | None = None
-    """Embeddings of the empty caption, if items hold embeddings of their captions: one sample of each, same names."""
+    """Embeddings of the empty caption, if items contain caption embeddings: one sample of each, under the same name."""
     prompts: Any = None
     """`torchditan.evaluation.sample_rows.SampleRows` that sample grids show instead of classes."""
 
 
 class ImageDataset(DatasetDescription):
-    """Samples by their number: the base class of a dataset in `data/`."""
+    """Map-style samples: the base class of a dataset in `data/`."""
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The sample of this number, always the same one.
+        """Return the sample with this index. The same index always gives the same sample.
 
         Returns:
             `sample` (C, H, W) float32, pixels in [-1, 1] or normalised latents, and `class_label` int if there are
@@ -74,7 +74,7 @@ class SequentialDataset(DatasetDescription):
     """Samples that can only be read in order."""
 
     def iterate(self, *, rank: int, world_size: int) -> IterableDataset:
-        """This rank's share, items as in ImageDataset; the iterable has `state_dict` and `load_state_dict`."""
+        """This rank's share, with items as in ImageDataset. The iterable has `state_dict` and `load_state_dict`."""
         raise NotImplementedError
 
 
@@ -82,19 +82,19 @@ REQUIRED = {
     "name": "a string",
     "sample_shape": "(C, H, W)",
     "class_names": "a list of names, [] without labels",
-    "horizontal_flip": "whether a mirrored sample is as good as the original",
+    "horizontal_flip": "whether samples may be mirrored",
 }
-"""Attributes without a default, and what they have to be."""
+"""Attributes without a default, and their meaning for error messages."""
 
 
 def check_contract(dataset: Any, *, name: str) -> None:
-    """Check that a dataset has what `ImageDataset` or `SequentialDataset` requires.
+    """Check that a dataset has the attributes and methods of `ImageDataset` or `SequentialDataset`.
 
-    A dataset that does not inherit from them gets the defaults of the attributes that it does not have.
+    A dataset that does not inherit from them receives the defaults of missing optional attributes.
 
     Args:
         dataset: changed in place.
-        name: its value of `dataset.dataset_name`.
+        name: value of `dataset.dataset_name`.
 
     Raises:
         ConfigError: an attribute or a method is missing; the message names all of them.
@@ -117,12 +117,12 @@ def check_contract(dataset: Any, *, name: str) -> None:
 
 @runtime_checkable
 class BatchedDataset(Protocol):
-    """An ImageDataset that reads whole batches at once, mirrored samples included; no sample of it can be corrupt."""
+    """An ImageDataset that reads whole batches at once, including mirrored samples. All its samples are readable."""
 
     def read_batch(self, indices: np.ndarray, flips: np.ndarray) -> Batch:
         """The samples (B,) at these indices, mirrored where `flips` (B,) bool is true.
 
-        Instead of `sample` it may give what `sample` is computed from on the device (latents/latent_space.py).
+        Instead of `sample`, the batch may contain inputs from which the device computes it (latents/latent_space.py).
         """
 
 
@@ -131,7 +131,7 @@ class GroupedDataset(Protocol):
     """An ImageDataset whose samples have several shapes; its `sample_shape` is the most common one."""
 
     def groups(self) -> list[np.ndarray]:
-        """Indices (n,) of the samples of each shape, ascending, none of them empty; every sample is in one."""
+        """Indices (n,) of the samples of each shape, ascending and not empty. Every sample is in one group."""
 
 
 @runtime_checkable
@@ -139,21 +139,21 @@ class VariedDataset(Protocol):
     """An ImageDataset whose samples have several captions."""
 
     def vary(self, item: dict[str, Any], index: int, *, seed: int, position: int) -> dict[str, Any]:
-        """The item at this position: with the caption that (seed, position) chooses."""
+        """The item at this position, with the caption that (seed, position) selects."""
         ...
 
 
 @runtime_checkable
 class StandInDataset(Protocol):
-    """An ImageDataset of random samples that replaces any other one in a benchmark."""
+    """An ImageDataset of random samples that replaces any other dataset in a benchmark."""
 
     def condition_on(self, tensors: Mapping[str, Any]) -> None:
-        """From now on items hold random tensors of these names and `TensorSpec`s, as the model's condition."""
+        """Add random tensors with these names and `TensorSpec`s to all later items, as the model's condition."""
 
 
 @runtime_checkable
 class CaptionSource(Protocol):
-    """Images and their captions as texts. It is not trained on: the cache encodes it, and becomes the ImageDataset."""
+    """Images with captions as text. The cache encodes it and becomes the ImageDataset to train on."""
 
     name: str
     sample_shape: tuple[int, ...]
@@ -178,14 +178,14 @@ def read_image(
     corrupt_images: Literal["error", "skip"],
     group: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """The item at `index`, or with `skip` the next readable one: `place` is its index, `skipped` counts those before.
+    """The item at `index`, or with `skip` the next readable one. `place` is its index, `skipped` the number before it.
 
     Args:
-        group: indices in ascending order, `index` among them, that may take its place; None: all.
+        group: ascending indices, including `index`, that may replace it; None for all.
 
     Raises:
-        CorruptImageError: it cannot be read, and `corrupt_images` is `error`.
-        ConfigError: none can be read, or the label is not below `num_classes` (0: the item is without its label).
+        CorruptImageError: the image cannot be read, and `corrupt_images` is `error`.
+        ConfigError: no image can be read, or a label is not below `num_classes` (0: items have no label).
     """
     length = len(dataset) if group is None else len(group)
     first = index if group is None else int(np.searchsorted(group, index))

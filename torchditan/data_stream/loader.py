@@ -2,8 +2,8 @@
 """Sample -> batch: this rank's micro-batches with their noise and timesteps.
 
 Notable:
-- a loader worker also draws the sample's noise, timestep and label dropout (see randomness.py);
-- latents are copied out of memory-mapped shards in threads; images are decoded in worker processes.
+- a loader worker also draws the noise, timestep and label dropout of its samples (see randomness.py);
+- threads copy latents from memory-mapped shards; worker processes decode images.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _NUMBERS = ("index", "skipped", "class_label")
 
 @dataclass(frozen=True)
 class Collate:
-    """Samples -> batch, in the worker; an error among them travels as a value.
+    """Samples -> batch, in the worker. An error among the samples is returned as a value.
 
-    Every tensor of a sample is stacked (embeddings of its text beside `sample`); what else it carries stays behind.
+    All tensors of a sample are stacked (`sample`, and embeddings of its text). Other values are dropped.
     """
 
     labelled: bool
@@ -55,7 +55,7 @@ class CollateAndDraw:
 
     seed: int
     sample_shape: tuple[int, ...] | None
-    """(C, H, W) of what the model sees: of latents, where pixels are encoded on the device. None: the batch's own."""
+    """(C, H, W) of the model's input; of latents, if the device encodes pixels. None: the batch's shape."""
     posterior: bool
     collate: Collate
 
@@ -70,7 +70,7 @@ class CollateAndDraw:
 
 
 class TrainingStream:
-    """This rank's micro-batches, from a position on, endlessly."""
+    """This rank's micro-batches from a given position, without end."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class TrainingStream:
         noise_shape: tuple[int, ...] | None = sample_shape or dataset.sample_shape
         if self.stream.groups is not None:
             if noise_shape != dataset.sample_shape:
-                right = "images of several sizes cannot be encoded at each step; encode them before"
+                right = "images of several sizes cannot be encoded at each step; encode them in advance"
                 raise option_error("dataset.aspect_buckets", True, right)
             noise_shape = None
         self.loader_options: dict[str, Any] = {
@@ -113,14 +113,14 @@ class TrainingStream:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the position of the run says it all."""
+        """Empty: the position of the run determines the stream."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         assert not state_dict
 
     def batches(self, position: int) -> Iterator[tuple[Batch, Randomness]]:
-        """Micro-batches of this rank from a global position of the stream."""
+        """Micro-batches of this rank, from a global position of the stream."""
         positions = self.plan.positions(position)
         for item in self._read_in_threads(positions) if self.uses_threads else self._read_in_processes(positions):
             if isinstance(item, ConfigError):
@@ -129,8 +129,8 @@ class TrainingStream:
 
     @property
     def uses_threads(self) -> bool:
-        """Copying rows and drawing noise let go of the interpreter's lock, so threads do what decoding needs processes
-        for, and no batch is copied from one process to another."""
+        """Whether threads can do the work. Copying rows and drawing noise release Python's global interpreter lock,
+        and threads avoid a copy of each batch between processes."""
         return isinstance(self.stream.dataset, BatchedDataset) and self.loader_options["num_workers"] > 0
 
     def _read_in_processes(self, positions: Iterator[list[int]]) -> Iterator[tuple[Batch, Randomness] | ConfigError]:

@@ -2,11 +2,11 @@
 """Position -> sample: the order of the training stream over any map-style dataset.
 
 Notable:
-- the stream is a function of (seed, position): position p is sample p mod N of the shuffle of epoch p div N,
-  mirrored or not by a draw keyed to p. A checkpoint stores one integer; any world size, batch split or
+- the stream is a function of (seed, position): position p is sample p mod N of the shuffle of epoch p div N.
+  A draw keyed to p decides whether it is mirrored. A checkpoint stores one integer. Any world size, batch split or
   number of workers continues from it without losing or repeating a sample;
-- samples of several shapes (`GroupedDataset`) are ordered so that all of an optimizer step have the same shape;
-- a dataset that can gives whole batches (`BatchedDataset`).
+- samples of several shapes (`GroupedDataset`) are ordered so that all samples of an optimizer step share one shape;
+- a `BatchedDataset` returns whole batches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BucketOrder = Literal["epochs", "random"]
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Which positions of the stream make up which batch of which rank."""
+    """Assigns positions of the stream to the batches of this rank."""
 
     batch_size: int
     """Images per rank in one forward pass."""
@@ -50,7 +50,7 @@ class BatchPlan:
         return self.global_batch_size // (self.batch_size * self.world_size)
 
     def positions(self, start: int) -> Iterator[list[int]]:
-        """Positions of this rank's batches, endlessly, from global position `start`."""
+        """Positions of this rank's batches from global position `start`, without end."""
         stride = self.batch_size * self.world_size
         first = start + self.rank * self.batch_size
         while True:
@@ -81,22 +81,22 @@ class OrderedDataset:
         self.bucket_order = bucket_order
         groups = dataset.groups() if isinstance(dataset, GroupedDataset) else []
         self.groups = groups if len(groups) > 1 else None
-        """Indices of the samples of each shape; None where all have one."""
+        """Indices of the samples of each shape; None if all samples share one shape."""
         self._group_of = np.zeros(len(dataset), dtype=np.int64)
         for number, group in enumerate(self.groups or []):
             self._group_of[group] = number
 
     def locate(self, positions: Sequence[int] | np.ndarray) -> np.ndarray:
-        """(n,) indices in the dataset of the samples at these positions."""
+        """(n,) dataset indices of the samples at these positions."""
         if self.groups is not None:
             return self._locate_in_groups(np.asarray(positions), self.groups)
         return self._shuffled("shuffle", np.asarray(positions), len(self.dataset))
 
     def _locate_in_groups(self, positions: np.ndarray, groups: list[np.ndarray]) -> np.ndarray:
-        """An order in which the samples of an optimizer step are of one group.
+        """Locate samples so that each optimizer step takes them from one group.
 
-        Each group has a shuffled stream of its own, epoch after epoch. Its steps are numbered, and step n of a group
-        takes global batch n of that stream. `bucket_order` decides which step of which group comes when.
+        Each group has its own shuffled stream of epochs. Step n of a group takes global batch n of that stream.
+        `bucket_order` decides the order of the steps of all groups.
         """
         assert self.global_batch_size is not None
         sizes = np.array([len(group) for group in groups])
@@ -111,13 +111,13 @@ class OrderedDataset:
         return indices
 
     def _steps_in_epochs(self, steps: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(n,) the group of each step and the number of that step in its group: whole batches, epoch by epoch.
+        """Return (n,) the group of each step and its number in the group, for whole batches, epoch by epoch.
 
-        After E epochs a group of size s has had `E * s // global_batch_size` steps. The images that are left, fewer
-        than a batch, come first in its next step. The steps of an epoch are shuffled.
+        After E epochs a group of size s has had `E * s // global_batch_size` steps. The remaining images, fewer than a
+        batch, come first in its next step. The steps of an epoch are shuffled.
         """
         owners, numbers = np.empty_like(steps), np.empty_like(steps)
-        unique, inverse = np.unique(steps, return_inverse=True)  # mostly one
+        unique, inverse = np.unique(steps, return_inverse=True)  # usually one
         epochs = np.array([self._epoch_of(step, sizes) for step in unique.tolist()])[inverse]
         for epoch in np.unique(epochs).tolist():
             here, before = epochs == epoch, self._steps_before(epoch, sizes)
@@ -128,7 +128,7 @@ class OrderedDataset:
         return owners, numbers
 
     def _epoch_of(self, step: int, sizes: np.ndarray) -> int:
-        """The last epoch that begins at this step or before; an epoch of very few images may have no step."""
+        """The last epoch that starts at or before this step. An epoch of very few images may have no step."""
         assert self.global_batch_size is not None
         last = (step + len(sizes) + 1) * self.global_batch_size // int(sizes.sum()) + 1
         return bisect.bisect_right(range(last + 1), step, key=lambda epoch: self._steps_before(epoch, sizes).sum()) - 1
@@ -137,10 +137,10 @@ class OrderedDataset:
         return epoch * sizes // self.global_batch_size  # (number of groups,)
 
     def _steps_at_random(self, steps: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(n,) the group of each step and the number of that step in its group, as the first version had them.
+        """Return (n,) the group of each step and its number in the group, in the order of older runs.
 
-        With N images a cycle is N steps, shuffled; s of them are of a group of size s. So a cycle shows every image
-        as often as a global batch has images, but a part of it may show some often and others not at all.
+        With N images a cycle is N shuffled steps, s of them for a group of size s. A full cycle shows every image
+        global_batch_size times. Part of a cycle may show some images often and others never.
         """
         offsets = np.cumsum([0, *sizes])  # (number of groups + 1,), the last is N
         slots = self._shuffled("buckets", steps, int(offsets[-1]))
@@ -148,10 +148,10 @@ class OrderedDataset:
         return owners, steps // offsets[-1] * sizes[owners] + slots - offsets[owners]
 
     def _shuffled(self, purpose: str, positions: np.ndarray, length: int) -> np.ndarray:
-        """(n,) what stands at these positions of range(length), shuffled anew in every epoch."""
+        """(n,) values of range(length) at these positions, with a new shuffle in every epoch."""
         epochs, offsets = np.divmod(positions, length)
         shuffled = np.empty(len(positions), dtype=np.int64)
-        for epoch in np.unique(epochs).tolist():  # mostly one
+        for epoch in np.unique(epochs).tolist():  # usually one
             here = epochs == epoch
             shuffled[here] = _shuffle(self.seed, purpose, epoch, length)(offsets[here])
         return shuffled
@@ -163,8 +163,8 @@ class OrderedDataset:
         return (uniform(self.seed, "flip", positions) < 0.5).numpy()
 
     def __getitems__(self, positions: list[int]) -> list[dict[str, Any]] | Batch | ConfigError:
-        """What the loader asks for: the samples of a batch, or a whole one from a dataset that reads in batches."""
-        # A worker process would lengthen a raised message with its traceback, so the error travels as a value.
+        """The samples of a batch for the loader, or a whole batch from a `BatchedDataset`."""
+        # A worker process adds its traceback to the message of a raised error, so the error is returned as a value.
         indices, flips = self.locate(positions), self.are_flipped(positions)
         try:
             if not isinstance(self.dataset, BatchedDataset):

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The training stream of a source that can only be read in order, through torchdata's StatefulDataLoader."""
+"""The training stream of a sequential source, through torchdata's StatefulDataLoader."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchditan.randomness import Randomness, draw, uniform
 
 
 class SequentialStream:
-    """This rank's micro-batches of a source that is read in its stored order, unshuffled.
+    """This rank's micro-batches of a source that is read in its stored order, without shuffling.
 
-    Every rank reads its own share of the source, so a checkpoint holds a state for each rank: a resume is exact
-    with the same number of ranks and workers, and refused with others. Flips, noise, timesteps and label dropout
-    are keyed to the position in the stream, as everywhere. A worker does not know the positions of its samples, so
-    threads draw the noise, as many as there are workers; without workers it is drawn when its batch is.
+    Every rank reads its own share of the source, so a checkpoint stores a state for each rank. A resume is exact with
+    the same number of ranks and workers; other numbers are refused. Flips, noise, timesteps and label dropout are
+    keyed to the position in the stream, as in `TrainingStream`. A worker does not know the positions of its samples.
+    Threads therefore draw the noise, one per worker; without workers it is drawn together with its batch.
     """
 
     def __init__(
@@ -58,23 +58,23 @@ class SequentialStream:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved state; empty: the checkpoint has none for this rank.
+        """Continue from a saved state; an empty one means that the checkpoint has none for this rank.
 
         Raises:
-            ConfigError: it is of another number of ranks or workers.
+            ConfigError: the state is from another number of ranks or workers.
         """
         there = (state_dict["world_size"], state_dict["num_workers"]) if state_dict else None
         here = (self.plan.world_size, self.num_workers)
         if there != here:
             right = (
-                f"the checkpoint is of {there} ranks and workers, this job of {here}; a streamed source resumes with "
-                "the same numbers only"
+                f"the checkpoint is from {there} ranks and workers, this job has {here}; a streamed source "
+                "only resumes with the same numbers"
             )
             raise option_error("dataset.streaming", True, right)
         self._resume_from = state_dict["loader"]
 
     def batches(self, position: int) -> Iterator[tuple[Batch, Randomness]]:
-        """Micro-batches of this rank; `position` names the samples, the loader's state finds them."""
+        """Micro-batches of this rank. `position` keys the random draws; the loader's state determines the samples."""
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         while True:
@@ -87,11 +87,11 @@ class SequentialStream:
                 pin_memory=self.pin_memory,
                 worker_init_fn=init_worker,
             )
-            is_empty = self._resume_from is None  # a state may stand at the very end of the source
+            is_empty = self._resume_from is None  # a state may be at the end of the source
             if self._resume_from is not None:
                 self._loader.load_state_dict(self._resume_from)
                 self._resume_from = None
-            # The noise of an epoch has threads of its own, which start after the loader forked its workers.
+            # Each epoch draws its noise in new threads, which start after the loader has forked its workers.
             draws = self._draws(position)
             for batch in start_workers(self._loader):
                 is_empty = False
@@ -102,11 +102,11 @@ class SequentialStream:
                 position += self.plan.batch_size * self.plan.world_size
             draws.close()
             if is_empty:
-                right = f"rank {self.plan.rank} finds fewer readable images than a batch of {self.plan.batch_size}"
+                right = f"rank {self.plan.rank} has fewer readable images than its batch size {self.plan.batch_size}"
                 raise option_error("dataset.dataset_name", self.dataset.name, right)
 
     def _draws(self, position: int) -> Generator[tuple[torch.Tensor, Randomness], None, None]:
-        """Positions (B,) and randomness of this rank's batches, endlessly, from a global position."""
+        """Positions (B,) and randomness of this rank's batches, from a global position without end."""
         positions = self.plan.positions(position)
         if self.num_workers == 0:
             yield from map(self._draw, positions)

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Worker processes and threads of the loader: they ignore stop signals and end with their rank."""
+"""Worker processes and threads of the loader. They ignore stop signals and exit when their rank exits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 def run_ahead(
     function: Callable[[list[int]], Result], positions: Iterator[list[int]], *, num_threads: int, ahead: int
 ) -> Iterator[Result]:
-    """What `function` makes of the positions of each batch, in order; threads compute the next `ahead` of them."""
+    """Results of `function` for the positions of each batch, in order. Threads compute the next `ahead` of them."""
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="batches")
     try:
         pending = deque(pool.submit(function, next(positions)) for _ in range(ahead))
@@ -29,13 +29,13 @@ def run_ahead(
             pending.append(pool.submit(function, next(positions)))
             yield pending.popleft().result()
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)  # the next epoch may fork loader workers at once
+        pool.shutdown(wait=True, cancel_futures=True)  # the next epoch may fork loader workers immediately
 
 
 def init_worker(worker: int) -> None:
-    """For a loader worker: it ignores the signals that ask its rank to stop, and ends when the rank does.
+    """Ignore the signals that stop a rank, and exit when the rank exits. Runs in each loader worker.
 
-    A rank that shall finish its step needs the next batch, and clusters signal every process of a job.
+    A stopping rank needs the next batch to finish its step, and clusters signal every process of a job.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -46,7 +46,7 @@ _workers: set[BaseProcess] = set()
 
 
 def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
-    """An iterator over a loader, whose workers `end_loader_workers` will know."""
+    """Iterate over a loader and register its workers for `end_loader_workers`."""
     before = set(multiprocessing.active_children())
     iterator = iter(loader)
     _workers.update(set(multiprocessing.active_children()) - before)
@@ -54,12 +54,12 @@ def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def end_loader_workers() -> None:
-    """End what is left of them when a run is over: they would not listen to the SIGTERM that Python sends them."""
+    """End the remaining workers when a run is over. They ignore the SIGTERM that Python sends them."""
     workers = [worker for worker in multiprocessing.active_children() if worker in _workers]
     _workers.clear()
     if not workers or threading.current_thread() is not threading.main_thread():
         return
-    previous = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's loader takes a dead worker for a failure
+    previous = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's loader treats a dead worker as a failure
     for worker in workers:
         worker.kill()
         worker.join()

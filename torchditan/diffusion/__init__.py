@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Objectives (loss and sampling of each), timestep distributions, samplers and guidance; no ranks, no runs.
+"""Objectives (loss and sampling), timestep distributions, samplers and guidance, independent of ranks and runs.
 
 May import: config, models, randomness, registry.
 """

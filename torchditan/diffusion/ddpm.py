@@ -1,9 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Denoising diffusion with a fixed table of noise levels and noise prediction (Ho et al. 2020, arXiv 2006.11239).
 
-Level k of 1000 is t = 1 - k / 1000: t = 1 is data here too. A sample of level k is a_k x + s_k noise with
-a_k^2 = prod(1 - beta) up to k and a_k^2 + s_k^2 = 1; the betas are the squares of evenly spaced roots, from 0.00085 to
-0.012, as Stable Diffusion was trained with (Rombach et al. 2022, arXiv 2112.10752; Podell et al. 2023, 2307.01952).
+Level k of 1000 is t = 1 - k / 1000, so t = 1 is data here too. A sample of level k is a_k x + s_k noise, with
+a_k^2 = prod(1 - beta) up to k and a_k^2 + s_k^2 = 1. The betas are the squares of evenly spaced roots, from 0.00085 to
+0.012, as in Stable Diffusion (Rombach et al. 2022, arXiv 2112.10752; Podell et al. 2023, 2307.01952).
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _NOT_READ = (
 
 
 def signal_and_noise(level: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a, s) float32 of levels 0 to 999, of their shape and device."""
-    is_counted = level.device.type == "meta"  # every trace of a step has to have the same operators
+    """(a, s) float32 for levels 0 to 999, with the shape and device of `level`."""
+    is_counted = level.device.type == "meta"  # every trace of a step must contain the same operators
     squared = (_squared_signal.__wrapped__ if is_counted else _squared_signal)(level.device)[level]
     return squared.sqrt().float(), (1 - squared).sqrt().float()
 
 
 @functools.lru_cache(maxsize=4)
 def _squared_signal(device: torch.device) -> torch.Tensor:
-    """a^2 of every level, (1000,) float64; made once, since copying it to a device makes the host wait."""
+    """a^2 of every level, (1000,) float64. Cached, because a copy to a device makes the host wait."""
     low, high = (beta**0.5 for beta in _BETAS)
     betas = torch.linspace(low, high, NUM_LEVELS, dtype=torch.float64) ** 2
     return torch.cumprod(1 - betas, dim=0).to(device)
@@ -53,7 +53,7 @@ def _squared_signal(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DDPM(Objective):
-    """The model predicts the noise of a sample at a level drawn uniformly."""
+    """The model predicts the noise of a sample at a uniformly drawn level."""
 
     conditioning: Conditioning
     label_dropout: float
@@ -64,22 +64,22 @@ class DDPM(Objective):
 
     @classmethod
     def option_mistakes(cls, config: Config, changed: Collection[str]) -> Iterator[tuple[str, str]]:
-        """A model that was not trained so, and the options of other objectives' timesteps and samplers."""
-        if config.model.name not in FAMILIES:  # a family says itself what it was trained with
-            yield "diffusion.objective", "is for models that were trained so (sdxl); must be flow_matching"
+        """Models trained with another objective, and options of other objectives' timesteps and samplers."""
+        if config.model.name not in FAMILIES:  # a family checks its own objective
+            yield "diffusion.objective", "applies only to models trained with it (sdxl); must be flow_matching"
         for option in _NOT_READ:
             if option in changed:
-                yield option, "has no effect with ddpm, which has levels and a sampler of its own; leave it out"
-        if config.diffusion.timestep_shift not in (None, 1):  # 1 is filled in
-            yield "diffusion.timestep_shift", "has no effect with ddpm, which has levels of its own; leave it out"
+                yield option, "has no effect with ddpm, which has its own levels and sampler; leave it out"
+        if config.diffusion.timestep_shift not in (None, 1):  # configurations are completed with 1
+            yield "diffusion.timestep_shift", "has no effect with ddpm, which has its own levels; leave it out"
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness) -> torch.Tensor:
-        """Squared error of the predicted noise, averaged over each sample's values: (B,) float32.
+        """Squared error of the predicted noise, averaged over the values of each sample: (B,) float32.
 
         Args:
             model: `forward(x_t, t, cond)`, with t = 1 - level / 1000 (B,) float32.
-            batch: `sample` (B, ...) float32 and the conditioning.
-            randomness: the samples' own noise, levels (its timesteps) and caption dropout.
+            batch: `sample` (B, ...) float32 and the tensors of the condition.
+            randomness: noise, levels (from its timesteps) and caption dropout of the samples.
         """
         x, noise = batch["sample"], randomness.noise
         level = (randomness.timestep * NUM_LEVELS).long()  # (B,)
@@ -93,9 +93,9 @@ class DDPM(Objective):
         """Deterministic steps through evenly spaced levels (DDIM, Song et al. 2020, arXiv 2010.02502).
 
         Args:
-            predict: (x (B, ...), t) -> the noise in x, guidance included.
+            predict: (x (B, ...), t) -> predicted noise in x, including guidance.
             noise: (B, ...) float32, the state at the highest level.
-            sampling: gives the number of steps.
+            sampling: provides the number of steps.
         """
         num_steps = sampling.num_steps
         levels = [NUM_LEVELS * (num_steps - i) // num_steps - 1 for i in range(num_steps)] + [-1]

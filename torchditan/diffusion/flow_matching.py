@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class FlowMatching(Objective):
     """x_t = (1 - t) noise + t x; the model predicts the velocity dx_t/dt = x - noise.
 
-    Another prediction on the same path is a subclass with its own `target` and `velocity`.
+    To train another prediction on the same path, override `target` and `velocity` in a subclass.
     """
 
     conditioning: Conditioning
@@ -46,37 +46,37 @@ class FlowMatching(Objective):
 
     @classmethod
     def option_mistakes(cls, config: Config, changed: Collection[str]) -> Iterator[tuple[str, str]]:
-        """A model of our own that learns a variance, for which there is no target."""
+        """A native model with a learned variance, which has no target here."""
         model = config.model
-        right = "flow matching predicts no variance; set --model.learn_sigma=false"
+        right = "flow matching does not predict a variance; set --model.learn_sigma=false"
         if model.name == "dit" and model.learn_sigma:
             yield "model.learn_sigma", right
         if model.name == "dit" and model.learn_sigma is None and model.preset == "official":
             yield "model.preset", f"learns sigma, and {right}"
 
     def target(self, x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """What the model is to predict, of samples x (B, ...) and their noise (B, ...)."""
+        """The target of the model's prediction, for samples x (B, ...) and noise (B, ...)."""
         return x - noise
 
     def velocity(self, prediction: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """dx_t/dt by a prediction of the model; the loss compares it and samplers integrate it.
+        """dx_t/dt from a prediction of the model. The loss compares it and samplers integrate it.
 
         Args:
-            prediction: (B, ...) float32, of the model or its target.
-            x_t: (B, ...) float32, what the model saw.
+            prediction: (B, ...) float32, the model's output or its target.
+            x_t: (B, ...) float32, the model's input.
             t: float32, broadcasts over x_t.
         """
         return prediction
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness) -> torch.Tensor:
-        """The `error` of what the model predicts for the `inputs`: (B,) float32."""
+        """The `error` of the model's prediction for the `inputs`: (B,) float32."""
         x_t, t, cond = self.inputs(batch, randomness)
         return self.error(model(x_t, t, cond), x_t, t, batch, randomness)
 
     def inputs(
         self, batch: dict[str, torch.Tensor], randomness: Randomness
     ) -> tuple[torch.Tensor, torch.Tensor, Condition]:
-        """What the model sees: x_t (B, ...) and t (B,), both float32, and the condition, dropped for some samples."""
+        """Model inputs: x_t (B, ...) and t (B,), both float32, and the condition, dropped for some samples."""
         x, noise = batch["sample"], randomness.noise  # (B, C, H, W)
         t = self.timesteps(randomness.timestep)  # (B,)
         t_wide = wide(t, x)
@@ -92,7 +92,7 @@ class FlowMatching(Objective):
         batch: dict[str, torch.Tensor],
         randomness: Randomness,
     ) -> torch.Tensor:
-        """|velocity(prediction) - velocity(target)|^2, averaged over each sample's values: (B,) float32."""
+        """|velocity(prediction) - velocity(target)|^2, averaged over the values of each sample: (B,) float32."""
         t = wide(t, x_t)
         velocity = self.velocity(self.target(batch["sample"], randomness.noise), x_t, t)
         predicted = self.velocity(prediction.float(), x_t, t)

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The protocol of an objective, and the one that `[diffusion]` asks for."""
+"""The interface of an objective, and the builder for the options of `[diffusion]`."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ Loss = Callable[[nn.Module, dict[str, torch.Tensor], "Randomness"], torch.Tensor
 
 
 class Objective(Protocol):
-    """What a model learns to predict, and how samples are drawn from that prediction. Objectives inherit from it.
+    """The model's training target, loss and sampler. Objectives inherit from this protocol.
 
-    One object does both, so that training and sampling cannot disagree. It knows nothing of ranks.
+    One object does both, so that training and sampling always agree. It is independent of ranks.
     """
 
     uses_teacher: ClassVar[bool] = False
-    """`loss` has a fourth argument, `teacher`: the EMA model as it is before the step's update, called like the model
-    and without gradients."""
+    """If true, `loss` has a fourth argument `teacher`: the EMA model before the step's update. Call it like the model;
+    it computes without gradients."""
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Names, of `ModelSpec.features`, that `loss` asks the model or the teacher for."""
+        """Names from `ModelSpec.features` that `loss` requests from the model or the teacher."""
         return ()
 
     @classmethod
     def build(cls, config: Diffusion, spec: ModelSpec) -> Objective:
-        """The objective by the `[diffusion]` options, for a model."""
+        """Build the objective from the `[diffusion]` options, for a model."""
         ...
 
     @classmethod
     def option_mistakes(cls, config: Config, changed: Collection[str]) -> Iterable[tuple[str, str]]:
-        """(option, what would be right) for each option that does not go together with this objective.
+        """(option, what would be right) for each option that this objective does not support.
 
-        An option that the objective does not read is such a mistake where the job changes it.
+        An option that the objective does not read is an error if the job changes it.
 
         Args:
-            config: the options of a job; `timestep_shift` may be filled in.
-            changed: names of the options that do not have their default ("sampling.sampler").
+            config: the options of a job, possibly with a completed `timestep_shift`.
+            changed: names of the options whose value is not the default ("sampling.sampler").
         """
         ...
 
@@ -62,8 +62,8 @@ class Objective(Protocol):
         Args:
             model: `forward(x_t, t, cond)`; x_t (B, ...) and t (B,) are float32. With `features=names` it returns
                 (prediction, {name: tokens (B, N, D)}).
-            batch: `sample` (B, ...) float32 and the conditioning.
-            randomness: the samples' own noise, uniform numbers for their timesteps, and label dropout.
+            batch: `sample` (B, ...) float32 and the tensors of the condition.
+            randomness: noise, uniform numbers for the timesteps, and label dropout of the samples.
 
         Returns:
             (B,) float32.
@@ -71,19 +71,19 @@ class Objective(Protocol):
         ...
 
     def sample(self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling) -> torch.Tensor:
-        """From noise (B, ...) float32 to samples (B, ...), with guidance already in `predict`."""
+        """Noise (B, ...) float32 -> samples (B, ...). `predict` includes guidance."""
         ...
 
     def num_evaluations(self, sampling: Sampling) -> int:
-        """How often `sample` calls `predict`."""
+        """Number of calls of `predict` in `sample`."""
         ...
 
 
 def build_objective(config: Diffusion, spec: ModelSpec) -> Objective:
-    """The objective that `diffusion.objective` names; a timestep shift that is left open is the model's own.
+    """Build the objective named by `diffusion.objective`. If no timestep shift is set, the model's default applies.
 
     Raises:
-        ConfigError: it asks for features that the model does not have.
+        ConfigError: the objective requests features that the model does not have.
     """
     objective: Objective = registered(OBJECTIVES, config.objective).build(config, spec)
     if unknown := [name for name in objective.features if name not in spec.features]:
@@ -94,7 +94,7 @@ def build_objective(config: Diffusion, spec: ModelSpec) -> Objective:
 
 
 def loss_with_teacher(objective: Objective, teacher: nn.Module | None) -> Loss:
-    """The loss of an objective that uses a teacher, with this one; that of others as it is."""
+    """Bind the teacher to the loss of an objective that uses one. Returns other losses unchanged."""
     if not objective.uses_teacher:
         return objective.loss
     assert teacher is not None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torchditan.models.spec import Condition, Conditioning
 
 Prediction = Callable[[torch.Tensor, float], torch.Tensor]
-"""(x (B, ...) float32, t) -> what the model predicts there (B, ...) float32."""
+"""(x (B, ...) float32, t) -> the model's prediction (B, ...) float32."""
 Velocity = Callable[[torch.Tensor, float], torch.Tensor]
 """(x (B, ...) float32, t) -> dx/dt (B, ...) float32."""
 
@@ -25,10 +25,10 @@ def solve(
     """Integrate the flow through these timesteps.
 
     Args:
-        velocity: the field, guidance included.
+        velocity: the vector field, including guidance.
         noise: (B, ...) float32, the state at t = 0.
         timesteps: increasing, from 0 to 1.
-        method: euler (one evaluation per step) or heun (two, the last one's second included).
+        method: euler (one evaluation per step) or heun (two evaluations in every step, including the last).
     """
     x = noise
     for t, t_next in itertools.pairwise(timesteps):
@@ -53,12 +53,12 @@ def guided_prediction(
     """Classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598): null + scale (conditional - null).
 
     Args:
-        model: `forward(x_t, t, cond)`; what it predicts is its objective's.
-        conditioning: gives the null condition of `cond`.
+        model: `forward(x_t, t, cond)`; its objective defines what it predicts.
+        conditioning: provides the null condition for `cond`.
         cond: the condition of every sample.
-        guidance_scale: 1 is no guidance, and costs one evaluation instead of two.
-        guidance_interval: guidance applies for t inside, ends included (Kynkaanniemi et al. 2024, arXiv 2404.07724).
-        guidance_channels: guide only the first so many channels, as the official DiT samples (3); None guides all.
+        guidance_scale: 1 disables guidance, which saves one of two evaluations.
+        guidance_interval: guidance applies for t in this closed interval (Kynkaanniemi et al. 2024, arXiv 2404.07724).
+        guidance_channels: guide only the first n channels, as the official DiT does (3); None guides all.
     """
     low, high = guidance_interval
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Distributions of the timestep t in [0, 1]; t = 0 is noise and t = 1 is data, everywhere."""
+"""Distributions of the timestep t in [0, 1]. Everywhere t = 0 is noise and t = 1 is data."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def shift_timesteps(t: torch.Tensor, shift: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Timesteps:
-    """Timesteps of training, by the inverse of their distribution function, and those that samplers step through.
+    """Training timesteps, by the inverse of their distribution function, and the timesteps that samplers use.
 
     Args:
         kind: uniform, or logit_normal (section 3.1 of Esser et al. 2024): logit(t) ~ N(mean, std^2).
-        mean: mean of logit(t); below 0 trains more on noisy samples.
+        mean: mean of logit(t); a value below 0 trains more on noisy samples.
         std: standard deviation of logit(t), positive.
         shift: see `shift_timesteps`, in training and sampling; 1 changes nothing.
     """

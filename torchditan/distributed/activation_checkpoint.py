@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Activation checkpointing: which blocks recompute what in the backward pass.
+"""Activation checkpointing: which blocks recompute which activations in the backward pass.
 
-A block's `forward` is replaced on the instance, not wrapped in a module, so parameter names stay the
-model's own (initialisation, checkpoints and weight decay go by name).
+It replaces a block's `forward` on the instance instead of wrapping the module. Parameter names stay unchanged, which
+initialization, checkpoints and weight decay rely on.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def apply_activation_checkpoint(
     Args:
         blocks: the model's repeated blocks.
         mode: none, full (every block), selective or fraction.
-        selective_option: with mode selective, "n" checkpoints every n-th block and "op" checkpoints all
-            blocks but keeps the outputs of matrix products and attention.
-        fraction: with mode fraction, the share of the blocks, 0 to 1, rounded to whole blocks and spread evenly.
+        selective_option: for mode selective; "n" checkpoints every n-th block, "op" checkpoints all blocks but
+            keeps the outputs of matrix products and attention.
+        fraction: for mode fraction; the fraction of the blocks, 0 to 1, rounded to whole blocks and spread evenly.
     """
     if mode == "none":
         return
@@ -62,5 +62,5 @@ def apply_activation_checkpoint(
 
 
 def _checkpointed(forward: Callable[..., torch.Tensor], **options: Any) -> Callable[..., torch.Tensor]:
-    # The blocks draw no random numbers, so there is no random state to keep.
+    # The blocks draw no random numbers, so no random state needs to be preserved.
     return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **options)

@@ -1,13 +1,13 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""How many CPU threads a rank computes with: from affinity, quota and ranks per machine, never from the load.
+"""The number of CPU threads per rank, from affinity, quota and ranks per machine, independent of the load.
 
 Notable:
-- cores count, not logical CPUs: two hyperthreads share one unit that multiplies;
-- a parallel region ends with its last thread, so threads that wait for a core hold up all others. torch knows the
-  affinity of the process, but neither its cgroup's quota nor the other ranks;
-- sums are split by thread, so the number decides the last bits of a result. A resumed run keeps its first number.
+- physical cores count, not logical CPUs: two hyperthreads share one arithmetic unit;
+- a parallel region ends with its last thread, so a thread that waits for a core delays all others. torch respects the
+  affinity of the process, but not its cgroup's quota or the other ranks;
+- threads split sums, so their number affects the last bits of a result. A resumed run keeps its first number.
 
-Imports no torch: `limit_spinning` has to come before it.
+This file must not import torch, because `limit_spinning` must run first.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def check_user_threads() -> None:
-    """Refuse an OMP_NUM_THREADS that OpenMP would ignore. Call it before torch is imported.
+    """Refuse an OMP_NUM_THREADS that OpenMP would ignore. Call it before importing torch.
 
     Raises:
-        ConfigError: it is not a positive integer, or a list of them (one for each level of nesting).
+        ConfigError: the value is not a positive integer or a list of them (one for each level of nesting).
     """
     given = os.environ.get("OMP_NUM_THREADS")
     if given is not None and not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", given):
@@ -39,23 +39,23 @@ def check_user_threads() -> None:
 
 
 def limit_spinning() -> None:
-    """Have OpenMP's threads sleep after a short wait for work. Call it before torch is imported.
+    """Make OpenMP's threads sleep after a short wait for work. Call it before importing torch.
 
-    By default libgomp's threads spin a hundred times as long. On a machine with other jobs they use up the time
-    that the last thread of the region waits for (measurements: docs/configuration.md). OMP_WAIT_POLICY and
-    GOMP_SPINCOUNT of the user stay as they are.
+    By default libgomp's threads spin a hundred times as long. On a machine with other jobs, spinning takes CPU time
+    from the last thread of the region (measurements: docs/configuration.md). User values of OMP_WAIT_POLICY and
+    GOMP_SPINCOUNT take precedence.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
 
 
 def set_cpu_threads(run: Path | None = None) -> str | None:
-    """Give torch this rank's share of the cores, or the number that the run in folder `run` began with.
+    """Set torch's number of threads to this rank's share of the cores, or to the number stored in folder `run`.
 
-    An OMP_NUM_THREADS of the user stays as it is.
+    A user's OMP_NUM_THREADS takes precedence.
 
     Returns:
-        A line that says why a run continues with another number than it started with; None where it does not.
+        A message if a run continues with another number than it started with, else None.
     """
     import torch
 
@@ -68,11 +68,11 @@ def set_cpu_threads(run: Path | None = None) -> str | None:
     if stored in (None, number):
         return None
     why = "OMP_NUM_THREADS" if is_users else "fewer cores for each rank"
-    return f"{number} CPU threads per rank ({why}), {stored} when the run began: results may differ in the last bits"
+    return f"{number} CPU threads per rank ({why}), {stored} when the run started: results may differ in the last bits"
 
 
 def stored_cpu_threads(run: Path) -> int | None:
-    """The number in the config.json of a run, None without one: runs of earlier versions did not record it."""
+    """The number in the config.json of a run; None if it is missing, as in older runs."""
     if not (run / "config.json").exists():
         return None
     number = read_config(run).get("hardware", {}).get("cpu_threads")
@@ -80,13 +80,13 @@ def stored_cpu_threads(run: Path) -> int | None:
 
 
 def is_set_by_user() -> bool:
-    """Whether OMP_NUM_THREADS is set, and not by torchrun, which sets 1 for two ranks or more."""
+    """Whether the user set OMP_NUM_THREADS. torchrun sets it to 1 for two or more ranks, which does not count."""
     if "OMP_NUM_THREADS" not in os.environ:
         return False
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
     try:
-        # As torchrun was started: what it adds for its ranks does not show here.
+        # The environment of torchrun itself: variables that it adds for its ranks are not in it.
         given = Path(f"/proc/{os.getppid()}/environ").read_bytes()
     except OSError:
         return True
@@ -94,14 +94,14 @@ def is_set_by_user() -> bool:
 
 
 def cores_per_rank() -> int:
-    """Cores that this process may use, shared by the ranks of this machine; at least 1."""
+    """Cores available to this process, divided by the ranks on this machine; at least 1."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = min(num_cores(cpus), cpu_quota())
     return max(1, int(cores / int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def num_cores(cpus: set[int], topology: Path = _TOPOLOGY) -> int:
-    """Physical cores that these logical CPUs belong to; where the system does not say, each is one."""
+    """Number of physical cores of these logical CPUs. If the system does not report them, each CPU counts as one."""
     return len({_siblings(topology / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu) for cpu in cpus})
 
 
@@ -113,7 +113,7 @@ def _siblings(file: Path) -> str:
 
 
 def cpu_quota(membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> float:
-    """CPUs' worth of time that the cgroups of this process allow (versions 1 and 2), infinity without a limit."""
+    """CPU quota of this process's cgroups (versions 1 and 2) in CPUs; infinity without a limit."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -124,7 +124,7 @@ def cpu_quota(membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> float
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = cgroups / controllers if controllers else cgroups
-        # A container sees its own group as the root, while the path may be the one outside.
+        # A container sees its own group as the root, but the path may be the one outside the container.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         folders = (root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1))
         quota = min([quota, *(_quota_of(folder) for folder in folders)])
@@ -132,7 +132,7 @@ def cpu_quota(membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> float
 
 
 def _quota_of(folder: Path) -> float:
-    """The limit of one cgroup: `cpu.max` holds "max 100000" or "150000 100000", version 1 two files, -1 for none."""
+    """Limit of one cgroup: `cpu.max` contains "max 100000" or "150000 100000"; version 1 has two files, -1 for none."""
     try:
         if (folder / "cpu.max").exists():
             limit, period = (folder / "cpu.max").read_text().split()

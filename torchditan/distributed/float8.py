@@ -2,11 +2,11 @@
 """Float8 training of the blocks' linear layers, through torchao.
 
 Notable:
-- the model itself says which layers gain nothing: one forward on the meta device counts the rows that each layer sees,
-  and layers that see one row per image (modulations) stay as they are, in every family, without a list of names;
-- CUDA's float8 products need an inner dimension that is a multiple of 16. In the weight gradient that is the number of
-  rows, so layers that see another number pad it there with zeros, which add nothing to a sum;
-- emulation refuses the rows that CUDA would refuse.
+- the model determines which layers benefit: one forward on the meta device counts the input rows of each layer. Layers
+  with one row per image (modulations) stay unchanged. No family needs a list of names;
+- CUDA's float8 products need an inner dimension that is a multiple of 16. In the weight gradient the inner dimension is
+  the number of rows. Layers with another number of rows pad it there with zeros, which do not change the sum;
+- emulation refuses the row counts that CUDA would refuse.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from torchditan.models.spec import ModelSpec
 
 _ALIGNMENT = 16
-"""Elements that the inner dimension and the columns of a float8 product are multiples of."""
+"""The inner dimension and the columns of a float8 product must be multiples of this number of elements."""
 
 
 def check_float8(config: Float8, *, device: torch.device) -> None:
-    """Refuse a float8 request that this device or installation cannot honour.
+    """Check that this device and this installation support the float8 options.
 
     Raises:
         ConfigError: torchao is missing, or the device has no float8 products and emulation is off.
@@ -57,17 +57,17 @@ def check_float8(config: Float8, *, device: torch.device) -> None:
 def convert_to_float8(
     *, model: nn.Module, spec: ModelSpec, config: Float8, batch_size: int, varied_shapes: bool = False
 ) -> str:
-    """Replace the linear layers of the blocks by torchao's Float8Linear, in place; names stay.
+    """Replace the linear layers of the blocks by torchao's Float8Linear, in place. Names stay unchanged.
 
-    Layers that see one row per image stay as they are, since such rows have nothing to gain, and so do layers whose
-    sizes are no multiples of 16, which the hardware's products need.
+    Layers with one row per image do not benefit and stay unchanged. So do layers whose sizes are not multiples of 16,
+    which the hardware requires.
 
     Args:
-        model: what `spec` builds.
-        spec: tells which rows each layer sees.
+        model: built from `spec`.
+        spec: provides the input rows of each layer.
         config: recipe and emulation.
         batch_size: samples in one forward pass.
-        varied_shapes: samples of other shapes than `spec.sample_shape` will come too.
+        varied_shapes: whether samples have other shapes in addition to `spec.sample_shape`.
 
     Returns:
         One line for the log: how many layers were converted, and how many of them pad.
@@ -87,7 +87,7 @@ def convert_to_float8(
         fits = linear.in_features % _ALIGNMENT == 0 == linear.out_features % _ALIGNMENT
         return fits and max(rows_of.get(name, set()), default=0) > batch_size
 
-    # torchao's own entry: it also works around a miscompilation of the compiled backward pass.
+    # torchao's own entry point also works around a miscompilation of the compiled backward pass.
     convert_to_float8_training(blocks, config=options, module_filter_fn=gains)
     converted_layers = {name: module for name, module in blocks.named_modules() if isinstance(module, Float8Linear)}
     padded_rows = []
@@ -107,9 +107,9 @@ def convert_to_float8(
 
 
 def rows_of_linears(spec: ModelSpec, *, batch_size: int) -> dict[str, set[int]]:
-    """Rows that enter each linear layer of the blocks, by its name in `spec.blocks`; layers that never run have none.
+    """Numbers of input rows of each linear layer of the blocks, by its name in `spec.blocks`.
 
-    Counted in a forward on the meta device, which computes nothing.
+    Counted in a forward on the meta device, which computes nothing. Layers that never run have no rows.
     """
     rows: dict[str, set[int]] = {}
     with torch.device("meta"), torch.no_grad():
@@ -129,7 +129,7 @@ def _num_rows(x: torch.Tensor) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _RefuseOddRows:
-    """Forward pre-hook of an emulated layer that does not pad: raises where CUDA's weight gradient would."""
+    """Forward pre-hook of an emulated layer without padding. Raises where CUDA's weight gradient would."""
 
     layer: str
 
@@ -145,13 +145,13 @@ def _summary(
 ) -> str:
     line = f"float8: {num_converted} of {num_linears} linear layers of the blocks"
     if varied_shapes:
-        return f"{line}, padded to multiples of {_ALIGNMENT} rows, since samples have several shapes"
+        return f"{line}, padded to multiples of {_ALIGNMENT} rows because samples have several shapes"
     if not padded_rows:
         return line
     needed = [_ALIGNMENT // math.gcd(_ALIGNMENT, rows // math.gcd(rows, batch_size)) for rows in padded_rows]
     largest = max(padded_rows)
     fits = math.lcm(*needed)
     return (
-        f"{line}, {len(padded_rows)} of them padded, since they see up to {largest} rows, not a multiple of "
-        f"{_ALIGNMENT}; a multiple of {fits} as training.batch_size needs no padding"
+        f"{line}, {len(padded_rows)} of them padded: they have up to {largest} input rows, not a multiple of "
+        f"{_ALIGNMENT}; with training.batch_size a multiple of {fits}, no layer needs padding"
     )

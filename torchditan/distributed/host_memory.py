@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Keep freed host memory in the process: on a CPU every step frees and takes the same large blocks again."""
+"""Keep freed host memory in the process: on a CPU every step frees and allocates the same large blocks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _LARGEST_BLOCK = 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to reuse large freed blocks instead of giving them back to the system.
+    """Configure glibc to reuse large freed blocks instead of returning them to the system.
 
-    By default a block of more than 32 MiB goes back when it is freed, and the next one is mapped anew, a page
-    fault and 4 KiB of zeros at a time: a tenth of a float32 step of DiT-S/2 (docs/LOG.md, 2026-11-21).
+    By default glibc returns a freed block of more than 32 MiB. The next allocation maps it again, with a page fault
+    for every 4 KiB: a tenth of a float32 step of DiT-S/2 (docs/LOG.md, 2026-11-21).
 
     Returns:
-        Whether the C library took it; others than glibc do as they are used to.
+        Whether the C library accepted the settings. Only glibc has them.
     """
     if sys.platform != "linux":
         return False

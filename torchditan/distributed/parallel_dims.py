@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""How the ranks are divided into replicas and shards."""
+"""The division of the ranks into replicas and shards."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ParallelDims:
 
     @classmethod
     def resolve(cls, *, replicate: int, shard: int, world_size: int) -> ParallelDims:
-        """Degrees for this world size; a shard degree of -1 takes all ranks left.
+        """Resolve the degrees for this world size. A shard degree of -1 uses all remaining ranks.
 
         Raises:
-            ConfigError: the degrees do not multiply to the world size.
+            ConfigError: the product of the degrees is not the world size.
         """
         if world_size % replicate:
             right = f"must divide the {world_size} rank(s) of this job"

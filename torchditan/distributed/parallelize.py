@@ -2,11 +2,11 @@
 """One way to parallelise any model: activation checkpointing -> per-block compile -> fully_shard.
 
 Notable:
-- `fully_shard` is applied in every mode, one process and DDP (a replicate-only mesh) included: float32
-  master weights and one precision story everywhere, so comparing modes compares one thing;
-- inputs are not cast on the way in (t and x_t stay float32); the model's two entries, patches and
-  timestep embedding, follow the dtype of their own weights;
-- compiled and checkpointed forwards replace `block.forward` on the instance: parameter names never change.
+- every mode uses `fully_shard`, including one process and DDP (a replicate-only mesh). All modes therefore have
+  float32 master weights and the same precision policy;
+- inputs are not cast (t and x_t stay float32). The patch and timestep embeddings cast them to the dtype of their
+  weights;
+- compile and checkpointing replace `block.forward` on the instance, so parameter names never change.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def parallelize(
     reduce_dtype: torch.dtype = torch.float32,
     cpu_offload: bool = False,
 ) -> nn.Module:
-    """Checkpoint, compile and shard a model in place; usually still on the meta device.
+    """Checkpoint, compile and shard a model in place, usually while it is on the meta device.
 
     Args:
-        model: any module; its parameters outside the blocks form one more communication unit.
+        model: any module. The parameters outside the blocks form one additional communication unit.
         blocks: the repeated blocks of the model.
         mesh: 1D (shard) or 2D (replicate, shard), see `ParallelDims.build_mesh`.
         activation_checkpoint: see `apply_activation_checkpoint`.
@@ -61,17 +61,18 @@ def parallelize(
     )
     if compile is not None:
         compile_blocks(blocks, options=compile)
-    # Some blocks give parts of one tensor; what it warns of is writing into them, which nobody does.
+    # Some blocks return views of one tensor. The warning concerns in-place writes to views, which this code never does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
-    # Resharding after forward frees gathered weights. With one shard that is a copy in another precision, made anew in
-    # the backward pass: worth it for a frozen base, which has no gradients and moments beside which it would be small.
+    # Resharding after forward frees gathered weights. With one shard these are a copy in another precision, which the
+    # backward pass makes again. That pays off only for a frozen base: the gradients and moments of trained weights take
+    # much more memory than the copy.
     has_frozen = any(not parameter.requires_grad for block in blocks for parameter in block.parameters())
     reshard = mesh.size(mesh.ndim - 1) > 1 or has_frozen
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
-    # A model that is all frozen, a teacher, has no backward pass that would free what is gathered for the root.
+    # A fully frozen model (a teacher) has no backward pass, which would free the gathered weights of the root.
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=is_frozen)
     return model
@@ -85,13 +86,13 @@ def check_backend(backend: str) -> None:
 
 
 def compile_advice(*, compiles: bool, float8: bool, device: torch.device) -> str | None:
-    """One line for a job that torch.compile would make faster, None for others."""
+    """A message if torch.compile would make the job faster, else None."""
     if compiles:
         return None
     if float8:
         return (
             "warning: float8.enable_float8_linear without --training.compile launches about four times as many kernels "
-            "as bfloat16 (each cast is a kernel of its own), and is often slower; add --training.compile"
+            "as bfloat16 (one for each cast), and is often slower; add --training.compile"
         )
     if device.type == "cuda":
         return "hint: --training.compile fuses kernels and makes most models faster, for a minute of compiling"

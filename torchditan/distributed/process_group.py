@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Start and end of the process group: under torchrun, or alone in one process."""
+"""Start and end of the process group, under torchrun or in a single process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _jobs = itertools.count()
 
 @dataclass(frozen=True)
 class Rank:
-    """This process among those of the job, as torchrun's environment says; (0 of 1) without it."""
+    """The rank of this process, from torchrun's environment variables; rank 0 of 1 without them."""
 
     rank: int
     local_rank: int
@@ -36,17 +36,17 @@ class Rank:
 
     @property
     def device(self) -> torch.device:
-        """This rank's GPU where there is one, else the CPU."""
+        """This rank's GPU if the machine has one, else the CPU."""
         if torch.cuda.is_available():
             return torch.device("cuda", self.local_rank)
         return torch.device("cpu")
 
 
 def init_process_group(rank: Rank, *, timeout_seconds: int) -> None:
-    """Join the job's process group; a lone process makes one of its own, without ports or files."""
+    """Join the job's process group. A single process creates its own, without ports or files."""
     if rank.device.type == "cuda":
         torch.cuda.set_device(rank.device)
-    # Tensors in host memory (CPU offload, checkpoint metadata) need gloo beside NCCL.
+    # Tensors in host memory (CPU offload, checkpoint metadata) need gloo in addition to NCCL.
     backend = "cpu:gloo,cuda:nccl" if rank.device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
@@ -56,9 +56,9 @@ def init_process_group(rank: Rank, *, timeout_seconds: int) -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend, timeout=timeout)
         return
-    # torchrun keeps its store over restarts, and torch 2.13 would find there the addresses of ranks that are gone.
+    # torchrun keeps its store across restarts, and torch 2.13 would read the addresses of exited ranks from it.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
-    # Nor are the names of a job those of the one before it in the same processes.
+    # Group names must also differ from those of an earlier job in the same processes.
     names = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_jobs)}"
     dist.init_process_group(
         backend, store=dist.PrefixStore(names, store), rank=rank.rank, world_size=rank.world_size, timeout=timeout
@@ -66,10 +66,10 @@ def init_process_group(rank: Rank, *, timeout_seconds: int) -> None:
 
 
 def check_devices(rank: Rank) -> None:
-    """Refuse more ranks on this machine than it has GPUs.
+    """Refuse more ranks on this machine than GPUs.
 
     Raises:
-        ConfigError: this rank would have no GPU of its own.
+        ConfigError: no GPU is left for this rank.
     """
     num_devices = torch.cuda.device_count()
     if rank.device.type == "cuda" and rank.local_rank >= num_devices:
@@ -78,7 +78,7 @@ def check_devices(rank: Rank) -> None:
 
 
 def set_timeout(timeout_seconds: int, *, but: dist.ProcessGroup | None = None) -> None:
-    """Change the timeout of all collectives but those of one group, once the slow first step is over on every rank."""
+    """Set the timeout of all collectives except those of group `but`, after the slow first step of every rank."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
@@ -88,7 +88,7 @@ def set_timeout(timeout_seconds: int, *, but: dist.ProcessGroup | None = None) -
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
-    """Raise on every rank what any rank found; all ranks call it, most with None."""
+    """Raise an error of any rank on every rank. All ranks call it, most of them with None."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, error)
     for error_of_rank in found:

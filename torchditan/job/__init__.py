@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""From options to the parts of a training: complete and check them (prepare.py, complete.py), build (build.py).
+"""From options to a training job: complete and check the options (prepare.py, complete.py), then build (build.py).
 
-optional_parts.py chooses by name what only some jobs need.
+optional_parts.py imports the parts that only some jobs need.
 
 May import: checkpoint, config, data_stream, diffusion, distributed, evaluation, latents, models, optim, run,
 supervision.

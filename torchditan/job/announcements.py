@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What a run says of itself when it starts and when it is done."""
+"""Messages of a run at its start and at its end."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def opening(
     """Messages before the first step.
 
     Args:
-        progress: where the run is, which may be a checkpoint.
-        float8_layers: which layers compute in float8; None in other precisions.
-        initial_weights: what the run started from; None: random or published weights, or a checkpoint of its own.
+        progress: position of the run, which may come from a checkpoint.
+        float8_layers: the layers that compute in float8; None in other precisions.
+        initial_weights: source of the initial weights; None for random or published weights, or a resumed run.
     """
     config = job.config
     advice = compile_advice(
         compiles=config.training.compile, float8=config.float8.enable_float8_linear, device=job.device
     )
     threads = job.threads_changed if progress.step and job.device.type == "cpu" else None
-    weights = None if initial_weights is None else f"begun with the {initial_weights}"
+    weights = None if initial_weights is None else f"started from the {initial_weights}"
     scores = None
     if config.metrics.enable_sampling:
         scores = grids.why_no_scores
@@ -65,12 +65,12 @@ def opening(
 
 
 def closing(job: Job, grids: Grids, *, last_grid: Path | None, checkpoint: Path | None) -> list[str]:
-    """Messages after the last step: where everything is. `checkpoint` is that of the last step, None without one."""
+    """Messages after the last step, with the paths of all results. `checkpoint` is the last step's, if saved."""
     messages = []
     if last_grid is not None:
-        beside = "" if grids.shows_prompts else ", generated beside real"
+        beside = "" if grids.shows_prompts else ", generated and real"
         messages.append(f"samples{beside}: {last_grid}")
-    messages.append(f"done; everything of this run is in {job.run_directory.path}")
+    messages.append(f"done; all files of this run are in {job.run_directory.path}")
     if checkpoint is None:
         return [*messages, f"no weights were kept: {_NOT_SAVED}"]
     messages.append(f"weights: {checkpoint}")
@@ -82,7 +82,7 @@ def closing(job: Job, grids: Grids, *, last_grid: Path | None, checkpoint: Path 
 def _what_is_left(config: Config, progress: Progress) -> str | None:
     if progress.step >= config.training.steps:
         again = "to train again, name a new run with --metrics.experiment_name"
-        return f"step {progress.step} was reached before: nothing is left to train; {again}"
+        return f"step {progress.step} is already done: nothing is left to train; {again}"
     keeps_weights = config.checkpoint.enable_checkpoint or config.checkpoint.save_final
     return None if keeps_weights else f"this run keeps no weights: {_NOT_SAVED}"
 
@@ -117,7 +117,7 @@ def _describe_model(job: Job, model: nn.Module) -> str:
 
 
 def _command_to_generate(job: Job) -> str | None:
-    """What draws from the weights of this run; None where a model continues a first frame."""
+    """The command that samples from this run's weights; None for models that need a first frame."""
     command = f"python scripts/generate.py {shlex.quote(str(job.run_directory.path))}"
     conditioning = job.spec.conditioning
     if not isinstance(conditioning, TextEmbeddings):

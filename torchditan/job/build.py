@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Builders of what the Trainer holds, each from the job; the Trainer's constructor calls them in order."""
+"""Builders of the Trainer's parts. The Trainer's constructor calls them in order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def open_process_group(job: Job, supervision: Supervision) -> None:
-    """Connect the ranks, which watch each other from then on."""
+    """Connect the ranks and start to monitor them."""
     config = job.config
     if job.device.type == "cpu":
         keep_freed_memory()
@@ -45,7 +45,7 @@ def open_process_group(job: Job, supervision: Supervision) -> None:
 
 
 def build_model(job: Job, supervision: Supervision, mesh: DeviceMesh) -> tuple[Any, str | None]:
-    """The model, sharded and with its weights, in training mode; and which layers compute in float8."""
+    """Return the sharded model with its weights, in training mode, and which layers compute in float8."""
     with torch.device("meta"):
         model = job.spec.build()
     float8_layers = _convert_to_float8(job, model) if job.config.float8.enable_float8_linear else None
@@ -53,9 +53,9 @@ def build_model(job: Job, supervision: Supervision, mesh: DeviceMesh) -> tuple[A
 
 
 def build_teacher(job: Job, supervision: Supervision, mesh: DeviceMesh) -> Any:
-    """Another instance of the model, in the same precision and sharded alike, that computes without gradients.
+    """Another instance of the model with the same precision and sharding, without gradients.
 
-    Its parameters are to become the EMA. Gathered weights are freed after each use, so that it follows the average.
+    Its parameters become the EMA. It frees gathered weights after each use, so that it always uses the current average.
     """
     with torch.device("meta"):
         teacher = job.spec.build().requires_grad_(False)
@@ -69,7 +69,7 @@ def build_teacher(job: Job, supervision: Supervision, mesh: DeviceMesh) -> Any:
 def _shard_and_fill(job: Job, model: nn.Module, supervision: Supervision, mesh: DeviceMesh) -> Any:
     config, spec = job.config, job.spec
     compile_options = CompileOptions(backend=config.compile.backend, mode=config.compile.mode)
-    sharded: Any = parallelize(  # it has init_weights, and the methods of an FSDPModule
+    sharded: Any = parallelize(  # has init_weights and the methods of an FSDPModule
         model,
         blocks=spec.blocks(model),
         mesh=mesh,
@@ -84,7 +84,7 @@ def _shard_and_fill(job: Job, model: nn.Module, supervision: Supervision, mesh: 
     sharded.to_empty(device="cpu" if config.training.enable_cpu_offload else job.device)
     with supervision.reporting("loading the model"):
         sharded.init_weights(config.training.seed)
-    for buffer in sharded.buffers():  # offloading moves parameters alone
+    for buffer in sharded.buffers():  # offloading moves only parameters
         buffer.data = buffer.data.to(job.device)
     return sharded
 
@@ -102,7 +102,7 @@ def _convert_to_float8(job: Job, model: nn.Module) -> str:
 
 
 def build_loss_scaler(config: Config, parameters: Sequence[nn.Parameter]) -> LossScaler | None:
-    """The scaler of a float16 run, on the device of the gradients, which with offloading is the host."""
+    """The scaler of a float16 run, on the device of the gradients (the host with CPU offload)."""
     if config.training.mixed_precision_param != "float16":
         return None
     from torchditan.optim.loss_scaling import LossScaler
@@ -111,7 +111,7 @@ def build_loss_scaler(config: Config, parameters: Sequence[nn.Parameter]) -> Los
 
 
 def build_loss_spikes(config: Config, device: torch.device) -> LossSpikes | None:
-    """The judge of the loss, for a run that rolls back when it jumps."""
+    """The detector of loss spikes, for a run with rollback."""
     factor = config.training.loss_spike_factor
     return LossSpikes(factor, device) if config.training.on_nonfinite == "rollback" and factor else None
 
@@ -124,7 +124,7 @@ def build_ema(config: Config, model: nn.Module, teacher: nn.Module | None) -> EM
 
 
 def build_stream(job: Job) -> TrainingStream | SequentialStream:
-    """Batches of the training data, in the order of the seed."""
+    """Batches of the training data, in the order given by the seed."""
     options = job.config.dataset
     shared: dict[str, Any] = {
         "plan": job.plan,
@@ -150,7 +150,7 @@ def build_stream(job: Job) -> TrainingStream | SequentialStream:
 
 
 def initial_weights_loader(job: Job, model: nn.Module) -> Callable[[], str] | None:
-    """Gives the model the weights of `checkpoint.initial_load_path`, and says which; None without the option."""
+    """A function that loads `checkpoint.initial_load_path` and returns its description; None without the option."""
     path = job.config.checkpoint.initial_load_path
     if path is None:
         return None
@@ -159,7 +159,7 @@ def initial_weights_loader(job: Job, model: nn.Module) -> Callable[[], str] | No
 
 
 def build_logger(job: Job, progress: Progress) -> MetricsLogger:
-    """The logger of a run that is at `progress`."""
+    """The logger of a run at position `progress`."""
     return MetricsLogger(
         job.config.metrics,
         job.run_directory,
@@ -176,13 +176,13 @@ def build_logger(job: Job, progress: Progress) -> MetricsLogger:
 
 
 def set_determinism(seed: int, *, deterministic: bool) -> None:
-    """Seed torch's own generators (nothing of ours draws from them) and choose deterministic kernels.
+    """Seed torch's global generators, which our code does not use, and select deterministic kernels.
 
-    cuBLAS has to know earlier: see `prepare_job`.
+    cuBLAS needs its setting earlier: see `prepare_job`.
     """
     torch.manual_seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
-        # On by default then, it writes NaN into every tensor from torch.empty: a kernel each, and nothing of ours reads
-        # memory before it is written.
+        # In deterministic mode torch fills every tensor of torch.empty with NaN, one kernel each. Our code never reads
+        # memory before it writes it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Completing a configuration: the dataset, the ranks and the run it continues fill in what it leaves open.
+"""Complete a configuration: the dataset, the ranks and a stored run fill in the options that are left open.
 
-Configurations are frozen: `complete` returns a new one. This is the only place that completes them.
+Configurations are frozen: `complete` returns a new one. Only this module completes configurations.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from torchditan.run.reading import read_config
 
 @dataclass(frozen=True)
 class StoredRun:
-    """What the config.json of the run that is continued says."""
+    """The config.json of the run that this job continues."""
 
     path: Path
     options: dict[str, Any]
-    """`{"training.steps": 10, ...}`, as they were written."""
+    """`{"training.steps": 10, ...}`, as stored."""
     global_batch_size: int | None
 
 
 def read_stored_run(path: Path) -> StoredRun | None:
-    """The run in this folder; None where there is none.
+    """Read the run in this folder; None if there is no run.
 
     Raises:
         ConfigError: its config.json cannot be read.
@@ -56,11 +56,11 @@ def read_stored_run(path: Path) -> StoredRun | None:
 
 
 def keep_values_of_run(config: Config, run: StoredRun | None) -> tuple[Config, list[str]]:
-    """A run that is continued keeps what older versions did where an option was added since.
+    """Keep the behavior of a continued run for options that were added after it started.
 
     Returns:
-        The configuration; the options that changed and have an effect, a phrase each. The run directory refuses any
-        other difference: a value that was given, or one that the run got when the option existed.
+        The configuration, and a phrase for each option that changed and has an effect. The run directory refuses any
+        other difference: a value that you set, or one that the run chose when the option existed already.
     """
     if run is None:
         return config, []
@@ -83,18 +83,18 @@ def complete(
     run: StoredRun | None,
     tune_batch_size: Callable[[Config, Rank], int] | None = None,
 ) -> tuple[Config, ModelSpec]:
-    """The configuration with nothing left open, and the model that it describes.
+    """Complete the configuration and build the spec of its model.
 
     Args:
-        config: the job; with the values that `keep_values_of_run` keeps.
+        config: the job, after `keep_values_of_run`.
         dataset: training images.
-        space: what the model sees of them; it has completed the section `[autoencoder]`.
-        rank: one of those that share the batch.
-        run: the run that is continued, None for a new one.
-        tune_batch_size: finds the number for a batch size of "auto"; needed where the config asks for it.
+        space: the samples that the model sees; it has completed the section `[autoencoder]`.
+        rank: one of the ranks that share the batch.
+        run: the run that this job continues, None for a new one.
+        tune_batch_size: searches the batch size; required if the batch size is "auto".
 
     Raises:
-        ConfigError: an option contradicts the data, the number of ranks or the run that is continued.
+        ConfigError: an option contradicts the data, the number of ranks or the continued run.
     """
     config = dataclasses.replace(config, autoencoder=space.config)
     config = complete_from_dataset(config, dataset, sample_shape=space.sample_shape)
@@ -107,7 +107,7 @@ def complete(
 
 
 def complete_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape: tuple[int, ...]) -> Config:
-    """What the config leaves open, the dataset decides; `sample_shape` (C, H, W) is what the model sees of it."""
+    """Fill in open options from the dataset. `sample_shape` is (C, H, W) of the model's input."""
     sample_size = list(sample_shape[1:])
     if config.model.sample_size not in (None, sample_size):
         right = f"samples of this data are {sample_size}; leave it out"
@@ -115,9 +115,7 @@ def complete_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape
     text_sizes = text_sizes_of(dataset, config)
     fingerprint = dataset.fingerprint
     if config.dataset.fingerprint not in (None, fingerprint):
-        right = (
-            f"the data here is {fingerprint or 'of no known identity'}; leave it out, or give the data it belongs to"
-        )
+        right = f"the data here is {fingerprint or 'of unknown identity'}; leave it out, or use the data it belongs to"
         raise option_error("dataset.fingerprint", config.dataset.fingerprint, right)
     return config.fill_in(
         {
@@ -133,13 +131,13 @@ def complete_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape
 
 
 def text_sizes_of(dataset: ImageDataset, config: Config) -> dict[str, int | None]:
-    """Sizes of the captions' embeddings, which our own model is built for; published ones have theirs.
+    """Sizes of the captions' embeddings, for models in models/; published models define their own.
 
     Returns:
         `{"model.text_tokens": 77, ...}`; {} for a model without text.
 
     Raises:
-        ConfigError: there are no captions, or their embeddings are of other sizes than the options say.
+        ConfigError: the dataset has no captions, or the sizes of their embeddings differ from the options.
     """
     model = config.model
     if model.text is None or isinstance(dataset, StandInDataset):
@@ -163,10 +161,10 @@ def text_sizes_of(dataset: ImageDataset, config: Config) -> dict[str, int | None
 
 
 def check_steps(config: Config, run: StoredRun) -> None:
-    """A run may train longer, or shorter, where the learning rates of the steps it has done stay as they were.
+    """Allow a different number of steps only if it does not change the learning rates of completed steps.
 
     Raises:
-        ConfigError: the schedule decays over all steps, or the decay of wsd has begun.
+        ConfigError: the schedule decays over all steps, or the decay of wsd has started.
     """
     steps, scheduler = config.training.steps, config.lr_scheduler
     before = run.options.get("training.steps")
@@ -175,7 +173,7 @@ def check_steps(config: Config, run: StoredRun) -> None:
     if checkpoints and steps < done:
         right = f"{path} is at step {done}; must be {done} or more, or name a new run with --metrics.experiment_name"
         raise option_error("training.steps", steps, right)
-    is_other = run.options.get("lr_scheduler.schedule") != scheduler.schedule  # which the run directory refuses
+    is_other = run.options.get("lr_scheduler.schedule") != scheduler.schedule  # the run directory refuses it
     if before in (None, steps) or scheduler.schedule == "constant" or is_other:
         return
     rates = [learning_rate(done, steps=total, peak=1.0, config=scheduler) for total in (before, steps)]
@@ -190,19 +188,19 @@ def check_steps(config: Config, run: StoredRun) -> None:
 
 
 def keep_global_batch_size(config: Config, run: StoredRun, *, world_size: int) -> Config:
-    """A run that is continued keeps its global batch, whatever the number of ranks; they share it as they can.
+    """Keep the global batch size of a continued run on any number of ranks.
 
     Raises:
-        ConfigError: so many ranks do not divide it.
+        ConfigError: the global batch size is not divisible by the number of ranks.
     """
     stored, batch_size = run.global_batch_size, config.training.batch_size
     if stored is None or config.training.global_batch_size not in (None, stored):
-        return config  # another batch, which the run directory refuses
+        return config  # the run directory refuses another batch size
     if stored % world_size:
         sizes = ", ".join(str(size) for size in range(1, stored + 1) if stored % size == 0)
-        right = f"{run.path} was begun with it, and {world_size} ranks do not divide it; must be one of {sizes} ranks"
+        right = f"{run.path} was started with it, and {world_size} ranks do not divide it; must be one of {sizes} ranks"
         raise option_error("training.global_batch_size", stored, right)
-    if isinstance(batch_size, int):  # the largest micro-batch that fits where the given one did
+    if isinstance(batch_size, int):  # the largest micro-batch that is not larger than the given one
         share = stored // world_size
         batch_size = max(size for size in range(1, batch_size + 1) if share % size == 0)
     return config.replace({"training.global_batch_size": stored, "training.batch_size": batch_size})
@@ -211,13 +209,13 @@ def keep_global_batch_size(config: Config, run: StoredRun, *, world_size: int) -
 def complete_batches(
     config: Config, rank: Rank, *, tune_batch_size: Callable[[Config, Rank], int] | None = None
 ) -> Config:
-    """The config with its batch size and its global batch size.
+    """Complete the batch size and the global batch size.
 
     Args:
-        tune_batch_size: finds the number for "auto"; needed where the config asks for it.
+        tune_batch_size: searches the batch size; required if the batch size is "auto".
 
     Raises:
-        ConfigError: the global batch is not divisible by what the ranks take at once.
+        ConfigError: the global batch size is not a multiple of batch size x ranks.
     """
     batch_size, global_batch_size = config.training.batch_size, config.training.global_batch_size
     if batch_size == "auto":
@@ -236,7 +234,7 @@ def complete_batches(
 
 
 def plan_batches(config: Config, rank: Rank) -> BatchPlan:
-    """The batches of this rank, by a completed configuration."""
+    """The batches of this rank, from a completed configuration."""
     batch_size, global_batch_size = config.training.batch_size, config.training.global_batch_size
     assert isinstance(batch_size, int) and global_batch_size is not None
     return BatchPlan(
@@ -245,7 +243,7 @@ def plan_batches(config: Config, rank: Rank) -> BatchPlan:
 
 
 def describe_batches(plan: BatchPlan, *, asked: int | str | None = None) -> str:
-    """`batch_size 8 x 4 micro-batches x 1 rank = global batch 32`, and why it is not the batch_size `asked` for."""
+    """`batch_size 8 x 4 micro-batches x 1 rank = global batch 32`, and why it differs from the `asked` batch_size."""
     micro_batches, ranks = plan.num_micro_batches, plan.world_size
     counts = [
         f"batch_size {plan.batch_size}",
@@ -259,10 +257,10 @@ def describe_batches(plan: BatchPlan, *, asked: int | str | None = None) -> str:
 
 
 def with_condition_of(spec: ModelSpec, dataset: ImageDataset, config: Config, *, device: torch.device) -> ModelSpec:
-    """The model conditioned on what the dataset has: its own empty caption; a stand-in makes up what the model wants.
+    """Add the dataset's empty caption to the model's conditioning. A stand-in dataset generates random conditions.
 
     Raises:
-        ConfigError: the model wants captions, and the dataset has none.
+        ConfigError: the model needs captions, and the dataset has none.
     """
     conditioning = spec.conditioning
     if not isinstance(conditioning, TextEmbeddings):
@@ -272,7 +270,7 @@ def with_condition_of(spec: ModelSpec, dataset: ImageDataset, config: Config, *,
         return spec
     null = dataset.null_tensors
     if null is None:
-        right = f"{dataset.name} has no captions, which {spec.name} is conditioned on; must be captions, or dummy"
+        right = f"{dataset.name} has no captions, and {spec.name} needs them; must be captions, or dummy"
         raise option_error("dataset.dataset_name", dataset.name, right)
     return with_empty_caption(spec, null, config, device=device)
 
@@ -280,15 +278,15 @@ def with_condition_of(spec: ModelSpec, dataset: ImageDataset, config: Config, *,
 def with_empty_caption(
     spec: ModelSpec, null: dict[str, torch.Tensor], config: Config, *, device: torch.device
 ) -> ModelSpec:
-    """The model with these embeddings of the empty caption, brought to the device.
+    """Return the spec with these embeddings of the empty caption, moved to the device.
 
     Raises:
-        ConfigError: they are of other encoders than the model's.
+        ConfigError: the embeddings come from other encoders than the model's.
     """
     conditioning = cast(TextEmbeddings, spec.conditioning)
     for name, (shape, _) in conditioning.tensors.items():
         if name in null and tuple(null[name].shape) != tuple(shape):
-            right = f"its encoders give {name} of {list(null[name].shape)}, and {spec.flavor} takes {list(shape)}"
+            right = f"its encoders give {name} of shape {list(null[name].shape)}, and {spec.flavor} needs {list(shape)}"
             raise option_error("text_encoder.path", config.text_encoder.path or config.model.path, right)
     on_device = {name: tensor.to(device) for name, tensor in null.items()}
     return dataclasses.replace(spec, conditioning=conditioning.with_null(on_device))

@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The parts of a job that only some options need: train.py imports those and hands them to `prepare_job`.
+"""The parts of a job that only some options need. train.py imports them and passes them to `prepare_job`.
 
-The core (trainer, stream, diffusion, models, distributed, checkpoint) imports none of them.
+The core (trainer, data_stream, diffusion, models, distributed, checkpoint) never imports them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARTS = {
 
 
 def choose_parts(config: Config, dataset: ImageDataset) -> dict[str, Callable[..., Any]]:
-    """Arguments of `prepare_job` for this job; imports what they need, and nothing else."""
+    """Arguments of `prepare_job` for this job. Imports only the parts that the job needs."""
     is_wanted = {
         "open_captions": isinstance(dataset, CaptionSource),
         "open_latents": config.autoencoder.online or dataset.index is not None,

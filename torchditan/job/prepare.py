@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A job before anything large is built: its settings, completed and checked, its data and the plan of its batches."""
+"""A job before the model is built: completed and checked settings, the data and the plan of the batches."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ from torchditan.run.progress import report_progress
 
 @dataclass(frozen=True)
 class Job:
-    """All that the Trainer is built from."""
+    """The inputs of the Trainer."""
 
     config: Config
-    """The completed configuration: nothing is left open."""
+    """The completed configuration: no option is left open."""
     dataset: ImageDataset
     validation_dataset: ImageDataset | None
-    """Held-out images, there where `validation.freq` is set."""
+    """Held-out images if `validation.freq` is set, else None."""
     space: SampleSpace
-    """What the model sees of the data."""
+    """The samples that the model sees: pixels or latents."""
     spec: ModelSpec
     plan: BatchPlan
     batches: str
-    """The plan in words."""
+    """The plan as text."""
     rank: Rank
     parallel_dims: ParallelDims
     run_directory: RunDirectory
     """Not opened yet."""
     threads_changed: str | None
-    """What to say if the run continues with another number of threads."""
+    """The message for a run that continues with another number of threads."""
     load_initial_weights: Callable[..., str] | None
-    """Given where `checkpoint.initial_load_path` is."""
+    """Set if the job has a `checkpoint.initial_load_path`."""
 
     @property
     def device(self) -> torch.device:
@@ -76,23 +76,23 @@ def prepare_job(
     tune_batch_size: Callable[[Config, Rank], int] | None = None,
     load_initial_weights: Callable[..., str] | None = None,
 ) -> Job | None:
-    """Complete and check the settings; quick, apart from encoding captions and tuning the batch size.
+    """Complete and check the settings. Fast, except for encoding captions and searching the batch size.
 
     Args:
-        config: the job; it stays as it is, and `Job.config` is the completed one.
+        config: the job, which is not modified; `Job.config` is the completed configuration.
         dataset: training images.
-        validation_dataset: held-out images, needed where `validation.freq` is set.
+        validation_dataset: held-out images, required if `validation.freq` is set.
         open_captions, open_latents, tune_batch_size, load_initial_weights: parts that only some jobs need; see
             `optional_parts.choose_parts`.
 
     Returns:
-        The job; None where it ends here, with its captions in the cache (`cache.only`).
+        The job, or None if it only fills the cache (`cache.only`).
 
     Raises:
         ConfigError: settings that cannot work together or on this machine.
     """
     if config.training.deterministic:
-        # cuBLAS reads it when its handle is made, which encoding captions already does.
+        # cuBLAS reads it when it creates a handle, which encoding captions already does.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     rank = Rank.from_environment()
     parallel_dims = ParallelDims.resolve(
@@ -107,13 +107,13 @@ def prepare_job(
     run = read_stored_run(path)
     continued, kept = keep_values_of_run(config, run)
     if kept and rank.rank == 0:
-        print(f"{path} keeps what it was started with: {', '.join(kept)}", file=sys.stderr)
+        print(f"{path} keeps the settings it was started with: {', '.join(kept)}", file=sys.stderr)
     if isinstance(dataset, CaptionSource):
         assert open_captions is not None, "optional_parts.choose_parts gives it"
         dataset, validation_dataset, space = open_captions(continued, dataset, validation_dataset, rank=rank)
         if config.cache.only:
             if rank.rank == 0 and not config.job.print_config:
-                print(f"the cache has all {len(dataset)} samples and their captions")
+                print(f"the cache contains all {len(dataset)} samples and their captions")
             return None
     elif config.cache.only:
         raise option_error("cache.only", True, f"{dataset.name} has no captions to encode; leave it out")
@@ -123,10 +123,10 @@ def prepare_job(
         continued, dataset=dataset, space=space, rank=rank, run=run, tune_batch_size=tune_batch_size
     )
     plan = plan_batches(completed, rank)
-    build_objective(completed.diffusion, spec)  # refuses a model without the features it asks for
+    build_objective(completed.diffusion, spec)  # refuses a model that lacks the requested features
     spec = with_condition_of(spec, dataset, completed, device=rank.device)
     if validation_dataset is not None:
-        with_condition_of(spec, validation_dataset, completed, device=rank.device)  # a stand-in is conditioned too
+        with_condition_of(spec, validation_dataset, completed, device=rank.device)  # also conditions a stand-in dataset
     return Job(
         config=completed,
         dataset=dataset,
@@ -144,7 +144,7 @@ def prepare_job(
 
 
 def _check_machine(config: Config, rank: Rank) -> None:
-    """Refuse what these devices or this installation cannot do."""
+    """Check that the devices and the installation support these settings."""
     check_devices(rank)
     if config.float8.enable_float8_linear:
         from torchditan.distributed.float8 import check_float8

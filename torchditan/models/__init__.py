@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Our diffusion transformer (dit.py), what others may know about a model (spec.py), and FLOPs.
+"""The native diffusion transformer (dit.py), the interface of a model (spec.py), and FLOPs.
 
-To add an architecture, write a function like `build_dit_spec` and name it in `ARCHITECTURES` of registry.py. One that
-diffusers has is a file in finetune/published/ (docs/adding_a_model.md).
+To add an architecture, write a function like `build_dit_spec` and name it in `ARCHITECTURES` of registry.py. To add an
+architecture of diffusers, add a file to finetune/published/ (docs/adding_a_model.md).
 
 May import: config, randomness, registry.
 """
@@ -58,7 +58,7 @@ def build_dit_spec(
 
     _check_text(config, conditioning=str(options["conditioning"]))
     if config.text is not None:
-        num_classes = 0  # a stand-in for captioned images may have labels too
+        num_classes = 0  # a stand-in for captioned images may also have labels
     channels, height, width = sample_shape
     dit_config = DiTConfig(
         **dataclasses.asdict(flavor_size(config.flavor, config.preset)),
@@ -96,13 +96,13 @@ def build_dit_spec(
 
 
 def _check_text(config: torchditan.config.options.Model, *, conditioning: str) -> None:
-    """A model of text has embeddings of known sizes; cross-attention leaves the timestep to adaLN."""
+    """A text model needs the sizes of the embeddings. Cross-attention requires adaLN for the timestep."""
     if config.text == "cross_attention" and conditioning != "adaln":
-        right = "leaves the timestep to adaLN; must be in_context with --model.conditioning in_context"
+        right = "needs adaLN for the timestep; must be in_context with --model.conditioning in_context"
         raise option_error("model.text", config.text, right)
     for option in ("text_tokens", "text_width"):
         if config.text is not None and getattr(config, option) is None:
-            right = "must be given where no captions say it, for the dataset dummy: that of the embeddings"
+            right = "must be set if the data has no captions, as for the dataset dummy"
             raise option_error(f"model.{option}", None, right)
 
 
@@ -121,7 +121,7 @@ def _text_layers(model: nn.Module) -> list[nn.Module]:
 
 
 PUBLISHED = "torchditan.finetune.published:build_published_spec"
-"""Builds the spec of every published family; only a job of such a model imports it, with LoRA and int8."""
+"""Builds the spec of every published family. Imported only for such models, together with LoRA and int8."""
 
 
 def build_model_spec(
@@ -134,14 +134,14 @@ def build_model_spec(
     text_length: int | None = None,
     embedded_guidance: float = 1.0,
 ) -> ModelSpec:
-    """Resolve [model] for samples of one shape; builds no model.
+    """Resolve [model] for samples of one shape, without building the model.
 
     Args:
-        config: the [model] section; what it leaves open the preset or the published flavor decides.
-        sample_shape: (C, H, W) of the dataset's samples, (C, F, H, W) of videos.
-        num_classes: number of labels, 0 for an unconditional model; published models have none.
+        config: the [model] section; the preset or the published flavor sets the options that are left open.
+        sample_shape: (C, H, W) of the dataset's samples, (C, F, H, W) for videos.
+        num_classes: number of labels, 0 for an unconditional model; unused by published models.
         lora, quantize: sections of those names, for published models.
-        text_length: tokens of a caption; None: the published flavor's.
+        text_length: tokens per caption; None: that of the published flavor.
         embedded_guidance: guidance scale for models that embed one.
 
     Raises:
@@ -160,7 +160,7 @@ def build_model_spec(
             embedded_guidance=embedded_guidance,
         )
     if len(sample_shape) != 3:
-        raise option_error("model.name", config.name, "takes images (C, H, W), and these samples are videos")
+        raise option_error("model.name", config.name, "needs images (C, H, W), but these samples are videos")
     _, height, width = sample_shape
     if height % config.patch_size or width % config.patch_size:
         right = f"must divide the samples' height and width, {height} x {width}"
@@ -171,7 +171,7 @@ def build_model_spec(
 def model_spec_of(
     config: torchditan.config.options.Config, *, sample_shape: tuple[int, ...], num_classes: int
 ) -> ModelSpec:
-    """`build_model_spec` with all that a job's configuration says of its model."""
+    """`build_model_spec` with the arguments from a job's configuration."""
     return build_model_spec(
         config.model,
         sample_shape=sample_shape,

@@ -2,17 +2,17 @@
 """The native diffusion transformer (DiT; Peebles and Xie 2023, arXiv:2212.09748), top to bottom.
 
 Notable:
-- full attention over patches of any H and W the patch size divides, square or not;
+- full attention over the patches of any H and W divisible by the patch size, square or not;
 - positions: axial 2D rotary embedding, or the paper's fixed sin-cos table;
 - conditioning: adaLN-zero with a modulated final layer, or timestep and label as extra tokens;
-- text, from embeddings made beforehand: as tokens before the patches, or by cross-attention in every block; a pooled
-  vector joins the timestep; padding is masked;
-- RMSNorm, LayerNorm or LayerNorm without parameters; SwiGLU or GELU; queries and keys normalised or not;
-- the repeated block is an extension point: `Block` is its interface, `DiTBlock` the paper's;
-- the `official` preset has the paper's parameters, one for one, under the names of its released checkpoints;
+- text, from precomputed embeddings: as tokens before the patches, or by cross-attention in every block. A pooled
+  vector is added to the timestep's embedding; padding is masked;
+- RMSNorm, LayerNorm or LayerNorm without parameters; SwiGLU or GELU; queries and keys normalized or not;
+- the repeated block is an extension point: `Block` is its interface, `DiTBlock` the paper's block;
+- the `official` preset has exactly the paper's parameters, under the names of its released checkpoints;
 - `init_weights` is a pure function of (seed, parameter name): the same model on every device and mesh;
-- nothing here knows of devices, precision or ranks. Only the two places where float32 inputs enter (patches,
-  timestep) follow the dtype of the weights they meet, and embeddings of text do.
+- this file is independent of devices, precision and ranks. The embedders of patches, timestep and text cast their
+  input to the dtype of their weights.
 
 Shapes: B samples, N tokens, L tokens of text, D width, H heads of size K, C channels, P patch size.
 """
@@ -32,7 +32,7 @@ from torchditan.registry import BLOCKS, registered
 
 NORM_EPS = 1e-6
 TIMESTEP_FREQUENCIES = 256
-TIMESTEP_SCALE = 1000.0  # the paper counts t in [0, 1000), this project in [0, 1]
+TIMESTEP_SCALE = 1000.0  # the paper uses t in [0, 1000), this project t in [0, 1]
 TEXT_MASKS = ("prompt_attention_mask", "prompt_embeds_mask")
 
 
@@ -43,8 +43,8 @@ class Size:
     num_heads: int
 
 
-# Ti is for small images on a CPU; S to XL are the paper's sizes. Attention kernels are fastest at head sizes
-# 64 and 128, so the 1B has 24 heads of 64 and the 7B 20 heads of 128 (XL's 72 is the paper's, and slower).
+# Ti is for small images on a CPU; S to XL are the paper's sizes. Attention kernels are fastest at head sizes 64 and
+# 128. The 1B therefore has 24 heads of 64 and the 7B 20 heads of 128. XL has the paper's heads of 72, which are slower.
 FLAVORS: dict[str, Size] = {
     "debugmodel": Size(depth=3, width=64, num_heads=4),
     "DiT-Ti": Size(depth=6, width=192, num_heads=3),
@@ -56,7 +56,7 @@ FLAVORS: dict[str, Size] = {
     "DiT-7B": Size(depth=60, width=2560, num_heads=20),
 }
 
-# Where the course project's sizes differ: heads of 48 and 40, in the models that it trained.
+# Sizes of the course project that differ: its trained models have heads of 48 and 40.
 LLAMA3_FLAVORS: dict[str, Size] = {
     "debugmodel": Size(depth=8, width=256, num_heads=16),
     "DiT-S": Size(depth=12, width=384, num_heads=8),
@@ -75,13 +75,13 @@ class DiTConfig:
     patch_size: int
     input_channels: int
     image_size: tuple[int, int]
-    """Height and width; only sin-cos positions depend on it."""
+    """Height and width. Only sin-cos positions depend on it."""
     num_classes: int
-    """0 is unconditional: no label table at all. Else the table has one more row, the null class."""
+    """0 for an unconditional model without a label table. Otherwise the table has one more row, the null class."""
     conditioning: str = "adaln"
     """adaln or in_context."""
     norm_type: str = "rmsnorm"
-    """rmsnorm, layernorm, or np_layernorm (without parameters); of the blocks, and of queries and keys."""
+    """rmsnorm, layernorm, or np_layernorm (without parameters), for the blocks and for queries and keys."""
     qk_norm: bool = True
     mlp: str = "swiglu"
     """swiglu or gelu."""
@@ -93,12 +93,12 @@ class DiTConfig:
     learn_sigma: bool = False
     """Predict twice the channels: mean and variance."""
     text: str | None = None
-    """in_context (tokens before the patches) or cross_attention; None: the model reads no text."""
+    """in_context (tokens before the patches) or cross_attention; None for a model without text."""
     text_tokens: int = 0
     text_width: int = 0
     """Number and width of a caption's embeddings."""
     pooled_width: int = 0
-    """Of the vector that stands for the whole caption; 0: there is none."""
+    """Width of the caption's pooled embedding; 0 if it has none."""
 
     @property
     def output_channels(self) -> int:
@@ -111,7 +111,7 @@ class DiTConfig:
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens that stand before the patches."""
+        """Number of tokens before the patches."""
         text = self.text_tokens if self.text == "in_context" else 0
         if self.conditioning == "adaln":
             return text
@@ -140,7 +140,7 @@ PRESETS["llama3_diffusion"] = PRESETS["torchditan"]
 
 
 def flavor_size(flavor: str, preset: str) -> Size:
-    """Depth, width and heads; a flavor that the course project does not have is ours under any preset."""
+    """Depth, width and number of heads. Flavors that the course project lacks have our sizes under any preset."""
     return (LLAMA3_FLAVORS if preset == "llama3_diffusion" else {}).get(flavor, FLAVORS[flavor])
 
 
@@ -170,8 +170,8 @@ def sincos_position_table(width: int, rows: int, columns: int) -> torch.Tensor:
 def rope_table(config: DiTConfig, height: int, width: int, device: torch.device) -> torch.Tensor:
     """(cos, sin) of the axial rotary embedding, (context + N, 1, K / 2, 2) float32.
 
-    The first half of the angles belongs to the patch's row, the second to its column; context tokens, which
-    come first, are not turned.
+    The first half of the angles encodes the patch's row, the second half its column. Context tokens, which come
+    first, are not rotated.
     """
     rows, columns = height // config.patch_size, width // config.patch_size
     head_dim = config.width // config.num_heads
@@ -185,7 +185,7 @@ def rope_table(config: DiTConfig, height: int, width: int, device: torch.device)
 
 
 def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Turn neighbouring pairs of the head dimension by the angles of `rope`, in float32.
+    """Rotate neighbouring pairs of the head dimension by the angles of `rope`, in float32.
 
     x: (B, N, H, K), rope: (N, 1, K / 2, 2); N counts context tokens.
     """
@@ -218,7 +218,7 @@ def build_norm(norm_type: str, dim: int) -> nn.Module:
 
 
 class PatchEmbed(nn.Module):
-    """Linear map of patches to tokens; its weight is stored as the convolution of the released checkpoints."""
+    """Linear map of patches to tokens. Its weight has the convolution shape of the released checkpoints."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()
@@ -241,7 +241,7 @@ class TimestepEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """One row per class, and a last one for the null class."""
+    """One row per class, and a last row for the null class."""
 
     def __init__(self, num_classes: int, width: int):
         super().__init__()
@@ -252,7 +252,7 @@ class LabelEmbedder(nn.Module):
 
 
 class TextEmbedder(nn.Module):
-    """Embeddings of text -> width. They are normalised first: encoders differ in scale by orders of magnitude."""
+    """Text embeddings -> model width. Normalizes first: the scales of encoders differ by orders of magnitude."""
 
     def __init__(self, config: DiTConfig, input_width: int):
         super().__init__()
@@ -283,7 +283,7 @@ class Attention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Patches look at the tokens of the text; neither is turned, since a word has no place in the image."""
+    """Patches attend to text tokens. Neither is rotated, because a word has no position in the image."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()
@@ -313,10 +313,10 @@ class GELUMLP(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """w3(silu(w1 x) * w2 x) (Shazeer 2020), w1 and w2 as one product.
+    """w3(silu(w1 x) * w2 x) (Shazeer 2020), with w1 and w2 fused into one matrix.
 
-    The hidden size is 2/3 of GELU's 4 D, so that both have the same parameters, rounded up to a multiple of
-    64 for the matrix kernels.
+    The hidden size is 2/3 of GELU's 4 D, which gives both the same number of parameters. It is rounded up to a
+    multiple of 64 for the matrix kernels.
     """
 
     def __init__(self, width: int):
@@ -339,14 +339,14 @@ def adaln_modulation(width: int, num_chunks: int) -> nn.Sequential:
 
 
 class Block(nn.Module):
-    """The interface of the repeated block; `model.block` names a subclass (docs/extending.md).
+    """The interface of the repeated block. `model.block` names a subclass (docs/extending.md).
 
-    It has parameters and no buffers, and draws no random numbers. `DiT.init_weights` fills the parameters by name; the
-    two tuples name those of a subclass that are special, by the end of their name.
+    A block has parameters but no buffers, and draws no random numbers. `DiT.init_weights` fills the parameters by name.
+    The two tuples list the special parameters of a subclass, by the end of their names.
     """
 
     zero_weights: tuple[str, ...] = ()
-    """Weights that start at 0."""
+    """Weights that are initialized to 0."""
     residual_weights: tuple[str, ...] = ()
     """The last layers before the residual stream. Without adaLN's gates (conditioning in_context) they start small."""
 
@@ -370,10 +370,10 @@ class Block(nn.Module):
 
         Args:
             x: (B, N, D).
-            c: (B, D), or None where the condition is in the tokens.
+            c: (B, D), or None if the condition is in the tokens.
             rope: see `rotate`.
             text: (B, L, D) to cross-attend, or None.
-            mask: bool (B, 1, 1, N), or (B, 1, 1, L) with `text`: the tokens that are no padding. None: all of them.
+            mask: bool (B, 1, 1, N), or (B, 1, 1, L) with `text`: false for padding tokens. None attends to all tokens.
 
         Returns:
             (B, N, D).
@@ -382,10 +382,10 @@ class Block(nn.Module):
 
 
 class DiTBlock(Block):
-    """Attention and MLP, each a residual: modulated and gated by the condition (adaLN-zero), or plain.
+    """Attention and MLP, each with a residual: modulated and gated by the condition (adaLN-zero), or plain.
 
-    Between the two, cross-attention to the text, where there is any, is a plain residual, as in PixArt-alpha
-    (Chen et al. 2023, arXiv 2310.00426).
+    With text, a plain residual of cross-attention comes between them, as in PixArt-alpha (Chen et al. 2023,
+    arXiv 2310.00426).
     """
 
     zero_weights = ("cross_attn.proj.weight",)
@@ -455,7 +455,7 @@ class DiT(nn.Module):
         if config.pooled_width:
             self.pooled_embedder = TextEmbedder(config, config.pooled_width)
         if config.position == "sincos":
-            # A frozen parameter, as in the released checkpoints; unlike a buffer FSDP shards and casts it.
+            # A frozen parameter, as in the released checkpoints; unlike a buffer, FSDP shards and casts it.
             table = torch.empty(1, config.num_patches, config.width)
             self.pos_embed = nn.Parameter(table, requires_grad=False)
         self.block_type: type[Block] = registered(BLOCKS, config.block)
@@ -463,9 +463,9 @@ class DiT(nn.Module):
         self.final_layer = FinalLayer(config)
 
     def read_text(self, cond: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Tokens of the text (B, L, D), and (B, 1, 1, L) bool which of them are no padding, if their encoder says it.
+        """Return the text tokens (B, L, D) and their mask (B, 1, 1, L) bool, false for padding, if the encoder has one.
 
-        The first one is always seen: attention to none at all (some encoders' empty caption) would be 0 / 0.
+        The first token is never masked. Some encoders mask all tokens of the empty caption, which would give 0 / 0.
         """
         if self.config.text is None:
             return None, None
@@ -483,13 +483,13 @@ class DiT(nn.Module):
         Args:
             x_t: (B, C, H, W), H and W multiples of the patch size.
             t: (B,) float32 in [0, 1]; 0 is noise, 1 is data.
-            cond: {"class_label": (B,) int64}, the null class being `num_classes`; {} without classes. Of text,
-                `prompt_embeds` (B, L, text_width), `pooled_prompt_embeds` (B, pooled_width) where the model has that
-                width, and one of `TEXT_MASKS` (B, L), if it is there: false where padding is.
-            features: names of blocks ("blocks.3") whose output is wanted too.
+            cond: {"class_label": (B,) int64}, where `num_classes` is the null class; {} without classes. With text,
+                `prompt_embeds` (B, L, text_width), `pooled_prompt_embeds` (B, pooled_width) if the model has that
+                width, and optionally one of `TEXT_MASKS` (B, L): false for padding.
+            features: names of blocks ("blocks.3") whose output to return.
 
         Returns:
-            (B, C, H, W), or (B, 2 C, H, W) with learned sigma. If you ask for features: a pair of that and
+            (B, C, H, W), or (B, 2 C, H, W) with learned sigma. With `features`, a pair of that and
             {name: (B, N, D)}, the patch tokens after each of these blocks, with gradients.
         """
         config, (height, width) = self.config, x_t.shape[-2:]
@@ -509,11 +509,11 @@ class DiT(nn.Module):
         if text is not None and config.text == "in_context":
             context.append(text)
             text = None
-            if mask is not None:  # all but padding is seen
+            if mask is not None:  # only padding is masked
                 mask = F.pad(mask, (config.num_context_tokens - config.text_tokens, x.shape[1]), value=True)
         if context:
             x = torch.cat([*context, x], dim=1)  # (B, context + N, D)
-        # Made anew in each forward: a few small kernels, and no buffer to fill, cast or move.
+        # Computed in each forward: a few small kernels, and no buffer to fill, cast or move.
         rope = rope_table(config, height, width, x_t.device) if config.position == "rope" else None
         found = {}
         for i, block in enumerate(self.blocks):
@@ -527,17 +527,17 @@ class DiT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every parameter, from (seed, parameter name) alone. The model has no buffers.
+        """Initialize every parameter from (seed, parameter name). The model has no buffers.
 
-        As the paper: Xavier uniform on linear layers (the patch convolution as one, qkv and w12 as they are
-        fused), N(0, 0.02) on label table and timestep MLP, zero biases, and zero adaLN and final layer, so
-        that a block starts as the identity and the prediction as 0. In-context blocks have no gate: there the
-        two projections into the residual stream start at N(0, 0.02 / sqrt(2 depth)) (GPT-2). Of text: the projection of
-        tokens is a linear layer like others, that of the pooled vector starts as the label table does, and
-        cross-attention's last layer at 0, so that the block is still the identity.
-        The block's class names those of its weights that are not filled like others.
+        As in the paper: Xavier uniform for linear layers (the patch convolution as a linear layer, qkv and w12 as
+        fused matrices), N(0, 0.02) for the label table and the timestep MLP, zero biases, and a zero adaLN and final
+        layer. A block therefore starts as the identity and the prediction as 0. In-context blocks have no gate: their
+        two projections into the residual stream start at N(0, 0.02 / sqrt(2 depth)) (GPT-2). For text, the projection
+        of tokens is initialized as other linear layers and that of the pooled vector as the label table. The last
+        layer of cross-attention starts at 0, so that the block is still the identity. The block's class lists its
+        special weights.
         """
-        assert not list(self.buffers()), "nothing would fill them"
+        assert not list(self.buffers()), "buffers would stay uninitialized"
         zero_weights = self.block_type.zero_weights
         residual_weights = self.block_type.residual_weights if self.config.conditioning == "in_context" else ()
         for name, parameter in named_parameters_to_fill(self):

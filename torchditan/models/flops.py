@@ -1,12 +1,12 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Model FLOPs, counted, and the peak of the device: the two halves of MFU.
+"""Model FLOPs, counted, and the peak FLOP/s of the device, which together give the MFU.
 
 Notable:
-- counted on the meta device at batch 1, forward and backward, without activation checkpointing's recomputation;
-- a multiply-add is 2 FLOPs; matrix products only, as is the custom of MFU;
-- what is done once per token, per image and per condition is kept apart: adaLN weights meet one vector per
-  image, and counting them per token inflates the MFU of a DiT-L by nearly a half;
-- frozen weights cost what they cost: their forward and the input gradient, not the weight gradient.
+- counted on the meta device at batch 1, forward and backward, without the recomputation of activation checkpointing;
+- a multiply-add is 2 FLOPs. As usual for MFU, only matrix products count;
+- work per token, per image and per condition is counted separately: adaLN weights multiply one vector per image, and
+  counting them per token would inflate the MFU of a DiT-L by nearly a half;
+- frozen weights count with their forward and the input gradient, without the weight gradient.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ PEAK_TFLOPS: dict[str, float] = {
     "NVIDIA GH200 120GB": 989,
     "NVIDIA B200": 2250,
     "NVIDIA GB200": 2500,
-    "AMD Instinct MI250X": 191.5,  # per GCD, which is what a device is
+    "AMD Instinct MI250X": 191.5,  # per GCD, which is one device
     "AMD Instinct MI300X": 1307,
     "AMD Instinct MI325X": 1307,
     "NVIDIA GeForce RTX 4090": 165,
 }
-"""Dense bf16 TFLOP/s of the datasheets, by the exact name the driver reports."""
+"""Dense bf16 TFLOP/s from the data sheets, by the exact name that the driver reports."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 peak in FLOP/s of a device by its reported name; None where unknown, never a similar name's."""
+    """Dense bf16 peak in FLOP/s of a device by its exact reported name; None if unknown."""
     peak = PEAK_TFLOPS.get(device_name)
     return None if peak is None else peak * 1e12
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs of one sample's training step, forward and backward."""
+    """FLOPs of the training step of one sample, forward and backward."""
 
     per_token: float
-    """Linear layers that see the tokens, for one token of the image."""
+    """Linear layers over tokens, for one token of the image."""
     num_tokens: int
     attention: int
-    """Attention's products, all tokens with all tokens."""
+    """Matrix products of attention, all tokens with all tokens."""
     per_image: int
-    """Layers that see one vector per image: adaLN, the timestep's MLP."""
+    """Layers over one vector per image: adaLN and the timestep's MLP."""
     per_condition: int
-    """Linear layers on the condition's own tokens."""
+    """Linear layers over the condition's tokens only."""
     forward: int
-    """The forward pass alone, all terms."""
+    """The forward pass only, all terms."""
 
     @property
     def total(self) -> int:
@@ -78,15 +78,15 @@ class ModelFlops:
 
     @property
     def forward_gmacs(self) -> float:
-        """Forward multiply-adds / 1e9: what the DiT paper calls Gflops."""
+        """Forward multiply-adds / 1e9, which the DiT paper calls Gflops."""
         return self.forward / 2e9
 
 
 class LinearCounter(TorchFunctionMode):
-    """Adds up the FLOPs of linear layers, forward and the backward to come, by the rows that enter them.
+    """Counts the FLOPs of linear layers, forward and backward, by the number of input rows.
 
     Args:
-        apart: weights whose FLOPs are `flops_apart` instead.
+        apart: weights whose FLOPs count towards `flops_apart` instead.
     """
 
     def __init__(self, apart: Iterable[torch.Tensor] = ()) -> None:
@@ -110,8 +110,8 @@ class LinearCounter(TorchFunctionMode):
 
 
 def count_model_flops(spec: ModelSpec) -> ModelFlops:
-    """Count one sample's training step of a model, in seconds for 7B parameters: nothing is computed."""
-    # Imported here because it is slow to import and needed once.
+    """Count the training step of one sample. Computes nothing: seconds even for 7B parameters."""
+    # Imported here because the import is slow and only needed once.
     from torch.utils.flop_counter import FlopCounterMode
 
     forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
@@ -130,7 +130,7 @@ def count_model_flops(spec: ModelSpec) -> ModelFlops:
     per_condition = linears.flops_apart
     if condition_tokens > 1 and not of_condition:
         per_condition += linears.flops_by_rows[condition_tokens]
-    if condition_tokens:  # layers that see both share their FLOPs
+    if condition_tokens:  # layers over both tokens share their FLOPs
         shared = linears.flops_by_rows[tokens + condition_tokens]
         per_condition += shared * condition_tokens // (tokens + condition_tokens)
     total = forward.get_total_flops() + backward.get_total_flops()
@@ -146,7 +146,7 @@ def count_model_flops(spec: ModelSpec) -> ModelFlops:
 
 
 def attention_flops(counter: FlopCounterMode) -> int:
-    """On meta attention decomposes into batched products; linear layers make plain ones."""
+    """On the meta device attention decomposes into batched products; linear layers use plain products."""
     aten = torch.ops.aten
     by_operator = counter.get_flop_counts().get("Global", {})
     return sum(flops for operator, flops in by_operator.items() if operator in (aten.bmm, aten.baddbmm))

@@ -1,11 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Initial weights as a pure function of (seed, parameter name), whatever the device, mesh or world size.
+"""Initial weights as a pure function of (seed, parameter name), for any device, mesh or world size.
 
 Notable:
-- every rank draws the same full tensor on the CPU, keeps its shard and drops the rest, one parameter at a
-  time. Drawing into a sharded parameter gives every mesh another model, and on gloo every rank the same shard;
-- draws are float32 from NumPy's Philox, keyed by a hash of the parameter's name: a layer added elsewhere
-  changes nothing here.
+- every rank draws the same full tensor on the CPU and keeps its shard, one parameter at a time. Drawing into a sharded
+  parameter would give each mesh a different model, and on gloo each rank the same shard;
+- draws are float32 from NumPy's Philox, keyed by a hash of the parameter's name: adding a layer does not change other
+  layers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import nn
 from torchditan.randomness import generator, name_to_index
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What activation checkpointing and torch.compile put into the names of parameters."""
+"""Prefixes that activation checkpointing and torch.compile add to parameter names."""
 
 
 def named_parameters_to_fill(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All parameters, under the names they have in the bare model."""
+    """All parameters, under their names in the bare model."""
     for name, parameter in module.named_parameters():
         for wrapper in WRAPPERS:
             name = name.replace(wrapper, "")
@@ -33,13 +33,13 @@ def named_parameters_to_fill(module: nn.Module) -> Iterator[tuple[str, nn.Parame
 
 @torch.no_grad()
 def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a full tensor into a parameter; into a sharded one, this rank's shard of it. No communication.
+    """Copy a full tensor into a parameter, or this rank's shard into a sharded one. No communication.
 
     Args:
         parameter: plain or DTensor, on any device.
-        value: the full value, float32 on the CPU, the same on every rank.
+        value: the full value, float32 on the CPU, equal on all ranks.
     """
-    # Imported here because it costs another half of `import torch`.
+    # Imported here because it takes half as long as `import torch`.
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     assert parameter.shape == value.shape, (parameter.shape, value.shape)
@@ -59,7 +59,7 @@ def draw_normal(seed: int, name: str, shape: Sequence[int], *, std: float) -> to
 def draw_xavier_uniform(seed: int, name: str, shape: Sequence[int]) -> torch.Tensor:
     """Uniform in +-sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010), float32 on the CPU.
 
-    A convolution (out, in, height, width) counts as the linear layer of a patch, fan_in = in * height * width.
+    A convolution (out, in, height, width) is treated as the linear layer of a patch, fan_in = in * height * width.
     """
     fan_out, fan_in = shape[0], math.prod(shape[1:])
     bound = math.sqrt(6 / (fan_in + fan_out))

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What the rest of the house may know of a model: `ModelSpec`, and how a model is conditioned."""
+"""The interface between a model and the rest of the package: `ModelSpec` and the conditioning."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ Condition = dict[str, torch.Tensor]
 
 
 class TensorSpec(NamedTuple):
-    """One sample's part of a tensor of the condition."""
+    """Shape and dtype of one sample in a tensor of the condition."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
 
 
 class Conditioning(Protocol):
-    """How a batch becomes the `cond` of a model, and how to take the condition away."""
+    """Converts a batch to the model's `cond`, and removes the condition."""
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:
-        """What a batch must hold of it, by name."""
+        """Tensors that a batch must contain, by name."""
         ...
 
     def from_batch(self, batch: Mapping[str, torch.Tensor]) -> Condition:
-        """The model's `cond` of a batch."""
+        """The model's `cond` for a batch."""
         ...
 
     def drop(self, cond: Condition, mask: torch.Tensor) -> Condition:
-        """Without the condition where `mask` (B,) bool is true."""
+        """Replace the condition by the null condition where `mask` (B,) bool is true."""
         ...
 
     def null(self, cond: Condition) -> Condition:
-        """Without any condition: the other half of classifier-free guidance."""
+        """The null condition for all samples, for classifier-free guidance."""
         ...
 
     def with_guidance(self, guidance: float) -> Conditioning:
-        """With another guidance scale, for models that embed one; others stay as they are."""
+        """Change the guidance scale of models that embed one. Other conditionings are returned unchanged."""
         ...
 
 
@@ -71,7 +71,7 @@ class ClassLabels:
 
 @dataclass(frozen=True)
 class Unconditional:
-    """No condition at all."""
+    """No condition."""
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -92,12 +92,12 @@ class Unconditional:
 
 @dataclass(frozen=True)
 class TextEmbeddings:
-    """Embeddings of a caption, made before the training; without a condition they are those of the empty caption.
+    """Precomputed caption embeddings. The null condition is the embeddings of the empty caption.
 
     Args:
-        tensors: what a batch holds.
-        kept: of those, what says nothing of the caption (the first frame of a video), and stays without it.
-        null: the empty caption's, one sample of each; None: zeros, as in a benchmark.
+        tensors: the tensors of a batch.
+        kept: those that do not depend on the caption (the first frame of a video); the null condition keeps them.
+        null: embeddings of the empty caption, one sample of each; None: zeros, as in a benchmark.
         guidance: guidance scale, for a model that embeds one: `cond["guidance"]` (B,) float32.
     """
 
@@ -120,12 +120,12 @@ class TextEmbeddings:
         return {name: self._null(name, value).expand_as(value) for name, value in cond.items()}
 
     def with_null(self, null: dict[str, torch.Tensor]) -> TextEmbeddings:
-        """With these embeddings of the empty caption; masks that come with them are part of the condition too."""
+        """With these embeddings of the empty caption. Masks among them become part of the condition."""
         masks = {name: TensorSpec(tuple(mask.shape), mask.dtype) for name, mask in null.items() if "mask" in name}
         return replace(self, tensors={**self.tensors, **masks}, null_tensors=null)
 
     def with_guidance(self, guidance: float) -> TextEmbeddings:
-        """With another scale, where the model embeds one."""
+        """With another guidance scale, if the model embeds one."""
         return replace(self, guidance=guidance) if self.guidance is not None else self
 
     def _null(self, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ def _like(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model of a given size. Checkpointing, compile and FSDP work on its `blocks`, never on its class."""
+    """One model of a given size. Checkpointing, compile and FSDP use its `blocks` and do not depend on its class."""
 
     name: str
     """Architecture: dit, flux, ..."""
@@ -151,30 +151,30 @@ class ModelSpec:
     """Size, one of `flavors`."""
     flavors: Sequence[str]
     config: Any
-    """The architecture's own resolved options (DiTConfig), for the run's config.json."""
+    """The architecture's resolved options (DiTConfig), for the run's config.json."""
     build: Callable[[], nn.Module]
-    """Build the model on the current default device (`with torch.device("meta")`), its weights not yet set:
-    call `init_weights(seed)` after `to_empty`."""
+    """Build the model on the current default device (`with torch.device("meta")`), with uninitialized weights.
+    Call `init_weights(seed)` after `to_empty`."""
     blocks: Callable[[nn.Module], nn.ModuleList]
     """The repeated blocks of a built model."""
     conditioning: Conditioning
     sample_shape: tuple[int, ...]
     """(C, H, W) of a sample, or (C, F, H, W)."""
     learn_sigma: bool
-    """The prediction has twice the channels of the sample."""
+    """Whether the prediction has twice the channels of the sample."""
     num_tokens: int
-    """Tokens the image becomes."""
+    """Number of image tokens."""
     num_condition_tokens: int
-    """Tokens the condition adds to the sequence, or that cross-attention looks at."""
+    """Number of tokens that the condition adds to the sequence, or that cross-attention reads."""
     timestep_shift: float = 1.0
-    """Shift of the timesteps that its publisher samples with, for samples of this shape."""
+    """The publisher's timestep shift for sampling, for samples of this shape."""
     sampling: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()
-    """What a built model is put into while it is sampled."""
+    """Context manager to enter with the built model during sampling."""
     condition_layers: Callable[[nn.Module], Sequence[nn.Module]] = lambda model: ()
-    """Linear layers that see the condition's tokens alone; none named: all that see `num_condition_tokens` rows."""
+    """Linear layers over the condition's tokens only. If empty: all layers with `num_condition_tokens` input rows."""
     features: Sequence[str] = ()
-    """Names that `forward(x_t, t, cond, features=names)` can return tokens (B, num_tokens, D) of, in the order in which
-    they are computed. Empty: the model returns its prediction only."""
+    """Names for `forward(x_t, t, cond, features=names)`, which then returns their tokens (B, num_tokens, D), in the
+    order in which they are computed. Empty: the model returns only its prediction."""
 
     def example_inputs(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, Condition]:
         """Inputs (x_t, t, cond) of the right shapes, on the current default device."""

@@ -1,12 +1,12 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Divergence: a NaN or a spike of the loss reaches no weight, and stops the run or takes it back to a checkpoint.
+"""Divergence guard: a NaN or a loss spike never changes a weight. It stops the run or rolls it back to a checkpoint.
 
 Notable:
-- the verdict on a step is made on the device, from numbers that are the same on all ranks: the global gradient norm,
-  and the mean loss where spikes are looked for. The fused optimizer skips the update by it; for another one (AdamW8bit)
-  the host reads it first, which costs a wait for the device in every step;
-- the host reads the verdict of a step only after the next one is enqueued, so the device never runs dry. Before weights
-  are saved or sampled from, it waits.
+- the device decides, from numbers that are equal on all ranks: the global gradient norm and, to detect spikes, the
+  mean loss. The fused optimizer then skips the update. For other optimizers (AdamW8bit) the host reads the decision
+  first, which makes it wait for the device in every step;
+- with a fused optimizer the host reads the decision of a step after it has enqueued the next one, so that the device
+  never idles. Before weights are saved or sampled from, the host waits for it.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from typing import Any
 import torch
 
 _WINDOW = 100
-"""Steps that the running mean of the loss looks back over."""
+"""Number of steps that the running mean of the loss covers."""
 _MIN_STEPS = 20
-"""Steps in the mean before anything counts as a spike."""
+"""Number of steps in the mean before a loss can count as a spike."""
 
 
 class DivergenceError(RuntimeError):
-    """A gradient was not finite, or the loss jumped; the weights were not touched by it.
+    """A gradient was not finite, or the loss spiked. The weights are unchanged.
 
     Args:
-        step: where it happened.
-        what: what was seen, in a few words.
+        step: the step that diverged.
+        what: the reason, in a few words.
     """
 
     def __init__(self, step: int, what: str) -> None:
         self.step = step
         self.what = what
         super().__init__(
-            f"step {step}: {what}; its update was skipped, so no weight has seen it. A lower optimizer.lr, more "
+            f"step {step}: {what}; its update was skipped and changed no weight. A lower optimizer.lr, more "
             "lr_scheduler.warmup_steps or training.mixed_precision_param float32 may help"
         )
 
 
 class LossSpikes:
-    """Tells a spike: a loss above `factor` times its running mean, once that has seen enough steps.
+    """Detects spikes: a loss above `factor` times its running mean, after enough steps.
 
-    The mean is that of the first steps, then an exponential one over about 100; spikes do not enter it.
-    All of it stays on the device.
+    The mean is the average of the first steps, then an exponential average over about 100 steps. Spikes do not enter
+    it. All values stay on the device.
     """
 
     def __init__(self, factor: float, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class LossSpikes:
         self._steps = torch.zeros((), dtype=torch.int64, device=device)
 
     def judge(self, loss: torch.Tensor) -> torch.Tensor:
-        """Whether the loss () of a step, mean over all ranks, is a spike: bool (). If not, it enters the mean."""
+        """Whether the loss () of a step, averaged over all ranks, is a spike: bool (). If not, it enters the mean."""
         loss = loss.double()
         spikes = (self._steps >= _MIN_STEPS) & (loss > self.factor * self._mean)
         is_usual = ~spikes & loss.isfinite()
@@ -70,7 +70,7 @@ class LossSpikes:
 
 
 class DivergenceGuard:
-    """Keeps what diverges from reaching the weights; without waiting for the device, where the optimizer is fused."""
+    """Skips updates that diverge. With a fused optimizer the host does not wait for the device."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -86,10 +86,10 @@ class DivergenceGuard:
     ) -> None:
         """Update the weights, unless the gradient norm () of this step is not finite or `is_spike` () is true.
 
-        Where `is_overflow` () is true, the update is skipped and no more said of it.
+        If `is_overflow` () is true, the update is skipped without an error.
 
         Raises:
-            DivergenceError: that was so in an earlier step (on a CPU, in this one).
+            DivergenceError: an earlier step diverged (on a CPU, this step).
         """
         not_finite = (~torch.isfinite(grad_norm)).float()
         verdict = not_finite if is_spike is None else torch.stack([not_finite, is_spike.to(not_finite)])  # () or (2,)
@@ -97,9 +97,9 @@ class DivergenceGuard:
         if is_overflow is not None:
             verdict = verdict * ~is_overflow
         if self.is_fused:
-            setattr(self.optimizer, "found_inf", found_inf)  # noqa: B010  read by the fused kernels, declared nowhere
+            setattr(self.optimizer, "found_inf", found_inf)  # noqa: B010  the fused kernels read it; it is not declared
             self.optimizer.step()
-        elif not found_inf.item():  # the host waits for the device, once a step
+        elif not found_inf.item():  # the host waits for the device once per step
             self.optimizer.step()
         previous, self._pending = self._pending, self._copy_to_host(step, verdict)
         if self._pending[2] is None:
@@ -107,11 +107,11 @@ class DivergenceGuard:
         self._raise_if_set(previous)
 
     def wait(self) -> None:
-        """Check the last step too: before its weights are saved or sampled from."""
+        """Check the last step before its weights are saved or sampled from."""
         self._raise_if_set(self._pending)
 
     def forget(self) -> None:
-        """The step in flight belongs to a past that the run returned from."""
+        """Drop the pending check of a step that a rollback discards."""
         self._pending = None
 
     def _copy_to_host(self, step: int, verdict: torch.Tensor) -> tuple[int, torch.Tensor, torch.cuda.Event | None]:

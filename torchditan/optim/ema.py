@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Exponential moving average of the weights, in float32, sharded as they are."""
+"""Exponential moving average of the weights, in float32, sharded like the weights."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class EMA:
-    """average <- decay average + (1 - decay) weights, with decay min(decay, (1 + n) / (10 + n)) while warming up.
+    """average <- decay average + (1 - decay) weights, with decay min(decay, (1 + n) / (10 + n)) during warmup.
 
     Args:
-        model: whose weights are averaged.
+        model: the model to average.
         decay, warmup: as above.
-        only_trained: of the weights, average the trained ones alone.
+        only_trained: average only the trained weights.
         teacher: another instance of the model, sharded alike. Its parameters become the average, so that you can call
             the averaged model at any time and no second copy of the average exists.
     """
@@ -46,7 +46,7 @@ class EMA:
         self.average: dict[str, torch.Tensor]
         if teacher is None:
             self.average = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        else:  # the parameters and not their storages, which FSDP may replace in its first forward
+        else:  # the parameters and not their storages, because FSDP may replace storages in its first forward
             self.average = {**saved_parameters(teacher)}
             assert self.average.keys() == self.parameters.keys()
             self.restart()
@@ -57,20 +57,20 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after this optimizer step."""
+        """Add the weights after this optimizer step to the average."""
         averages = [local_tensor(average.detach()) for average in self.average.values()]
         weights = [local_tensor(parameter.detach()) for parameter in self.parameters.values()]
         torch._foreach_lerp_(averages, weights, 1 - self.decay_at(step))
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin again with the weights as they are now."""
+        """Restart from the current weights."""
         for name, parameter in self.parameters.items():
             local_tensor(self.average[name]).copy_(local_tensor(parameter.detach()))
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model computes with the averaged weights inside; afterwards its own are back, to the bit."""
+        """Use the averaged weights in the model inside this context. Restores the model's weights bitwise."""
         self._swap()
         try:
             yield

@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Dynamic loss scaling for float16, whose gradients underflow below 6e-8 (Micikevicius et al. 2017, arXiv 1710.03740).
 
-The loss is multiplied before the backward pass and the gradients divided after it. A gradient that overflows costs its
-step and halves the scale; enough steps without one double it. All of it stays on the device.
+The loss is multiplied before the backward pass and the gradients are divided after it. A gradient that overflows skips
+its step and halves the scale. Enough steps without overflow double it. All values stay on the device.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 """Steps without overflow before the scale doubles."""
 SMALLEST_SCALE = 1.0
-"""An overflow at this scale is not the precision's fault."""
+"""At this scale, an overflow is not due to float16."""
 
 
 class LossScaler:
-    """The scale of a run, the same on all ranks because the gradient norm is."""
+    """The loss scale. It is the same on all ranks because the gradient norm is."""
 
     def __init__(self, device: torch.device) -> None:
         self.scale = torch.tensor(INITIAL_SCALE, device=device)
         self._good_steps = torch.zeros((), device=device)
         self.num_skipped = torch.zeros((), device=device)
-        """Steps that overflow cost so far, of this part of the run."""
+        """Number of steps skipped by overflow since the start or the resume of the run."""
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -38,7 +38,7 @@ class LossScaler:
         torch._foreach_mul_(gradients, 1 / self.scale)
 
     def judge(self, grad_norm: torch.Tensor) -> torch.Tensor:
-        """Take in the norm () of the unscaled gradients; whether an overflow of float16 alone is to blame: bool ()."""
+        """Update the scale from the norm () of the unscaled gradients. Returns bool (): float16 caused an overflow."""
         is_finite = torch.isfinite(grad_norm)
         is_overflow = ~is_finite & (self.scale > SMALLEST_SCALE)
         self._good_steps = torch.where(is_finite, self._good_steps + 1, 0.0)

@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Optimizers by groups of parameters, the learning rate as a function of the step, and gradient clipping.
+"""Optimizers by parameter groups, the learning rate as a function of the step, and gradient clipping.
 
 An optimizer is a function from the `[optimizer]` options to a list of `ParameterGroup`, and a line in
-`registry.OPTIMIZERS` (docs/extending.md). Weight decay, saving, resuming and the planner follow from the groups.
+`registry.OPTIMIZERS` (docs/extending.md). Weight decay, saving, resuming and the planner work from the groups.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from torchditan.registry import OPTIMIZERS, registered
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters, and the optimizer that updates them."""
+    """A group of parameters and the optimizer that updates it."""
 
     optimizer: Callable[..., torch.optim.Optimizer]
-    """A class of torch.optim, or what is called like one: (parameters or groups of them, **options)."""
+    """A class of torch.optim, or a function with the same signature: (parameters or groups of them, **options)."""
     options: dict[str, Any]
-    """Its options. Where `weight_decay` is one of them, norms, biases and embeddings are not decayed."""
+    """Its options. If `weight_decay` is among them, norms, biases and embeddings are not decayed."""
     takes: Callable[[str, torch.Tensor], bool] = lambda name, parameter: True
-    """Whether a parameter (its name and full shape) belongs here; the first group that takes it has it."""
+    """Whether a parameter (its name and full shape) belongs to this group. The first matching group takes it."""
     lr_scale: float = 1.0
-    """Learning rate of the group, as a multiple of that of the run."""
+    """Learning rate of the group, as a multiple of the run's."""
     state_bytes: Callable[[tuple[int, ...]], int] | None = None
-    """Bytes of the state of a parameter, or of a rank's shard of it, by its shape, for the planner.
-    None: the planner builds the state of each shape on the meta device and counts."""
+    """Bytes of the optimizer state of a parameter or a rank's shard, from its shape, for the planner.
+    None: the planner builds the state of each shape on the meta device and counts its bytes."""
 
 
 def parameter_groups(config: OptimizerConfig) -> list[ParameterGroup]:
-    """The groups of the optimizer that `optimizer.name` names."""
+    """The groups of the optimizer named by `optimizer.name`."""
     groups: list[ParameterGroup] = registered(OPTIMIZERS, config.name)(config)
     return groups
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters; several where its groups have several (`OptimizerParts`).
+    """The optimizer of the trainable parameters; an `OptimizerParts` if its groups use several optimizers.
 
     Raises:
-        ConfigError: it needs a library that is not installed.
+        ConfigError: the optimizer needs a library that is not installed.
     """
     groups = parameter_groups(config)
     members: list[dict[str, nn.Parameter]] = [{} for _ in groups]
@@ -85,29 +85,29 @@ def _build_part(
     if (decay := options.pop("weight_decay", None)) is not None:
         split[0]["weight_decay"] = decay
     split = [part for part in split if part["params"]]
-    if group.lr_scale != 1:  # a key in every group would make earlier checkpoints incomplete
+    if group.lr_scale != 1:  # adding the key to every group would make older checkpoints incomplete
         for part in split:
             part["lr_scale"] = group.lr_scale
     return group.optimizer(split, **options)
 
 
 class OptimizerParts(torch.optim.Optimizer):
-    """Several optimizers as one, each with parameters of its own."""
+    """Several optimizers as one, each with its own parameters."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
-        # Not `Optimizer.__init__`, which would make groups of its own.
+        # `Optimizer.__init__` would create its own groups.
         self.parts = parts
         self.defaults = {"fused": all(part.defaults.get("fused") for part in parts)}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Of all parts; a part that loads a checkpoint replaces its own."""
+        """The groups of all parts. A part replaces its groups when it loads a checkpoint."""
         return [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
         for part in self.parts:
-            if self.defaults["fused"]:  # set by DivergenceGuard, read by the fused kernels
+            if self.defaults["fused"]:  # set by DivergenceGuard and read by the fused kernels
                 setattr(part, "found_inf", getattr(self, "found_inf", None))  # noqa: B010
             part.step()
 
@@ -117,12 +117,12 @@ class OptimizerParts(torch.optim.Optimizer):
 
 
 def optimizer_parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that an optimizer consists of: often itself alone."""
+    """The parts of an optimizer; an ordinary optimizer is its only part."""
     return optimizer.parts if isinstance(optimizer, OptimizerParts) else [optimizer]
 
 
 def optimizer_state_bytes(config: OptimizerConfig, parameters: Iterable[tuple[str, tuple[int, ...], int]]) -> int:
-    """Bytes of the optimizer's state on one rank, once every parameter was updated.
+    """Bytes of the optimizer state on one rank, after every parameter was updated.
 
     Args:
         config: the `[optimizer]` options.
@@ -133,7 +133,7 @@ def optimizer_state_bytes(config: OptimizerConfig, parameters: Iterable[tuple[st
 
 @functools.lru_cache(maxsize=256)
 def _state_bytes(place: str, options: tuple[Any, ...], parameters: tuple[tuple[str, tuple[int, ...], int], ...]) -> int:
-    """`place` is where the registry finds the optimizer, so that another one of the same name is counted anew."""
+    """`place` is the optimizer's registry entry, part of the cache key because a name can be registered again."""
     groups = parameter_groups(OptimizerConfig(*options))
     counted: dict[tuple[int, tuple[int, ...]], int] = {}
     total = 0
@@ -148,10 +148,10 @@ def _state_bytes(place: str, options: tuple[Any, ...], parameters: tuple[tuple[s
 
 
 def _state_bytes_on_meta(group: ParameterGroup, shape: tuple[int, ...]) -> int:
-    """Bytes of the tensors that a first update leaves in the optimizer's state."""
+    """Bytes of the tensors in the optimizer state after a first update."""
     parameter = nn.Parameter(torch.empty(shape, device="meta"))
     parameter.grad = torch.empty_like(parameter)
-    options = {name: value for name, value in group.options.items() if name != "fused"}  # a kernel of real devices
+    options = {name: value for name, value in group.options.items() if name != "fused"}  # needs a real device
     optimizer = group.optimizer([parameter], **options)
     optimizer.step()
     tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
@@ -173,19 +173,19 @@ def _adam_options(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def adamw_8bit(config: OptimizerConfig) -> list[ParameterGroup]:
-    """torchao's, whose moments are 8-bit in blocks of 256 with a scale each (Dettmers et al. 2022, arXiv 2110.02861).
+    """torchao's AdamW with 8-bit moments, a scale per block of 256 (Dettmers et al. 2022, arXiv 2110.02861).
 
-    Moments of tensors, or of a rank's shards of them, that have under 4096 elements or no whole number of blocks stay
-    float32. It compiles one update per shape of parameter, which makes the first step slow.
+    Moments stay float32 for tensors or shards with fewer than 4096 elements or a partial block. The optimizer compiles
+    one update per parameter shape, which makes the first step slow.
 
-    Checkpoints hold the 8-bit moments, to the bit; they load on other meshes where the shards end with a block there
-    too, as those of published models do.
+    Checkpoints store the 8-bit moments exactly. They load on another mesh if its shards also end at a block boundary,
+    as those of published models do.
     """
     return [ParameterGroup(_sharded_adamw_8bit, _adam_options(config), state_bytes=_state_bytes_of_8_bits)]
 
 
 def _state_bytes_of_8_bits(shape: tuple[int, ...]) -> int:
-    """Two moments of bytes, a scale for every 256 of them and a table of 256 values each; and the step."""
+    """Two moments of one byte, each with a scale for every 256 values and a table of 256 values; and the step."""
     size, float32 = math.prod(shape), 4
     if size < 4096 or size % 256:
         return 2 * float32 * size + float32
@@ -200,15 +200,15 @@ def _sharded_adamw_8bit(parameters: Any, **options: Any) -> torch.optim.Optimize
 
     class ShardedAdamW8bit(AdamW8bit):
         def step(self, closure: Any = None) -> Any:
-            # AOTAutograd's cache on disk is keyed by the global shape of a sharded parameter. Ranks whose shards have
-            # different sizes would load each other's graphs. Inductor's own cache is keyed by the local shapes.
+            # AOTAutograd's disk cache uses the global shape of a sharded parameter as its key. Ranks with shards of
+            # different sizes would load each other's graphs. Inductor's own cache uses local shapes.
             with torch._functorch.config.patch(enable_autograd_cache=False):
                 return super().step(closure)
 
     optimizer: torch.optim.Optimizer = ShardedAdamW8bit(parameters, **options)
 
     def as_tensors(*_: Any) -> None:
-        # A number would be compiled into the update, once for each learning rate; torchao refuses it.
+        # With a number, the update would be compiled again for each learning rate. torchao refuses numbers.
         for group in optimizer.param_groups:
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
 
@@ -243,10 +243,10 @@ def learning_rate(step: int, *, steps: int, peak: float, config: LRScheduler) ->
         step: 1 for the first optimizer step.
         steps: steps of the whole run.
         peak: learning rate after warmup.
-        config: linear warmup over `warmup_steps`, then the schedule; `wsd` stays constant and falls
-            linearly over the last `decay_ratio` of all steps (Hu et al. 2024, arXiv 2404.06395).
-            A decay reaches its minimum one step after the run, since a last step with rate 0 learns nothing;
-            with `decay_until` "last_step" at the last step.
+        config: linear warmup over `warmup_steps`, then the schedule. `wsd` stays constant and decays linearly
+            over the last `decay_ratio` of all steps (Hu et al. 2024, arXiv 2404.06395). A decay reaches its
+            minimum one step after the run, because a last step with rate 0 learns nothing. With `decay_until`
+            "last_step" it reaches it at the last step.
     """
     warmup = config.warmup_steps
     if step <= warmup:
@@ -270,10 +270,10 @@ def clip_grad_norm(parameters: list[nn.Parameter], *, max_norm: float) -> torch.
 
     Args:
         parameters: those with gradients.
-        max_norm: 0 measures and does not clip.
+        max_norm: 0 measures the norm without clipping.
 
     Returns:
-        The norm before clipping, a scalar; not finite where any gradient of any rank is not.
+        The norm before clipping, a scalar; not finite if any gradient of any rank is not finite.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
