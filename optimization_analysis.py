@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What ablation grids say: matched pairs, effects, plots and findings, in one report.html that opens offline.
-With --compare, what runs of one job on different hardware say: speed, loss, PSNR and SSIM, samples, in compare.html.
+"""Analyse ablation grids: matched pairs, effects, plots and findings in one report.html that works offline.
+With --compare, compare runs of one job on different hardware: speed, loss, PSNR, SSIM and samples, in compare.html.
 
 python optimization_analysis.py outputs/GRID
 python optimization_analysis.py outputs/A40_GRID outputs/A100_GRID --out outputs/a40_a100
@@ -21,20 +21,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
     parser = ScriptParser(__doc__, options=())
     parser.epilog = None
-    parser.add_argument("folders", type=Path, nargs="*", metavar="grid", help="grid folders, outputs/GRID say")
+    parser.add_argument("folders", type=Path, nargs="*", metavar="grid", help="grid folders, for example outputs/GRID")
     parser.add_argument("--compare", type=Path, nargs="+", metavar="run", help="run directories, instead of grids")
     parser.add_argument("--labels", nargs="+", metavar="name", help="names of the runs (default: their folders')")
     parser.add_argument(
         "--out",
         type=Path,
-        help="folder to write to (default: analysis/ in the first grid, compare/ beside the first run)",
+        help="output folder (default: analysis/ in the first grid, compare/ next to the first run)",
     )
     args, rest = parser.parse(argv)
     args.folders += map(Path, rest)
     if args.compare and args.folders:
-        right = (
-            f"{args.folders[0]} stands outside of it; give grid folders alone, or all run directories behind --compare"
-        )
+        right = f"{args.folders[0]} is before --compare; give only grid folders, or all run directories after --compare"
         raise option_error("--compare", " ".join(map(str, args.compare)), right)
     if args.labels and not args.compare:
         raise option_error("--labels", " ".join(args.labels), "names runs; it needs --compare")

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Shared by all tests: tiers and processes, one thread per process, scripts run here or on gloo ranks."""
+"""Shared by all tests: tiers, processes and threads, and scripts that run in this process or on gloo ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What a refusal must name, whatever its English: the option with its value, and what would be right."""
+"""Checks that a refusal names the option, its value and the right value, independent of the wording."""
 
 from __future__ import annotations
 

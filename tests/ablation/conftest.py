@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Runs of stand-ins (stand_ins.py) in place of torchrun and train.py."""
+"""Fixtures that replace torchrun and train.py by fakes (stand_ins.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A stand-in for torchrun and train.py that starts in milliseconds, with ranks that behave as their options say.
+"""A fake torchrun and train.py that starts in milliseconds. The options of a run select the behaviour of its ranks.
 
-A rank of batch 32 or more runs out of memory; of patch size 4 crashes on rank 1; of patch size 8 hangs on rank 0.
+With batch 32 or more the ranks run out of memory. With patch size 4 rank 1 crashes; with patch size 8 rank 0 hangs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The summary of a grid in the columns of AMD's benchmark: each value by hand, each status from a run that had it."""
+"""The summary of a grid in the columns of AMD's benchmark: values computed by hand, statuses from real runs."""
 
 from __future__ import annotations
 

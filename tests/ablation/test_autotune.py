@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The search finds the border wherever it is, in few trials, and answers the same question only once."""
+"""The search finds the largest batch in few trials wherever it is, and reuses stored trials."""
 
 from __future__ import annotations
 

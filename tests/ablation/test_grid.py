@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A grid file stands for exactly the runs it says, and what no run can be is refused in one line."""
+"""A grid file defines exactly the expected runs; invalid grids are refused in one line."""
 
 from __future__ import annotations
 
@@ -126,23 +126,23 @@ def test_exclusions_take_out_what_they_match_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("training.batchsize = [1]", "axes: training.batchsize is no option; did you mean training.batch_size?"),
-        ("precison = ['float32']", "axes: precison is no option; did you mean precision?"),
-        ("metrics.log_freq = [1]", "axes: no run of a grid can honour metrics.log_freq: the runner sets it"),
-        ("training.steps = [1]", "axes: no run of a grid can honour training.steps: the runner sets it"),
-        ("float8.recipe_name = ['rowwise']", 'can honour it: it needs precision = "bfloat16_f8"'),
+        ("training.batchsize = [1]", "axes: training.batchsize is not an option; did you mean training.batch_size?"),
+        ("precison = ['float32']", "axes: precison is not an option; did you mean precision?"),
+        ("metrics.log_freq = [1]", "axes: metrics.log_freq cannot be set in a grid: the runner sets it"),
+        ("training.steps = [1]", "axes: training.steps cannot be set in a grid: the runner sets it"),
+        ("float8.recipe_name = ['rowwise']", 'has no effect in any run: it needs precision = "bfloat16_f8"'),
         ("compile.mode = ['default']", None),
         ("ema.decay = [0.5, 0.9]", None),
         (
             "activation_checkpoint.selective_ac_option = ['1']",
-            'can honour it: it needs activation_checkpoint.mode = "selective"',
+            'has no effect in any run: it needs activation_checkpoint.mode = "selective"',
         ),
         (
             "training.mixed_precision_param = ['float32']",
             "training.mixed_precision_param is set by precision; use that",
         ),
         ("training.data_parallel_shard_degree = [1]", "is set by parallel; use that"),
-        ("parallel = ['8']", 'parallel = "8": must be "replicate,shard", "2,4" say'),
+        ("parallel = ['8']", 'parallel = "8": must be "replicate,shard", for example "2,4"'),
         ("precision = ['fp8']", 'precision = "fp8": must be one of float32, float16, bfloat16, bfloat16_f8'),
         ("model.patch_size = []", "axes.model.patch_size = []: an empty grid; must have at least one value"),
         ("model.patch_size = [2, 2]", "axes.model.patch_size = [2, 2]: lists 2 twice"),
@@ -161,25 +161,25 @@ def test_an_axis_that_cannot_be_is_one_line(line: str, message: str | None, tmp_
     ("text", "message"),
     [
         ("steps = 4\n" + SMALL.replace("steps = 4", ""), None),
-        ("step = 4\n" + SMALL, "step is no key of a grid; did you mean steps?"),
+        ("step = 4\n" + SMALL, "step is not a key of a grid; did you mean steps?"),
         (SMALL.replace("window = 2", "window = 4"), "window = 4: must be less than steps = 4"),
         (SMALL.replace("steps = 4", "steps = 0"), "steps = 0: must be an integer of at least 1"),
         ("steps = 4\nwindow = 2", "small is an empty grid: it has no axes"),
         ("exclude = [{model.flavor = 'debugmodel'}]\n" + SMALL, "small is an empty grid: every run is excluded"),
         (
             "exclude = [{model.flavour = 'x'}]\n" + SMALL,
-            "exclude: model.flavour is no option; did you mean model.flavor?",
+            "exclude: model.flavour is not an option; did you mean model.flavor?",
         ),
         ("autotune = 'biggest'\n" + SMALL, 'autotune = "biggest": must be largest or fastest'),
         (
             "autotune = 'largest'\n" + SMALL,
-            "training.batch_size is what autotune searches for; leave it out of the grid",
+            "training.batch_size is set by autotune; leave it out of the grid",
         ),
         ("base = 'quikstart'\n" + SMALL, 'job.config_file = "quikstart": no such file'),
         (SMALL + "[settings]\ntraining.compile = true", "training.compile is an axis and a setting; keep one"),
         (
             SMALL + "[settings]\ntraining.speed = 1",
-            "settings: training.speed is no option; did you mean training.seed?",
+            "settings: training.speed is not an option; did you mean training.seed?",
         ),
         ("steps = = 4", "small.toml: Invalid value (at line 1, column 9)"),
         ("axes = 3", "axes must be a table, [axes]"),

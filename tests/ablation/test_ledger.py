@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The ledger says what was measured, and is never read half."""
+"""The ledger contains the measurements; a truncated ledger is refused."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def test_a_ledger_cut_anywhere_is_refused_in_one_line(end: float, tmp_path: Path
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("\n1,", "\n2,", r"line 2: is of schema version 2, this version reads 1; move it away"),
+        ("\n1,", "\n2,", r"line 2: has schema version 2, this version reads 1; move it away"),
         ("\n1,", "\n1,1,", r"line 2: has 42 of 41 columns"),
         (",loss_last", ",loss_first", r"other columns than this grid \(loss_first, loss_last\)"),
-        ("schema_version", "name", r"is cut off, or no ledger"),
+        ("schema_version", "name", r"is cut off, or not a ledger"),
         (",true,", ",maybe,", r"the row of a does not parse"),
     ],
 )

@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Every run gets its own verdict, and the grid its whole ledger: after deaths, hangs, kills and with a second runner.
+"""Every run gets its status and the grid a complete ledger: after crashes, hangs, kills and with a second runner.
 
-Most tests run stand-ins of torchrun and train.py (conftest.py); the slow ones the real ones.
+Most tests run fakes of torchrun and train.py (conftest.py); slow tests run the real programs.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_a_hang_is_a_timeout_and_leaves_no_process(run_here: RunHere, tmp_path: 
     (row,) = run_here(grid)
     assert time.monotonic() - begun < 20
     assert row["status"] == "timeout"
-    assert row["reason"] == "not done after 4 s: 4 step(s) done, rank(s) 0 not at their end"
+    assert row["reason"] == "not finished after 4 s: 4 step(s) done, rank(s) 0 unfinished"
     ranks = tmp_path / "outputs" / "g" / "runs" / row["run_name"] / "ranks"
     assert [status["state"] for status in read_rank_statuses(ranks)] == ["running", "completed"]
     assert processes_of(ranks) == []
@@ -189,7 +189,7 @@ def test_a_folder_that_is_no_grid_is_refused_and_left_alone(run_here: RunHere, t
     folder = tmp_path / "outputs" / "g"
     folder.mkdir(parents=True)
     (folder / "thesis.tex").write_text("mine")
-    with pytest.raises(ConfigError, match=r"g .*grid folder: .*grid\.json; name another .*--name$"):
+    with pytest.raises(ConfigError, match=r"g .*grid folder .*grid\.json.*; name another .*--name$"):
         run_here(small_grid())
     assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
 
@@ -361,14 +361,14 @@ def rank(number: int, state: str, reason: str | None = None, *, at: float = 0.0,
             [rank(0, "running"), rank(1, "completed")],
             9,
             "",
-            ("timeout", "not done after 9 s: 3 step(s) done, rank(s) 0 not at their end"),
+            ("timeout", "not finished after 9 s: 3 step(s) done, rank(s) 0 unfinished"),
         ),
-        ([], 9, "", ("timeout", "not done after 9 s: 3 step(s) done, rank(s) 0, 1 not at their end")),
+        ([], 9, "", ("timeout", "not finished after 9 s: 3 step(s) done, rank(s) 0, 1 unfinished")),
         (
             [],
             None,
             "Traceback\nModuleNotFoundError: No module named 'x'\n  bye\n",
-            ("error", "rank(s) 0, 1 ended without a word: ModuleNotFoundError: No module named 'x'"),
+            ("error", "rank(s) 0, 1 exited without reporting an error: ModuleNotFoundError: No module named 'x'"),
         ),
         (
             [rank(0, "error", "RuntimeError: Connection closed by peer"), rank(1, "running", pid=77)],
@@ -509,7 +509,7 @@ def test_real_runs_that_run_out_of_memory_crash_and_hang_leave_the_other_rows_ri
     assert [row["status"] for row in rows] == ["completed", "oom", "error", "timeout"], [row["reason"] for row in rows]
     assert "memory" in rows[1]["reason"]
     assert rows[2]["reason"] == "rank 1: RuntimeError: a crash on rank 1"
-    assert rows[3]["reason"].startswith(f"not done after {timeout_s} s: 3 step(s) done, rank(s) 0")
+    assert rows[3]["reason"].startswith(f"not finished after {timeout_s} s: 3 step(s) done, rank(s) 0")
     assert rows[0]["images_per_second_mean"] > 0 and rows[0]["peak_memory_gib"] > 0
     assert rows[0]["start_up_s"] > 1
     assert not any(processes_of(folder) for folder in tmp_path.glob("*/runs/*/ranks"))

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Every autoencoder behind the one interface: what it encodes is what its publisher's own code would, exactly."""
+"""Every autoencoder behind the common interface encodes exactly like the code of its publisher."""
 
 from __future__ import annotations
 

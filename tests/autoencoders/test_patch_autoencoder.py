@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Our small autoencoder learns, keeps its weights to the bit, says what is wrong with a folder; its training script."""
+"""Our small autoencoder: it learns, stores weights bitwise, and reports invalid folders. Also its training script."""
 
 from __future__ import annotations
 

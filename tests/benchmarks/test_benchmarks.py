@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""benchmarks/step_time.py at a tiny size: what it compares, what it writes, and how it fails."""
+"""benchmarks/step_time.py at a tiny size: its comparisons, output files and failures."""
 
 from __future__ import annotations
 

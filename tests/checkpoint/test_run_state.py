@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What a checkpoint holds: an object that is registered once is saved, resumed and rolled back with the run."""
+"""Contents of a checkpoint: an object that is registered once is saved, resumed and rolled back with the run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Options from TOML and command line: what is accepted, what it becomes, and what --help says."""
+"""Options from TOML and command line: accepted values, their parsed form, and the output of --help."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The course project's files, flags and names mean here what they meant there."""
+"""Files, flags and names of the course project keep their meaning."""
 
 from __future__ import annotations
 

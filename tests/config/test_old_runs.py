@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Runs of older versions resume, and options evolve; a run may train longer where its schedule allows it.
+"""Runs of older versions resume, options evolve, and a run can train longer if its schedule allows it.
 
 `tests/fixtures/run_36e2f02.tar.xz` is a run that commit 36e2f02 trained for 6 steps (`curve.json`), cut back to its
 checkpoint of step 2.

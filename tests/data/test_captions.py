@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Captioned images and videos: each source, each mistake, buckets, captions and what identifies an encoded latent."""
+"""Captioned images and videos: all sources, user errors, buckets, captions and the identity of encoded latents."""
 
 from __future__ import annotations
 

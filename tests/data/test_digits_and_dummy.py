@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The two datasets that every installation has."""
+"""The two datasets of every installation."""
 
 from __future__ import annotations
 

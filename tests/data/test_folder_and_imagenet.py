@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Folders of images: classes, splits, hold-out, and what is wrong with a folder."""
+"""Folders of images: classes, splits, held-out images, and errors of invalid folders."""
 
 from __future__ import annotations
 

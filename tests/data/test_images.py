@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Decoding, orientation, conversion, resizing and cropping, to the pixel."""
+"""Decoding, orientation, conversion, resizing and cropping, exact to the pixel."""
 
 from __future__ import annotations
 

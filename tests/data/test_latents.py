@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The dataset of latents: splits, normalisation, whole batches, and what a folder of latents cannot be."""
+"""The dataset of latents: splits, normalisation, whole batches, and refused folders."""
 
 from __future__ import annotations
 

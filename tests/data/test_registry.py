@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What every dataset promises, and what the registry says of options that cannot be honoured."""
+"""The contract of every dataset, and the errors of the registry for options without effect."""
 
 from __future__ import annotations
 

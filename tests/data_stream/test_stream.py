@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The training stream is a function of (seed, position), whatever ranks, workers and batch splits."""
+"""The training stream is a function of (seed, position) for any ranks, workers and batch splits."""
 
 from __future__ import annotations
 

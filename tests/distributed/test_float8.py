@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Float8 in every model: which layers it takes, and that every product of them is one that CUDA accepts."""
+"""Float8 in every model: the converted layers, and that CUDA accepts all of their products."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Degrees and world sizes that go together, and those that do not."""
+"""Valid and invalid combinations of parallel degrees and world sizes."""
 
 from __future__ import annotations
 

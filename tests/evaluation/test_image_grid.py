@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The grid shows every image and every name whole."""
+"""The grid shows every image and every name completely."""
 
 from __future__ import annotations
 

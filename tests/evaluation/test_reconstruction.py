@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""PSNR and SSIM against independent computations and known cases; the figures that scripts/reconstruct.py prints."""
+"""PSNR and SSIM against independent computations and known cases; the numbers that scripts/reconstruct.py prints."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Kill small runs at random and start them again: what survives, what is equal to the bit, what a kill costs.
+"""Kill small runs at random times and restart them. Checks bitwise equality and measures the cost of a kill.
 
 python tests/faults/chaos.py --num_runs 200 --seed 0 --folder outputs/chaos
 
-Each run is killed one to five times by SIGKILL (torchrun alone, one rank alone, or every process), each time started
-again with the same command, and then compared with a run that was never stopped. In a third of the runs the mode and
-the number of ranks change after every kill. Notable:
-- the plan of a run is a function of (seed, number) alone; how fast the machine is decides only the seconds;
-- half of the moments are uniform over the life of an attempt, which is mostly start-up where steps are this small; the
-  others are uniform over its training, or up to 50 ms after a checkpoint began to be written or was published;
-- called again, the script goes on after the runs in `results.jsonl`; after a change of the code name another folder.
+Each run is killed one to five times by SIGKILL (only torchrun, only one rank, or every process) and restarted each time
+with the same command. Then it is compared with a run that was never stopped. In a third of the runs the mode and the
+number of ranks change after every kill. Notable:
+- the plan of a run is a function of (seed, number); the speed of the machine affects only the times;
+- half of the moments are uniform over the lifetime of an attempt, which is mostly start-up for steps this small. The
+  others are uniform over its training, or up to 50 ms after a checkpoint started to be written or was published;
+- a repeated call continues after the runs in `results.jsonl`. After a change of the code, choose another folder.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A checkpoint is whole or it is not used: every file of one damaged in every way, and its manifest edited."""
+"""A damaged checkpoint is never used: every file is damaged in several ways, and the manifest is edited."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A rank that is killed or stuck is named, the others end in time, and the job can go on."""
+"""The job names a killed or stuck rank, its other ranks exit in time, and it can be resumed."""
 
 from __future__ import annotations
 

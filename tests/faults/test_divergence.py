@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A NaN or a spike of the loss takes a run back to its last checkpoint, and past the data that made it."""
+"""After a NaN or a spike of the loss, a run returns to its last checkpoint and skips the data that caused it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Files that somebody made to run code or to reach outside of their folder: refused in one line, and nothing happens.
+"""Malicious files that try to run code or to access other folders are refused in one line without any effect.
 
-Every payload makes a folder called `ran`, wherever it is that it gets to run.
+Every payload would create a folder called `ran` in its working directory.
 """
 
 from __future__ import annotations

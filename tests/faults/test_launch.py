@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""scripts/launch.sh and slurm.sh: signals reach the ranks, exit codes say how they ended, SLURM gets its job back.
+"""scripts/launch.sh and slurm.sh: signals reach the ranks, exit codes report their status, and SLURM requeues the job.
 
-Most tests run a stand-in for torchrun and its ranks, which starts without torch; two nodes are real.
+Most tests run a fake of torchrun and its ranks that starts without torch; the tests of two nodes are real.
 """
 
 from __future__ import annotations

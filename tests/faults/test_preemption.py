@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A run that is asked to stop finishes its step on every rank, saves, and goes on from there; asked twice, it ends."""
+"""A run that gets a stop signal finishes its step on every rank, saves, and resumes there; a second signal ends it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The int8 base of a LoRA: its arithmetic, its memory, filling it by name, FSDP, recomputation and compiling."""
+"""The int8 base of a LoRA: arithmetic, memory, filling by name, FSDP, recomputation and compiling."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""LoRA on tiny published transformers: which layers, what is trained, adapters on and off, assistants from files."""
+"""LoRA on tiny published transformers: layers, trained parameters, adapters on and off, assistants from files."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_patterns_are_ends_of_names_or_whole_regular_expressions() -> None:
         (["to_q", "to_qq"], 'lora.target_modules = "to_qq": matches no linear layer; their names end in add_k_proj, '),
         (["norm_q"], "add_q_proj, .*to_add_out, to_k, to_out.0, to_q, to_v, x_embedder"),
         (["q"], "matches no linear layer"),
-        (["to_(q"], r'lora.target_modules = "to_\(q": is no regular expression'),
+        (["to_(q"], r'lora.target_modules = "to_\(q": is not a valid regular expression'),
         ([], r"lora.target_modules = \[\]: must name at least one layer"),
     ],
 )
@@ -295,14 +295,14 @@ def test_an_assistant_without_alpha_has_its_rank(tmp_path: Path) -> None:
     [
         (
             "other_model",
-            "is a LoRA of another model: this one has no linear layer single_transformer_blocks.1.attn.to_v",
+            "is a LoRA for another model: this one has no linear layer single_transformer_blocks.1.attn.to_v",
         ),
         (
             "other_width",
             "another model: single_transformer_blocks.0.attn.to_v maps 32 to 32 here, 48 to 48 there",
         ),
-        ("weights", "is no LoRA of linear layers: it has proj_out.weight"),
-        ("half", "is no LoRA: it has no pairs of lora_A and lora_B"),
+        ("weights", "is not a LoRA of linear layers: it has proj_out.weight"),
+        ("half", "is not a LoRA: it has no pairs of lora_A and lora_B"),
         ("absent", "cannot be read: No such file"),
         ("text", "is not a safetensors file, or is truncated"),
     ],

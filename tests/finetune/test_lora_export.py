@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Exported LoRAs give the predictions of the trained model, read back by diffusers' own loaders and converters."""
+"""Exported LoRAs give the predictions of the trained model when the loaders and converters of diffusers read them."""
 
 from __future__ import annotations
 

@@ -133,9 +133,9 @@ def test_without_the_other_parts_it_is_the_transformer_alone(
     base: str, run_script: RunScript, export: Export, tmp_path: Path
 ) -> None:
     saved = tiny_pipelines.save(tiny_pipelines.flux(), tmp_path / "base")
-    flags, why = [], "holds no model_index.json"
+    flags, why = [], "has no model_index.json"
     if base == "no pipeline":
-        saved, why = "none", "began with random weights"
+        saved, why = "none", "started from random weights"
     elif base == "transformer alone":
         saved = saved / "transformer"
     elif base == "incomplete":

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Published families: their sizes and FLOPs, their initial weights on every mesh, and what each is refused."""
+"""Published families: sizes, FLOPs, initial weights on every mesh, and refused options."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""`encode_captions` through each pipeline's own `encode_prompt`, over text encoders that are made up."""
+"""`encode_captions` through `encode_prompt` of each pipeline, with fake text encoders."""
 
 from __future__ import annotations
 

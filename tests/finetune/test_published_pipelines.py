@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Published models predict what their own pipelines in diffusers have them predict, to the bit."""
+"""Predictions of published models are bitwise equal to those in their diffusers pipelines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Published models in grids: `model`, `resolution` and `checkpoint_fraction` stand for the options that they say."""
+"""Published models in grids: `model`, `resolution` and `checkpoint_fraction` set the right options."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_resolutions_and_fractions_are_read_from_the_command_line(tmp_path: Path
 
 def test_what_is_excluded_by_its_axes_need_not_be_possible(tmp_path: Path) -> None:
     text = GRID + 'resolution = ["64x64", "64x64x5"]\n'
-    with pytest.raises(ConfigError, match="takes images: must be height and width alone"):
+    with pytest.raises(ConfigError, match="takes images: must be HEIGHTxWIDTH"):
         load_grid(write_grid(tmp_path, text)).runs()
     rules = (
         'exclude = [{ model = "flux/debugmodel", resolution = "64x64x5" }, '
@@ -132,15 +132,15 @@ def test_what_is_excluded_by_its_axes_need_not_be_possible(tmp_path: Path) -> No
     [
         ('"flux/debugmodel"', '"flux/FLUX.1-def"', 'model = "flux/FLUX.1-def": must be family/flavor of a published'),
         ('"flux/debugmodel"', '"flux/FLUX.1-def"', "did you mean flux/FLUX.1-dev?"),
-        ("[0, 0.5]", "[2]", "checkpoint_fraction = 2: must be the share of the blocks that is recomputed"),
-        ("[0, 0.5]", "['all']", 'checkpoint_fraction = "all": must be the share'),
-        ("[0, 0.5]", "[0]\nresolution = ['512']", 'resolution = "512": must be height x width in pixels'),
+        ("[0, 0.5]", "[2]", "checkpoint_fraction = 2: must be the recomputed share of the blocks"),
+        ("[0, 0.5]", "['all']", 'checkpoint_fraction = "all": must be the recomputed share'),
+        ("[0, 0.5]", "[0]\nresolution = ['512']", 'resolution = "512": must be HEIGHTxWIDTH in pixels'),
         ("[0, 0.5]", "[0]\nresolution = ['60x64']", 'resolution = "60x64": height and width must be multiples of 8'),
-        ("[0, 0.5]", "[0]\nresolution = ['64x64x8']", "takes images: must be height and width alone"),
+        ("[0, 0.5]", "[0]\nresolution = ['64x64x8']", "takes images: must be HEIGHTxWIDTH"),
         ("[0, 0.5]", "[0]\nmodel.flavor = ['debugmodel']", "Cannot mutate immutable namespace"),
         ("[0, 0.5]", "[0]\ndataset.image_size = [[8, 8]]", "axes: dataset.image_size is set by model; use that"),
         ("[0, 0.5]", "[0]\nactivation_checkpoint.mode = ['full']", "is set by checkpoint_fraction; use that"),
-        ('model = ["flux/debugmodel", "wan/debugmodel"]', "resolution = ['64x64']", "is that of a published model"),
+        ('model = ["flux/debugmodel", "wan/debugmodel"]', "resolution = ['64x64']", "needs a published model"),
     ],
 )
 def test_a_mistake_is_one_line(old: str, new: str, message: str, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Text-to-image from scratch, through train.py: what is drawn has the colour that its prompt names."""
+"""Text-to-image from scratch, through train.py: samples have the colour that their prompt names."""
 
 from __future__ import annotations
 

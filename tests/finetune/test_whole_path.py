@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A full fine-tune from its first step to its continuation, for every family: the same weights all the way."""
+"""A full fine-tune from its first step to its resume, for every family: the weights are the same at every stage."""
 
 from __future__ import annotations
 

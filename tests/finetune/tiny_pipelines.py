@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Whole pipelines of random weights, a megabyte each, saved as diffusers saves the published ones."""
+"""Complete pipelines with random weights, a megabyte each, in the layout of published pipelines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A job's configuration: the given one stays as it is, the completed one leaves nothing open."""
+"""The configuration of a job: the given one is unchanged, the completed one has every value."""
 
 from __future__ import annotations
 

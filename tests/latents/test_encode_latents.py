@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Encoding a dataset into shards: the same bytes whatever ranks, workers and interruptions, and what stops it."""
+"""Encoding a dataset into shards: the same bytes for any ranks, workers and interruptions, and its errors."""
 
 from __future__ import annotations
 

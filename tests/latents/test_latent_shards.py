@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Shards of latents: what is read is what was written, at any size, and what is wrong with a folder is named."""
+"""Shards of latents: read data equals written data at any size, and errors name the problem of a folder."""
 
 from __future__ import annotations
 

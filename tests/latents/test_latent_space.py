@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Training in a latent space: stored latents and online encoding through the trainer, pictures, and what is refused."""
+"""Training in a latent space: stored latents and online encoding in the trainer, sample grids, and refused options."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What the native DiT promises: the paper's parameters, its shapes, and the numerics of its parts."""
+"""The native DiT: parameter counts of the paper, shapes, and the numerics of its parts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The FLOP count against the paper and a closed form written apart; the peaks against real device names."""
+"""FLOP counts against the paper and an independent closed form; peaks against real device names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""From the options of [model] to a spec: what resolves, and what is refused in one line."""
+"""From the options of [model] to a spec: valid options resolve, invalid ones are refused in one line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Loss scaling: small gradients survive float16, an overflow costs one step and no more, a real NaN ends the run."""
+"""Loss scaling: small gradients survive float16, an overflow costs only one step, and a real NaN ends the run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The planner against real runs on gloo ranks, against arithmetic, and against a GPU where there is one.
+"""The planner against real runs on gloo ranks, against arithmetic, and against a GPU if available.
 
-Run as a script under torchrun (`main`), this file trains two real steps of each cell it is given and writes, for every
-rank, the bytes of its model state and the highest sum of its living storages.
+Run as a script under torchrun (`main`), this file trains two real steps of each given cell. For every rank it writes
+the bytes of the model state and the highest sum of live storages.
 """
 
 from __future__ import annotations
@@ -620,7 +620,11 @@ def test_what_a_configuration_leaves_open_is_what_the_dataset_says() -> None:
             "h100",
             "dataset.num_classes = none: must be",
         ),
-        (["--autoencoder.online", "--autoencoder.name=haar"], "h100", "autoencoder.online = true: the planner counts"),
+        (
+            ["--autoencoder.online", "--autoencoder.name=haar"],
+            "h100",
+            "autoencoder.online = true: the planner does not count the encoder",
+        ),
         (["--training.data_parallel_shard_degree=3"], "h100", "training.data_parallel_shard_degree = 3: times"),
         (["--training.global_batch_size=20"], "h100", "training.global_batch_size = 20: must be a multiple of 16"),
     ],
@@ -689,9 +693,9 @@ def test_the_tool_recommends_and_draws_the_cost_of_scale(
         (["quickstart"], "error: the following arguments are required: --device"),
         (
             ["quickstart", "--device", "h100", "--training.enable_cpu_offload", "--sweep"],
-            "error: --sweep = true: draws modelled times",
+            "error: --sweep = true: plots modelled times",
         ),
-        (["quickstart", "--device", "cpu", "--sweep"], "error: --sweep = true: draws modelled times"),
+        (["quickstart", "--device", "cpu", "--sweep"], "error: --sweep = true: plots modelled times"),
         (
             ["quickstart", "--device", "h100", "--sweep", "--plot", "/dev/null/x.svg"],
             'error: --plot = "/dev/null/x.svg": must be',

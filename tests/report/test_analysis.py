@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""optimization_analysis.py: effects that are known exactly, what never counts as data, the report, bad ledgers."""
+"""optimization_analysis.py: exactly known effects, runs that are not data, the report, and invalid ledgers."""
 
 from __future__ import annotations
 
@@ -391,7 +391,7 @@ def test_loss_is_drawn_by_precision_and_learning_rate(tmp_path: Path) -> None:
 
 def test_short_runs_say_nothing_of_the_loss(known: Analysis) -> None:
     assert loss_curves(known.results) == []
-    assert "No run of 100 steps or more" in report_html(known)
+    assert "No run has 100 or more steps" in report_html(known)
 
 
 @pytest.mark.parametrize(
@@ -401,15 +401,15 @@ def test_short_runs_say_nothing_of_the_loss(known: Analysis) -> None:
             [row(throughput=100), row(compiled=True, throughput=60)],
             f"No, by a single pair: {MINUS}40% images/s, no clear change in memory.",
         ),
-        ([row(throughput=100), row(compiled=True, throughput=100.2)], "It makes no clear difference to speed."),
+        ([row(throughput=100), row(compiled=True, throughput=100.2)], "It has no clear effect on speed."),
         (
             [row(batch=b, compiled=c, throughput=150 if c else 100) for b in (1, 2, 4, 8) for c in (False, True)]
             + [row(batch=16), row(batch=16, compiled=True, throughput=90)],
             "Mostly yes: +50% images/s, no clear change in memory.",
         ),
-        ([row(), row(batch=16)], "These runs cannot tell."),
-        ([row(), row(batch=16, compiled=True)], "These runs cannot tell."),
-        ([unmeasured("oom", "out")], "These runs cannot tell."),
+        ([row(), row(batch=16)], "Unknown."),
+        ([row(), row(batch=16, compiled=True)], "Unknown."),
+        ([unmeasured("oom", "out")], "Unknown."),
     ],
     ids=["slower", "noise", "not all pairs", "all eager", "no pair", "nothing completed"],
 )
@@ -434,7 +434,7 @@ def test_a_fall_with_the_batch_is_shown(tmp_path: Path) -> None:
     ):
         check = check_named(analysis, f"{name} does not fall" if name != "memory" else "Peak memory does not fall")
         assert check.passed is False
-        assert f"in 1 of 2 steps from one batch size to the next; most, by {fall}" in check.sentence
+        assert f"in 1 of 2 steps from one batch size to the next. The largest fall is {fall}" in check.sentence
         assert step in check.sentence
     card = finding(analysis, "Did everything run?")
     assert card.answer == "3 completed, of 3 runs.", "a failed check removes nothing"
@@ -447,9 +447,9 @@ def test_all_checks_hold_for_a_sound_grid(known: Analysis) -> None:
 
 def test_a_compiled_loss_that_differs_is_shown(tmp_path: Path) -> None:
     rows = [row(loss_last=1.0), row(compiled=True, loss_last=1.3)]
-    check = check_named(analyse([write_grid(tmp_path / "grid", rows)]), "leave the loss")
+    check = check_named(analyse([write_grid(tmp_path / "grid", rows)]), "do not change the loss")
     assert (check.passed, len(check.rows)) == (False, 1)
-    assert "in 1 of 1 matched pair, by 30.0% at most" in check.sentence
+    assert "in 1 of 1 matched pair, by at most 30.0%" in check.sentence
 
 
 def test_pairs_of_two_commits_count_and_are_flagged(tmp_path: Path) -> None:
@@ -465,7 +465,7 @@ def test_devices_of_one_grid_never_mix(tmp_path: Path) -> None:
     analysis = analyse([write_grid(tmp_path / "grid", rows)])
     assert len(analysis.pairs) == 0
     assert analysis.results.sources == [f"grid on {DEVICE}", "grid on NVIDIA H200"]
-    assert "At least 1 pair that would mix devices was left out" in check_named(analysis, "one kind of device").sentence
+    assert "At least 1 pair that would mix devices was excluded" in check_named(analysis, "one kind of device").sentence
 
 
 def test_folders_are_compared_setting_by_setting(tmp_path: Path) -> None:
@@ -477,7 +477,7 @@ def test_folders_are_compared_setting_by_setting(tmp_path: Path) -> None:
     assert between.change(THROUGHPUT)[:3] == (11, pytest.approx(150), pytest.approx(150))
     assert finding(analysis, "How do the folders compare?").answer.startswith(f"a100 on {DEVICE}: 2.50 times")
     assert {item.source for item in analysis.same_batch} == set(analysis.results.sources)
-    assert check_named(analysis, "Folders share").rows == [("a100", "steps", "null", "60")]
+    assert check_named(analysis, "Folders agree").rows == [("a100", "steps", "null", "60")]
     assert findings(analysis)[0].answer == "Yes, in every folder: +50% images/s."
 
 
@@ -600,13 +600,13 @@ def drop_field(text: str) -> str:
         (drop_field, "{csv} is cut short: row 3 has 38 of 39 columns"),
         (lambda text: text[:-4], "{csv} is cut short: its last row does not end"),
         (lambda text: "", "{csv} is empty"),
-        (lambda text: text.splitlines()[0] + "\n", "{csv} holds no run yet"),
+        (lambda text: text.splitlines()[0] + "\n", "{csv} contains no run yet"),
         (lambda text: text[:60], "{csv} is cut short or of another version: it has no column model.flavor, "),
         (lambda text: "a,b\n1,2\n", "{csv} is not the ledger of a grid: it has no column schema_version"),
-        (lambda text: text.replace("\n1,", "\n2,"), "{csv} is of version 2; this analysis reads version 1"),
+        (lambda text: text.replace("\n1,", "\n2,"), "{csv} has schema version 2; this analysis reads version 1"),
         (lambda text: text.replace("completed", "finished"), '{csv}: status = "finished": must be one of completed,'),
         (lambda text: text.replace("123.25", "fast"), '{csv}: row 2 has "fast" for images_per_second_mean, not a '),
-        (lambda text: text.replace('"1,1"', '"1x1"'), 'parallel = "1x1": must be "replicate,shard", "2,4" say'),
+        (lambda text: text.replace('"1,1"', '"1x1"'), 'parallel = "1x1": must be "replicate,shard", for example "2,4"'),
     ],
 )
 def test_a_ledger_that_cannot_be_trusted_is_one_line(
@@ -630,7 +630,7 @@ def test_every_cut_of_a_ledger_is_told(tmp_path: Path) -> None:
     for end in range(0, len(whole), 17):
         if end not in rows_end:
             file.write_bytes(whole[:end])
-            with pytest.raises(ValueError, match=r"cut short|empty|no column|no whole"):
+            with pytest.raises(ValueError, match=r"cut short|empty|no column|not a complete"):
                 analyse([folder])
 
 
@@ -647,14 +647,14 @@ def test_a_folder_that_is_no_grid_is_one_line(tmp_path: Path, run_script: RunScr
         assert run_script(SCRIPT, folder) == (2, "", f"error: {folder} {line}\n")
     for content, line in {
         "{": "does not parse: ",
-        "[]": "is not that of an ablation grid: it has no schema_version",
-        '{"schema_version": 7}': "is of version 7; this analysis reads version 1",
+        "[]": "does not belong to an ablation grid: it has no schema_version",
+        '{"schema_version": 7}': "has schema version 7; this analysis reads version 1",
         '{"schema_version": 1}': "",
     }.items():
         (foreign / "grid.json").write_text(content)
         code, out, err = run_script(SCRIPT, foreign)
         assert (code, out, len(err.splitlines())) == (2, "", 1)
-        expected = f"{foreign / 'grid.json'} {line}" if line else f"{foreign} holds no runs_summary.csv: no run of this"
+        expected = f"{foreign / 'grid.json'} {line}" if line else f"{foreign} has no runs_summary.csv: no run of this"
         assert err.startswith(f"error: {expected}")
 
 
@@ -665,7 +665,7 @@ def test_a_broken_parquet_ledger_is_one_line(tmp_path: Path, run_script: RunScri
     file.write_bytes(file.read_bytes()[:-100])
     code, out, err = run_script(SCRIPT, folder)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert err.startswith(f"error: {file} is no whole parquet file: ")
+    assert err.startswith(f"error: {file} is not a complete parquet file: ")
 
 
 @pytest.mark.parametrize(
@@ -673,7 +673,7 @@ def test_a_broken_parquet_ledger_is_one_line(tmp_path: Path, run_script: RunScri
     [
         ([], "the following arguments are required: grid"),
         (["{grid}", "--outt=x"], "--outt is not an option of this script; did you mean --out?"),
-        (["{grid}", "--out={grid}/grid.json"], '--out = "{grid}/grid.json": is no folder that can be written '),
+        (["{grid}", "--out={grid}/grid.json"], '--out = "{grid}/grid.json": is not a writable folder '),
     ],
 )
 def test_a_mistake_in_the_command_is_one_line(

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""optimization_analysis.py --compare: numbers that are known exactly, what is missing, runs that are not one job."""
+"""optimization_analysis.py --compare: exactly known numbers, missing data, and runs of different jobs."""
 
 from __future__ import annotations
 
@@ -358,8 +358,8 @@ def test_the_page_says_it_all_and_opens_offline(two: Comparison, run_script: Run
         "CPU, 2 processes",
         "Are they the same job? Yes.",
         "Do they follow the same curve? Yes, exactly.",
-        "After 7.25 s, the most that all reached.",
-        "At step 20, the last that all share with scored samples.",
+        "After 7.25 s, the largest time that all runs reached.",
+        "At step 20, the last common step with scored samples.",
         "20.00",
     ):
         assert expected in text, expected
@@ -377,7 +377,7 @@ def test_the_page_tells_of_another_job_and_of_other_curves(run_script: RunScript
     c = write_run(tmp_path / "c", options={"training.global_batch_size": 64})
     assert run_script(SCRIPT, "--compare", a, b, c, f"--out={tmp_path / 'out'}")[0] == 0
     text = text_of((tmp_path / "out" / "compare.html").read_text())
-    assert "No: 1 setting of the job differs. What is learned differs in training.global_batch_size" in text
+    assert "No: 1 setting of the job differs. The jobs differ in training.global_batch_size" in text
     assert "No: 1 of 1 pair differs by more than 0.001." in text
     assert "The first such difference is at step 2." in text
 
@@ -441,13 +441,13 @@ def test_folders_that_cannot_be_compared_are_refused_in_one_line(tmp_path: Path)
     grid = tmp_path / "grid"
     grid.mkdir()
     (grid / "grid.json").write_text("{}")
-    assert "is a single run; must be two run directories or more" in refuse([a])
+    assert "is a single run; must be two or more run directories" in refuse([a])
     assert "is named twice" in refuse([a, b, tmp_path / "b" / ".." / "a"])
     assert f"is a copy of {a}" in refuse([a, copied])
     assert refuse([a, tmp_path / "gone"]) == f"{tmp_path / 'gone'} does not exist; must be a run directory"
     assert refuse([a, tmp_path / "copyed"]).endswith(f"; did you mean {copied}?")
     assert refuse([a, tmp_path]) == f"{tmp_path} is not a run directory: it has no config.json"
-    assert "is the folder of a grid; --compare takes run directories" in refuse([a, grid])
+    assert "is a grid folder; --compare takes run directories" in refuse([a, grid])
     assert "must be 2 names, one for each run" in refuse([a, b], ["one"])
     assert "is the name of two runs" in refuse([a, b], ["one", "one"])
 
@@ -461,13 +461,13 @@ def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--compare", "{a}"], "is a single run; must be two run directories or more"),
+        (["--compare", "{a}"], "is a single run; must be two or more run directories"),
         (["--compare", "{a}", "{a}"], "is named twice"),
-        (["{b}", "--compare", "{a}", "{b}"], "stands outside of it; give grid folders alone"),
-        (["--compare", "{a}", "{b}", "--out=out", "{b}"], "stands outside of it; give grid folders alone"),
+        (["{b}", "--compare", "{a}", "{b}"], "is before --compare; give only grid folders"),
+        (["--compare", "{a}", "{b}", "--out=out", "{b}"], "is before --compare; give only grid folders"),
         (["{a}", "--labels", "x"], '--labels = "x": names runs; it needs --compare'),
         (["--compare", "{a}", "{b}", "--labels", "x"], '--labels = "x": must be 2 names'),
-        (["--compare", "{a}", "{b}", "--out={a}/config.json"], "is no folder that can be written"),
+        (["--compare", "{a}", "{b}", "--out={a}/config.json"], "is not a writable folder"),
         (["--compare"], "--compare: expected at least one argument"),
     ],
 )

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The conventions of the repository: what may import what, and what stays light."""
+"""The conventions of the repository: allowed imports, and modules that import quickly."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What the documentation promises of the code: files, options, keys and exit codes that exist."""
+"""Files, options, keys and exit codes in the documentation exist in the code."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Pages are read once: short sentences on average, and none of the phrases that read like a translation.
+"""English of the pages: short sentences on average, and no phrase that reads like a translation.
 
 `pytest tests/repository/test_english.py -s` prints the average and the longest sentence of each page.
 """

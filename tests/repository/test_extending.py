@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""docs/extending.md: its examples, read from the page, train, sample, resume and are planned."""
+"""docs/extending.md: the examples on the page train, sample, resume and can be planned."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""docs/extending.md: its metric and its autoencoder, read from the page, evaluate, encode, train and resume."""
+"""docs/extending.md: the metric and the autoencoder on the page evaluate, encode, train and resume."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What a job imports of `torchditan` and `data`, measured in its own process, and that imports have no cycle.
+"""Modules of `torchditan` and `data` that a job imports, measured in a separate process; imports have no cycle.
 
 `pytest tests/repository/test_imports.py -s` prints the number of files and lines.
 """

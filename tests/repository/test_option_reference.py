@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""docs/options.md is what the configuration generates."""
+"""docs/options.md equals the text that the configuration generates."""
 
 from __future__ import annotations
 

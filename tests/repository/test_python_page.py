@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The Python blocks of docs/python.md run in order, as a user types them; only the training is made smaller."""
+"""The Python blocks of docs/python.md run in order, as a user would type them, with a smaller training run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""assert_refused fails where option, value or suggestion is wrong, and passes whatever the English around them."""
+"""assert_refused fails if option, value or suggestion is wrong, and accepts any other wording."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What a run reports, on a clock that the tests move."""
+"""Metrics of a run, with a clock that the tests control."""
 
 from __future__ import annotations
 

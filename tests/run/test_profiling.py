@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Traces and memory snapshots land where they should, of the steps they should."""
+"""Traces and memory snapshots are written to the right files for the right steps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Slow work says how far it is: on stderr, on rank 0, and not where it is quick."""
+"""Slow work reports its progress on stderr of rank 0; fast work reports nothing."""
 
 from __future__ import annotations
 

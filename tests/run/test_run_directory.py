@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A run keeps to its folder, never mixes with another, and leaves no half-written file."""
+"""A run writes only to its folder, never mixes with another run, and leaves no partial file."""
 
 from __future__ import annotations
 

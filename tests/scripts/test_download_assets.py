@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What scripts/download_assets.py brings of a repository on the hub: what the job needs, not what lies beside it."""
+"""scripts/download_assets.py downloads only the files of a hub repository that the job needs."""
 
 from __future__ import annotations
 

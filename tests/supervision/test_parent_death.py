@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A process ends with the one that started it; a rank notices when its launcher went too early to ask for that."""
+"""A process exits with its parent. A rank also notices if its launcher exited before the rank could ask for this."""
 
 from __future__ import annotations
 

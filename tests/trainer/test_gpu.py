@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What only a CUDA device can show: the same curve as on the CPU, MFU, offload, float8, and the late host check."""
+"""Tests that need a CUDA device: the same curve as on the CPU, MFU, offload, float8, and the late host check."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Eight images, each with a label of its own, are learned by heart and given back by the sampler."""
+"""The model memorises eight images with different labels, and the sampler reproduces them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Whole runs through train.py: one loss curve in every mode, resume, precisions, the non-finite stop, samples.
 
-Run as a script under torchrun (`main`), this file does several jobs of train.py with the same ranks, one after another:
-to start ranks takes longer than twenty steps.
+Run as a script under torchrun (`main`), this file runs several jobs of train.py in sequence on the same ranks, because
+starting ranks takes longer than twenty steps.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A user's mistake that the configuration alone shows: one line with option, value and what would be right."""
+"""User errors visible in the configuration: one line with option, value and the right value."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Jobs that cannot be, run by their real entry points: one line that says why, exit code 2, and nothing written.
+"""Invalid jobs, run by their real entry points: one line with the reason, exit code 2, and no files.
 
-What the configuration alone shows is in test_configuration_errors.py too, and other jobs in test_job_errors.py; no
-row here repeats one of theirs.
+Errors visible in the configuration are also in test_configuration_errors.py, other jobs in test_job_errors.py. No row
+here repeats one of theirs.
 """
 
 from __future__ import annotations

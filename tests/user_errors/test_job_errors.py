@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A user's mistake that data, ranks, device or disk show: one line, exit code 2, nothing left behind.
+"""User errors that depend on data, ranks, device or disk: one line, exit code 2, and no files.
 
-Mistakes that the configuration alone shows are in test_configuration_errors.py. Most jobs run in this process, by the
-code that `python train.py` runs; a few in processes of their own, under torchrun too.
+Errors visible in the configuration are in test_configuration_errors.py. Most jobs run in this process, with the code
+of `python train.py`; a few run in separate processes, some under torchrun.
 """
 
 from __future__ import annotations

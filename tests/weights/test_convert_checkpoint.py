@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""scripts/convert_checkpoint.py and checkpoint.initial_load_path: weights to one file, and back, from any sharding.
+"""scripts/convert_checkpoint.py and checkpoint.initial_load_path: weights to one file and back, from any sharding.
 
 Run as a script under torchrun (`main`), this file writes a large checkpoint without training.
 """

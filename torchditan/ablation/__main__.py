@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Make the runs of an ablation grid.
+"""Run an ablation grid.
 
 python -m torchditan.ablation run debug
 python -m torchditan.ablation run 0.5B --axes.parallel 1,1 --axes.model.patch_size 2 --name one_gpu
@@ -20,19 +20,19 @@ from torchditan.config.errors import ConfigError, did_you_mean
 
 _PREFIXES = ("--axes.", "--settings.", "--slurm.")
 _EPILOG = """\
---axes.KEY VALUES puts an axis over the file's: --axes.training.batch_size 1,2,4, --axes.parallel 1,8 8,1.
+--axes.KEY VALUES adds an axis or replaces one of the file: --axes.training.batch_size 1,2,4, --axes.parallel 1,8 8,1.
 --settings.KEY VALUE sets an option of every run: --settings.dataset.num_workers 0.
---slurm.KEY VALUE is a parameter of submitit: --slurm.slurm_partition gpu.
+--slurm.KEY VALUE sets a parameter of submitit: --slurm.slurm_partition gpu.
 
-The same command again makes only the runs that are missing or failed.
+If you repeat the command, it makes only the runs that are missing or failed.
 """
-_AMD_HELP = "write amd/runs_summary.csv too, with the columns of AMD's diffusion benchmark (docs/compatibility.md)"
+_AMD_HELP = "also write amd/runs_summary.csv, with the columns of AMD's diffusion benchmark (docs/compatibility.md)"
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
-        raise ConfigError(message.replace("ignored explicit argument", "takes no value, and was given"))
+        raise ConfigError(message.replace("ignored explicit argument", "does not take a value, but got"))
 
 
 def _parser() -> _Parser:
@@ -41,22 +41,22 @@ def _parser() -> _Parser:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", description=__doc__, epilog=_EPILOG, formatter_class=shown, allow_abbrev=False)
     run.add_argument("grid", help="grid file: a path, or a name in train_configs/ablations/")
-    run.add_argument("--name", help="folder of the grid in the dump folder (default: the file's name)")
+    run.add_argument("--name", help="folder name of the grid in the dump folder (default: name of the file)")
     run.add_argument("--dump_folder", type=Path, default=Path("outputs"), help="default: outputs")
-    run.add_argument("--steps", type=int, help="optimizer steps of a run (default: the file's)")
-    run.add_argument("--window", type=int, help="last steps that are measured (default: the file's)")
-    run.add_argument("--repeats", type=int, help="times the whole grid is made (default: the file's)")
-    run.add_argument("--timeout_s", type=float, help="seconds a run may take (default: the file's)")
-    run.add_argument("--autotune", help="search for the batch size: largest or fastest (default: the file's)")
-    run.add_argument("--memory_limit_gib", type=float, help="memory of a rank on a CPU (default: the file's)")
+    run.add_argument("--steps", type=int, help="optimizer steps per run (default: from the file)")
+    run.add_argument("--window", type=int, help="number of last steps to measure (default: from the file)")
+    run.add_argument("--repeats", type=int, help="number of times to run the whole grid (default: from the file)")
+    run.add_argument("--timeout_s", type=float, help="time limit of a run in seconds (default: from the file)")
+    run.add_argument("--autotune", help="search for the batch size: largest or fastest (default: from the file)")
+    run.add_argument("--memory_limit_gib", type=float, help="memory limit of a rank on a CPU (default: from the file)")
     run.add_argument(
-        "--retry", default="error,timeout", help="statuses to make again, or none (default: error,timeout)"
+        "--retry", default="error,timeout", help="statuses of runs to retry, or none (default: error,timeout)"
     )
     run.add_argument("--launcher", choices=("local", "slurm"), default="local", help="default: local")
-    run.add_argument("--slurm_jobs", type=int, default=16, help="jobs submitted at once (default: 16)")
+    run.add_argument("--slurm_jobs", type=int, default=16, help="maximum number of submitted jobs (default: 16)")
     run.add_argument("--amd_summary", action="store_true", help=_AMD_HELP)
     run.add_argument("--dry-run", action="store_true", help="list the runs, their commands and the planner's estimates")
-    run.add_argument("--device", help="device the planner expects, a100-80gb say, for --dry-run")
+    run.add_argument("--device", help="device of the planner's estimates with --dry-run, for example a100-80gb")
     show = commands.add_parser("show", description="Print the ledger of a grid folder as a table.", allow_abbrev=False)
     show.add_argument("folder", type=Path)
     show.add_argument("--amd_summary", action="store_true", help=_AMD_HELP)
@@ -64,7 +64,7 @@ def _parser() -> _Parser:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
-    """(arguments, words of the `--axes.`, `--settings.` and `--slurm.` flags by name)."""
+    """(arguments, values of the `--axes.`, `--settings.` and `--slurm.` flags by name)."""
     own: list[str] = []
     flags: dict[str, list[str]] = {}
     current: list[str] | None = None
@@ -83,14 +83,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
     arguments, unknown = _parser().parse_known_args(own)
     if unknown:
         if arguments.command == "show":
-            raise ConfigError(f"{unknown[0]} is no option of show")
+            raise ConfigError(f"{unknown[0]} is not an option of show")
         known = ["--name", "--dump_folder", "--steps", "--window", "--repeats", "--timeout_s", "--autotune", "--retry"]
         known += ["--memory_limit_gib", "--launcher", "--slurm_jobs", "--dry-run", "--device"]
         known += ["--amd_summary", *_PREFIXES]
-        raise ConfigError(f"{unknown[0]} is no option here{did_you_mean(unknown[0], known) or '; see --help'}")
+        raise ConfigError(f"{unknown[0]} is not an option here{did_you_mean(unknown[0], known) or '; see --help'}")
     empty = [name for name, words in flags.items() if not "".join(words).strip(", ")]
     if empty:
-        raise ConfigError(f"--{empty[0]} has no value")
+        raise ConfigError(f"--{empty[0]} needs a value")
     return arguments, flags
 
 
@@ -111,7 +111,7 @@ def _load(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> Any:
     if arguments.name is None:
         return grid
     if not arguments.name or "/" in arguments.name or arguments.name in (".", ".."):
-        raise ConfigError(f"--name = {arguments.name!r}: must be a plain name without slashes, of a folder")
+        raise ConfigError(f"--name = {arguments.name!r}: must be a folder name without slashes")
     return replace(grid, name=arguments.name)
 
 
@@ -127,7 +127,7 @@ def _run(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> None:
     retry = [] if arguments.retry == "none" else arguments.retry.split(",")
     for status in retry:
         if status not in STATUSES:
-            raise ConfigError(f"--retry = {status!r}: must be of {', '.join(STATUSES)}, or none")
+            raise ConfigError(f"--retry = {status!r}: must be one or more of {', '.join(STATUSES)}, or none")
     if arguments.dry_run:
         _dry_run(grid, path, device=arguments.device)
         return
@@ -140,7 +140,7 @@ def _run(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> None:
     try:
         rows = run_grid(grid, path=path, launcher=launcher, retry=retry, find_device=None if elsewhere else probe)
     except KeyboardInterrupt:
-        if arguments.amd_summary:  # of what was made so far
+        if arguments.amd_summary:  # covers the runs made so far
             write_amd_summary(grid, path)
         raise
     counts = {status: sum(row["status"] == status for row in rows) for status in STATUSES}
@@ -167,13 +167,13 @@ def _dry_run(grid: Any, path: Path, *, device: str | None) -> None:
     runs = grid.runs()
     print(f"{grid.name}: {len(runs)} runs of {grid.steps} steps, the last {grid.window} measured, into {path}")
     for number, run in enumerate(runs, start=1):
-        expected = "batch size searched for" if run.axes[BATCH_SIZE] == "auto" else _expected(run, device)
+        expected = "batch size from autotune" if run.axes[BATCH_SIZE] == "auto" else _expected(run, device)
         print(f"{number:{len(str(len(runs)))}}  {run.name}  {expected}")
         print(f"    {shlex.join(maker.job(run).command())}")
 
 
 def _expected(run: Any, device: str | None) -> str:
-    """What the planner says of a run, as far as it can."""
+    """Estimates of the planner for a run, as far as available."""
     try:
         from torchditan.planner.plan import plan_run
 
@@ -197,7 +197,7 @@ def _show(folder: Path, *, amd_summary: bool) -> None:
     stored = read_grid(folder)
     rows = read_ledger(folder, axes=list(stored["axes"]))
     if not rows:
-        print(f"{folder}: no run is done")
+        print(f"{folder}: no run has finished")
         return
     board = Board(sys.stdout, num_runs=len(rows), name_width=max(len(row["run_name"]) for row in rows))
     board.begin(f"{stored['name']}: {len(rows)} rows")

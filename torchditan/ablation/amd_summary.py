@@ -3,9 +3,9 @@
 
 Notable:
 - everything comes from the ledger and from each run's metrics.jsonl, one record per step;
-- means and population standard deviations leave out the first `WARMUP_STEPS`; the tail is the last `TAIL_STEPS` of the
-  others. Both numbers are AMD's defaults;
-- what was not measured is empty, never 0. docs/compatibility.md says what each column means here.
+- means and population standard deviations exclude the first `WARMUP_STEPS`. The tail is the last `TAIL_STEPS` of the
+  other steps. Both numbers are AMD's defaults;
+- values that were not measured are empty, never 0. docs/compatibility.md defines each column.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ COLUMNS = (
     "num_samples",
 )
 STATUSES = {"completed": "success", "oom": "oom", "error": "error", "timeout": "error"}
-"""Ours by theirs. A skipped run is `oom-skipped` after a smaller batch ran out of memory, else `not_run`."""
+"""Maps our statuses to theirs. A skipped run is `oom-skipped` if a smaller batch ran out of memory, else `not_run`."""
 
 
 def write_amd_summary(grid: Grid, folder: Path) -> Path:
-    """Write the summary of the grid in `folder`, whatever part of it was made; the file's path."""
+    """Write the summary of the grid in `folder`, which may be incomplete. Returns the path of the file."""
     rows = {row["run_name"]: row for row in read_ledger(folder, axes=grid.columns)}
     user = provenance.git_user()
     lines = [
@@ -78,11 +78,11 @@ def summary_row(
     """One line of the summary.
 
     Args:
-        run_id: its number in the grid, from 1.
-        run_name: as in the ledger.
-        row: its row of the ledger, None where it was not made yet.
+        run_id: number of the run in the grid, from 1.
+        run_name: its name in the ledger.
+        row: its row of the ledger; None if it was not made yet.
         records: its metrics.jsonl.
-        git_user: who runs the grid.
+        git_user: user who runs the grid.
     """
     if row is None or row["status"] == "skipped":
         was_larger = row is not None and SKIPPED_AFTER_OOM in (row["reason"] or "")
@@ -114,7 +114,7 @@ def summary_row(
 
 
 def _device_time(record: Mapping[str, Any]) -> float | None:
-    """Seconds of a step without the wait for its batch; a grid reads each step's loss, so no work is queued then."""
+    """Seconds of a step without the wait for its batch. A grid reads the loss of each step, so no work is queued."""
     step_time, waiting = record["step_time_s"], record.get("data_loading_percent")
     if step_time is None or waiting is None or waiting >= 100 or record["images_per_second"] is None:
         return None
@@ -122,7 +122,7 @@ def _device_time(record: Mapping[str, Any]) -> float | None:
 
 
 def _mean_and_std(name: str, values: Iterable[float | None]) -> Row:
-    """Empty unless every step has the value: a mean over some steps would be of another run."""
+    """Empty unless every step has the value: a mean over only some steps would not describe the run."""
     known = list(values)
     if not known or None in known:
         return {f"avg_{name}": None, f"std_{name}": None}

@@ -2,14 +2,14 @@
 """`training.batch_size = "auto"`: the largest batch per rank that fits, or the fastest of those tried.
 
 Notable:
-- a trial is a run of a few steps in processes of its own: nothing of one batch, no cache, no fragment and no compiled
-  graph, is left for the next, and what was measured is what a run of that batch does;
-- it fits if every rank completed, no allocator had to start over, and the margin of memory stayed free on every device.
-  An error is no verdict on the batch: the search stops and says so;
-- the search starts from the planner's estimate, walks away from it in growing strides until it has a batch that fits
-  and one that does not, and halves the bracket;
-- every trial is kept in `autotune.json` of the dump folder, under all that decides its outcome. The same question
-  later, by a grid or by train.py, is answered without a trial; a search that was killed goes on.
+- a trial is a run of a few steps in separate processes. No cache, memory fragment or compiled graph carries over to the
+  next trial, so each trial measures a real run of that batch;
+- a batch fits if every rank completed, no allocator had to retry, and the memory margin stayed free on every device.
+  After any other error the search stops and reports it;
+- the search starts from the planner's estimate and moves away from it in growing strides until it has a batch that fits
+  and one that does not. Then it bisects;
+- every trial is stored in `autotune.json` of the dump folder, under everything that determines its outcome. A grid or
+  train.py reuses stored trials, and a killed search continues.
 """
 
 from __future__ import annotations
@@ -73,29 +73,29 @@ _OF_TRIALS: dict[str, Any] = {
     "profiling.enable_profiling": False,
     "profiling.enable_memory_snapshot": False,
 }
-"""Options of every trial: it logs each step, and writes nothing else."""
+"""Options of every trial: it logs each step and writes nothing else."""
 
 
 class TrialFailed(RuntimeError):
-    """A trial ended in a way that says nothing about its batch size."""
+    """A trial failed for a reason unrelated to its batch size."""
 
 
 class NothingFits(ConfigError):
-    """Not even the smallest batch size fits."""
+    """Even the smallest batch size does not fit."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one batch size came to."""
+    """Result of one batch size."""
 
     batch_size: int
     status: str
     """completed or oom."""
     images_per_second: float | None
     peak_memory_share: float | None
-    """Of the device that came closest to its limit."""
+    """Peak memory share of the device that came closest to its limit."""
     alloc_retries: int
-    """Most of any rank; after one the allocator's timings are not those of the batch."""
+    """Maximum over ranks. After a retry of the allocator, timings do not represent the batch size."""
 
     def fits(self, memory_margin: float) -> bool:
         is_free = self.peak_memory_share is None or self.peak_memory_share <= 1 - memory_margin
@@ -110,9 +110,9 @@ class Trial:
 
 
 def largest_that_fits(fits: Callable[[int], bool], *, count: int, start: int, stride: int) -> int | None:
-    """The last of `count` positions that fits, where all before it fit and none behind it; None where none does.
+    """The last of `count` positions that fits, or None. Assumes that all positions before a fitting one fit too.
 
-    Walks from `start` in strides that double until the border is between two known positions, then halves.
+    Moves from `start` in strides that double until the border is between two known positions, then bisects.
     """
     low, high = -1, count
     position = min(max(start, 0), count - 1)
@@ -134,14 +134,14 @@ def largest_that_fits(fits: Callable[[int], bool], *, count: int, start: int, st
 def search(
     run_trial: Callable[[int], Trial], *, candidates: Sequence[int], goal: str, memory_margin: float, guess: int | None
 ) -> Trial | None:
-    """The trial that answers the question, or None where no candidate fits.
+    """Search for the best batch size: its trial, or None if no candidate fits.
 
     Args:
-        run_trial: makes a trial of a batch size; asked once for each.
+        run_trial: makes a trial of a batch size; called at most once for each.
         candidates: batch sizes allowed, ascending.
-        goal: largest, or fastest: then halves of the largest are tried as long as they are about as fast.
+        goal: largest or fastest. fastest also tries halves of the largest as long as they are about as fast.
         memory_margin: share of the memory that stays free.
-        guess: the planner's estimate of the largest, None without one.
+        guess: the planner's estimate of the largest; None without an estimate.
     """
     trials: dict[int, Trial] = {}
 
@@ -159,7 +159,7 @@ def search(
         lambda position: trial_at(position).fits(memory_margin),
         count=len(candidates),
         start=start,
-        stride=max(1, start // 8) if guess else start + 1,  # an estimate is near; from nowhere, double
+        stride=max(1, start // 8) if guess else start + 1,  # an estimate is close; without one, double
     )
     if largest is None:
         return None
@@ -181,7 +181,7 @@ def _speed(trial: Trial) -> float:
 
 
 def candidate_batches(config: Config, *, num_devices: int) -> list[int]:
-    """Batch sizes the options allow, ascending: multiples up to the maximum, and divisors of a rank's share."""
+    """Allowed batch sizes, ascending: multiples up to the maximum that divide a rank's share of a global batch."""
     options = config.autotune
     sizes = range(options.batch_size_multiple, options.max_batch_size + 1, options.batch_size_multiple)
     total = config.training.global_batch_size
@@ -196,7 +196,7 @@ def candidate_batches(config: Config, *, num_devices: int) -> list[int]:
 
 
 class TrialStore:
-    """Trials of one question in `autotune.json`, which many questions and processes share."""
+    """Trials of one question in `autotune.json`. Many questions and processes share the file."""
 
     def __init__(self, path: Path, question: dict[str, Any]) -> None:
         self.path = path
@@ -208,7 +208,7 @@ class TrialStore:
         return {trial["batch_size"]: Trial(**trial) for trial in stored}
 
     def add(self, trial: Trial) -> None:
-        """Keep a trial; other processes may write at the same time."""
+        """Store a trial. Other processes may write at the same time."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path.with_name(f".{self.path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -229,14 +229,12 @@ class TrialStore:
         except (ValueError, RecursionError):
             content = {}
         if not isinstance(content, dict) or content.get("schema_version") != _SCHEMA_VERSION:
-            raise ConfigError(
-                f"{self.path} is no store of trials of this version; move it away, and they are made again"
-            )
+            raise ConfigError(f"{self.path} is not a trial store of this version; move it away to repeat the trials")
         return content
 
 
 def question_of(config: Config, *, device: Device, num_devices: int) -> dict[str, Any]:
-    """All that decides how a trial ends, apart from its batch size."""
+    """Everything that determines the outcome of a trial, except its batch size."""
     values = flatten(config)
     chosen = {name: values[name] for name in values if name.split(".")[0] in _DECIDES or name in _DECIDES_TOO}
     chosen["training.data_parallel_shard_degree"] = num_devices // config.training.data_parallel_replicate_degree
@@ -256,23 +254,23 @@ def find_batch_size(
     on_tick: Tick | None = None,
     on_trial: Callable[[Trial], None] | None = None,
 ) -> int:
-    """The batch size that `config` with "auto" should have on this machine.
+    """Find the batch size for a `config` with "auto" on this machine.
 
     Args:
-        config: the job; `[autotune]` says what is wanted.
-        device: what `probe` found.
+        config: the job; `[autotune]` sets the goal.
+        device: result of `probe`.
         num_devices: ranks of the job.
         folder: trials run in `<folder>/<experiment_name>_bs16` and so on.
         store: file of trials, read and added to.
         script: train.py.
-        timeout_s: of one trial.
-        on_tick: called while a trial runs.
-        on_trial: called after each trial that was made now.
+        timeout_s: time limit of one trial.
+        on_tick: called repeatedly while a trial runs.
+        on_trial: called after each new trial, not for stored ones.
 
     Raises:
-        NothingFits: not even the smallest batch.
+        NothingFits: even the smallest batch does not fit.
         ConfigError: no batch size is allowed.
-        TrialFailed: a trial ended in an error or not at all.
+        TrialFailed: a trial ended in an error or ran into the time limit.
     """
     known_trials = TrialStore(store, question_of(config, device=device, num_devices=num_devices))
     known = known_trials.trials()
@@ -297,7 +295,7 @@ def find_batch_size(
         guess=_planned(config, device=device, num_devices=num_devices),
     )
     if answer is None:
-        right = f"not even {candidates[0]} fits on {device.name}; checkpoint activations, or shard over more devices"
+        right = f"even {candidates[0]} does not fit on {device.name}; checkpoint activations or shard over more devices"
         raise NothingFits(str(option_error("training.batch_size", "auto", right)))
     return answer.batch_size
 
@@ -305,7 +303,7 @@ def find_batch_size(
 def _trial_job(
     config: Config, batch_size: int, *, num_devices: int, folder: Path, script: Path, timeout_s: float
 ) -> Job:
-    """A job of a few steps, its configuration written into its folder; an earlier attempt's files are removed."""
+    """A job of a few steps with its configuration written to its folder. Removes files of an earlier attempt."""
     name = f"{config.metrics.experiment_name}_bs{batch_size}"
     path = folder / name
     shutil.rmtree(path, ignore_errors=True)
@@ -317,7 +315,7 @@ def _trial_job(
         "training.steps": config.autotune.steps,
     }
     is_known = None not in (config.dataset.image_size, config.dataset.num_classes, config.model.input_channels)
-    if is_known and not config.autoencoder.online:  # the channels of images to encode are the dataset's alone
+    if is_known and not config.autoencoder.online:  # the channels of images to encode come from the dataset
         values |= _random_samples(config)
     file = path / "trial.toml"
     write_file(file, to_toml(config.replace(values)).encode())
@@ -332,7 +330,7 @@ def _trial_job(
 
 
 def _random_samples(config: Config) -> dict[str, Any]:
-    """Options of random samples of the same shape: the same memory, and nothing to wait for."""
+    """Options for random samples of the same shape: the same memory, without waiting for data."""
     values: dict[str, Any] = {
         "dataset.dataset_name": "dummy",
         "dataset.root_dir": None,
@@ -341,7 +339,7 @@ def _random_samples(config: Config) -> dict[str, Any]:
         "dataset.horizontal_flip": None,
         "dataset.fingerprint": None,
     }
-    if config.model.sample_size is not None:  # of captioned images that were encoded, image_size is that in pixels
+    if config.model.sample_size is not None:  # for encoded captioned images, image_size is in pixels
         *frames, height, width = config.model.sample_size
         values |= {"dataset.image_size": [height, width], "dataset.num_frames": frames[0] if frames else None}
     return values
@@ -350,7 +348,7 @@ def _random_samples(config: Config) -> dict[str, Any]:
 def _judge_trial(job: Job, batch_size: int, outcome: Outcome, *, config: Config, device: Device) -> Trial:
     if outcome.status not in ("completed", "oom"):
         reason = f"{outcome.status}: {outcome.reason}"
-        raise TrialFailed(f"the trial of batch size {batch_size} says nothing about it ({job.folder}): {reason}")
+        raise TrialFailed(f"the trial of batch size {batch_size} failed, but not for memory ({job.folder}): {reason}")
     host_share = config.autotune.memory_limit_gib or device.memory_gib / job.num_devices
     shares = [
         rank["peak_memory_gib"] / rank.get("capacity_gib", host_share)
@@ -369,7 +367,7 @@ def _judge_trial(job: Job, batch_size: int, outcome: Outcome, *, config: Config,
 
 
 def _planned(config: Config, *, device: Device, num_devices: int) -> int | None:
-    """The planner's estimate of the largest batch, None where it knows too little of the device."""
+    """The planner's estimate of the largest batch; None if the device is unknown to the planner."""
     try:
         from torchditan.planner.plan import largest_batch
 
@@ -379,19 +377,19 @@ def _planned(config: Config, *, device: Device, num_devices: int) -> int | None:
 
 
 def resolve_batch_size(config: Config, rank: Rank) -> int:
-    """The number that "auto" stands for, the same on every rank; called by all, before any of them takes memory.
+    """Resolve "auto" to a batch size, the same on every rank. All ranks must call it before they use device memory.
 
-    Rank 0 searches, with trials of as many ranks as the job has, on the same devices; the others wait.
+    Rank 0 searches with trials that have as many ranks as the job, on the same devices. The other ranks wait.
     """
     if rank.world_size == 1:
         return _search_for_job(config, num_devices=1)
     if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) != rank.world_size:
-        right = "searches on one machine and under torchrun, which this job is not; must be an integer"
+        right = "works only on one machine and under torchrun, unlike this job; must be an integer"
         raise option_error("training.batch_size", "auto", right)
 
     from torch.distributed import TCPStore
 
-    # torchrun's own store: no process group is needed, which would take memory on the devices of the trials.
+    # The store of torchrun: a process group would take memory on the devices of the trials.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=False, timeout=timedelta(days=7))
     key = f"torchditan/autotune/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"

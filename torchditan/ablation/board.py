@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What the runner shows: a table that grows by a line per run, and below it, on a terminal, what is running now."""
+"""Progress output of the runner: a table with a line per run and, on a terminal, a line for the current run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Board:
     """The live table of a grid.
 
     Args:
-        stream: usually stdout; anything but a terminal gets whole lines only.
+        stream: usually stdout. If it is not a terminal, only whole lines are written.
         num_runs: rows of the grid.
-        name_width: room for the names of the runs.
-        clock: seconds, for tests.
+        name_width: width of the column of run names.
+        clock: returns seconds; replaced in tests.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Board:
         self.line(f"{'':{2 * self._number_width + 1}}  {'run':{self._name_width}} {'status':9} {numbers}")
 
     def row(self, row: Mapping[str, Any], *, is_new: bool) -> None:
-        """Add the line of a run; `is_new` where it was made just now, and says how long the others will take."""
+        """Add the line of a run. `is_new`: the run was made just now, so the line includes the time left."""
         self._num_done += 1
         self._left -= 1
         if is_new:
@@ -61,13 +61,13 @@ class Board:
         self.line(f"{text}  {row['reason']}" if row["reason"] else text)
 
     def eta(self) -> str:
-        """Time left, if the runs that are left take as long as those that were made."""
+        """Estimated time left, assuming that the remaining runs take as long as those that were made."""
         if not self._num_made or not self._left:
             return ""
         return str(timedelta(seconds=round(self._seconds_made / self._num_made * self._left)))
 
     def running(self, describe: Callable[[], str]) -> None:
-        """Redraw the last line of a terminal, now and then; `describe` is asked only then."""
+        """Redraw the last line of a terminal at intervals; `describe` is called only then."""
         if not self._is_terminal or self._clock() - self._drawn_at < _REDRAW_S:
             return
         self._drawn_at = self._clock()

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What this machine can run, asked in a process of its own: the one that asks would keep memory on every GPU it met."""
+"""Detects the devices of this machine in a separate process, because detection takes memory on every GPU."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torchditan.ablation.grid import PARALLEL, PRECISION, Run
 
 @dataclass(frozen=True)
 class Device:
-    """The devices of one machine, all alike."""
+    """The devices of one machine, which must all be alike."""
 
     type: str
     """cuda or cpu."""
     name: str
     count: int | None
-    """None: a CPU takes any number of ranks."""
+    """None for a CPU, which takes any number of ranks."""
     memory_gib: float
     no_float8: str | None
-    """Why float8 cells cannot run here."""
+    """Reason why float8 cells cannot run here."""
     no_emulated_float8: str | None
 
     def refuses(self, run: Run) -> str | None:
-        """Why this machine cannot make the run, None where it can."""
+        """Reason why this machine cannot make the run; None if it can."""
         if self.count is not None and run.num_devices > self.count:
             return f"{PARALLEL} {run.axes[PARALLEL]} needs {run.num_devices} devices, this machine has {self.count}"
         if run.axes[PRECISION] == "bfloat16_f8":
@@ -37,8 +37,8 @@ class Device:
 
 
 def probe() -> Device:
-    """The device that runs on this machine would have."""
-    # A clone that is not installed is found from any folder.
+    """The device that a run on this machine would use."""
+    # So that a clone that is not installed is importable from any folder.
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "torchditan.ablation.device"]
     answer = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})

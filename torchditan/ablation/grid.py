@@ -1,14 +1,15 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A grid file: a base configuration, axes, exclusions; and the runs it stands for.
+"""A grid file (a base configuration, axes and exclusions) and the runs that it defines.
 
 Notable:
-- an axis is any option of the configuration. `parallel` ("replicate,shard") and `precision` stand for several options
-  at once, and are the only way to set those: nobody compares DDP in one precision with FSDP in another by accident;
-- `model`, `resolution` and `checkpoint_fraction` do so where a grid names them: a published model takes five options
+- an axis is any option of the configuration. `parallel` ("replicate,shard") and `precision` set several options at
+  once, and are the only way to set those. So a grid cannot compare DDP in one precision with FSDP in another by
+  accident;
+- `model`, `resolution` and `checkpoint_fraction` also set several options: a published model takes five
   (finetune/resolutions.py);
-- every run is a validated `Config` before anything starts, so a mistake costs a line and not a night;
-- batches vary innermost and grow, so that one out-of-memory verdict saves the runs above it; repeats go round the whole
-  grid, so that a machine that slows down slows all cells alike;
+- every run is validated as a `Config` before anything starts, so a mistake does not cost a night;
+- batch size is the innermost axis and ascends: after an out-of-memory run the larger batches are skipped. A repeat runs
+  the whole grid again, so that a machine that slows down affects all cells alike;
 - nothing here imports torch.
 """
 
@@ -43,7 +44,7 @@ CHECKPOINTING, COMPILE = "activation_checkpoint.mode", "training.compile"
 PARALLEL, PRECISION = "parallel", "precision"
 CHECKPOINT_FRACTION = "checkpoint_fraction"
 STANDARD_AXES = (FLAVOR, PATCH_SIZE, BATCH_SIZE, PARALLEL, CHECKPOINTING, COMPILE, PRECISION)
-"""Columns of every ledger, whether a grid varies them or not."""
+"""Columns of every ledger, even if the grid does not vary them."""
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"training.mixed_precision_param": "float32", "float8.enable_float8_linear": False},
@@ -66,7 +67,7 @@ _MEMBERS_WHERE_USED = {
     ),
     CHECKPOINT_FRACTION: (CHECKPOINTING, _FRACTION),
 }
-"""Options that an alias sets, in the grids that use it."""
+"""Options that each alias sets, in grids that use it."""
 ALIASES = (PARALLEL, PRECISION, MODEL, RESOLUTION, CHECKPOINT_FRACTION)
 
 _FORCED: dict[str, Any] = {
@@ -91,7 +92,7 @@ _RUNNER_SETS = (
     "autotune",
     "training.steps",
 )
-"""Sections and options that no run of a grid can honour: the runner sets them, or measures nothing of them."""
+"""Sections and options that a grid cannot set: the runner sets them or they do not affect measurements."""
 
 _NEEDS = (
     ("compile.", COMPILE, (True,)),
@@ -103,7 +104,7 @@ _NEEDS = (
     ("ema.warmup", "ema.enable", (True,)),
     ("dataset.dummy_", "dataset.dataset_name", ("dummy",)),
 )
-"""(option or its beginning, the option without which it has no effect, the values it needs of that)."""
+"""(option or its prefix, the option that enables it, the enabling values)."""
 
 _KEYS = ("base", "steps", "window", "repeats", "timeout_s", "autotune", "memory_limit_gib")
 _TABLES = ("exclude", "axes", "settings")
@@ -111,14 +112,14 @@ _TABLES = ("exclude", "axes", "settings")
 
 @dataclass(frozen=True)
 class Run:
-    """One cell of the grid, once: what `train.py` is asked for."""
+    """One run of one cell of the grid."""
 
     name: str
     repeat: int
     axes: dict[str, Any]
-    """Value of every axis, the standard ones included, by option or alias."""
+    """Value of every axis, including the standard ones, by option or alias."""
     flags: dict[str, Any]
-    """Options over the base file, as `train.py` takes them."""
+    """Options of `train.py` that override the base file."""
     config: Config
 
     @property
@@ -128,7 +129,7 @@ class Run:
 
     @functools.cached_property
     def cell(self) -> tuple[Any, ...]:
-        """What runs share that differ in batch size and repeat alone."""
+        """Identifies runs that differ only in batch size and repeat."""
         return tuple(json.dumps(value) for axis, value in self.axes.items() if axis != BATCH_SIZE)
 
 
@@ -150,15 +151,15 @@ class Grid:
 
     @property
     def columns(self) -> list[str]:
-        """Axes of the ledger: the standard ones, then the grid's own, and the resolution of a model."""
+        """Axes of the ledger: the standard ones, those of the grid, and the resolution if the grid has a model axis."""
         own = [axis for axis in self.axes if axis not in STANDARD_AXES]
         return [*STANDARD_AXES, *own, *([RESOLUTION] if MODEL in own and RESOLUTION not in own else [])]
 
     def runs(self) -> list[Run]:
-        """Every run, in the order they are made.
+        """All runs, in execution order.
 
         Raises:
-            ConfigError: a cell is no valid configuration, or nothing is left after the exclusions.
+            ConfigError: a cell is not a valid configuration, or the exclusions leave no run.
         """
         base = _read_base(self.base)
         axes = dict(self.axes)
@@ -166,7 +167,7 @@ class Grid:
         cells = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
         if batches is not None:
             cells = [{**cell, BATCH_SIZE: batch} for cell in cells for batch in batches]
-        # What is left out by its axes alone may be no valid configuration.
+        # Cells excluded by their axes need not be valid configurations.
         cells = [cell for cell in cells if not self._matches({**self.settings, **cell}.get)]
         first = [run for run in (self._run(cell, base) for cell in cells) if not self._is_excluded(run)]
         if not first:
@@ -194,7 +195,7 @@ class Grid:
         return self._matches(functools.partial(_axis_value, run.config))
 
     def _matches(self, value_of: Callable[[str], Any]) -> bool:
-        """Whether any exclusion has these values."""
+        """Whether any exclusion matches these values."""
 
         def matches(key: str, wanted: Any) -> bool:
             return value_of(key) in (wanted if isinstance(wanted, list) else [wanted])
@@ -203,8 +204,9 @@ class Grid:
 
 
 def run_name(axes: Mapping[str, Any]) -> str:
-    """`dit-l_bs16_ps2_actselective_ctrue_dbfloat16_p1,8`, then other axes as `_key-value`; of a published model
-    `flux-flux.1-dev_512x512_bs1_act0.5_ctrue_dbfloat16_p1,8`.
+    """`dit-l_bs16_ps2_actselective_ctrue_dbfloat16_p1,8`, then other axes as `_key-value`.
+
+    For a published model: `flux-flux.1-dev_512x512_bs1_act0.5_ctrue_dbfloat16_p1,8`.
     """
     flavor, patch_size = axes[FLAVOR].lower(), f"_ps{axes[PATCH_SIZE]}"
     if MODEL in axes:
@@ -226,22 +228,22 @@ def parallel_degrees(parallel: str) -> tuple[int, int]:
     """`"2,4"` as (replicate, shard)."""
     words = str(parallel).replace(" ", "").split(",")
     if len(words) != 2 or not all(word.isdecimal() and int(word) >= 1 for word in words):
-        raise option_error(PARALLEL, parallel, 'must be "replicate,shard", "2,4" say')
+        raise option_error(PARALLEL, parallel, 'must be "replicate,shard", for example "2,4"')
     return int(words[0]), int(words[1])
 
 
 def load_grid(
     name: str, *, axes: Mapping[str, list[Any]] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> Grid:
-    """The grid of a file, a path or a name in train_configs/ablations/, with axes and settings laid over it.
+    """Load a grid file, given as a path or a name in train_configs/ablations/, and apply axes and settings to it.
 
     Args:
         name: `outputs/my.toml`, or `0.5B`.
-        axes: `{"training.batch_size": [1, 2]}` in place of, or beside, the file's own.
+        axes: axes to replace or add, `{"training.batch_size": [1, 2]}`.
         overrides: top-level keys of the file by name (`steps`, `window`, ...), and options as settings.
 
     Raises:
-        ConfigError: no such file, unknown keys or axes, values that cannot be.
+        ConfigError: the file does not exist, or has unknown keys or axes, or invalid values.
     """
     path = _find_grid(name)
     tables = _read_tables(path)
@@ -249,7 +251,7 @@ def load_grid(
     unknown = [key for key in tables if key not in known]
     if unknown:
         hint = did_you_mean(unknown[0], known) or f"; there are {', '.join(known)}"
-        raise ConfigError(f"{path}: {unknown[0]} is no key of a grid{hint}")
+        raise ConfigError(f"{path}: {unknown[0]} is not a key of a grid{hint}")
     overrides = dict(overrides or {})
     scalars = {key: overrides.pop(key) for key in list(overrides) if key in _KEYS}
     tables |= scalars
@@ -276,11 +278,11 @@ def _find_grid(name: str) -> Path:
             return path
     names = sorted(path.stem for path in folder.glob("*.toml"))
     hint = did_you_mean(Path(name).stem, names)
-    raise ConfigError(f"{name} is no grid file; train_configs/ablations/ has {', '.join(names)}{hint}")
+    raise ConfigError(f"{name} is not a grid file; train_configs/ablations/ has {', '.join(names)}{hint}")
 
 
 def _read_tables(path: Path) -> dict[str, Any]:
-    """The file as TOML has it: `read_toml` of a job takes sections alone."""
+    """Parse the file as TOML; `read_toml` of a job accepts only sections."""
     try:
         tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
@@ -319,7 +321,7 @@ def _check_numbers(grid: Grid) -> None:
     if grid.autotune not in (None, "largest", "fastest"):
         raise option_error("autotune", grid.autotune, "must be largest or fastest")
     if grid.autotune is not None and BATCH_SIZE in {*grid.axes, *grid.settings}:
-        raise ConfigError(f"{BATCH_SIZE} is what autotune searches for; leave it out of the grid")
+        raise ConfigError(f"{BATCH_SIZE} is set by autotune; leave it out of the grid")
     if not grid.axes:
         raise ConfigError(f"{grid.name} is an empty grid: it has no axes")
 
@@ -330,7 +332,7 @@ def _check_keys(grid: Grid) -> None:
     for alias, its_members in _MEMBERS_WHERE_USED.items():
         members |= dict.fromkeys(its_members, alias) if alias in used else {}
     if RESOLUTION in used and MODEL not in used:
-        raise ConfigError(f"{RESOLUTION} is that of a published model: name it as {MODEL}, flux/FLUX.1-dev say")
+        raise ConfigError(f"{RESOLUTION} needs a published model: set {MODEL}, for example flux/FLUX.1-dev")
     for place, keys in (
         ("axes", grid.axes),
         ("settings", grid.settings),
@@ -343,12 +345,12 @@ def _check_keys(grid: Grid) -> None:
                 names = [*ALIASES, *options()]
                 by_key = {name.split(".")[-1]: name for name in reversed(names)}
                 found = did_you_mean(key, names) or did_you_mean(by_key.get(key.split(".")[-1], ""), names)
-                raise ConfigError(f"{place}: {key} is no option{found}")
+                raise ConfigError(f"{place}: {key} is not an option{found}")
             if place == "settings" and key.split(".")[0] == "autotune":
                 continue
             if place != "exclude" and (key in _RUNNER_SETS or key.split(".")[0] in _RUNNER_SETS):
                 raise ConfigError(
-                    f"{place}: no run of a grid can honour {key}: the runner sets it, or measures nothing of it"
+                    f"{place}: {key} cannot be set in a grid: the runner sets it, or it does not affect measurements"
                 )
     both = sorted(grid.axes.keys() & grid.settings.keys())
     if both:
@@ -356,12 +358,12 @@ def _check_keys(grid: Grid) -> None:
 
 
 def _check_axis(axis: str, values: Any) -> list[Any]:
-    """Values of an axis as the configuration will hold them."""
+    """Values of an axis, converted to the types of the configuration."""
     listed = values if isinstance(values, list) else [values]
     if not listed:
         raise ConfigError(f"axes.{axis} = []: an empty grid; must have at least one value")
     if axis == BATCH_SIZE and "auto" in listed:
-        raise option_error(f"axes.{axis}", listed, 'must be integers; for a search write autotune = "largest" instead')
+        raise option_error(f"axes.{axis}", listed, 'must be integers; to search, set autotune = "largest" instead')
     coerced = [_checked_value(axis, value) for value in listed]
     for position, value in enumerate(coerced):
         if value in coerced[:position]:
@@ -370,7 +372,7 @@ def _check_axis(axis: str, values: Any) -> list[Any]:
 
 
 def _checked_value(axis: str, value: Any) -> Any:
-    if axis == RESOLUTION:  # whether it suits a model is seen with that
+    if axis == RESOLUTION:  # checked later, together with the model
         return "x".join(map(str, resolution_numbers(value)))
     return _axis_value(build_config(_expand_aliases({axis: value})), axis)
 
@@ -390,7 +392,7 @@ def _expand_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
     if CHECKPOINT_FRACTION in flags:
         fraction = flags.pop(CHECKPOINT_FRACTION)
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
-            right = "must be the share of the blocks that is recomputed, between 0 and 1"
+            right = "must be the recomputed share of the blocks, between 0 and 1"
             raise option_error(CHECKPOINT_FRACTION, fraction, right)
         flags |= {CHECKPOINTING: "fraction", _FRACTION: fraction}
     return flags
@@ -415,11 +417,11 @@ def _axis_value(config: Config, axis: str) -> Any:
 
 
 def _check_effects(axes: Mapping[str, list[Any]], runs: list[Run]) -> None:
-    """An axis that changes nothing in any run is a mistake, and its table would be noise."""
+    """Refuse an axis that has no effect in any run: its table would show only noise."""
     for axis in axes:
         for beginning, needed, wanted in _NEEDS:
             if axis.startswith(beginning) and not any(_axis_value(run.config, needed) in wanted for run in runs):
-                right = f"no run can honour it: it needs {needed} = {json.dumps(wanted[0])}"
+                right = f"has no effect in any run: it needs {needed} = {json.dumps(wanted[0])}"
                 raise option_error(f"axes.{axis}", axes[axis], right)
 
 
@@ -432,14 +434,14 @@ def _cell_name(cell: Mapping[str, Any]) -> str:
 
 
 def _file_name(value: Any) -> str:
-    """A value as part of a folder's name."""
+    """A value as part of a folder name."""
     text = "x".join(map(str, value)) if isinstance(value, list) else str(value)
     text = text.lower() if isinstance(value, bool) or value is None else text
     return re.sub(r"[^A-Za-z0-9.,+-]", "-", text)
 
 
 def parse_axis(axis: str, words: Iterable[str]) -> list[Any]:
-    """Values of `--axes.KEY 1,2,4` or `--axes.parallel 1,8 8,1`: words, cut at commas where values have none."""
+    """Values of `--axes.KEY 1,2,4` or `--axes.parallel 1,8 8,1`. Splits at commas unless values contain commas."""
     option = options().get(axis)
     split = [word for text in words for word in ([text] if axis == PARALLEL else re.split(r"[,\s]+", text)) if word]
     if option is not None and option.is_list:
@@ -448,7 +450,7 @@ def parse_axis(axis: str, words: Iterable[str]) -> list[Any]:
 
 
 def _parse_value(axis: str, text: str) -> Any:
-    """Text of the command line as a TOML file would have it; what is no such value stays text, and is refused."""
+    """Parse command-line text as a TOML value. Text that is not a valid value stays a string and is refused later."""
     option = options().get(_FRACTION if axis == CHECKPOINT_FRACTION else axis)
     if option is None or text == "none":
         return text
@@ -464,10 +466,10 @@ def parse_setting(option: str, text: str) -> Any:
 
 
 def as_flags(values: Mapping[str, Any]) -> Iterator[str]:
-    """Options as `train.py` takes them: `--training.compile=true`."""
+    """Options as flags of `train.py`: `--training.compile=true`."""
     for option, value in values.items():
         if isinstance(value, list) and all(isinstance(element, str) for element in value):
-            text = json.dumps(value, ensure_ascii=False)  # texts may hold commas
+            text = json.dumps(value, ensure_ascii=False)  # strings may contain commas
         elif isinstance(value, list):
             text = ",".join(map(str, value))
         else:

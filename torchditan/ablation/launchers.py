@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Where the runs of a grid are made: here, one at a time, or as jobs of slurm."""
+"""Launchers of a grid: locally one run at a time, or as Slurm jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLURM_FOLDER = "slurm"
 
 
 class Pending(Protocol):
-    """A run that was handed over."""
+    """A submitted run."""
 
     def done(self) -> bool: ...
 
@@ -29,7 +29,7 @@ class Pending(Protocol):
 
 
 class Launcher(Protocol):
-    """How runs are made."""
+    """Submits runs."""
 
     max_parallel: int
 
@@ -38,7 +38,7 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that is over."""
+    """A finished run."""
 
     row: Row
 
@@ -53,22 +53,22 @@ class Finished:
 
 
 class LocalLauncher:
-    """On this machine, one run at a time."""
+    """Runs on this machine, one at a time."""
 
     max_parallel = 1
 
     def submit(self, maker: Maker, run: Run, *, device: Device | None, watch: Watch) -> Finished:
-        assert device is not None, "runs made here are made on a known device"
+        assert device is not None, "local runs need a known device"
         return Finished(maker.make(run, device=device, watch=watch))
 
 
 class SlurmLauncher:
-    """Each run as a job of its own, through submitit.
+    """Submits each run as a separate job through submitit.
 
     Args:
-        executor: submitit's AutoExecutor, or what stands in for it.
-        parameters: of `update_parameters`, partition and the like; devices and time are set for each run.
-        max_parallel: jobs that may wait or run at once.
+        executor: submitit's AutoExecutor, or a replacement in tests.
+        parameters: arguments of `update_parameters`, such as the partition. Devices and time are set for each run.
+        max_parallel: maximum number of queued and running jobs.
     """
 
     def __init__(self, executor: Any, *, parameters: dict[str, Any], max_parallel: int) -> None:
@@ -88,14 +88,14 @@ class SlurmLauncher:
 
 
 def _make_there(maker: Maker, run: Run) -> Row:
-    """On a node of the cluster, whose devices are not known before."""
+    """Make a run on a node of the cluster. Its devices are detected there."""
     device = probe()
     refusal = device.refuses(run)
     return maker.skipped_row(run, refusal, device=device) if refusal else maker.make(run, device=device)
 
 
 class SlurmJob:
-    """A submitted job; one that the cluster lost becomes an error's row."""
+    """A submitted job. If the cluster loses the job, its row has the status error."""
 
     def __init__(self, job: Any, maker: Maker, run: Run) -> None:
         self._job, self._maker, self._run = job, maker, run
@@ -107,7 +107,7 @@ class SlurmJob:
         try:
             row: Row = self._job.result()
         except Exception as error:
-            # submitit raises what it likes: the job was preempted, its node failed, its time ran out.
+            # submitit raises various exceptions: the job was preempted, its node failed, or its time limit expired.
             row = _error_row(self._maker, self._run, f"slurm job {self._job.job_id}: {_last_line(error)}")
         return row
 
@@ -124,10 +124,10 @@ def _last_line(error: Exception) -> str:
 
 
 def slurm_launcher(folder: Path, *, parameters: dict[str, Any], max_parallel: int) -> SlurmLauncher:
-    """Jobs whose logs go to `<folder>/slurm/`.
+    """A launcher for Slurm with logs in `<folder>/slurm/`.
 
     Raises:
-        ConfigError: submitit is not installed, or there is no slurm.
+        ConfigError: submitit or Slurm is not installed.
     """
     try:
         submitit = import_module("submitit")

@@ -1,14 +1,15 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The ledger of a grid: `runs_summary.csv` and `.parquet`, one row per run, whatever became of it.
+"""The ledger of a grid: `runs_summary.csv` and `.parquet`, one row per run, whatever its status.
 
 Notable:
 - a missing number is empty, never zero;
-- what is measured comes from `metrics.jsonl`: mean and sample standard deviation over the last `window` steps, each
-  step a record. The first step, which compiles and warms up, is in no window;
-- `compile_s` is what the first step took beyond a later one: compilation, and in eager runs the warm-up alone;
-  `start_up_s` is from the launch to the beginning of the first step; `elapsed_s` from the launch to the end;
-- memory is the highest of any rank at any step; images/s, TFLOP/s and MFU are the trainer's own;
-- both files are written whole, beside, and renamed. A ledger of another version, or cut in half, is refused.
+- measurements come from `metrics.jsonl`: mean and sample standard deviation over the last `window` steps, with one
+  record per step. The first step, which compiles and warms up, is never part of the window;
+- `compile_s` is the time of the first step minus that of a later one: compilation, or only the warm-up in eager runs;
+- `start_up_s` runs from the launch to the start of the first step, `elapsed_s` from the launch to the end;
+- memory is the maximum over ranks and steps. images/s, TFLOP/s and MFU are the values of the trainer;
+- both files are written under a temporary name and renamed. A truncated ledger, or one of another version, is
+  refused.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SCHEMA_VERSION = 1
 CSV_NAME, PARQUET_NAME = "runs_summary.csv", "runs_summary.parquet"
 STATUSES = ("completed", "oom", "error", "timeout", "skipped")
 SKIPPED_AFTER_OOM = "of this cell ran out of memory"
-"""Part of the reason of a run that was skipped because a smaller batch did."""
+"""Part of the reason of a run that was skipped because a smaller batch ran out of memory."""
 
 _BEFORE_AXES: dict[str, type] = {
     "schema_version": int,
@@ -73,13 +74,13 @@ Row = dict[str, Any]
 
 
 def columns(axes: Iterable[str]) -> list[str]:
-    """Columns of a ledger over these axes (the standard ones are always there), in their order."""
+    """Columns of a ledger with these axes, in order. The standard axes are always included."""
     further = [axis for axis in axes if axis not in STANDARD_AXES]
     return [*_BEFORE_AXES, *STANDARD_AXES, *further, *_AFTER_AXES]
 
 
 def column_type(column: str) -> type:
-    """int, float, bool or str; lists are kept as text."""
+    """int, float, bool or str. Lists are stored as text."""
     if column in ALIASES:
         return float if column == CHECKPOINT_FRACTION else str
     known = {**_BEFORE_AXES, **_AFTER_AXES}.get(column)
@@ -90,7 +91,7 @@ def column_type(column: str) -> type:
 
 
 def measure(records: Sequence[Mapping[str, Any]], *, window: int, num_devices: int) -> Row:
-    """Columns that come from the records of metrics.jsonl, one per step; nothing without a full window after step 1."""
+    """Columns computed from metrics.jsonl with one record per step; empty without a full window after step 1."""
     if len(records) < window + 1:
         return {}
     last = records[-window:]
@@ -114,7 +115,7 @@ def measure(records: Sequence[Mapping[str, Any]], *, window: int, num_devices: i
 
 
 def write_ledger(folder: Path, rows: Sequence[Row], *, axes: Sequence[str]) -> None:
-    """Write both files of the grid in `folder`; the parquet file only where pyarrow is installed."""
+    """Write both files of the grid in `folder`. The parquet file needs pyarrow."""
     names = columns(axes)
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
@@ -129,7 +130,7 @@ def _write_parquet(path: Path, rows: Sequence[Row], names: Sequence[str]) -> Non
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        path.unlink(missing_ok=True)  # of an earlier run with pyarrow: it would tell an older story than the CSV
+        path.unlink(missing_ok=True)  # written earlier with pyarrow: it would be older than the CSV
         return
     kinds = {int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_(), str: pyarrow.string()}
     arrays = {}
@@ -143,24 +144,24 @@ def _write_parquet(path: Path, rows: Sequence[Row], names: Sequence[str]) -> Non
 
 
 def read_ledger(folder: Path, *, axes: Sequence[str]) -> list[Row]:
-    """The rows of the ledger in `folder`, none where there is no ledger yet.
+    """Read the rows of the ledger in `folder`; [] if it does not exist yet.
 
     Raises:
-        ConfigError: it is of another version, has other columns, or is cut off.
+        ConfigError: the ledger has another version, other columns, or is truncated.
     """
     path = folder / CSV_NAME
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8", errors="replace")
-    remedy = "move it away, and the runs are made again"
+    remedy = "move it away to repeat the runs"
     lines = list(csv.reader(io.StringIO(text, newline="")))
     header = lines[0] if lines else []
     if header[:1] != ["schema_version"] or not text.endswith("\n"):
-        raise ConfigError(f"{path} is cut off, or no ledger; {remedy}")
+        raise ConfigError(f"{path} is cut off, or not a ledger; {remedy}")
     for number, values in enumerate(lines[1:], start=2):
         if values[0] != str(SCHEMA_VERSION):
             right = f"this version reads {SCHEMA_VERSION}"
-            raise ConfigError(f"{path}, line {number}: is of schema version {values[0]}, {right}; {remedy}")
+            raise ConfigError(f"{path}, line {number}: has schema version {values[0]}, {right}; {remedy}")
         if len(values) != len(header):
             what = f"has {len(values)} of {len(header)} columns, the file is cut off"
             raise ConfigError(f"{path}, line {number}: {what}; {remedy}")

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""One run of a grid, from its flags to its row of the ledger, on whatever machine it is made."""
+"""Makes one run of a grid on any machine, from its flags to its row of the ledger."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _LONGEST_REASON = 300
 
 
 class Watch(NamedTuple):
-    """Who looks on while a run is made."""
+    """Callbacks during a run."""
 
     tick: Tick
     """Called a few times a second."""
     say: Callable[[str], None]
-    """Takes a line about it."""
+    """Called with a line of progress."""
 
 
 @dataclass(frozen=True)
 class Maker:
-    """All that making one run takes; it travels to another machine where slurm runs it."""
+    """Everything that a run needs. Slurm jobs pickle it to send it to another machine."""
 
     grid: str
     folder: Path
@@ -47,14 +47,14 @@ class Maker:
     memory_limit_gib: float | None
     base: str | None
     store: Path
-    """Trials of earlier searches for a batch size."""
+    """File with the trials of earlier batch size searches."""
     script: Path = TRAIN_SCRIPT
 
     def run_folder(self, run: Run) -> Path:
         return self.folder / RUNS_FOLDER / run.name
 
     def job(self, run: Run, *, batch_size: int | None = None) -> Job:
-        """The launch of a run; `batch_size` is what a search found."""
+        """The job of a run; `batch_size` is the result of a search."""
         values = dict(run.flags) if batch_size is None else {**run.flags, BATCH_SIZE: batch_size}
         base = {} if self.base is None else {"job.config_file": self.base}
         places = {"job.dump_folder": str(self.folder / RUNS_FOLDER), "metrics.experiment_name": run.name}
@@ -68,9 +68,9 @@ class Maker:
         )
 
     def make(self, run: Run, *, device: Device, watch: Watch | None = None) -> Row:
-        """Make one run, whatever becomes of it, and return its row."""
+        """Make one run and return its row, whatever its status."""
         folder = self.run_folder(run)
-        end_processes(folder / RANKS_FOLDER)  # of an earlier attempt, whose runner was killed a moment ago
+        end_processes(folder / RANKS_FOLDER)  # processes of an earlier attempt whose runner was just killed
         shutil.rmtree(folder, ignore_errors=True)
         started = time.time()
         batch_size: int | None = None
@@ -107,7 +107,7 @@ class Maker:
             measured = measure(records, window=self.window, num_devices=run.num_devices)
             if not measured:
                 steps = f"{len(records)} of {self.steps} steps were logged"
-                status, reason = "error", f"every rank says it completed, but {steps}"
+                status, reason = "error", f"every rank reports that it completed, but {steps}"
         if outcome.peak_memory_gib is not None and measured:
             measured["peak_memory_gib"] = max(outcome.peak_memory_gib, measured["peak_memory_gib"] or 0.0)
         row = {
@@ -123,7 +123,7 @@ class Maker:
         return row if batch_size is None else {**row, BATCH_SIZE: batch_size}
 
     def skipped_row(self, run: Run, reason: str, *, device: Device | None) -> Row:
-        """The row of a run that is not made: every column, and no number in those of measurements."""
+        """The row of a skipped run: all columns, with empty measurements."""
         batch_size = run.axes[BATCH_SIZE]
         return {
             **dict.fromkeys(columns(run.axes)),
@@ -160,7 +160,7 @@ def _shortened(reason: str) -> str:
 
 
 def _provenance(folder: Path) -> Row:
-    """What the run itself recorded of code and machine; nothing where it did not come so far."""
+    """Code and machine that the run recorded; empty if it failed before that."""
     try:
         stored = read_config(folder)
     except ConfigError:
@@ -176,7 +176,7 @@ def _provenance(folder: Path) -> Row:
 
 
 def maker_of(grid: Grid, path: Path, *, script: Path = TRAIN_SCRIPT) -> Maker:
-    """What makes the runs of a grid whose folder is `path`."""
+    """The maker for the runs of a grid whose folder is `path`."""
     return Maker(
         grid=grid.name,
         folder=path,

@@ -1,13 +1,13 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Makes the runs of a grid, one after another or through slurm, and keeps the ledger.
+"""Makes the runs of a grid, one after another or through Slurm, and writes the ledger.
 
 Notable:
-- the folder of a grid is `<dump_folder>/<name>/`: `grid.json` says what grid it is, `runs/` has the run directories,
-  the ledger is rewritten after every run. The same command again makes only the runs that are missing or failed;
-- one runner at a time holds the folder, by a lock that the kernel drops with the process;
-- after an out-of-memory verdict the larger batches of that cell are skipped; after an error they are not. What is
-  skipped is decided anew each time, from the rows that are there;
-- a run that dies costs its own row and nothing else.
+- the folder of a grid is `<dump_folder>/<name>/`. `grid.json` describes the grid, `runs/` contains the run directories,
+  and the ledger is rewritten after every run. A repeated command makes only the runs that are missing or failed;
+- only one runner at a time can use the folder. The kernel releases its lock when the process exits;
+- after a run with status `oom` the larger batches of that cell are skipped; after an error they are not. Every call
+  decides again, from the existing rows, which runs to skip;
+- a run that fails affects only its own row.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from torchditan.run.reading import read_metrics
 
 GRID_NAME = "grid.json"
 RETRIED = ("error", "timeout")
-"""Statuses that the same command tries again, unless told otherwise."""
+"""Statuses that a repeated command retries by default."""
 
 _KIND = "torchditan ablation grid"
 
 
 @dataclass
 class GridFolder:
-    """The folder of a grid, and what is in it."""
+    """The folder of a grid and its ledger."""
 
     path: Path
     grid: Grid
@@ -51,20 +51,20 @@ class GridFolder:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Take the folder, or refuse it, for the time of the body.
+        """Context manager that locks the folder for this runner.
 
         Raises:
-            ConfigError: it is no grid's, another grid's, or another runner holds it; it is left as it was.
+            ConfigError: the folder does not belong to this grid, or another runner uses it. It is not changed.
         """
         self._refuse_other_content()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise ConfigError(f"{self.path} is no folder that can be written ({error.strerror})") from None
+            raise ConfigError(f"{self.path} is not a writable folder ({error.strerror})") from None
         try:
             take_lock(lock, self.path, holder="runner", remedy="name a new folder with --name")
-            # Again under the lock: another runner may have taken the folder in between.
+            # Check again under the lock: another runner may have created the grid in between.
             self._refuse_other_content()
             self.rows = {row["run_name"]: row for row in read_ledger(self.path, axes=self.grid.columns)}
             content = {"schema_version": SCHEMA_VERSION, "kind": _KIND, **asdict(self.grid)}
@@ -74,7 +74,7 @@ class GridFolder:
             os.close(lock)
 
     def keep(self, row: Row, order: Sequence[str]) -> None:
-        """Put a row into the ledger. Rows are in the grid's order; those of cells it no longer has come last."""
+        """Add a row to the ledger. Rows are in the order of the grid, followed by rows of removed cells."""
         self.rows[row["run_name"]] = row
         self.write(order)
 
@@ -93,7 +93,7 @@ class GridFolder:
                 else [path.name for path in self.path.iterdir() if path.name not in (".lock", SLURM_FOLDER)]
             )
             if strangers or not self.path.is_dir():
-                raise ConfigError(f"{self.path} is no grid folder: it has no {GRID_NAME}; name another with --name")
+                raise ConfigError(f"{self.path} is not a grid folder (no {GRID_NAME}); name another with --name")
             return
         stored = read_grid(self.path)
         here = json.loads(json.dumps(asdict(self.grid)))
@@ -111,26 +111,26 @@ class GridFolder:
 
 
 def read_grid(path: Path) -> dict[str, Any]:
-    """grid.json of a grid folder.
+    """Read grid.json of a grid folder.
 
     Raises:
-        ConfigError: the folder is no grid's, or of another version.
+        ConfigError: the folder is not a grid folder, or has another version.
     """
     try:
         content: dict[str, Any] = json.loads((path / GRID_NAME).read_bytes())
     except (OSError, ValueError, RecursionError):
-        raise ConfigError(f"{path} is no grid folder: it has no {GRID_NAME} that can be read") from None
+        raise ConfigError(f"{path} is not a grid folder: it has no readable {GRID_NAME}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} is no grid folder: its {GRID_NAME} is not that of a grid")
+        raise ConfigError(f"{path} is not a grid folder: its {GRID_NAME} does not describe a grid")
     if content.get("kind") != _KIND or content.get("schema_version") != SCHEMA_VERSION:
         version = content.get("schema_version")
         right = f"this version reads {SCHEMA_VERSION}; name another folder with --name"
-        raise ConfigError(f"{path}/{GRID_NAME} is of schema version {version}: {right}")
+        raise ConfigError(f"{path}/{GRID_NAME} has schema version {version}: {right}")
     return content
 
 
 def stored_grid(path: Path) -> Grid:
-    """The grid whose folder this is, as its grid.json has it."""
+    """The grid in the grid.json of a folder."""
     content = read_grid(path)
     return Grid(**{field.name: content[field.name] for field in fields(Grid)})
 
@@ -146,20 +146,20 @@ def run_grid(
     script: Path = TRAIN_SCRIPT,
     poll_s: float = 1.0,
 ) -> list[Row]:
-    """Make the runs of `grid` that its folder lacks; the rows of all of them, in order.
+    """Make the missing runs of `grid`. Returns the rows of all runs, in order.
 
     Args:
-        grid: what `load_grid` made.
+        grid: result of `load_grid`.
         path: folder of the grid.
         launcher: LocalLauncher, or SlurmLauncher.
-        retry: statuses of rows to make again.
-        board: makes the live table of (number of runs, width of their names).
-        find_device: looks at this machine; None where the runs go to others.
+        retry: statuses of runs to make again.
+        board: creates the live table from (number of runs, width of their names).
+        find_device: detects the devices of this machine; None if the runs are made on other machines.
         script: train.py.
-        poll_s: seconds between two looks at runs elsewhere.
+        poll_s: seconds between two checks of submitted runs.
 
     Raises:
-        ConfigError: the grid or the folder cannot be; see GridFolder and Grid.runs. No run has begun then.
+        ConfigError: the grid or the folder is invalid, see GridFolder and Grid.runs. No run was started.
     """
     runs = grid.runs()
     order = [run.name for run in runs]
@@ -184,7 +184,7 @@ def _board(num_runs: int, name_width: int) -> Board:
 
 @dataclass
 class _Schedule:
-    """Which run is next: the first that is not decided and whose smaller batches are."""
+    """Schedules runs: the next is the first undecided one whose smaller batches are decided."""
 
     runs: list[Run]
     folder: GridFolder
@@ -197,7 +197,7 @@ class _Schedule:
     poll_s: float
 
     def work(self) -> None:
-        waiting = self._keep_what_stands()
+        waiting = self._runs_to_make()
         pending: dict[str, tuple[Run, Pending]] = {}
         try:
             while waiting or pending:
@@ -209,14 +209,14 @@ class _Schedule:
                 for run in finished:
                     self._keep(pending.pop(run.name)[1].result(), is_new=True)
                 if pending and not finished:
-                    self.board.running(lambda: f"{len(pending)} at work")
+                    self.board.running(lambda: f"{len(pending)} running")
                     time.sleep(self.poll_s)
         finally:
             for _, job in pending.values():
                 job.cancel()
 
-    def _keep_what_stands(self) -> list[Run]:
-        """Show the rows that need no new run; the runs that are left. Skipped rows are decided anew."""
+    def _runs_to_make(self) -> list[Run]:
+        """Show the rows that need no new run. Returns the other runs, including all skipped ones."""
         waiting = []
         for run in self.runs:
             row = self.folder.rows.get(run.name)
@@ -228,8 +228,8 @@ class _Schedule:
         return waiting
 
     def _skip(self, waiting: list[Run]) -> list[Run]:
-        """Put down what need not be made; the runs that are left."""
-        out_of_memory: dict[tuple[Any, ...], int] = {}  # smallest such batch of each cell, in any repeat
+        """Record the runs that can be skipped. Returns the others."""
+        out_of_memory: dict[tuple[Any, ...], int] = {}  # smallest such batch per cell, in any repeat
         for run in self.runs:
             row = self.folder.rows.get(run.name)
             if row is not None and row["status"] == "oom" and run.axes[BATCH_SIZE] != "auto":
@@ -248,12 +248,12 @@ class _Schedule:
         return left
 
     def _ready(self, waiting: list[Run], pending: list[Run]) -> list[Run]:
-        """Runs to submit now: of every cell one at a time, since its verdict may save the next."""
+        """Runs to submit now, one per cell at a time: its status may make the next one unnecessary."""
         busy = {run.cell for run in pending}
-        room = self.launcher.max_parallel - len(pending)
+        num_free = self.launcher.max_parallel - len(pending)
         ready: list[Run] = []
         for run in waiting:
-            if len(ready) < room and run.cell not in busy:
+            if len(ready) < num_free and run.cell not in busy:
                 ready.append(run)
                 busy.add(run.cell)
         return ready

@@ -2,13 +2,13 @@
 """The frozen base of a LoRA in float32, bfloat16 or int8.
 
 Notable:
-- int8 is symmetric, one scale per output row, absmax / 127; a product keeps the int8 weight for its backward pass and
-  never the dequantised copy, which is made once in each direction and dropped;
-- scales are float32 numbers that bfloat16 has too: FSDP, which gathers them in the precision of the run, changes none
-  (float16 does not reach below 6e-5: rows whose largest weight is under 0.008 lose precision there);
+- int8 is symmetric with one scale per output row, absmax / 127. A product saves the int8 weight for its backward pass.
+  The dequantised copy is made once in each direction and freed immediately;
+- scales are float32 numbers that bfloat16 represents exactly. FSDP gathers them in the precision of the run and so does
+  not change them. float16 does not reach below 6e-5: rows whose largest weight is under 0.008 lose precision there;
 - a model is prepared on the meta device and filled afterwards, one full tensor at a time, by its published names;
-- FSDP gathers int8 as int8 on torch 2.13; torch 2.11 casts it to the precision of the run first, with the same results
-  (integers to 127 are exact in bfloat16) and the gathered block in bfloat16's memory. Shards are int8 on both.
+- FSDP gathers int8 as int8 on torch 2.13. torch 2.11 first casts it to the precision of the run. The results are the
+  same (integers to 127 are exact in bfloat16), but the gathered block takes bfloat16's memory. Shards are int8 on both.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MAX = 127
 
 
 class Int8Linear(nn.Linear):
-    """A frozen linear layer with an int8 weight (out, in), a float32 scale (out,) and the bias it had.
+    """A frozen linear layer with an int8 weight (out, in), a float32 scale (out,) and the original bias.
 
-    It computes in the dtype of its input. Gradients go to the input alone.
+    It computes in the dtype of its input. Only the input gets a gradient.
 
     Args:
         in_features, out_features: as in nn.Linear.
-        bias: whether there is one.
+        bias: whether the layer has a bias.
         device: of the new, uninitialised parameters.
         dtype: of the bias.
     """
@@ -55,7 +55,7 @@ class Int8Linear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Int8Linear:
-        """The same layer in int8, on the same device; quantised unless that is meta."""
+        """The same layer in int8, on the same device. On the meta device no values are computed."""
         weight, bias = linear.weight, linear.bias
         converted = cls(
             linear.in_features, linear.out_features, bias is not None, device=weight.device, dtype=weight.dtype
@@ -72,9 +72,9 @@ class Int8Linear(nn.Linear):
     @staticmethod
     @torch.no_grad()
     def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """int8 (out, in) and float32 scale (out,) such that weight = int8 * scale, to half a scale.
+        """int8 (out, in) and float32 scale (out,) such that weight = int8 * scale, within half a scale.
 
-        The scale is absmax / 127 rounded to bfloat16; the largest of a row still rounds to 127.
+        The scale is absmax / 127 rounded to bfloat16; the largest weight of a row still rounds to 127.
         """
         largest = weight.float().abs().amax(dim=1)
         scale = (largest / _MAX).bfloat16().float().clamp_min(torch.finfo(torch.float32).tiny)
@@ -87,7 +87,7 @@ class Int8Linear(nn.Linear):
 
 
 class _Int8Product(torch.autograd.Function):
-    """x (..., in) times a dequantised weight (out, in), which is dequantised again for the gradient of x."""
+    """x (..., in) times the dequantised weight (out, in). The backward pass dequantises the weight again."""
 
     @staticmethod
     def forward(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -111,12 +111,13 @@ def _dequantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
 def quantize_base(
     model: nn.Module, blocks: Iterable[nn.Module], *, base: Literal["float32", "bfloat16", "int8"] = "bfloat16"
 ) -> None:
-    """Freeze a model and store its weights in the precision of a LoRA's base, in place, before LoRA is added.
+    """Freeze a model and store its weights in the precision of a LoRA's base, in place. Call it before `add_lora`.
 
     Args:
         model: usually on the meta device, where nothing is computed.
-        blocks: its repeated blocks; with int8 their linear layers become `Int8Linear`.
-        base: float32 changes no dtype. With bfloat16 and int8 every other parameter becomes bfloat16; buffers stay.
+        blocks: its repeated blocks. With int8 their linear layers become `Int8Linear`.
+        base: float32 changes no dtype. With bfloat16 and int8 every other parameter becomes bfloat16. Buffers keep
+            their dtype.
     """
     model.requires_grad_(False)
     if base == "float32":
@@ -140,7 +141,7 @@ def _quantize_linears(module: nn.Module) -> None:
 
 
 def base_names(model: nn.Module) -> list[str]:
-    """The tensors that a published file has to give, under its names: no wrappers of LoRA, no scales of int8."""
+    """Names of the tensors that a published file must contain: without LoRA's wrappers and int8 scales."""
     names = []
     for name in model.state_dict():
         if ".lora_" in name:
@@ -153,13 +154,13 @@ def base_names(model: nn.Module) -> list[str]:
 
 
 def fill_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Copy a full tensor into a parameter or buffer of a base; quantised where the layer is, sharded where it is.
+    """Copy a full tensor into a parameter or buffer of the base, quantising and sharding it as the layer requires.
 
-    No communication; every rank gives the same value, of which it needs one at a time.
+    No communication: every rank passes the same value, one tensor at a time.
 
     Args:
         model: on a real device, plain or sharded, with or without LoRA around its layers.
-        name: in the published file, see `base_names`.
+        name: its name in the published file, see `base_names`.
         value: the full tensor, of any floating-point dtype, on the CPU.
     """
     path, _, leaf = name.rpartition(".")

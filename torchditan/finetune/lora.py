@@ -1,15 +1,15 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) on the linear layers of a published model, through peft.
 
-A layer W x becomes W x + alpha / rank * B (A x) with A (rank, in) and B (out, rank); only A and B are trained.
+A layer W x becomes W x + alpha / rank * B (A x) with A (rank, in) and B (out, rank). Only A and B are trained.
 
 Notable:
-- adapters are added while the model is on the meta device and filled after it was sharded, `init_lora` from the seed
-  and `fill_adapter` from a file; on a model that is on a device already, both follow at once or later, as one likes;
+- adapters are added while the model is on the meta device. After sharding, `init_lora` fills them from the seed and
+  `fill_adapter` from a file. On a model that is already on a device, you can call these at any time;
 - initial values are a function of (seed, parameter name), the same on every mesh;
-- switching adapters on and off never touches `requires_grad`, which FSDP has taken note of;
-- an assistant is a second, frozen adapter that trains along and is off in sampling: for models such as FLUX.1-schnell,
-  whose distillation a bare LoRA would unlearn.
+- switching adapters on and off never changes `requires_grad`, because FSDP has already read it;
+- an assistant is a second, frozen adapter that is active in training and inactive in sampling. It serves models such as
+  FLUX.1-schnell, whose distillation a LoRA without an assistant would unlearn.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from torchditan.weights.safetensors_files import open_file
 DEFAULT = "default"
 ASSISTANT = "assistant"
 _PREFIXES = ("transformer.", "unet.", "diffusion_model.", "base_model.model.")
-"""What files put before the names of the model's modules."""
+"""Prefixes of module names in LoRA files."""
 _DOWN = (".lora_A.weight", ".lora_A.default.weight", ".lora_down.weight", ".lora.down.weight")
 _UP = (".lora_B.weight", ".lora_B.default.weight", ".lora_up.weight", ".lora.up.weight")
 
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """The matrices of a LoRA file: layer name -> A (rank, in) and B (out, rank), to be added as B A, alpha included."""
+    """Matrices of a LoRA file: layer name -> A (rank, in) and B (out, rank). B includes alpha: the update is B A."""
 
     down: dict[str, Tensor]
     up: dict[str, Tensor]
@@ -61,20 +61,21 @@ def add_lora(
     target_modules: Sequence[str],
     adapter_name: str = DEFAULT,
 ) -> list[str]:
-    """Add a trainable adapter, in place; then its float32 parameters are all that is trainable.
+    """Add a trainable adapter, in place. Afterwards only its float32 parameters are trainable.
 
     Args:
-        model: usually on the meta device, where the new parameters stay too; elsewhere `init_lora` gives them values.
-        rank, alpha: see above.
+        model: usually on the meta device; the new parameters are created there too. On another device they are
+            uninitialised until `init_lora`.
+        rank, alpha: as in the formula at the top of this file.
         target_modules: ends of names of linear layers (`to_q`, `attn.to_out.0`), or regular expressions for whole
-            names. Each must match a layer. A convolution is named by the end of its name alone (`pos_embed.proj`).
+            names. Each must match a layer. A convolution matches only by the end of its name (`pos_embed.proj`).
         adapter_name: of this adapter.
 
     Returns:
-        Names of the layers that have it.
+        Names of the adapted layers.
 
     Raises:
-        ConfigError: a pattern matches nothing or is none.
+        ConfigError: a pattern matches nothing or is not a valid regular expression.
     """
     layers = find_target_modules(model, target_modules)
     _inject(model, dict.fromkeys(layers, rank), alpha=alpha, adapter_name=adapter_name)
@@ -84,10 +85,10 @@ def add_lora(
 
 
 def find_target_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Linear layers that any of the patterns names, and convolutions named by their end, in the order of the model.
+    """Linear layers that any pattern matches, and convolutions matched by the end of their name, in model order.
 
     Raises:
-        ConfigError: a pattern matches none of them, or is no regular expression.
+        ConfigError: a pattern matches no layer, or is not a valid regular expression.
     """
     names, all_names = _layers_of(model, nn.Linear), _layers_of(model, nn.Linear, nn.Conv2d)
     found: set[str] = set()
@@ -95,10 +96,10 @@ def find_target_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         try:
             whole = re.compile(pattern)
         except re.error as error:
-            raise option_error("lora.target_modules", pattern, f"is no regular expression: {error}") from None
+            raise option_error("lora.target_modules", pattern, f"is not a valid regular expression: {error}") from None
         ending = {name for name in all_names if f".{name}".endswith(f".{pattern}")}
         linear = {name for name in names if name in ending or whole.fullmatch(name)}
-        matching = linear or ending  # a convolution only where it is named, so that patterns mean what they meant
+        matching = linear or ending  # convolutions only if no linear layer matches: older patterns keep their meaning
         if not matching:
             ends = ", ".join(sorted({_last_part(name) for name in names}))
             raise option_error("lora.target_modules", pattern, f"matches no linear layer; their names end in {ends}")
@@ -109,7 +110,7 @@ def find_target_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _layers_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
-    """Layers of these kinds by their names in the bare model, whether they have adapters or not."""
+    """Names of the layers of these kinds in the model without adapters. Adapted layers are included."""
     from peft.tuners.lora import LoraLayer
 
     names, wrapped = [], None
@@ -124,13 +125,13 @@ def _layers_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
 
 
 def _last_part(name: str) -> str:
-    """`to_q`; `to_out.0` where the last part is a mere number."""
+    """`to_q`; `to_out.0` if the last part is a number."""
     parts = name.split(".")
     return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
 
 
 def _inject(model: nn.Module, ranks: Mapping[str, int], *, alpha: float, adapter_name: str) -> None:
-    """Let peft wrap the layers of these names; float32 parameters beside those of the layer, without values."""
+    """Let peft wrap the named layers. The new float32 parameters are uninitialised."""
     from peft import LoraConfig, inject_adapter_in_model
 
     most = max(ranks.values())
@@ -140,10 +141,10 @@ def _inject(model: nn.Module, ranks: Mapping[str, int], *, alpha: float, adapter
         target_modules=list(ranks),
         rank_pattern={f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != most},
     )
-    # The names go in as a state dict, which peft takes exactly; lists of them it matches by their ends.
+    # peft matches the names of a state dict exactly, and names in a list only by their ends.
     names = {f"{name}.lora_A.weight": torch.empty(0) for name in ranks}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is meant
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is intended
         inject_adapter_in_model(config, model, adapter_name=adapter_name, low_cpu_mem_usage=True, state_dict=names)
     for name in ranks:
         layer: Any = model.get_submodule(name)
@@ -161,9 +162,10 @@ def lora_parameters(model: nn.Module, adapter_name: str = DEFAULT) -> Iterator[t
 
 
 def init_lora(model: nn.Module, seed: int, adapter_name: str = DEFAULT) -> None:
-    """A uniform in +-1/sqrt(in) (Kaiming's with a = sqrt(5), as peft draws it), B zero: at first nothing changes.
+    """Initialise A uniformly in +-1/sqrt(in) (Kaiming with a = sqrt(5), as in peft) and B with zeros.
 
-    A function of (seed, parameter name) for any sharding; no communication.
+    The adapter is therefore the identity at first. Values are a function of (seed, parameter name) for any sharding;
+    no communication.
     """
     for name, parameter in lora_parameters(model, adapter_name):
         if ".lora_B." in name:
@@ -173,29 +175,29 @@ def init_lora(model: nn.Module, seed: int, adapter_name: str = DEFAULT) -> None:
 
 
 def _draw_kaiming_uniform(seed: int, name: str, shape: Sequence[int]) -> Tensor:
-    """He et al. 2015 with leaky slope sqrt(5): the bound sqrt(6 / ((1 + 5) fan_in)); float32 on the CPU."""
+    """He et al. 2015 with negative slope sqrt(5): bound sqrt(6 / ((1 + 5) fan_in)). float32 on the CPU."""
     bound = 1 / math.sqrt(math.prod(shape[1:]))
     draw = weight_generator(seed, name).random(tuple(shape), dtype="float32")
     return torch.from_numpy(draw).mul_(2 * bound).sub_(bound)
 
 
 def lora_layers(model: nn.Module) -> list[Any]:
-    """The layers with adapters, as peft wraps them."""
+    """The peft layers that hold the adapters."""
     from peft.tuners.lora import LoraLayer
 
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
 def active_adapters(model: nn.Module) -> list[str]:
-    """The adapters that are switched on; [] without any."""
+    """Names of the active adapters; [] without adapters."""
     layers = lora_layers(model)
     return list(layers[0].active_adapters) if layers else []
 
 
 def set_active_adapters(model: nn.Module, names: Sequence[str]) -> None:
-    """Switch these adapters on and all others off; what is trainable stays as it is.
+    """Switch these adapters on and all others off. `requires_grad` does not change.
 
-    Switching a compiled model compiles its blocks again, once for each set of adapters.
+    A compiled model compiles its blocks once for each set of active adapters.
     """
     for layer in lora_layers(model):
         trainable = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
@@ -206,7 +208,7 @@ def set_active_adapters(model: nn.Module, names: Sequence[str]) -> None:
 
 @contextmanager
 def active_only(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """These adapters alone inside the block; `[]` is the published model."""
+    """Context manager in which only these adapters are active; `[]` is the published model."""
     before = active_adapters(model)
     set_active_adapters(model, names)
     try:
@@ -217,23 +219,23 @@ def active_only(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def without_assistant(model: nn.Module) -> Iterator[None]:
-    """Sampling: the base and what was trained."""
+    """Context manager for sampling: the base with the trained adapter, without the assistant."""
     with active_only(model, [name for name in active_adapters(model) if name != ASSISTANT]):
         yield
 
 
 def load_assistant(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> AdapterWeights:
-    """Add a frozen second adapter, active beside the first one; its values too unless the model is on meta.
+    """Add a frozen second adapter, active together with the first one. Fills its values unless the model is on meta.
 
     Args:
         model: with or without the trained adapter.
         source: a .safetensors file in diffusers', peft's or kohya's names, or the tensors of one.
 
     Returns:
-        Its weights, for `fill_adapter` after a model on meta was sharded.
+        Its weights; pass them to `fill_adapter` after sharding a model on meta.
 
     Raises:
-        ConfigError: the file cannot be read, is no LoRA, or one of another model.
+        ConfigError: the file cannot be read, is not a LoRA, or is a LoRA for another model.
     """
     shown = str(source) if isinstance(source, str | Path) else "a state dict"
     weights = read_adapter(source, _layers_of(model, nn.Linear, nn.Conv2d), option="lora.assistant_path")
@@ -242,7 +244,7 @@ def load_assistant(model: nn.Module, source: str | Path | Mapping[str, Tensor]) 
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     before = active_adapters(model)
     ranks = {name: down.shape[0] for name, down in weights.down.items()}
-    # B A without a factor: alpha is in B already, and the ranks of the layers may differ.
+    # Scale 1: alpha is in B already, and the ranks of the layers may differ.
     _inject(model, ranks, alpha=1, adapter_name=ASSISTANT)
     for layer in lora_layers(model):
         if ASSISTANT in layer.scaling:
@@ -267,7 +269,7 @@ def _check_shapes(model: nn.Module, name: str, down: Tensor, up: Tensor, shown: 
     out_size, in_size, *kernel = getattr(layer, "base_layer", layer).weight.shape  # a convolution has a kernel
     fits_down = down.shape[1:] == (in_size, *kernel)
     if not (fits_down and (up.shape[0], *up.shape[2:]) == (out_size, *(1 for _ in kernel))):
-        right = f"is of another model: {name} maps {in_size} to {out_size} here"
+        right = f"is for another model: {name} maps {in_size} to {out_size} here"
         raise option_error("lora.assistant_path", shown, f"{right}, {down.shape[-1]} to {up.shape[0]} there")
 
 
@@ -281,12 +283,12 @@ def fill_adapter(model: nn.Module, weights: AdapterWeights, adapter_name: str = 
 def read_adapter(source: str | Path | Mapping[str, Tensor], layers: Sequence[str], *, option: str) -> AdapterWeights:
     """The matrices of a LoRA for a model with these linear layers and convolutions.
 
-    Names may be diffusers' and peft's (`transformer.<layer>.lora_A.weight`), or kohya's of FLUX and SD3
-    (`lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight`). Alpha comes from `<layer>.alpha`, or from diffusers'
-    metadata; without either it is the rank.
+    Accepts the names of diffusers and peft (`transformer.<layer>.lora_A.weight`), and those of kohya for FLUX and SD3
+    (`lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight`). Alpha comes from `<layer>.alpha` or from diffusers'
+    metadata. Without either it equals the rank.
 
     Raises:
-        ConfigError: naming `option`: it is no LoRA, or has layers that the model does not.
+        ConfigError: names `option`; the file is not a LoRA, or has layers that the model does not have.
     """
     shown = "a state dict"
     metadata: Mapping[str, str] = {}
@@ -306,10 +308,10 @@ def read_adapter(source: str | Path | Mapping[str, Tensor], layers: Sequence[str
     for key, tensor in state.items():
         kind, stem = _split_key(key)
         if kind is None:
-            raise option_error(option, shown, f"is no LoRA of linear layers: it has {key}")
+            raise option_error(option, shown, f"is not a LoRA of linear layers: it has {key}")
         parts = known.get(stem)
         if parts is None:
-            raise option_error(option, shown, f"is a LoRA of another model: this one has no linear layer {stem}")
+            raise option_error(option, shown, f"is a LoRA for another model: this one has no linear layer {stem}")
         if kind == "alpha":
             factors |= dict.fromkeys(parts, float(tensor))
         elif kind == "down":
@@ -317,11 +319,11 @@ def read_adapter(source: str | Path | Mapping[str, Tensor], layers: Sequence[str
         else:
             unit = tensor.shape[0] // sum(rows_of_parts(parts, unit=1))
             if unit * sum(rows_of_parts(parts, unit=1)) != tensor.shape[0]:
-                raise option_error(option, shown, f"is a LoRA of another model: {key} has {tensor.shape[0]} rows")
+                raise option_error(option, shown, f"is a LoRA for another model: {key} has {tensor.shape[0]} rows")
             rows = [unit * height for height in rows_of_parts(parts, unit=1)]
             up |= dict(zip(parts, tensor.float().split(rows), strict=True))
     if not down or down.keys() != up.keys():
-        raise option_error(option, shown, "is no LoRA: it has no pairs of lora_A and lora_B")
+        raise option_error(option, shown, "is not a LoRA: it has no pairs of lora_A and lora_B")
     for layer, matrix in down.items():
         rank = matrix.shape[0]
         if is_kohya:
@@ -331,7 +333,7 @@ def read_adapter(source: str | Path | Mapping[str, Tensor], layers: Sequence[str
 
 
 def _layers_by_stem(layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """What a file may call a layer -> that layer; the layers that it fuses into one -> all of them."""
+    """Name of a layer in a file -> layers of the model: several if the file fuses them into one."""
     known: dict[str, tuple[str, ...]] = {}
     for model_name in families_with_original_layers():
         for name in layers:
@@ -344,7 +346,7 @@ def _layers_by_stem(layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _split_key(key: str) -> tuple[str | None, str]:
-    """('down', 'up' or 'alpha', name of the layer in this file), the first None where it is no key of a LoRA."""
+    """('down', 'up' or 'alpha', name of the layer in the file). The first is None if the key is not a LoRA's."""
     for kind, endings in (("down", _DOWN), ("up", _UP), ("alpha", (".alpha",))):
         for ending in endings:
             if key.endswith(ending):
@@ -356,7 +358,7 @@ def _split_key(key: str) -> tuple[str | None, str]:
 
 
 def _alphas_of(metadata: Mapping[str, str]) -> dict[str, float]:
-    """Alpha by layer out of the metadata that diffusers writes; under "" that of all others."""
+    """Alpha by layer, from the metadata that diffusers writes; the key "" holds the default of all other layers."""
     try:
         adapter = json.loads(metadata.get("lora_adapter_metadata", "{}"))
         alphas: dict[str, float] = {}

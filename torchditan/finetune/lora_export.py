@@ -1,15 +1,15 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A trained LoRA as one .safetensors file, in the names of diffusers or of kohya's scripts.
+"""Export a trained LoRA as one .safetensors file, with the layer names of diffusers or of kohya's scripts.
 
 Notable:
-- diffusers: `transformer.<layer>.lora_A.weight` (`unet.` for SDXL) and the adapter's metadata, in which alpha stands.
-  Its loaders refuse `.alpha` tensors together with the metadata. Readers that know no metadata take alpha for the
-  rank: they want kohya's names, unless the two are equal;
-- kohya: `lora_unet_<layer of the original model>.lora_down.weight`, `.lora_up.weight` and `.alpha`. Where the original
-  has one layer for several of diffusers' (queries, keys and values), matrices are stacked, block-diagonally in
-  `lora_up`, and alpha grows with the rank, so that the product stays what it was;
-- of kohya's FLUX files diffusers reads the blocks, not the embedders and the final layer; sd-scripts ignores the final
-  layer (`ignored_by_sd_scripts`).
+- diffusers: `transformer.<layer>.lora_A.weight` (`unet.` for SDXL) and the adapter's metadata, which contains alpha.
+  The loaders of diffusers refuse `.alpha` tensors together with the metadata. Tools that ignore the metadata assume
+  alpha = rank; for them export in kohya's format unless the two are equal;
+- kohya: `lora_unet_<layer of the original model>.lora_down.weight`, `.lora_up.weight` and `.alpha`. The original model
+  may have one layer for several of diffusers' (queries, keys and values). Their matrices are then stacked,
+  block-diagonally in `lora_up`, and alpha grows with the rank, so that the product is unchanged;
+- from kohya's FLUX files diffusers reads the blocks but not the embedders and the final layer. sd-scripts ignores the
+  final layer (`ignored_by_sd_scripts`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torchditan.weights.safetensors_files import TensorToWrite, write_weights
 
 
 def ignored_by_sd_scripts(model_name: str, layers: Sequence[str]) -> list[str]:
-    """Those of a LoRA's layers whose kohya names sd-scripts does not load, by these names; pictures differ there."""
+    """Kohya names of the LoRA layers that sd-scripts does not load. Its samples differ without them."""
     found = [original_layer(model_name, layer) for layer in layers]
     names = [original.name for original in found if original is not None]
     ignored = [name for name in dict.fromkeys(names) if name.startswith(family(model_name).not_in_sd_scripts)]
@@ -58,16 +58,16 @@ def export_lora(
     dtype: torch.dtype = torch.float32,
     adapter_name: str = "default",
 ) -> list[str]:
-    """Write the LoRA tensors of a checkpoint to a file; a reader, or a crash, meets all of it or nothing.
+    """Write the LoRA tensors of a checkpoint to a file, atomically.
 
     Args:
-        state: parameters by name, `<layer>.lora_A.<adapter>.weight` (rank, in) and `lora_B` (out, rank); others, and
-            other adapters, are left out.
+        state: parameters by name, `<layer>.lora_A.<adapter>.weight` (rank, in) and `lora_B` (out, rank). Other
+            parameters and other adapters are left out.
         model_name: `flux`, `sd3`, ...; kohya's names are known for families with `original_layers`.
-        rank, alpha: as it was trained.
-        path: a file that is there is replaced. diffusers finds any one .safetensors file in a folder.
-        format: whose names, see above.
-        step, base: how far the training was, and of which model; kept in the metadata.
+        rank, alpha: those of the training.
+        path: an existing file is replaced. diffusers finds a single .safetensors file in a folder by any name.
+        format: whose layer names, see the top of this file.
+        step, base: training step and base model, stored in the metadata.
         dtype: float32 or bfloat16.
         adapter_name: of the adapter to write.
 
@@ -75,7 +75,7 @@ def export_lora(
         The layers of the model that are in the file.
 
     Raises:
-        ConfigError: there is no LoRA in the state, the format does not know the model, or the file cannot be written.
+        ConfigError: the state has no LoRA, the format does not support the model, or the file cannot be written.
     """
     pairs = _pairs_of(state, adapter_name)
     metadata = {"format": "pt", "model": model_name, "rank": str(rank), "alpha": f"{alpha:g}"}
@@ -110,7 +110,7 @@ def _pairs_of(state: Mapping[str, Tensor], adapter_name: str) -> dict[str, tuple
     for name in state:
         if name.endswith(ending):
             stem = name.removesuffix(ending)
-            layer = stem.removeprefix("transformer.")  # where a model of ours holds diffusers' one
+            layer = stem.removeprefix("transformer.")  # PublishedModel holds the diffusers model under this name
             pairs[layer] = (state[name].cpu(), state[f"{stem}.lora_B.{adapter_name}.weight"].cpu())
     if not pairs:
         raise ConfigError(f"there is no LoRA {adapter_name} among the {len(state)} weights; is it a run with [lora]?")
@@ -126,7 +126,7 @@ def _in_diffusers_names(pairs: Mapping[str, tuple[Tensor, Tensor]], *, part: str
 
 
 def _adapter_metadata(pairs: Mapping[str, object], *, part: str, rank: int, alpha: float) -> dict[str, object]:
-    """The options of peft's LoraConfig that diffusers' loaders rebuild the adapter from."""
+    """Options of peft's LoraConfig from which the loaders of diffusers rebuild the adapter."""
     return {
         f"{part}.r": rank,
         f"{part}.lora_alpha": alpha,
@@ -143,13 +143,13 @@ def _in_kohya_names(
     for layer in pairs:
         original = original_layer(model_name, layer)
         if original is None:
-            raise ConfigError(f"kohya's names have none for the layer {layer}; export it for diffusers")
+            raise ConfigError(f"kohya's format has no name for the layer {layer}; export with --format diffusers")
         fused.setdefault(original, []).append(layer)
     tensors = {}
     for original, present in fused.items():
         down, up = _fuse(original, {layer: pairs[layer] for layer in present})
         layer_alpha = alpha * down.shape[0] / rank
-        if original.name.startswith("final_layer."):  # whose alpha diffusers' importer drops
+        if original.name.startswith("final_layer."):  # the importer of diffusers drops its alpha
             up, layer_alpha = up * (alpha / rank), float(down.shape[0])
         name = kohya_name(original.name)
         tensors[f"{name}.lora_down.weight"] = down
@@ -159,12 +159,12 @@ def _in_kohya_names(
 
 
 def kohya_name(original: str) -> str:
-    """Of a layer by its publisher's name."""
+    """The kohya name of a layer, from its publisher's name."""
     return f"lora_unet_{original.replace('.', '_')}"
 
 
 def _fuse(original: OriginalLayer, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """A stacked (ranks, in) and B block-diagonal (rows of all parts, ranks); rows of parts without a LoRA are zero."""
+    """A stacked (ranks, in) and B block-diagonal (rows of all parts, ranks). Rows of parts without a LoRA are zero."""
     if len(original.parts) == 1:
         layer, (down, up) = next(iter(pairs.items()))
         return down, swap_shift_and_scale(layer, down, up)
@@ -194,16 +194,16 @@ def export_run(
     """Write the LoRA of a run directory to a file.
 
     Args:
-        run: its checkpoint is read, nothing else.
+        run: run directory; only its checkpoint is read.
         path: see `export_lora`.
-        step: of the checkpoint; None: the newest.
-        weights: None: the averaged ones where the run kept them.
+        step: of the checkpoint. None: the newest.
+        weights: averaged or raw. None: averaged if the run kept an average.
 
     Returns:
         (layers in the file, step of the checkpoint)
 
     Raises:
-        ConfigError: no run, or none that trained a LoRA; no such checkpoint or weights.
+        ConfigError: the folder is not a run, the run did not train a LoRA, or it lacks the checkpoint or weights.
     """
     config = from_dict(read_config(run)["config"])
     lora = config.lora

@@ -1,11 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A full fine-tune of a published model as a folder that diffusers opens.
+"""Export a full fine-tune of a published model as a folder that diffusers opens.
 
 Notable:
-- where all other parts of the pipeline are on this machine the folder is a whole pipeline: they are copied from
-  where the run had them (`text_encoder.path`, `model.path`, `autoencoder.path`, the hub's cache);
-- else it is the transformer alone, which the stock pipeline takes as an argument;
-- tensors are copied one at a time, so that the export takes little host memory.
+- if all other parts of the pipeline are on this machine, the folder is a whole pipeline. The parts are copied from
+  the places that the run used (`text_encoder.path`, `model.path`, `autoencoder.path`, the hub's cache);
+- otherwise the folder holds only the transformer, which you pass to the stock pipeline as an argument;
+- tensors are copied one at a time, so that the export needs little host memory.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 @dataclass(frozen=True)
 class ExportedPipeline:
-    """What `export_pipeline` wrote."""
+    """Result of `export_pipeline`."""
 
     weights: StoredWeights
     how_to_open: str
     """A line of Python."""
     left_out: str | None
-    """Why it is the transformer alone; None where it is a whole pipeline."""
+    """Reason why only the transformer was exported; None for a whole pipeline."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ class _OtherParts:
 def export_pipeline(
     source: Path, folder: Path, *, step: int | None = None, weights: Kind | None = None, dtype: torch.dtype
 ) -> ExportedPipeline:
-    """Write a full fine-tune in diffusers' layout; a reader, or a crash, meets the whole folder or none.
+    """Write a full fine-tune in diffusers' layout, atomically: the folder is complete or does not exist.
 
     Args:
         source: run directory, or the folder of a checkpoint.
-        folder: to make; it must not exist.
-        step: of a run's checkpoint; None takes the newest.
-        weights: averaged or raw; None takes the averaged ones where the run kept them.
-        dtype: float32 or bfloat16, of the transformer; other parts are copied as they are.
+        folder: the folder to create; it must not exist.
+        step: of a run's checkpoint. None: the newest.
+        weights: averaged or raw. None: averaged if the run kept an average.
+        dtype: float32 or bfloat16, of the transformer. Other parts are copied unchanged.
 
     Raises:
-        ConfigError: the run trained a LoRA or no published model, or `folder` exists or cannot be written.
+        ConfigError: the run trained a LoRA or a model that is not published, or `folder` exists or cannot be written.
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists; choose another name")
@@ -114,7 +114,7 @@ def export_pipeline(
 def _transformer_tensors(
     model: PublishedModel, stored: StoredWeights, read: Callable[[str], Tensor], dtype: torch.dtype
 ) -> list[TensorToWrite]:
-    """Everything that diffusers' own state dict has; a buffer that was not stored is the model's own."""
+    """All tensors of the diffusers state dict. Buffers that were not stored come from the model."""
     return [
         TensorToWrite(
             name.removeprefix("transformer."),
@@ -132,16 +132,16 @@ def _metadata(stored: StoredWeights, config: Config) -> dict[str, str]:
 
 
 def _find_other_parts(config: Config, *, pipeline_class: str, subfolder: str) -> _OtherParts | str:
-    """All other parts of the pipeline, as the run had them; a sentence where some are missing here."""
+    """All other parts of the pipeline, as the run used them; the reason as a string if some are missing here."""
     place = config.text_encoder.path or config.model.path
     if place is None:
-        return "the run began with random weights, without a pipeline"
+        return "the run started from random weights, without a pipeline"
     try:
         folder = _local(place)
         index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
         found = index.get("_class_name")
     except (ConfigError, OSError, ValueError, AttributeError):
-        return f"{place} holds no {_INDEX}"
+        return f"{place} has no {_INDEX}"
     if found != pipeline_class:
         return f"{place} is a {found}"
     names = [
@@ -160,7 +160,7 @@ def _find_other_parts(config: Config, *, pipeline_class: str, subfolder: str) ->
 
 
 def _local(place: str) -> Path:
-    """A folder, or what the hub's cache has of a name."""
+    """A local folder, or the folder of a hub name in the local cache."""
     if is_hub_name(place):
         return fetch(place, patterns=[_INDEX], what=_INDEX, option="model.path")
     return Path(place).expanduser()

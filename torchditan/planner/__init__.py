@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Memory and time of a run without its device: `python -m torchditan.planner`, docs/planner.md.
+"""Estimates memory and time of a run without its device: `python -m torchditan.planner`, docs/planner.md.
 
-plan.py puts together the traced step (trace.py), memory.py and step_time.py.
+plan.py combines the traced step (trace.py), memory.py and step_time.py.
 
 May import: config, diffusion, distributed, finetune, job, models, optim, randomness, registry, run, supervision.
 """

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What a run will need and reach, without a GPU: memory of each device, time of a step, the settings that fit.
+"""Plan a run without a GPU: memory of each device, time of a step, the settings that fit.
 
 python -m torchditan.planner dit_7b --device a100-80gb --num_devices 8
 python -m torchditan.planner dit_7b --device h100 --num_devices 8 --training.batch_size 4
@@ -39,12 +39,12 @@ _SWEEP = [2**power for power in range(3, 13)]
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Arguments of this tool, and the flags left for the configuration."""
+    """Arguments of this tool, and the remaining flags for the configuration."""
     parser = ScriptParser(__doc__, options=_SECTIONS)
-    parser.add_argument("config", help="configuration as train.py takes it: a path, or a name in train_configs/")
-    parser.add_argument("--device", required=True, help="accelerator, a100-80gb say; cpu plans memory alone")
+    parser.add_argument("config", help="configuration of train.py: a path, or a name in train_configs/")
+    parser.add_argument("--device", required=True, help="accelerator, for example a100-80gb; cpu plans only memory")
     parser.add_argument("--num_devices", type=count, default=1, help="devices of the run (default: 1)")
-    parser.add_argument("--sweep", action="store_true", help="8 to 4096 devices too: a table and a plot")
+    parser.add_argument("--sweep", action="store_true", help="also plan 8 to 4096 devices: a table and a plot")
     parser.add_argument("--plot", type=Path, default=Path("plan.svg"), help="plot of --sweep (default: plan.svg)")
     return parser.parse(argv)
 
@@ -62,7 +62,7 @@ def main() -> None:
     with report_progress("planning"):
         plan = plan_run(config, device=args.device, num_devices=args.num_devices)
     if args.sweep and plan.time is None:
-        right = "draws modelled times, which a cpu and training.enable_cpu_offload do not have; leave it out"
+        right = "plots modelled times, which are not available for cpu or training.enable_cpu_offload; leave it out"
         raise option_error("--sweep", True, right)
     print(report.describe(plan, config))
     if plan.time is None:
@@ -74,7 +74,7 @@ def main() -> None:
     print(report.recommendation(largest))
     if args.sweep:
         plans = sweep(config, args.device, plan.batch_size)
-        print(f"\nthe same batch a device on more devices, a model:\n{report.scaling(plans)}")
+        print(f"\nestimates for the same batch per device on more devices:\n{report.scaling(plans)}")
         title = f"{report.model_name(config)} on {args.device}"
         write_file(args.plot, report.scaling_svg(plans, title).encode())
         print(f"plot: {args.plot}")
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def at_one_batch(config: Config, largest: list[Plan], device: str, batch_size: int) -> list[Plan]:
-    """The settings of these plans, all with the same batch of a device."""
+    """The settings of these plans, all with the same batch per device."""
     plans = []
     for plan in largest:
         mode, *option = plan.checkpointing.split()
@@ -99,7 +99,7 @@ def at_one_batch(config: Config, largest: list[Plan], device: str, batch_size: i
 
 
 def sweep(config: Config, device: str, batch_size: int) -> list[Plan]:
-    """The same batch of a device on 8 to 4096 devices, in every parallel mode."""
+    """The same batch per device on 8 to 4096 devices, in every parallel mode."""
     return [
         plan_run(
             with_options(config, batch_size=batch_size, replicate=replicate, shard=shard),

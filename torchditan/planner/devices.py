@@ -1,9 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The devices the planner knows: memory, peaks and links, as their datasheets have them.
+"""Devices of the planner: memory, peaks and links from their datasheets.
 
 Notable: bfloat16 peaks are those of models/flops.py. `links` between the devices of a node are NVLink, Infinity
-Fabric or PCIe, per device and direction. Networks are not a property of a device: 400 Gb/s per device in the maker's
-own 8-way systems, 200 Gb/s beside an A100, 100 Gb/s beside PCIe cards.
+Fabric or PCIe, per device and direction. The network is not a property of a device; the table assumes 400 Gb/s per
+device in the vendor's own 8-way systems, 200 Gb/s with an A100, and 100 Gb/s with PCIe cards.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torchditan.models.flops import peak_flops
 class Device:
     name: str
     driver_name: str
-    """As the driver reports it, and models/flops.py lists its peak."""
+    """Name in the driver and in the table of peaks in models/flops.py."""
     memory_gib: float
     float32_tflops: float
     """Dense matrix products in float32, as torch computes them by default (no TF32)."""
     has_float8: bool
     memory_gb_per_s: float
     link_gb_per_s: float
-    """To other devices of the node, per device and direction."""
+    """Bandwidth to other devices of the node, per device and direction."""
     devices_per_node: int
     network_gb_per_s: float
-    """To other nodes, per device and direction."""
+    """Bandwidth to other nodes, per device and direction."""
     workspace_mib: float = 8.125
-    """cuBLAS's, taken from the allocator."""
+    """Workspace that cuBLAS takes from the allocator."""
 
     @property
     def bfloat16_flops(self) -> float:
@@ -69,10 +69,10 @@ DEVICES = {device.name: device for device in _TABLE}
 
 
 def device_named(name: str) -> Device:
-    """The device of this short name, or of this name as the driver reports it.
+    """The device with this short name or driver name.
 
     Raises:
-        ConfigError: neither is known.
+        ConfigError: the name is unknown.
     """
     for device in _TABLE:
         if name.lower() == device.name or name == device.driver_name:

@@ -1,15 +1,16 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Memory of one device over a training step: model state by arithmetic, the rest laid along the traced step.
+"""Memory of one device over a training step: model state by arithmetic, the rest from the traced step.
 
 Notable:
-- `fully_shard` cuts dimension 0 into equal chunks and pads the last ones: the first rank holds the most, and a
-  parameter with few rows (the sin-cos table has one) is gathered with all its padding;
-- what is gathered and reduced, and when it is let go of, follows FSDP2 of torch 2.11 to 2.13 under parallelize.py:
-  one block and the next one's all-gather at a time where there are shards or frozen weights, else everything from
-  forward to backward; gradients are reduced in float32 through a copy that the next block's reduction lets go of;
-- the optimizer's state is counted from what it makes on the meta device, or declares (optim/optimizers.py);
+- `fully_shard` splits dimension 0 into equal chunks and pads the last ones. The first rank holds the most. A parameter
+  with few rows (the sin-cos table has one) is gathered with all its padding;
+- gathers and reductions, and when their memory is freed, follow FSDP2 of torch 2.11 to 2.13 as parallelize.py uses it.
+  With shards or frozen weights, one block and the all-gather of the next are in memory at a time. Otherwise all blocks
+  are, from forward to backward. Gradients are reduced in float32 through a copy that the next block's reduction frees;
+- the optimizer state is counted from the tensors the optimizer creates on the meta device, or declares
+  (optim/optimizers.py);
 - the optimizer, clipping and EMA work in place: the optimizer step is never the peak;
-- frozen weights have no gradient and no moments, and are stored in their own dtype; int8 ones are gathered as int8.
+- frozen weights have no gradient and no moments, and are stored in their own dtype. int8 weights are gathered as int8.
 
 All sizes are in bytes.
 """
@@ -34,15 +35,15 @@ _ADAMW = Optimizer()
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, by its full shape."""
+    """A parameter and its full (unsharded) shape."""
 
     name: str
     shape: tuple[int, ...]
     is_trained: bool
     itemsize: int = FLOAT32
-    """Bytes of an element at rest."""
+    """Bytes per element as stored."""
     is_floating_point: bool = True
-    """Gathered in the precision of the run; others (int8) as they are."""
+    """If true, gathered in the precision of the run; other dtypes (int8) are gathered unchanged."""
 
     def gathered_itemsize(self, param_bytes: int) -> int:
         return param_bytes if self.is_floating_point else self.itemsize
@@ -52,7 +53,7 @@ class Weight:
         return num_shards * math.ceil(self.shape[0] / num_shards) * math.prod(self.shape[1:])
 
     def local(self, num_shards: int, rank: int) -> int:
-        """Elements of one rank's shard; the last ranks may have fewer, or none."""
+        """Elements of one rank's shard. The last ranks may have fewer, or none."""
         return self.rows(num_shards, rank) * math.prod(self.shape[1:])
 
     def rows(self, num_shards: int, rank: int) -> int:
@@ -63,12 +64,12 @@ class Weight:
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a model in the units that FSDP gathers and reduces: each block, and the rest."""
+    """Parameters of a model, grouped into the units that FSDP gathers and reduces: each block, and the rest."""
 
     blocks: list[list[Weight]]
     root: list[Weight]
     buffer_bytes: int = 0
-    """Tables of positions and the like, whole on every rank."""
+    """Position tables and other buffers, unsharded on every rank."""
 
     @property
     def all(self) -> list[Weight]:
@@ -108,9 +109,9 @@ def model_state(
     Args:
         parameters: of the model.
         num_shards: ranks the parameters are sharded over, 1 in DDP.
-        shard_rank: which of them; the first has the most.
-        ema: weights that there is an average of.
-        optimizer: its options.
+        shard_rank: rank of the shard; the first has the most.
+        ema: weights that have an average.
+        optimizer: options of the optimizer.
     """
     sizes = {tensor: tensor.local(num_shards, shard_rank) for tensor in parameters.all}
     trained = [tensor for tensor in sizes if tensor.is_trained]
@@ -128,7 +129,7 @@ def model_state(
 
 @dataclass(frozen=True)
 class Layout:
-    """What of the run's settings decides memory, besides the model and the batch."""
+    """Settings of the run that determine memory, apart from the model and the batch."""
 
     num_shards: int
     num_replicas: int
@@ -138,16 +139,16 @@ class Layout:
     """Bytes of a gradient while it is reduced."""
     num_micro_batches: int
     ema: Literal["none", "all", "trained"]
-    """Weights that there is an average of."""
+    """Weights that have an average."""
     cpu_offload: bool
     optimizer: Optimizer
     uses_teacher: bool = False
-    """The objective calls the EMA model; its parameters are the average, and gathered block by block."""
+    """Whether the objective calls the EMA model. Its parameters are the average, gathered block by block."""
 
 
 @dataclass(frozen=True)
 class Instant:
-    """A moment of the step, and what is on the device then."""
+    """A moment of the step, and the memory of the device by category."""
 
     label: str
     parts: dict[str, float]
@@ -167,7 +168,7 @@ class _Unit:
     reduced: int
     """Input of the reduction: unsharded, in the dtype of the reduction."""
     shard: int
-    """The float32 gradient that is left."""
+    """The remaining float32 gradient."""
 
 
 def _unit(tensors: Sequence[Weight], layout: Layout) -> _Unit:
@@ -191,15 +192,15 @@ def timeline(
     batch_bytes: float,
     workspace: float,
 ) -> list[Instant]:
-    """The moments of the last micro-batch that can be the peak, in order.
+    """The moments of the last micro-batch at which memory can peak, in order.
 
     Args:
         parameters: of the model.
-        traces: the step of a model with blocks like the i-th, for each block i; often all the same.
+        traces: for each block i, the trace of a model made of such blocks; often all the same.
         layout: sharding and precision.
         batch_size: images in a micro-batch.
-        batch_bytes: the batch and its noise.
-        workspace: what the libraries of the device hold from the allocator.
+        batch_bytes: bytes of the batch and its noise.
+        workspace: bytes that the device libraries take from the allocator.
     """
     step = _Step(parameters, layout, batch_bytes=batch_bytes, workspace=workspace)
     step.forward(traces, batch_size)
@@ -209,12 +210,12 @@ def timeline(
 
 
 class _Step:
-    """A step that records its moments while its three parts are called in order."""
+    """Records the moments of a step. Call its three parts in order."""
 
     def __init__(self, parameters: Parameters, layout: Layout, *, batch_bytes: float, workspace: float) -> None:
         self.instants: list[Instant] = []
         self.kept = 0.0
-        """Activations that wait for the backward pass."""
+        """Bytes of activations saved for the backward pass."""
         self.layout = layout
         self.blocks = [_unit(block, layout) for block in parameters.blocks]
         self.root = _unit(parameters.root, layout)
@@ -226,9 +227,9 @@ class _Step:
         has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in block)
         largest = max((block.gathered for block in self.blocks), default=0)
         self.teacher = self.root.gathered + largest if layout.uses_teacher else 0
-        """Gathered weights of a teacher while it computes, before the first block or behind the last one. The block
-        that FSDP holds on to besides is counted with the model's own."""
-        self.is_resharded = layout.num_shards > 1 or has_frozen  # as parallelize.py decides it
+        """Bytes of gathered teacher weights while the teacher computes, before the first block or after the last one.
+        The additional block that FSDP keeps is counted with the model's own."""
+        self.is_resharded = layout.num_shards > 1 or has_frozen  # same rule as parallelize.py
 
     def forward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
         embed, head = traces[0].embed, traces[-1].head
@@ -246,7 +247,7 @@ class _Step:
         self.kept += head.left(batch_size)
 
     def backward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
-        reduction = 0  # the input of the last block's, which the next one lets go of
+        reduction = 0  # input of the last block's reduction, which the next reduction frees
         for i, block in reversed(list(enumerate(self.blocks))):
             label = f"block {i + 1} of {len(self.blocks)}"
             self._add(
@@ -289,14 +290,14 @@ class _Step:
         first_reduced: int | None = None,
         reduction: float = 0,
     ) -> None:
-        """Record a moment. The gradients of the blocks from `first_reduced` on are reduced; None: of no block yet."""
+        """Record a moment. Gradients of the blocks from `first_reduced` on are reduced; None: no block's yet."""
         layout = self.layout
         first = len(self.blocks) if first_reduced is None else first_reduced
         reduced, unreduced = self.blocks[first:], self.blocks[:first]
         shards = 0 if layout.cpu_offload else sum(block.shard for block in reduced)
         unsharded = sum(self._unsharded(unit) for unit in (*unreduced, self.root))
         held_back = 0.0
-        if layout.num_replicas > 1 and layout.reduce_bytes != FLOAT32:  # FSDP holds what was summed over replicas
+        if layout.num_replicas > 1 and layout.reduce_bytes != FLOAT32:  # FSDP keeps the sums over replicas
             held_back = sum(block.reduced / layout.num_shards for block in reduced)
         parts = {
             "parameters": self.constant["parameters"],
@@ -324,12 +325,12 @@ class _Step:
         return self.root.gathered + before + self.blocks[i].gathered * (1 + 1 / self.layout.num_shards)
 
     def _gathered_in_forward(self, i: int) -> float:
-        if self.is_resharded:  # the result of an all-gather stays until the next one was copied out of its own
+        if self.is_resharded:  # the result of an all-gather is kept until the next all-gather was copied out
             return self.root.gathered + (2 if self.layout.num_shards > 1 else 1) * self.blocks[i].gathered
         return self.root.gathered + sum(block.gathered for block in self.blocks[: i + 1])
 
     def _gathered_in_backward(self, i: int, *, own: bool = True) -> float:
-        """While block i goes backward the one before it is gathered; own: block i still is."""
+        """During backward of block i the previous block is being gathered. own: block i is still gathered."""
         if self.is_resharded:
             ahead = self.blocks[i - 1].gathered if i > 0 and self.layout.num_shards > 1 else 0
             return self.root.gathered + ahead + (self.blocks[i].gathered if own else 0)

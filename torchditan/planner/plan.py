@@ -1,13 +1,13 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What a run needs and how fast it goes, before there is a device: memory, time, and the settings that fit.
+"""Estimates memory and speed of a run without its device, and finds the settings that fit.
 
 Notable:
-- a plan is made of a configuration as train.py takes it; no data is read and nothing large is built;
-- published models are planned as our own, LoRA and quantised weights included;
-- memory is exact where arithmetic is (the model's state) and traced where it is not (trace.py); eager blocks.
-  A compiled run needs less than its plan;
-- time is a roofline (step_time.py): good for comparing settings, not for a promise;
-- traces and FLOPs of a model are kept, so that further plans of it cost milliseconds.
+- a plan needs only a configuration of train.py. It reads no data and builds nothing large;
+- published models are planned like our own, including LoRA and quantised weights;
+- model state is exact arithmetic; other memory is traced (trace.py) with eager blocks. A compiled run needs less than
+  its plan;
+- time is a roofline estimate (step_time.py): use it to compare settings, not as a guarantee;
+- traces and FLOPs of a model are cached, so that further plans of the same model take milliseconds.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from torchditan.registry import FAMILIES, registered
 
 GIB = 1024**3
 USABLE_MEMORY = 0.92
-"""Share of the device's memory a run may plan with: the rest is the CUDA context, NCCL and fragmentation."""
+"""Usable share of the device's memory. The rest is for the CUDA context, NCCL and fragmentation."""
 MAX_BATCH_SIZE = 65536
-"""The largest batch that `largest_batch` looks at."""
+"""Upper limit of the search in `largest_batch`."""
 
 SAMPLE_SHAPES: dict[str, tuple[int, int, int, int]] = {
     "cifar10": (3, 32, 32, 10),
     "digits": (1, 8, 8, 10),
     "dummy": (4, 32, 32, 1000),
 }
-"""Channels, height, width and classes of the datasets that fill in what a configuration leaves open."""
+"""Channels, height, width and classes of datasets, for options that the configuration does not set."""
 
 _DTYPES = {"float32": torch.float32, "float16": torch.bfloat16, "bfloat16": torch.bfloat16}
-"""Of the traces; float16 has the kernels and sizes of bfloat16."""
+"""dtypes of the traces. float16 has the kernels and sizes of bfloat16."""
 _MODEL_SECTIONS = ("model", "lora", "quantize", "text_encoder", "diffusion")
-"""What a model's traces depend on, besides shape and precision."""
+"""Sections that determine the traces of a model, in addition to shape and precision."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run is expected to need on each device, and to reach."""
+    """Expected memory and speed of one run, per device."""
 
     device: Device | None
-    """None: not given, or a CPU; then there is no time, and nothing to fit into."""
+    """None if not given or a CPU; then the plan has no time and no memory limit."""
     num_devices: int
     mode: str
     """DDP, FSDP, HSDP or one process."""
@@ -72,7 +72,7 @@ class Plan:
     """none, full, `selective op`, `selective 2` (every second block), or `fraction 0.5`."""
     compiled: bool
     batch_size: int
-    """Images of a device in one forward pass."""
+    """Images per device in one forward pass."""
     num_micro_batches: int
     model: TracedModel = field(repr=False)
     state: dict[str, int]
@@ -93,12 +93,12 @@ class Plan:
 
     @property
     def flops_per_image(self) -> int:
-        """Model FLOPs, forward and backward (models/flops.py); counted on first use, seconds for 7B."""
+        """Model FLOPs, forward and backward (models/flops.py). Counted on first use, which takes seconds for 7B."""
         return self.model.flops_per_image
 
     @property
     def parts(self) -> dict[str, float]:
-        """Bytes on the device at the peak, by what they are; their sum is the peak."""
+        """Bytes on the device at the peak, by category. Their sum is the peak."""
         return self.peak.parts
 
     @property
@@ -107,7 +107,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak leaves the device some room; None where the device is unknown."""
+        """Whether the peak is within the usable memory; None if the device is unknown."""
         if self.device is None:
             return None
         return self.peak_memory_gib <= USABLE_MEMORY * self.device.memory_gib
@@ -118,14 +118,14 @@ class Plan:
 
     @property
     def images_per_second(self) -> float | None:
-        """Of all devices."""
+        """Throughput of all devices together."""
         if self.time is None:
             return None
         return self.batch_size * self.num_micro_batches * self.num_devices / self.time.total
 
     @property
     def mfu(self) -> float | None:
-        """Percent of the bfloat16 peak, as metrics.jsonl counts it."""
+        """Percent of the bfloat16 peak, with the definition of metrics.jsonl."""
         if self.device is None or self.images_per_second is None:
             return None
         achieved = self.images_per_second * self.flops_per_image / self.num_devices
@@ -133,16 +133,16 @@ class Plan:
 
 
 def plan_run(config: Config, *, device: str | None, num_devices: int) -> Plan:
-    """What a run of `config` needs and reaches; a batch size of "auto" is planned as the largest that fits.
+    """Estimate memory and speed of a run of `config`. A batch size of "auto" is planned as the largest that fits.
 
     Args:
-        config: as train.py takes it; it is not changed.
-        device: a short name (a100-80gb) or the driver's; "cpu" or None plans memory alone.
+        config: configuration of train.py; it is not changed.
+        device: a short name (a100-80gb) or the driver's name. "cpu" or None plans only memory.
         num_devices: ranks of the run.
 
     Raises:
-        ConfigError: the device is not known, the settings do not go together, or the dataset does not say what the
-            configuration leaves open.
+        ConfigError: the device is unknown, the settings are inconsistent, or neither the configuration nor the dataset
+            defines a required option.
     """
     known = _known(device)
     if config.training.batch_size == "auto":
@@ -154,14 +154,14 @@ def plan_run(config: Config, *, device: str | None, num_devices: int) -> Plan:
 
 
 def largest_batch(config: Config, device: str, num_devices: int) -> int:
-    """Largest `training.batch_size` that fits on the device, one micro-batch a step; 0 where not even one image does.
+    """Largest `training.batch_size` that fits on the device with one micro-batch per step; 0 if one image does not fit.
 
     Raises:
-        ConfigError: as `plan_run`.
+        ConfigError: see `plan_run`.
     """
     known = _known(device)
     if known is None:
-        raise option_error("--device", device, "has no stated memory to fit a batch into; name an accelerator")
+        raise option_error("--device", device, "has no known memory size; name an accelerator")
     base = _resolve(with_options(config, batch_size=1), num_devices)
 
     def fits(batch_size: int) -> bool:
@@ -180,8 +180,9 @@ def largest_batch(config: Config, device: str, num_devices: int) -> int:
 
 
 def alternatives(config: Config, device: str, num_devices: int) -> list[Plan]:
-    """The run in every parallel mode and with every kind of checkpointing, each at the largest batch that fits (one
-    image, where none does). The fastest of those that fit comes first.
+    """Plans for every parallel mode and kind of checkpointing, each at the largest batch that fits.
+
+    If none fits, the plan is for one image. The fastest plan that fits comes first.
     """
     plans = []
     for replicate, shard in parallel_modes(num_devices, device):
@@ -194,7 +195,7 @@ def alternatives(config: Config, device: str, num_devices: int) -> list[Plan]:
 
 
 def parallel_modes(num_devices: int, device: str | None) -> list[tuple[int, int]]:
-    """(replicate, shard) of DDP, FSDP and, sharded inside the nodes, HSDP; inside half a node where there is one."""
+    """(replicate, shard) of DDP, FSDP and HSDP. HSDP shards inside a node, or half a node if there is only one."""
     if num_devices == 1:
         return [(1, 1)]
     known = _known(device)
@@ -215,7 +216,7 @@ def with_options(
     mode: str | None = None,
     option: str | None = None,
 ) -> Config:
-    """A copy with other settings; a batch size given here is a whole step."""
+    """A copy with other settings. A batch size given here is used without gradient accumulation."""
     values = {
         "training.batch_size": batch_size,
         "training.data_parallel_replicate_degree": replicate,
@@ -238,14 +239,14 @@ def _kernels(device: str | None) -> Kernels:
 
 
 def _resolve(config: Config, num_devices: int) -> Config:
-    """A copy with everything filled in that the trainer fills in."""
+    """A copy with all values filled in that the trainer would fill in."""
     from torchditan.distributed.process_group import Rank
     from torchditan.job.complete import complete_batches
 
     validate(config)
     if config.autoencoder.online:
         right = (
-            "the planner counts no encoder; plan its latents with false, model.input_channels and dataset.image_size"
+            "the planner does not count the encoder; for latents set false, model.input_channels and dataset.image_size"
         )
         raise option_error("autoencoder.online", True, right)
     if config.model.name in FAMILIES:
@@ -266,9 +267,9 @@ def _resolve(config: Config, num_devices: int) -> Config:
 
 
 def _resolve_latents(config: Config) -> Config:
-    """Channels and classes of a published model's samples; the size of its captions' dataset is in pixels.
+    """Fill in channels and classes for a published model. The image size of its captions dataset is in pixels.
 
-    Weights that are not on this disk are not looked for: the flavor has their sizes.
+    Weights that are not on this disk are not downloaded: the flavor defines their sizes.
     """
     family, dataset = registered(FAMILIES, config.model.name), config.dataset
     values: dict[str, Any] = {}
@@ -362,7 +363,7 @@ def _checkpointing(config: Config) -> str:
 
 
 class TracedModel:
-    """What plans of one model share: its parameters, its FLOPs and its traces."""
+    """Data that all plans of one model share: its parameters, FLOPs and traces."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, kernels: Kernels, diffusion: Diffusion) -> None:
         self.spec = spec
@@ -381,7 +382,7 @@ class TracedModel:
         sample_shape = (config.model.input_channels or 0, *frames, size[0], size[-1])
         sections = {name: dataclasses.asdict(getattr(config, name)) for name in _MODEL_SECTIONS}
         dtype = _DTYPES[config.training.mixed_precision_param]
-        # Its text is what the options have for a key.
+        # The text of the options serves as the key.
         return _traced_model(json.dumps(sections), sample_shape, config.dataset.num_classes or 0, dtype, kernels)
 
     @functools.cached_property
@@ -389,12 +390,12 @@ class TracedModel:
         return count_model_flops(self.spec).total
 
     def batch_bytes(self, batch_size: int) -> float:
-        """Samples and noise in float32, and the condition; index, timestep and label dropout are a few bytes."""
+        """Bytes of samples and noise in float32, and of the condition. Other inputs are negligible."""
         condition = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.spec.conditioning.tensors.values())
         return batch_size * (2 * 4 * math.prod(self.spec.sample_shape) + condition + 16)
 
     def traces(self, config: Config) -> list[StepTrace]:
-        """The step of the kind of each block, as apply_activation_checkpoint chooses it."""
+        """The trace of each block, with the checkpointing that apply_activation_checkpoint chooses for it."""
         checkpointing, num_blocks = config.activation_checkpoint, len(self.parameters.blocks)
         if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
             return self._trace("op")
@@ -409,7 +410,7 @@ class TracedModel:
         return [self._trace(kind)[i] for i, kind in enumerate(kinds)]
 
     def _trace(self, kind: Checkpointing) -> list[StepTrace]:
-        """Of every block, all checkpointed alike."""
+        """Traces of all blocks, with the same checkpointing for each."""
         if kind not in self._traces:
             trace = functools.partial(
                 trace_step if self.spec.name == "dit" and not self.looks_inside else trace_blocks,

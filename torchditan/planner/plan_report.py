@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Plans as text, and the cost of scale as a picture."""
+"""Plans as text, and a plot of the cost of scale."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Table = Sequence[Sequence[str]]
 
 
 def format_table(rows: Table) -> str:
-    """Columns side by side, the first row above a line; numbers to the right."""
+    """Aligned columns with a line below the first row. Numbers are right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 
     def line(row: Sequence[str]) -> str:
@@ -37,7 +37,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def describe(plan: Plan, config: Config) -> str:
-    """One run: what each device holds, and how long a step takes."""
+    """Describe one run: memory of each device and time of a step."""
     device = plan.device.name if plan.device is not None else "a device without a datasheet"
     micro = f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
     weights = "float32 master weights"
@@ -48,7 +48,7 @@ def describe(plan: Plan, config: Config) -> str:
         f"{model_name(config)}, {plan.num_parameters:,} parameters, "
         f"{config.training.mixed_precision_param} over {weights}, {config.optimizer.name}",
         f"{plan.mode} ({plan.replicate} x {plan.shard}) on {plan.num_devices} x {device}, "
-        f"batch {plan.batch_size} a device{micro}, checkpointing {plan.checkpointing}, "
+        f"batch {plan.batch_size} per device{micro}, checkpointing {plan.checkpointing}, "
         f"{'compiled' if plan.compiled else 'eager'}",
         "",
         f"memory of the fullest device at its peak, {plan.peak.label}:",
@@ -63,12 +63,12 @@ def describe(plan: Plan, config: Config) -> str:
     if plan.time is not None:
         lines += [
             "",
-            f"time of a step, a model and no measurement: {plan.time.total:.4f} s",
+            f"time of a step (estimated, not measured): {plan.time.total:.4f} s",
             f"  {plan.time.compute:10.4f} s  forward and backward",
             f"  {plan.time.update:10.4f} s  clipping, {config.optimizer.name}, EMA",
-            f"  {plan.time.exposed:10.4f} s  collectives that nothing hides, of {plan.time.communication:.4f} s in all",
+            f"  {plan.time.exposed:10.4f} s  collectives that are not hidden, of {plan.time.communication:.4f} s",
             f"  {number(plan.images_per_second, 1)} images/s, MFU {number(plan.mfu, 1)}%, "
-            f"{plan.flops_per_image / 1e12:.3f} TFLOP an image",
+            f"{plan.flops_per_image / 1e12:.3f} TFLOP per image",
         ]
     return "\n".join(lines)
 
@@ -83,22 +83,22 @@ def _verdict(plan: Plan) -> str:
     if plan.device is None or plan.fits is None:
         return ""
     verdict = "fits" if plan.fits else "does not fit"
-    return f" of {plan.device.memory_gib:g}: {verdict} ({USABLE_MEMORY:.0%} may be planned with)"
+    return f" of {plan.device.memory_gib:g}: {verdict} ({USABLE_MEMORY:.0%} is usable)"
 
 
 def assumptions() -> str:
-    """What every time here rests on."""
+    """Assumptions behind all estimated times."""
     return (
         f"assumed: products reach {step_time.PRODUCT_EFFICIENCY:.0%} of the peak, other operators "
         f"{step_time.MEMORY_EFFICIENCY:.0%} of the memory bandwidth, collectives "
-        f"{step_time.LINK_EFFICIENCY:.0%} of the links; {step_time.LAUNCH_S * 1e6:g} us of host time an "
-        "operator; a block hides the next gather and the last reduction; links and memory as datasheets have them; "
-        "data is ready"
+        f"{step_time.LINK_EFFICIENCY:.0%} of the links; {step_time.LAUNCH_S * 1e6:g} us of host time per "
+        "operator; a block hides the next gather and the last reduction; links and memory from datasheets; "
+        "no waiting for data"
     )
 
 
 def comparison(same_batch: Sequence[Plan], largest: Sequence[Plan]) -> str:
-    """Each parallel mode and checkpointing: memory at the configured batch, speed at the largest one that fits."""
+    """Table of parallel modes and checkpointing: memory at the configured batch, speed at the largest that fits."""
     rows = [
         [
             "parallel",
@@ -135,10 +135,10 @@ def _settings(plan: Plan) -> tuple[int, int, str]:
 
 
 def recommendation(largest: Sequence[Plan]) -> str:
-    """The fastest setting that fits, in a sentence."""
+    """One line with the fastest setting that fits."""
     best = largest[0]
     if not best.fits:
-        return "recommended: none of these fits, not with one image; take more devices, or larger ones"
+        return "recommended: none of these fits, even with one image; use more devices, or devices with more memory"
     mode = best.checkpointing.split()
     flags = [
         f"--training.data_parallel_replicate_degree {best.replicate}",
@@ -151,13 +151,13 @@ def recommendation(largest: Sequence[Plan]) -> str:
 
 
 def cost(plan: Plan) -> float:
-    """Device-hours for a million images."""
+    """Device-hours per million images."""
     assert plan.images_per_second is not None
     return plan.num_devices * 1e6 / plan.images_per_second / 3600
 
 
 def scaling(plans: Sequence[Plan]) -> str:
-    """The same batch a device on more and more devices."""
+    """Table for the same batch per device on increasing numbers of devices."""
     rows = [
         ["devices", "parallel", "peak GiB", "fits", "step s", "images/s", "MFU %", "device-hours per million images"]
     ]
@@ -183,8 +183,9 @@ _COLOURS = {"FSDP": "#2563a8", "HSDP": "#c2591a", "DDP": "#3c7d3c", "one process
 
 
 def scaling_svg(plans: Sequence[Plan], title: str) -> str:
-    """Device-hours per million images against the number of devices, a line for each parallel mode; hollow points do
-    not fit.
+    """Plot of device-hours per million images over the number of devices, one line per parallel mode.
+
+    Hollow points do not fit.
     """
     counts = sorted({plan.num_devices for plan in plans})
     top = _round_up(1.05 * max(cost(plan) for plan in plans))
@@ -233,12 +234,12 @@ def scaling_svg(plans: Sequence[Plan], title: str) -> str:
             f'<text x="{key + 28}" y="50">{mode}</text>'
         )
     shapes.append(
-        f'<text x="{_WIDTH - _RIGHT}" y="50" text-anchor="end" fill="#555555">a model; hollow: does not fit</text>'
+        f'<text x="{_WIDTH - _RIGHT}" y="50" text-anchor="end" fill="#555555">estimated; hollow: does not fit</text>'
     )
     return "\n".join([*shapes, "</svg>"]) + "\n"
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 2.5, 5 times a power of ten."""
+    """The next larger of 1, 2, 2.5 and 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= value)

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Every operator of a step on the meta device: its memory, its traffic and its FLOPs."""
+"""Records every operator of a step on the meta device: memory, traffic and FLOPs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLASH_TILE = 128
 
 
 class StepRecorder(TorchDispatchMode):
-    """Writes down every operator: what is alive after it, what it reads and writes, and its FLOPs."""
+    """Records for every operator the live bytes after it, the bytes it reads and writes, and its FLOPs."""
 
     def __init__(self, *, ignored: list[torch.Tensor]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class StepRecorder(TorchDispatchMode):
         self.marks[label] = (len(self.live_after), self.live)
 
     def alive(self) -> set[int]:
-        """Tokens of the storages that are alive."""
+        """Tokens of the live storages."""
         return set(self._tokens.values())
 
     def __torch_dispatch__(
@@ -95,7 +95,7 @@ def list_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _attention_workspace(name: str, args: tuple[Any, ...]) -> int:
-    """Bytes that the flash backward allocates inside: a float32 accumulator of dq, and the row sums."""
+    """Bytes that the flash backward allocates internally: a float32 accumulator of dq, and the row sums."""
     if name != "_scaled_dot_product_flash_attention_backward":
         return 0
     batch, heads, tokens, head_dim = args[1].shape

@@ -1,11 +1,13 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Expected time of a step: a roofline over the traced operators, and collectives over the stated links. A model.
+"""Estimated time of a step: a roofline over the traced operators, and collectives over the links of the datasheets.
 
 Notable:
-- an operator takes as long as its FLOPs or its memory traffic, whichever is longer; recomputed ones are in the trace;
+- an operator takes as long as its FLOPs or its memory traffic, whichever is longer. Recomputed operators are in the
+  trace;
 - a compiled block is modelled as one kernel between any two products;
-- the all-gather of the next block and the reduction of the last one run beside a block's own work, and what is longer
-  counts; the sum over replicas in other nodes runs beside those; the first gathers and the last reductions stand alone;
+- the all-gather of the next block and the reduction of the last one overlap with the computation of a block; the longer
+  of the two counts. The sum over replicas in other nodes overlaps with both. The first gathers and the last reductions
+  overlap with nothing;
 - the efficiencies below are assumptions, the same for every device, and printed with each plan.
 """
 
@@ -22,30 +24,30 @@ from torchditan.planner.memory import FLOAT32, Layout, Parameters, Weight, model
 from torchditan.planner.trace import Segment, StepTrace
 
 PRODUCT_EFFICIENCY = 0.5
-"""Share of the peak that matrix products and attention reach; with it a compiled DiT-L on an H200 comes to the MFU that
-is published for a pixel DiT of its size there (37 to 39%)."""
+"""Share of the peak that matrix products and attention reach. With this value a compiled DiT-L on an H200 reaches the
+MFU published for a pixel DiT of that size there (37 to 39%)."""
 MEMORY_EFFICIENCY = 0.8
 """Share of the memory bandwidth that the other operators reach."""
 LINK_EFFICIENCY = 0.75
 """Share of a link's bandwidth that collectives reach."""
 LAUNCH_S = 6e-6
-"""Host time of an operator: a step cannot be shorter than its launches."""
+"""Host time per operator. A step cannot be shorter than its launches."""
 LINK_LATENCY_S = 1.5e-6
-"""Of a collective, for each further device of a node."""
+"""Latency of a collective per additional device of a node."""
 NETWORK_LATENCY_S = 5e-6
-"""Of a collective, for each further node: collectives are rings."""
+"""Latency of a collective per additional node: collectives are rings."""
 FLOAT8_SPEEDUP = 1.6
-"""Of matrix products in float8 over bfloat16, the casts paid; the hardware's peak is 2."""
+"""Speedup of matrix products in float8 over bfloat16, including the casts. The peak of the hardware is 2."""
 
-# Bytes moved for each local element: the update reads weight and gradient and writes the weight, the norm reads one,
-# clipping reads and writes one; the average reads two and writes one. The optimizer's state is read and written.
+# Bytes moved per local element. The update reads weight and gradient and writes the weight, the norm reads one, and
+# clipping reads and writes one. The average reads two and writes one. The optimizer state is read and written.
 _UPDATE_BYTES = FLOAT32 * (3 + 1 + 2)
 _EMA_BYTES = FLOAT32 * 3
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What the run reaches on a device."""
+    """Speed that the run reaches on a device."""
 
     device: Device
     product_flops: float
@@ -70,16 +72,16 @@ class Speed:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, and where they go."""
+    """Seconds of one optimizer step, by part."""
 
     compute: float
-    """Forward and backward, what FSDP copies among them."""
+    """Forward and backward, including the copies of FSDP."""
     update: float
     """Clipping, optimizer and EMA."""
     communication: float
     """All collectives, hidden or not."""
     exposed: float
-    """The part of them that nothing hides."""
+    """The part of the collectives that is not hidden by computation."""
 
     @property
     def total(self) -> float:
@@ -89,7 +91,7 @@ class StepTime:
 def step_time(
     parameters: Parameters, traces: Sequence[StepTrace], layout: Layout, speed: Speed, *, batch_size: int
 ) -> StepTime:
-    """Seconds of a step; `traces` has the step of each block's kind, as in memory.timeline."""
+    """Estimate the seconds of a step. `traces` has one trace per block, as in `memory.timeline`."""
     gather = [_gather_seconds(block, layout, speed.device) for block in parameters.blocks]
     scatter, replicas = zip(*(_reduce_seconds(block, layout, speed.device) for block in parameters.blocks), strict=True)
     root_gather = _gather_seconds(parameters.root, layout, speed.device)
@@ -117,7 +119,7 @@ def step_time(
             compute += forward + backward
             exposed += max(0.0, following - forward) + max(0.0, inside - backward, across - backward)
         communication += 2 * sum(gather) + is_last * (sum(scatter) + sum(replicas) + root_reduce) + root_gather
-        if layout.uses_teacher:  # its blocks hide each other's gathers
+        if layout.uses_teacher:  # the blocks of the teacher hide each other's gathers
             communication += sum(gather) + root_gather
             exposed += root_gather + gather[0]
         exposed += root_gather + gather[0] + is_last * (scatter[0] + replicas[0] + root_reduce)
@@ -143,12 +145,12 @@ def _gather_seconds(weights: Sequence[Weight], layout: Layout, device: Device) -
 
 
 def _replicas_are_apart(layout: Layout, device: Device) -> bool:
-    """Shards inside a node and replicas in others: their collectives do not share a link."""
+    """Whether shards are inside a node and replicas in other nodes, so that their collectives share no link."""
     return layout.num_shards <= device.devices_per_node < layout.num_shards * layout.num_replicas
 
 
 def _reduce_seconds(weights: Sequence[Weight], layout: Layout, device: Device) -> tuple[float, float]:
-    """Reduce-scatter over the shards, and all-reduce of each shard over the replicas, which goes around twice."""
+    """Seconds of the reduce-scatter over shards and of the all-reduce over replicas, which is two passes of a ring."""
     num_bytes = layout.reduce_bytes * _trained_elements(weights, layout)
     scatter = collective_seconds(num_bytes, ranks=layout.num_shards, stride=1, device=device)
     all_reduce = collective_seconds(
@@ -158,7 +160,7 @@ def _reduce_seconds(weights: Sequence[Weight], layout: Layout, device: Device) -
 
 
 def collective_seconds(num_bytes: float, *, ranks: int, stride: int, device: Device) -> float:
-    """An all-gather or reduce-scatter of `num_bytes` in full over so many ranks, `stride` apart.
+    """Seconds of an all-gather or reduce-scatter of `num_bytes` in total over `ranks` ranks that are `stride` apart.
 
     A ring passes (ranks - 1) / ranks of the bytes through every device. Between nodes each member of the group in a
     node has its own network port.
@@ -175,7 +177,7 @@ def collective_seconds(num_bytes: float, *, ranks: int, stride: int, device: Dev
 
 
 def _copy_seconds(weights: Sequence[Weight], layout: Layout, speed: Speed) -> tuple[float, float]:
-    """What FSDP copies around a gather (float32 shards to the gathered dtype, then into place) and a reduction."""
+    """Seconds of the copies of FSDP around a gather (cast of float32 shards, copy into place) and a reduction."""
     gathered = _gathered_bytes(weights, layout)
     stored = sum(weight.itemsize * weight.padded(layout.num_shards) for weight in weights)
     trained = _trained_elements(weights, layout)

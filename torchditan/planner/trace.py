@@ -1,16 +1,17 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""One training step, run on the meta device and written down: what it keeps, allocates, moves and computes.
+"""Traces one training step on the meta device: the memory it keeps and allocates, its traffic and its FLOPs.
 
 Notable:
-- the model's own forward, the objective's own loss, activation checkpointing as in training and autograd's own
-  backward run; nothing is computed, so a step of any size takes milliseconds;
-- what lives is read off the storages: each counts once, however many views it has, from the operator that makes it
-  to the moment autograd or Python lets go of it. Parameters and the batch are not part of it;
-- our own model's blocks are of one kind: three stand for all, and memory.py and step_time.py repeat the
-  middle one. A published model has several kinds: three of each row of equal blocks are traced, each for itself;
-- every number is affine in the batch, so two traces give it for all batches;
-- meta has no attention and norm kernels of its own, so those of the device are put in: flash (bfloat16) or
-  memory-efficient attention (float32, or with a mask) and the fused RMSNorm on a GPU, the CPU's attention there.
+- the trace runs the real forward of the model, the real loss of the objective, activation checkpointing as in training
+  and the backward of autograd. No values are computed, so a step of any size takes milliseconds;
+- live memory is counted by storage: each counts once, however many views it has, from the operator that creates it
+  until autograd or Python frees it. Parameters and the batch are not included;
+- all blocks of our own model are alike: three are traced, and memory.py and step_time.py repeat the middle one. A
+  published model has several kinds of blocks: three of each sequence of equal blocks are traced, each on its own;
+- every number is affine in the batch size, so two traces give it for all batch sizes;
+- the meta device has no attention and norm kernels, so the trace uses those of the target device. On a GPU these are
+  flash attention (bfloat16) or memory-efficient attention (float32, or with a mask) and the fused RMSNorm; on a CPU
+  its flash attention.
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ from torchditan.randomness import Randomness
 
 Kernels = Literal["cuda", "cpu"]
 Checkpointing = Literal["none", "full", "op"]
-"""What a block keeps: everything, its inputs, or the outputs of products and attention."""
+"""Tensors that a block keeps for backward: all (none), its inputs (full), or outputs of products and attention (op)."""
 
 NUM_KEPT_BLOCKS = 3
-_BATCHES = (2, 4)  # not 1: a dimension of size 1 is contiguous where others are not
+_BATCHES = (2, 4)  # not 1: a dimension of size 1 can be contiguous when larger ones are not
 
 _DIFFUSION = Diffusion()
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the step, operator by operator. A pair (fixed, per image) stands for fixed + per image x batch."""
+    """A part of the step, operator by operator. A pair (fixed, per image) means fixed + per image * batch size."""
 
     live: np.ndarray
     """(n, 2) bytes alive above the start of the segment, right after each operator."""
     net: np.ndarray
-    """(2,) bytes that are left of it at its end; negative where more was let go of."""
+    """(2,) bytes that remain at the end of the segment; negative if it frees more than it allocates."""
     flops: np.ndarray
-    """(n, 2) of each operator; products and attention only."""
+    """(n, 2) FLOPs of each operator; products and attention only."""
     traffic: np.ndarray
     """(n, 2) bytes each operator reads and writes; 0 for views."""
     fused_traffic: np.ndarray
-    """(n, 2) the same where a compiler makes one kernel of the operators between two products; it stands at the first
-    of them."""
+    """(n, 2) the same if a compiler fuses the operators between two products into one kernel. The first of them has the
+    value of the kernel."""
     is_product: np.ndarray
-    """(n,) matrix products and attention."""
+    """(n,) bool: whether the operator is a matrix product or attention."""
 
     def peak(self, batch_size: int) -> float:
         """Highest bytes above the start, at least 0."""
@@ -72,7 +73,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """A step of a model as one of its blocks sees it, in the order in which it runs."""
+    """The segments of a step around one block, in execution order."""
 
     embed: Segment
     """From the batch to the input of the first block: x_t, velocity, embedders."""
@@ -81,7 +82,7 @@ class StepTrace:
     head: Segment
     """Final layer and loss, forward and backward."""
     backward: Segment
-    """One block; its weight gradients, in the weights' dtype, live in it and are not left of it."""
+    """One block. Its weight gradients, in the dtype of the weights, are live during the segment but not at its end."""
     tail: Segment
     """Backward of the embedders."""
 
@@ -94,14 +95,14 @@ def trace_step(
     kernels: Kernels,
     diffusion: Diffusion = _DIFFUSION,
 ) -> StepTrace:
-    """Trace a step of `spec`, whose blocks are of one kind, with every block checkpointed alike.
+    """Trace a step of `spec` if all its blocks are alike, with the same checkpointing for every block.
 
     Args:
         spec: the model.
-        dtype: of the gathered parameters in forward and backward.
-        checkpointing: of the blocks.
-        kernels: of which device attention and norms are.
-        diffusion: the objective and its options; above 0 label dropout masks the labels.
+        dtype: dtype of the gathered parameters in forward and backward.
+        checkpointing: activation checkpointing of the blocks.
+        kernels: device whose kernels attention and norms use.
+        diffusion: the objective and its options. Label dropout above 0 masks the labels.
     """
     recorders = []
     for batch in _BATCHES:
@@ -116,7 +117,7 @@ def trace_step(
             kernels=kernels,
             diffusion=diffusion,
         )
-        # Between two blocks only the one's output is left; behind the last, at its hook, its input still is.
+        # Between two blocks only the output of the first is live. At the hook after the last, its input is live too.
         before, last = (recorder.marks[f"forward {i}"][1] for i in range(NUM_KEPT_BLOCKS - 2, NUM_KEPT_BLOCKS))
         recorder.marks["head"] = (recorder.marks["head"][0], last + last - before)
         recorders.append(recorder)
@@ -139,10 +140,13 @@ def trace_blocks(
     kernels: Kernels,
     diffusion: Diffusion = _DIFFUSION,
 ) -> list[StepTrace]:
-    """Trace a step of `spec`, whose blocks may differ, with every block checkpointed alike: the trace of each block.
+    """Trace a step of `spec`, whose blocks may differ, with the same checkpointing for every block.
 
-    What runs between two blocks belongs to the one that came before it. Arguments as of `trace_step`. An objective that
-    asks for features or a teacher sees the whole model.
+    Operators between two blocks count to the earlier one. See `trace_step` for the arguments. An objective that uses
+    features or a teacher gets the whole model.
+
+    Returns:
+        The trace of each block.
     """
     recorders = []
     for batch in _BATCHES:
@@ -180,10 +184,10 @@ def trace_blocks(
 
 
 def keep_three_of_each_row(spec: ModelSpec, model: nn.Module) -> list[int]:
-    """Shorten a model in place: of more than three equal blocks in a row the first, second and last stay.
+    """Shorten a model in place: of more than three equal blocks in a row keep the first, second and last.
 
     Returns:
-        For each block of the whole model the number of the one that stands for it.
+        For each block of the original model, the index of the kept block that represents it.
     """
     blocks = list(spec.blocks(model))
     own = {id(block) for block in blocks}
@@ -208,7 +212,7 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
 
 
 def _computing_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """On meta, its floating-point parameters as FSDP gathers them; buffers keep their dtype."""
+    """The model on meta, with floating-point parameters in the gathered dtype of FSDP. Buffers keep their dtype."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -216,7 +220,7 @@ def _computing_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _complete_marks(recorder: StepRecorder, num_blocks: int) -> None:
-    """Marks where gradients do not reach: under a LoRA the first blocks' inputs, or all of a block, may need none."""
+    """Add marks that no gradient set: with a LoRA the inputs of the first blocks, or a whole block, may need none."""
     recorder.marks.setdefault("tail", recorder.marks["end"])
     for i in range(num_blocks):
         recorder.marks.setdefault(f"backward {i}", recorder.marks[f"backward {i - 1}" if i > 0 else "tail"])
@@ -244,7 +248,7 @@ def _record(
     diffusion: Diffusion,
 ) -> StepRecorder:
     batch, randomness = _example_batch(spec, batch_size)
-    for block in blocks:  # backward switches the mode below off, and recomputes blocks
+    for block in blocks:  # backward recomputes blocks with the mode below switched off
         block.forward = _with_kernels(kernels, block.forward)
     mode = "selective" if checkpointing == "op" else checkpointing
     apply_activation_checkpoint(blocks, mode=mode, selective_option="op")
@@ -268,7 +272,7 @@ def _record(
 
 
 def _example_batch(spec: ModelSpec, batch_size: int) -> tuple[dict[str, torch.Tensor], Randomness]:
-    """What the trainer has on the device when the step starts."""
+    """The tensors that the trainer has on the device at the start of the step."""
     with torch.device("meta"):
         sample = torch.empty(batch_size, *spec.sample_shape)
         batch = {"sample": sample, "index": torch.empty(batch_size, dtype=torch.int64)}
@@ -279,7 +283,7 @@ def _example_batch(spec: ModelSpec, batch_size: int) -> tuple[dict[str, torch.Te
 
 @contextmanager
 def _marked(blocks: nn.ModuleList, recorder: StepRecorder) -> Iterator[None]:
-    """Mark in the record where blocks begin and end, and take away the weight gradients FSDP reduces there."""
+    """Mark the start and end of each block, and drop there the weight gradients that FSDP reduces."""
     last = len(blocks) - 1
 
     def before(i: int, inputs: Any) -> None:
@@ -295,7 +299,7 @@ def _marked(blocks: nn.ModuleList, recorder: StepRecorder) -> Iterator[None]:
             at_gradient(output, lambda: finish(i + 1, f"backward {i}"))
 
     def at_gradient(tensors: Any, act: Callable[[], None]) -> None:
-        """When the first of these has its gradient, everything behind it in the model has run backward."""
+        """Call `act` at the first gradient of these tensors: all later parts of the model have then run backward."""
         todo = [act]
         for tensor in list_tensors(tensors):
             if tensor.requires_grad:
@@ -322,7 +326,7 @@ def _marked(blocks: nn.ModuleList, recorder: StepRecorder) -> Iterator[None]:
 
 
 class DeviceKernels(TorchFunctionMode):
-    """Attention and norms as the kernels of a device, with what those save for the backward pass."""
+    """Replaces attention and norms by the kernels of a device, which save other tensors for the backward pass."""
 
     def __init__(self, kernels: Kernels) -> None:
         super().__init__()
@@ -358,7 +362,7 @@ class DeviceKernels(TorchFunctionMode):
 
 
 def _attention_bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """(B, heads, N, M), of a mask that broadcasts to it: additive, in the dtype of the query."""
+    """Additive bias (B, heads, N, M) in the dtype of the query, from a mask that broadcasts to this shape."""
     if mask is None:
         return None
     bias = mask if mask.dtype != torch.bool else torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, 0.0)
@@ -374,7 +378,7 @@ def _with_kernels(kernels: Kernels, forward: Callable[..., torch.Tensor]) -> Cal
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """Saves, allocates and moves what the GPU's fused RMSNorm does; on meta there is nothing to compute."""
+    """Saves, allocates and moves the same bytes as the fused RMSNorm on a GPU. Its values are meaningless."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -389,7 +393,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _segment(recorders: list[StepRecorder], start: str, end: str) -> Segment:
-    """The stretch between two marks, its numbers as (fixed, per image) from two batches."""
+    """The segment between two marks, with numbers as (fixed, per image) from two batch sizes."""
     spans, nets = [], []
     for recorder in recorders:
         (first, live_at_start), (stop, live_at_end) = recorder.marks[start], recorder.marks[end]
@@ -410,7 +414,7 @@ def _segment(recorders: list[StepRecorder], start: str, end: str) -> Segment:
 
 
 def _affine(small: Any, large: Any) -> np.ndarray:
-    """(..., 2): fixed and per image, of values at the two batches."""
+    """(..., 2): fixed and per-image part, from values at the two batch sizes."""
     per_image = (large - small) / (_BATCHES[1] - _BATCHES[0])
     return np.stack([small - _BATCHES[0] * per_image, per_image], axis=-1)
 
@@ -420,8 +424,9 @@ def _unfused(recorder: StepRecorder, i: int) -> int:
 
 
 def _fused(recorder: StepRecorder, first: int, stop: int) -> np.ndarray:
-    """(n,) bytes of each operator where those between two products are one kernel: it reads once what was made before
-    it, and writes what is read after it or stays.
+    """(n,) bytes per operator if the operators between two products are fused into one kernel.
+
+    The kernel reads each earlier tensor once, and writes the tensors that are read later or stay alive.
     """
     last_read: dict[int, int] = {}
     for i, reads in enumerate(recorder.reads):

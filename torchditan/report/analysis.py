@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What the runs of ablation grids say: every comparison computed once, for the tables, the plots and the sentences.
+"""Analysis of ablation grids: every comparison is computed once, for tables, plots and findings.
 
-Notable: the report and effects.csv are made from the same `Analysis`, so they cannot disagree.
+Notable: the report and effects.csv are made from the same `Analysis`, so they always agree.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ EFFECT_COLUMNS = (
 
 @dataclass(frozen=True, eq=False)
 class Effect:
-    """One step of one axis in one source: what it does to every metric. `pairs` are its rows."""
+    """The effect of one step of one axis in one source on every metric. `pairs` are its rows."""
 
     source: str
     axis: str
@@ -72,16 +72,16 @@ class Effect:
 
 @dataclass(frozen=True)
 class Repayment:
-    """What compiling costs at the start, and after how many steps it has paid for itself; medians over pairs."""
+    """Start-up cost of compiling, and the number of steps after which it is repaid; medians over pairs."""
 
     num_pairs: int
     seconds: float
-    steps: float | None  # None where compiled steps are not faster
+    steps: float | None  # None if compiled steps are not faster
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """All comparisons of the results. Pairs carry their changes; effects are listed also where they have no pair."""
+    """All comparisons of the results. Pairs include their changes. Effects without pairs are listed too."""
 
     results: GridResults
     pairs: pd.DataFrame
@@ -95,7 +95,7 @@ class Analysis:
 
 
 def analyse(folders: list[Path]) -> Analysis:
-    """Read the ledgers of the grid folders and compare."""
+    """Read the ledgers of the grid folders and compute all comparisons."""
     results = read_grids(folders)
     cells = results.cells
     pairs = with_changes(matched_pairs(cells, results.axes, results.effects), cells)
@@ -119,14 +119,14 @@ def analyse(folders: list[Path]) -> Analysis:
 
 
 def _effects(results: GridResults, pairs: pd.DataFrame) -> list[Effect]:
-    """Effects of all sources in the order of axes and values; where a varied axis has no pair, one that says so."""
+    """Effects of all sources, ordered by axis and value. A varied axis without pairs gets one empty effect."""
     found = []
     groups = dict(list(pairs.groupby(["source", "axis", "from_value", "to_value"], sort=False)))
     nothing = pairs.iloc[:0]
     for axis in results.effects:
         for start, end in compared_values(axis, results.runs[axis].unique()):
             if axis == PARALLEL and math.prod(parallel_degrees(start)) != math.prod(parallel_degrees(end)):
-                continue  # that is scaling
+                continue  # covered by scaling
             for source in results.sources:
                 here = results.runs[results.runs["source"] == source][axis]
                 if start in here.values and end in here.values:
@@ -141,14 +141,14 @@ def _effect(pairs: pd.DataFrame, source: str, key: tuple[str, str, str]) -> Effe
 
 
 def repayment(effect: Effect, cells: pd.DataFrame) -> Repayment | None:
-    """Start-up cost of compiling against what a compiled step saves; None where it was not measured."""
+    """Start-up cost of compiling relative to the time saved per compiled step; None if not measured."""
     assert effect.axis == COMPILE, effect.axis
     a, b = effect.pairs["a"].to_numpy(int), effect.pairs["b"].to_numpy(int)
     start = cells["compile_s"].to_numpy(float)
     step = cells["step_time_s_mean"].to_numpy(float)
     import numpy as np
 
-    cost = start[b] - np.nan_to_num(start[a])  # eager: its first step, where that is recorded
+    cost = start[b] - np.nan_to_num(start[a])  # eager: its first step, if recorded
     known = ~np.isnan(cost) & (cost > 0)
     if not known.any():
         return None
@@ -159,7 +159,7 @@ def repayment(effect: Effect, cells: pd.DataFrame) -> Repayment | None:
 
 
 def interactions(analysis: Analysis, source: str, metric: Metric) -> pd.DataFrame:
-    """Median change and number of pairs of each effect of a source, where each other axis has each of its values.
+    """Median change and number of pairs of each effect of a source, for each value of each other axis.
 
     Columns: `effect` (position in the source's effects with pairs), `axis`, `value`, `median`, `num_pairs`.
     """
@@ -182,10 +182,10 @@ def interactions(analysis: Analysis, source: str, metric: Metric) -> pd.DataFram
 
 
 def scaling(results: GridResults) -> pd.DataFrame:
-    """Throughput per device on more devices, as a part of what the same setting reaches on the fewest.
+    """Throughput per device on more devices, relative to the same setting on the fewest devices.
 
-    The batch per device stays (weak scaling). Modes are followed from one device, which belongs to each of them, or
-    from the fewest devices of their own. Columns: `source`, `mode`, `num_devices`, `part` (median), `num_pairs`.
+    The batch per device is constant (weak scaling). Each mode starts at one device, which belongs to all modes, or at
+    the fewest devices of that mode. Columns: `source`, `mode`, `num_devices`, `part` (median), `num_pairs`.
     """
     import pandas as pd
 
@@ -213,9 +213,9 @@ def scaling(results: GridResults) -> pd.DataFrame:
 
 
 def frontier(cells: pd.DataFrame) -> pd.DataFrame:
-    """Cells that no other one of the same source, model and patch size beats in both memory and throughput per device.
+    """Pareto-optimal cells in memory and throughput per device, for each source, model and patch size.
 
-    Patch sizes and models do different work, so each has its own. Sorted by memory within each.
+    Patch sizes and models do different work, so each has its own frontier. Sorted by memory within each.
     """
     work = ["source", *work_axes(cells.columns)]
     known = cells[cells["peak_memory_gib"].notna() & cells["images_per_second_per_device_mean"].notna()]
@@ -239,7 +239,7 @@ def fastest(results: GridResults) -> pd.DataFrame:
 
 
 def largest_batches(results: GridResults) -> pd.DataFrame:
-    """For each setting that met its limit: the largest batch that ran, and the smallest that ran out of memory."""
+    """For each setting that reached its memory limit: the largest batch that ran, and the smallest that did not fit."""
     setting = ["source", *(axis for axis in results.axes if axis != BATCH_SIZE)]
     runs = results.runs
     fits = runs[runs["status"] == "completed"].groupby(setting, sort=False, dropna=False)["batch"].max()
@@ -249,7 +249,7 @@ def largest_batches(results: GridResults) -> pd.DataFrame:
 
 
 def effects_csv(analysis: Analysis) -> bytes:
-    """All effects on all metrics, one row each."""
+    """effects.csv: all effects on all metrics, one row each."""
     import csv
 
     file = io.StringIO()
@@ -273,7 +273,7 @@ def effects_csv(analysis: Analysis) -> bytes:
 
 
 def pairs_csv(analysis: Analysis) -> bytes:
-    """Every pair of every comparison, by the names of its runs."""
+    """pairs.csv: every pair of every comparison, by the names of its runs."""
     import pandas as pd
 
     names = analysis.results.cells["run_name"].to_numpy()

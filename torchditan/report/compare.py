@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Runs side by side, as one job on different hardware leaves them: speed, loss, PSNR and SSIM at equal time and steps.
+"""Compares runs, usually one job on different hardware: speed, loss, PSNR and SSIM at equal time and equal steps.
 
 Notable:
-- Everything comes from the files of the run directories (compared_run.py).
-- Runs are one job where their trajectory options agree; only then should their curves.
-- Reading needs no torch, and no pandas.
+- All data comes from the files of the run directories (compared_run.py).
+- Runs are the same job if their trajectory options agree. Only then are their curves expected to agree.
+- Reading needs neither torch nor pandas.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torchditan.report.compared_run import Run, Sampling, is_by, last_number, nu
 from torchditan.report.grid_results import distinct_names
 
 SAME_CURVE = 1e-3
-"""Relative difference of losses up to which two curves of one job count as one."""
-# Weights that were moved are the same weights, which a path cannot tell.
+"""Relative difference of losses up to which two curves of one job count as equal."""
+# A path cannot show whether moved weights are the same weights.
 _PATHS = ("model.path", "checkpoint.initial_load_path", "text_encoder.path", "lora.assistant_path")
 _NAMES_AND_PLACES = ("job", "profiling", "comm", "cache", "metrics")
-_EVENTS = ("metrics.enable_sampling", "metrics.sample_freq")  # they take time
+_EVENTS = ("metrics.enable_sampling", "metrics.sample_freq")  # drawing samples takes time
 _PLACES = ("dataset.root_dir", "autoencoder.path", "checkpoint.folder")
 _KINDS = ("job", "path", "drawing", "running")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An option that not all runs share. `kind`: `job`, `path`, `drawing` (of samples) or `running`."""
+    """An option that differs between runs. `kind`: `job`, `path`, `drawing` (of samples) or `running`."""
 
     name: str
     kind: str
@@ -42,19 +42,19 @@ class Setting:
 
 @dataclass(frozen=True)
 class CurvePair:
-    """Losses of two runs of one job, at the steps that both logged."""
+    """Losses of two runs of one job at the steps that both logged."""
 
     first: Run
     second: Run
     num_steps: int
     difference: float | None  # the largest, relative to the larger loss
-    step: int | None  # where that is
+    step: int | None  # step of the largest difference
     parted_at: int | None  # the first step at which they differ by more than SAME_CURVE
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How a run stands at a time or a step; `sampling` is the last scored one by then."""
+    """State of a run at a time or a step. `sampling` is the last scored sampling by then."""
 
     step: int | None = None
     elapsed_s: float | None = None
@@ -65,11 +65,11 @@ class Standing:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the runs say beside each other.
+    """All comparisons of the runs.
 
-    `equal_time_s` is the largest time that all runs reached, `equal_step` the largest step at which all drew scored
-    samples (without scores: pictures; without those: that all logged), `picture_step` the same of pictures. Runs that
-    have none of it are left out of the question. None where there is no such time or step.
+    `equal_time_s` is the largest time that all runs reached. `equal_step` is the largest step at which all runs drew
+    scored samples (without scores: pictures; without pictures: that all logged). `picture_step` is the largest step at
+    which all drew pictures. Runs without any such data are ignored. Values are None if no such time or step exists.
     """
 
     runs: list[Run]
@@ -85,7 +85,7 @@ class Comparison:
 
     @property
     def scored_against(self) -> set[str]:
-        """What the scores of these runs compare samples with; those of more than one kind are not comparable."""
+        """The kinds of references of the scores of these runs. Scores of different kinds are not comparable."""
         return {run.scored_against for run in self.runs if run.scored_against is not None}
 
     @property
@@ -93,7 +93,7 @@ class Comparison:
         return min((run.images_per_second for run in self.runs if run.images_per_second), default=None)
 
     def speed_up(self, run: Run) -> float | None:
-        """Images/s over those of the slowest run."""
+        """Images/s relative to the slowest run."""
         return run.images_per_second / self.slowest if run.images_per_second and self.slowest else None
 
     def at_equal_time(self, run: Run) -> Standing:
@@ -134,13 +134,14 @@ class Comparison:
 
 
 def compare(folders: Sequence[Path], labels: Sequence[str] | None = None) -> Comparison:
-    """Read run directories and put them beside each other.
+    """Read run directories and compare them.
 
     Args:
-        labels: a name for each; their folders' names by default.
+        folders: two or more run directories.
+        labels: a name for each run. None: the folder names.
 
     Raises:
-        ConfigError: fewer than two runs, one run twice, a folder that is none, labels that do not fit.
+        ConfigError: fewer than two runs, a duplicate run, a folder that is not a run, or wrong labels.
     """
     runs = _read_runs(folders, labels)
     scored = _last_common([found.step for found in run.samplings if found.is_scored] for run in runs)
@@ -161,7 +162,7 @@ def compare(folders: Sequence[Path], labels: Sequence[str] | None = None) -> Com
 def _read_runs(folders: Sequence[Path], labels: Sequence[str] | None) -> list[Run]:
     if len(folders) < 2:
         shown = " ".join(map(str, folders))
-        raise option_error("--compare", shown, "is a single run; must be two run directories or more")
+        raise option_error("--compare", shown, "is a single run; must be two or more run directories")
     twice = _repeated(folder.resolve() for folder in folders)
     if twice is not None:
         raise option_error("--compare", str(twice), "is named twice; name each run once")
@@ -179,7 +180,7 @@ def _read_runs(folders: Sequence[Path], labels: Sequence[str] | None) -> list[Ru
 
 
 def _differing_settings(runs: list[Run]) -> list[Setting]:
-    """Those of the job first, then paths, drawing and running; names and places of the runs are left out."""
+    """Settings of the job first, then of paths, drawing and running. Names and folders of the runs are left out."""
     jobs = {name for run in runs for name in run.trajectory}
     trees = [run.options | run.trajectory for run in runs]
     found = []
@@ -203,7 +204,7 @@ def _kind(name: str, *, is_job: bool) -> str | None:
 
 
 def _are_one(first: Run, second: Run) -> bool:
-    """Whether two runs are one job."""
+    """Whether two runs are the same job."""
     return not any(setting.kind == "job" for setting in _differing_settings([first, second]))
 
 
@@ -217,7 +218,7 @@ def _compare_curves(first: Run, second: Run) -> CurvePair:
 
 
 def _last_common(steps: Iterable[Iterable[int]]) -> int | None:
-    """The largest step that is in each set which is not empty."""
+    """The largest step that all non-empty sets contain."""
     known = [found for found in map(set, steps) if found]
     return max(set.intersection(*known), default=None) if known else None
 
@@ -232,7 +233,7 @@ def _repeated(values: Iterable[Any]) -> Any | None:
 
 
 def comparison_csv(comparison: Comparison) -> bytes:
-    """One row per run, numbers in full; empty where nothing was measured."""
+    """compare.csv: one row per run with unrounded numbers; fields without a measurement are empty."""
     file = io.StringIO()
     rows = [_csv_row(comparison, run) for run in comparison.runs]
     writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Values of compared runs as the cells of compare.html show them; what was not measured is called so."""
+"""Formats values of compared runs for the tables of compare.html. Missing measurements are labelled as such."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STATES = {"oom": "out of memory", "running": "running, or killed", "error": "fa
 
 
 def duration(seconds: float | None) -> str:
-    """`3.55 s`, `12 min 5 s`, `3 h 12 min`; it breaks between its units only."""
+    """`3.55 s`, `12 min 5 s`, `3 h 12 min`. Lines can break only between the units."""
     if seconds is None:
         return UNKNOWN
     if seconds < 100:
@@ -28,7 +28,7 @@ def duration(seconds: float | None) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Three digits or more."""
+    """A number with at least three significant digits."""
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"

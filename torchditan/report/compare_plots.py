@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The curves of compare.html, as plotly figures: panels beside each other, a line per run.
+"""The curves of compare.html as plotly figures: panels side by side, one line per run.
 
-Notable: runs that follow one curve lie on each other; the first line is the widest, so that all are seen.
+Notable: equal curves cover each other, so the first line is the widest and all lines stay visible.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torchditan.report import plots
 from torchditan.report.compare import Comparison, Run
 
 MOST_POINTS = 2000
-"""Of a curve; more would not be seen."""
+"""Maximum number of points per curve; more would not be visible."""
 _WIDE_RANGE = 4.0  # above this ratio a loss is drawn on a logarithmic axis
-_FAR_APART = 10.0  # so are times, where the slowest run took so many times as long as the fastest
+_FAR_APART = 10.0  # the same for times: ratio of the slowest to the fastest run
 
 Points = list[tuple[float, float]]
 
 
 class Panel(NamedTuple):
-    """One of the plots that stand beside each other; `points` gives the curve of a run."""
+    """One of the plots of a row; `points` returns the curve of a run."""
 
     x: str
     y: str
@@ -32,7 +32,7 @@ class Panel(NamedTuple):
 
 
 def curves_figure(comparison: Comparison, panels: Sequence[Panel], *, mode: str = "lines") -> Any | None:
-    """Curves of all runs in panels beside each other; None where no run has a point."""
+    """Curves of all runs in panels side by side; None if no run has a point."""
     go = import_module("plotly.graph_objects")
     unit = time_unit(comparison)[0]
     titles = [
@@ -69,7 +69,7 @@ def curves_figure(comparison: Comparison, panels: Sequence[Panel], *, mode: str 
 
 
 def _scale(figure: Any, comparison: Comparison, panel: Panel, curves: list[Points], column: int) -> None:
-    """Axes of one panel, and the line at which the runs are compared."""
+    """Set the axes of one panel and draw the line at which the runs are compared."""
     import numpy as np
 
     where = {"row": 1, "col": column}
@@ -97,12 +97,12 @@ def _log_time(figure: Any, times: list[float], **where: int) -> None:
 
 
 def _width(index: int, number: int) -> float:
-    """The first line is the widest, so that lines on each other are all seen."""
+    """Line width: the first line is the widest, so that lines on top of each other stay visible."""
     return 1.8 + 1.7 * min(number - 1 - index, 3)
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> Points:
-    """At most `MOST_POINTS` of them, the first and the last among those."""
+    """At most `MOST_POINTS` of the points, including the first and the last."""
     if len(points) <= MOST_POINTS:
         return list(points)
     last = len(points) - 1
@@ -110,7 +110,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> Points:
 
 
 def time_unit(comparison: Comparison) -> tuple[str, float]:
-    """Title of the time axes, and their unit in seconds: one that suits the longest and the shortest run."""
+    """Title of the time axes and their unit in seconds, chosen for the longest and the shortest run."""
     times = [run.elapsed_s for run in comparison.runs if run.elapsed_s]
     typical = max(times, default=0.0)
     if _are_far_apart(times):
@@ -121,11 +121,11 @@ def time_unit(comparison: Comparison) -> tuple[str, float]:
 
 
 def _are_far_apart(times: Sequence[float]) -> bool:
-    """Whether a linear axis would crush the fastest run."""
+    """Whether the fastest run would be unreadable on a linear axis."""
     return bool(times) and min(times) > 0 and max(times) / min(times) > _FAR_APART
 
 
 def over_time(run: Run, curve: Iterable[tuple[int, float]], seconds: float) -> Points:
-    """A curve over steps, against the time at which they were reached, in units of so many seconds."""
+    """A curve over the time at which its steps were reached, in units of `seconds`."""
     known = ((run.reached_at(step), value) for step, value in curve)
     return [(time / seconds, value) for time, value in known if time is not None]

@@ -1,9 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""compare.html: one job on different hardware, in sentences, tables, curves and pictures, in one file, offline.
+"""compare.html compares one job on different hardware with findings, tables, curves and samples. It works offline.
 
 Notable:
-- What a run did not measure is called so in its cell; it is never 0.
-- Sample grids are embedded, scaled down where they are large.
+- A value that a run did not measure is labelled as such in its cell; it is never 0.
+- Sample grids are embedded. Large ones are scaled down.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _SPEED_UP = "speed\N{NON-BREAKING HYPHEN}up"
 _MOST_LINES = 6
 _MOST_PIXELS = 1200  # side of an embedded picture
 _KINDS = {
-    "job": "what is learned",
-    "path": "a path, which may lead to the same",
-    "drawing": "how samples are drawn",
-    "running": "how it is run",
+    "job": "training",
+    "path": "a path; contents may be equal",
+    "drawing": "sampling",
+    "running": "execution",
 }
 
 
@@ -60,9 +60,9 @@ def comparison_html(comparison: Comparison) -> str:
         ("equal", "At equal time and at equal steps", _equal_section),
         ("samples", "Samples side by side", _samples_section),
         ("settings", "Settings that differ", _settings_section),
-        ("agreement", "How far the losses differ", _agreement_section),
+        ("agreement", "Differences of the losses", _agreement_section),
         ("origin", "Hardware and versions", _origin_section),
-        ("method", "How the numbers are made", _method_section),
+        ("method", "How the numbers are computed", _method_section),
     )
     cards = (_speed_card, _job_card, _agreement_card, _quality_card)
     findings = "".join(make(comparison) for make in cards)
@@ -89,12 +89,12 @@ def _speed_card(comparison: Comparison) -> str:
     question = "Which is fastest?"
     rates = [(run, run.images_per_second) for run in comparison.runs if run.images_per_second]
     if len(rates) < 2:
-        return _card(question, "These runs cannot tell.", ["Fewer than two of them logged a second line."], "first")
+        return _card(question, "Unknown.", ["Fewer than two runs logged a second line."], "first")
     rates.sort(key=lambda pair: pair[1], reverse=True)
     (fastest, most), (slowest, least) = rates[0], rates[-1]
     sentences = [
         f"{run.label}: {cells.figure(rate)} images/s on {run.hardware}; {count(run.steps or 0, 'step')} in "
-        f"{cells.duration(run.elapsed_s)}, all told."
+        f"{cells.duration(run.elapsed_s)} in total."
         for run, rate in rates[:_MOST_LINES]
     ]
     if len(rates) > _MOST_LINES:
@@ -110,22 +110,22 @@ def _job_card(comparison: Comparison) -> str:
         names[setting.kind].append(setting.name)
     if job := names["job"]:
         answer = f"No: {count(len(job), 'setting')} of the job {'differs' if len(job) == 1 else 'differ'}."
-        text = f"What is learned differs in {cells.shorten(job)}: this is a comparison of different jobs."
+        text = f"The jobs differ in {cells.shorten(job)}: this compares different jobs."
         return _card(question, answer, [text], "warn")
-    sentences = ["Every setting that decides what is learned is the same."]
+    sentences = ["All settings that affect training are equal."]
     if names["path"]:
-        sentences = [f"Paths differ, which may lead to the same weights or to others: {cells.shorten(names['path'])}."]
+        sentences = [f"Paths differ, and may lead to the same or to other weights: {cells.shorten(names['path'])}."]
     if names["running"]:
-        sentences.append(f"They were run with other {cells.shorten(names['running'])}.")
-    return _card(question, "Yes, as far as their settings say." if names["path"] else "Yes.", sentences)
+        sentences.append(f"Settings of execution differ: {cells.shorten(names['running'])}.")
+    return _card(question, "Yes, according to their settings." if names["path"] else "Yes.", sentences)
 
 
 def _agreement_card(comparison: Comparison) -> str:
     question = "Do they follow the same curve?"
     known = [pair for pair in comparison.curves if pair.difference is not None]
     if not known:
-        why = "They logged no step in common." if comparison.curves else "No two of them are one job."
-        return _card(question, "These runs cannot tell.", [why])
+        why = "They have no logged step in common." if comparison.curves else "No two of them are the same job."
+        return _card(question, "Unknown.", [why])
     worst = max(known, key=lambda pair: pair.difference or 0.0)
     text = (
         f"The losses of {worst.first.label} and {worst.second.label} differ by up to {cells.relative(worst)}, at step "
@@ -144,11 +144,11 @@ def _quality_card(comparison: Comparison) -> str:
     if comparison.scored_against == {"original"}:
         return _distance_card(comparison)
     if len(comparison.scored_against) > 1:
-        why = "Some scores are against real images, others against the original model's samples."
-        return _card(question, "These runs cannot tell.", [why])
+        why = "Some scores are against real images, others against samples of the original model."
+        return _card(question, "Unknown.", [why])
     samplings = [(run, comparison.at_equal_time(run).sampling) for run in comparison.runs]
     if not any(sampling.is_scored for run in comparison.runs for sampling in run.samplings):
-        return _card(question, "These runs cannot tell.", [_why_no_scores(comparison)])
+        return _card(question, "Unknown.", [_why_no_scores(comparison)])
     sentences = [
         f"{run.label}: {_no_scores(run)}."
         if sampling is None
@@ -157,10 +157,10 @@ def _quality_card(comparison: Comparison) -> str:
     ]
     drawing = [setting.name for setting in comparison.settings if setting.kind == "drawing"]
     if drawing:
-        sentences.append(f"They were drawn with other {cells.shorten(drawing)}.")
+        sentences.append(f"Settings of sampling differ: {cells.shorten(drawing)}.")
     scores = [(run, sampling.psnr) for run, sampling in samplings if sampling and sampling.psnr is not None]
     if len(scores) < 2:
-        return _card(question, "These runs cannot tell.", sentences, "warn" if drawing else "")
+        return _card(question, "Unknown.", sentences, "warn" if drawing else "")
     best, most = max(scores, key=lambda pair: pair[1])
     lead = most - min(psnr for _, psnr in scores)
     answer = f"{best.label}, by {lead:.2f} dB." if lead >= 0.005 else "They are equal."
@@ -169,27 +169,27 @@ def _quality_card(comparison: Comparison) -> str:
 
 
 def _distance_card(comparison: Comparison) -> str:
-    """Scores against the original model's samples say how far a fine-tune moved, not how good it is."""
+    """Scores against samples of the original model measure how far a fine-tune moved, not its quality."""
     standings = [(run, comparison.at_equal_step(run).sampling) for run in comparison.runs[:_MOST_LINES]]
     sentences = [
         f"{run.label}: {_no_scores(run)}." if sampling is None else f"{run.label}: {cells.scores(sampling)}."
         for run, sampling in standings
     ]
-    sentences.append("The lower, the further; neither is better as such.")
+    sentences.append("A lower score means a larger distance. Neither is better in itself.")
     step = comparison.equal_step
-    answer = "There is no step that all share." if step is None else f"At step {step:,}, in PSNR and SSIM:"
+    answer = "The runs have no step in common." if step is None else f"At step {step:,}, in PSNR and SSIM:"
     return _card("How far have the samples moved from the original model's?", answer, sentences)
 
 
 def _why_no_scores(comparison: Comparison) -> str:
     if any(run.draws_own_prompts for run in comparison.runs):
         return (
-            f"PSNR and SSIM: {cells.UNKNOWN}. The runs draw their own prompts, which have no real images; with "
-            "sampling.at_start they are compared with the original model's samples."
+            f"PSNR and SSIM: {cells.UNKNOWN}. The runs use their own prompts, which have no real images. With "
+            "sampling.at_start they are compared with samples of the original model."
         )
     return (
         f"PSNR and SSIM: {cells.UNKNOWN}. They need held-out images with captions; "
-        "a class has no image to compare with."
+        "class labels have no image to compare with."
     )
 
 
@@ -199,7 +199,7 @@ def _card(question: str, answer: str, sentences: list[str], kind: str = "") -> s
 
 def _runs_section(comparison: Comparison) -> str:
     headers = ["run", "hardware", "world size", "parallel", "global batch", "precision", "steps", "runtime"]
-    headers += ["steps/s", "images/s", _SPEED_UP, "s per image drawn", "peak memory, GiB", "final loss"]
+    headers += ["steps/s", "images/s", _SPEED_UP, "s per sample", "peak memory, GiB", "final loss"]
     has_validation = any(run.validation_loss is not None for run in comparison.runs)
     headers += [*(["validation loss"] if has_validation else []), "status"]
     rows = []
@@ -231,8 +231,8 @@ def _runs_section(comparison: Comparison) -> str:
     text += "".join(f"<p>{html.escape(reason)}</p>" for reason in reasons)
     if any(run.is_cpu for run in comparison.runs):
         text += (
-            "<p>On a CPU, memory is the resident memory of the first process since its start; processes share the "
-            "machine's cores.</p>"
+            "<p>On a CPU, memory is the peak resident memory of the first process. All processes share the cores of "
+            "the machine.</p>"
         )
     return text
 
@@ -244,7 +244,7 @@ def _curves_section(comparison: Comparison) -> str:
         Panel(unit, "loss", lambda run: over_time(run, run.curve("loss"), seconds)),
         Panel("iterations", unit, lambda run: [(step, time / seconds) for step, time in run.curve("elapsed_s")]),
     )
-    text = "<p>The dotted line is where all runs are compared below: the last time, and the last step, they share.</p>"
+    text = "<p>The dotted line marks where the runs are compared below: the last time and the last step they share.</p>"
     return text + page.plot(curves_figure(comparison, panels), "curves-plot", "No run has logged a line.")
 
 
@@ -254,7 +254,7 @@ def _equal_section(comparison: Comparison) -> str:
         text += page.none("No run has logged a line.")
     else:
         limit = cells.duration(comparison.equal_time_s)
-        text += f"<p>After {limit}, the most that all reached. Scores are of the last samples drawn by then.</p>"
+        text += f"<p>After {limit}, the largest time that all runs reached. Scores are of the last samples by then.</p>"
         rows = [
             [
                 run.label,
@@ -268,9 +268,9 @@ def _equal_section(comparison: Comparison) -> str:
         text += page.table(headers, rows, numeric=set(headers[1:]))
     text += "<h3>At equal steps</h3>"
     if comparison.equal_step is None:
-        text += page.none(f"There is no step{_what_is_shared(comparison)} that all share.")
+        text += page.none(f"The runs have no common step{_what_is_shared(comparison)}.")
     else:
-        text += f"<p>At step {comparison.equal_step:,}, the last that all share{_what_is_shared(comparison)}.</p>"
+        text += f"<p>At step {comparison.equal_step:,}, the last common step{_what_is_shared(comparison)}.</p>"
         rows = [
             [
                 run.label,
@@ -296,7 +296,7 @@ def _score_curves(comparison: Comparison, key: str, title: str) -> str:
     unit, seconds = time_unit(comparison)
     most = max(len(by_step(run)) for run in comparison.runs)
     if most < 2:
-        why = "measured once at most; see the tables" if most else cells.UNKNOWN
+        why = "measured at most once; see the tables" if most else cells.UNKNOWN
         return page.none(f"{title.removesuffix(' in dB')} over time: {why}.")
     panels = (Panel("iterations", title, by_step), Panel(unit, title, by_time))
     return page.plot(curves_figure(comparison, panels, mode="lines+markers"), f"{key}-plot", cells.UNKNOWN)
@@ -310,7 +310,7 @@ def _what_is_shared(comparison: Comparison) -> str:
 
 
 def _standing(run: Run, standing: Standing) -> list[str]:
-    """Loss, validation loss, PSNR and SSIM, or why they are not there."""
+    """Loss, validation loss, PSNR and SSIM, or the reason why they are missing."""
     sampling = standing.sampling
     missing = _no_scores(run)
     no_validation = "none by then" if run.validation_loss is not None else cells.UNKNOWN
@@ -338,7 +338,7 @@ def _samples_section(comparison: Comparison) -> str:
         return page.none("No run has drawn samples.")
     step, limit = comparison.picture_step, cells.duration(comparison.equal_time_s)
     if step is None:
-        text = page.none("There is no step at which all drew samples.")
+        text = page.none("The runs have no common step with samples.")
     else:
         text = f"<h3>At step {step:,}</h3>" + _side_by_side(comparison, comparison.picture_at_equal_step)
     if comparison.equal_time_s is None:
@@ -364,7 +364,7 @@ def _side_by_side(comparison: Comparison, choose: Callable[[Run], Sampling | Non
 
 
 def _data_uri(path: Path) -> str | None:
-    """A PNG as it is, or scaled down; None where it is no whole picture."""
+    """A PNG as a data URI, scaled down if large; None if the file is not a complete image."""
     from PIL import Image
 
     try:
@@ -376,14 +376,14 @@ def _data_uri(path: Path) -> str | None:
                 encoded = io.BytesIO()
                 picture.save(encoded, format="PNG", optimize=True)
                 data = encoded.getvalue()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # as Pillow says it
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # errors of Pillow
         return None
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
 def _settings_section(comparison: Comparison) -> str:
     if not comparison.settings:
-        return page.none("They share every setting but names and folders.")
+        return page.none("The runs differ only in names and folders.")
     rows = [
         [setting.name, _KINDS[setting.kind], *map(cells.setting_value, setting.values)]
         for setting in comparison.settings
@@ -392,18 +392,18 @@ def _settings_section(comparison: Comparison) -> str:
     text = ""
     if not comparison.is_same_job:
         text = (
-            "<p>Runs that differ in what is learned are different jobs: their losses and samples are not to agree.</p>"
+            "<p>Runs with different training settings are different jobs: do not expect equal losses and samples.</p>"
         )
     return text + page.table(headers, rows)
 
 
 def _agreement_section(comparison: Comparison) -> str:
     if not comparison.curves:
-        return page.none("No two of these runs are one job.")
+        return page.none("No two of these runs are the same job.")
     text = (
-        "<p>The largest difference of two runs of one job, relative to the loss, over the steps that both logged. The "
-        f"curves of one job should agree within {SAME_CURVE:g}; arithmetic in bfloat16 differs between devices and "
-        "splits of the batch, and such differences grow over the steps, the faster the larger the learning rate.</p>"
+        "<p>The largest difference between two runs of one job, relative to the loss, over the steps that both logged. "
+        f"The curves of one job should agree within {SAME_CURVE:g}. Arithmetic in bfloat16 differs between devices and "
+        "splits of the batch. Such differences grow over the steps, and faster with a larger learning rate.</p>"
     )
     rows = [
         [
@@ -439,20 +439,19 @@ def _origin_section(comparison: Comparison) -> str:
     headers = ["run", "device", "CPU", "cores", "host", "torch", "python", "commit", "last start, UTC", "resumed"]
     text = page.table(headers, rows, numeric={"cores"})
     if any(run.was_resumed for run in comparison.runs):
-        text += "<p>Of a resumed run this is the hardware of its last start; its time goes on from its checkpoint.</p>"
+        text += "<p>A resumed run lists the hardware of its last start. Its time continues from its checkpoint.</p>"
     return text
 
 
 def _method_section(comparison: Comparison) -> str:
     return (
-        "<p>Runtime is the wall-clock time of the last logged line: sampling, validation and checkpoints included, the "
-        "start of the processes not. Steps/s and images/s are medians over steps, without those of the first line "
-        "(which warm up) and without sampling, validation and checkpoints; the speed-up is one of images/s. Seconds "
-        "per image drawn is the median over all samplings. Peak memory is per device, of the first process.</p>"
-        "<p>PSNR and SSIM compare each sample with a held-out image of its caption; a good sample need not be that "
-        "image, so read them as a trend. Of a run that draws its own prompts they compare it with the original model's "
-        "sample of the same prompt and noise: how far the fine-tune moved. Samples belong to the step whose weights "
-        f"drew them, and to the time at which that step was logged. Curves of more than {MOST_POINTS:,} points are "
-        "thinned out. compare.csv, beside "
-        "this file, has the numbers.</p>"
+        "<p>Runtime is the wall-clock time of the last logged line. It includes sampling, validation and checkpoints, "
+        "but not process start-up. Steps/s and images/s are medians over steps, without the first line (warm-up) "
+        "and without sampling, validation and checkpoints. The speed-up is that of images/s. Seconds "
+        "per sample is the median over all samplings. Peak memory is per device, of the first process.</p>"
+        "<p>PSNR and SSIM compare each sample with a held-out image of its caption. A good sample can differ from that "
+        "image, so read the scores as a trend. For a run with its own prompts, they compare each sample with the "
+        "original model's sample of the same prompt and noise: how far the fine-tune moved. Samples belong to the step "
+        "whose weights drew them, and to the time at which that step was logged. Curves of more than "
+        f"{MOST_POINTS:,} points are thinned out. compare.csv in the same folder has the numbers.</p>"
     )

@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""One of the runs that are compared, as its run directory describes it.
+"""One of the compared runs, read from its run directory.
 
 Notable:
-- What a run did not write is None, never 0.
-- A sampling belongs to the step whose weights were drawn from, and to the time at which that step was logged.
-- Reading needs no torch, and no pandas.
+- Missing data is None, never 0.
+- A sampling belongs to the step of its weights, and to the time at which that step was logged.
+- Reading needs neither torch nor pandas.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torchditan.report.grid_results import parallel_mode
 from torchditan.run.reading import read_config, read_metrics, read_status
 
 _SCORES = ("psnr", "ssim", "seconds_per_image")
-_TO_ORIGINAL = "_to_original"  # ends the names of scores against the original model's samples
+_TO_ORIGINAL = "_to_original"  # suffix of scores against samples of the original model
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Samples drawn from the weights of a step; `elapsed_s` is None where no later line says when that was."""
+    """Samples drawn with the weights of a step. `elapsed_s` is None if no later line was logged."""
 
     step: int
     elapsed_s: float | None
@@ -46,8 +46,8 @@ class Sampling:
 class Run:
     """One run directory.
 
-    `content` is its config.json, `status` its status.json (empty where there is none), `records` its metrics by
-    ascending step, `pictures` its sample grids by step.
+    `content` is its config.json, `status` its status.json (empty without that file), `records` its metrics by
+    ascending step, and `pictures` its sample grids by step.
     """
 
     label: str
@@ -59,7 +59,7 @@ class Run:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The resolved configuration by full names."""
+        """The resolved configuration by full option names."""
         sections = self.content["config"].items()
         return {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
 
@@ -83,7 +83,7 @@ class Run:
 
     @property
     def hardware(self) -> str:
-        """`4 x NVIDIA A40`; on a CPU the number of processes, which are no devices."""
+        """`4 x NVIDIA A40`; on a CPU the number of processes."""
         size = self.world_size
         if self.is_cpu:
             return f"CPU, {size or '?'} {'process' if size == 1 else 'processes'}"
@@ -122,7 +122,7 @@ class Run:
 
     @property
     def was_resumed(self) -> bool:
-        """Whether it was started more than once; config.json has the hardware of the last start."""
+        """Whether the run was started more than once. config.json has the hardware of the last start."""
         return self.content.get("created") != self.content.get("started")
 
     @cached_property
@@ -139,7 +139,7 @@ class Run:
 
     @cached_property
     def steps_per_second(self) -> float | None:
-        """Median over the steps behind the first line, whose step warms up; None where there is only that."""
+        """Median over the steps after the first line, whose steps warm up; None if only that line exists."""
         seconds = self._median_over_steps("step_time_s")
         return 1 / seconds if seconds else None
 
@@ -158,7 +158,7 @@ class Run:
 
     @cached_property
     def scored_against(self) -> str | None:
-        """What PSNR and SSIM compare with: `images` that were held out, the `original` model's samples, or None."""
+        """Reference of PSNR and SSIM: held-out `images`, samples of the `original` model, or None."""
         keys = {key for record in self.records for key in record}
         if "psnr" in keys:
             return "images"
@@ -166,12 +166,12 @@ class Run:
 
     @property
     def draws_own_prompts(self) -> bool:
-        """Whether its samples are of the user's own prompts, which have no real images."""
+        """Whether the samples use the user's own prompts, which have no real images."""
         return bool(self.options.get("sampling.prompts"))
 
     @cached_property
     def samplings(self) -> list[Sampling]:
-        """By step: what has scores in its line, or a picture."""
+        """Samplings with scores or a picture, by step."""
         end = _TO_ORIGINAL if self.scored_against == "original" else ""
         names = {name: name if name == "seconds_per_image" else f"{name}{end}" for name in _SCORES}
         lines = {record["step"]: {name: number(record, key) for name, key in names.items()} for record in self.records}
@@ -182,7 +182,7 @@ class Run:
         ]
 
     def curve(self, key: str) -> list[tuple[int, float]]:
-        """(step, value) of each line that has one."""
+        """(step, value) of each line that has the key."""
         known = ((record["step"], number(record, key)) for record in self.records)
         return [(step, value) for step, value in known if value is not None]
 
@@ -191,7 +191,7 @@ class Run:
         return known[-1][1] if known else None
 
     def reached_at(self, step: int) -> float | None:
-        """Seconds after which the weights of a step were there: the time of the first line at or behind it."""
+        """Seconds until the weights of a step were reached: the time of the first line at or after the step."""
         if step == 0:
             return 0.0
         index = bisect_left(self._clock, step, key=lambda line: line[0])
@@ -202,7 +202,7 @@ class Run:
         return self.curve("elapsed_s")
 
     def _median_over_steps(self, key: str) -> float | None:
-        """Each step counts once, with the mean of the window that it was logged in."""
+        """Median over steps. Each step counts once, with the mean of its logging window."""
         windows = [
             (value, record["step"] - before["step"])
             for before, record in pairwise(self.records)
@@ -218,11 +218,11 @@ class Run:
 
 def read_run(folder: Path, label: str) -> Run:
     if (folder / "grid.json").exists():
-        raise ConfigError(f"{folder} is the folder of a grid; --compare takes run directories, {folder}/runs/NAME say")
+        raise ConfigError(f"{folder} is a grid folder; --compare takes run directories, for example {folder}/runs/NAME")
     content = read_config(folder)
     try:
         status = read_status(folder)
-    except ValueError:  # cut short by a copy
+    except ValueError:  # truncated by a copy
         status = None
     by_step = {
         record["step"]: record
@@ -239,7 +239,7 @@ def read_run(folder: Path, label: str) -> Run:
 
 
 def number(record: dict[str, Any], key: str) -> float | None:
-    """A finite number of a line, or None."""
+    """A finite number from a line, or None."""
     value = record.get(key)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return value if is_number else None

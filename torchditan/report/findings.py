@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What an analysis says in sentences: a question, a short answer, and the numbers behind it.
+"""The findings of an analysis: a question, a short answer, and the numbers behind it.
 
-Notable: every sentence carries the number of pairs it rests on, and an answer is only "yes" or "no" where the middle
-half of the pairs agree and the median is more than the noise of the measurement.
+Notable: every sentence contains its number of pairs. An answer is "yes" or "no" only if the middle half of the pairs
+agrees and the median exceeds the noise of the measurement.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ STATUS_NAMES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """`answer` stands large under the question; `sentences` have the numbers."""
+    """`answer` is shown large under the question; `sentences` have the numbers."""
 
     question: str
     answer: str
@@ -71,7 +71,7 @@ class Finding:
 
 
 def findings(analysis: Analysis) -> list[Finding]:
-    """The first one is always whether to compile."""
+    """All findings. The first is always whether to compile."""
     asked = [axis for axis in analysis.results.effects if axis != COMPILE]
     found = [compile_finding(analysis)]
     if len(analysis.results.sources) > 1:
@@ -81,11 +81,11 @@ def findings(analysis: Analysis) -> list[Finding]:
 
 
 def compile_finding(analysis: Analysis) -> Finding:
-    """Should I compile? Yes, no, or why the grid cannot tell."""
+    """Should I compile? Yes, no, or the reason why the grid does not answer it."""
     question = "Should I compile?"
     known = [effect for effect in _answering(analysis, COMPILE) if effect.key == (COMPILE, "false", "true")]
     if not known:
-        return Finding(question, "These runs cannot tell.", [_why_no_compile_pair(analysis)])
+        return Finding(question, "Unknown.", [_why_no_compile_pair(analysis)])
     verdicts = {_verdict(effect.change(THROUGHPUT)) for effect in known}
     shown = known[0].change(THROUGHPUT), known[0].change(MEMORY)
     if len(verdicts) > 1:
@@ -104,7 +104,7 @@ def compile_finding(analysis: Analysis) -> Finding:
             else f"No, in no folder: {_range(known)} images/s."
         )
     else:
-        answer = "It makes no clear difference to speed."
+        answer = "It has no clear effect on speed."
     sentences = [_compile_sentence(analysis, effect) for effect in known[:_MOST_SOURCES]]
     if len(known) > _MOST_SOURCES:
         sentences.append(f"{len(known) - _MOST_SOURCES} more are in the table of effects.")
@@ -112,14 +112,14 @@ def compile_finding(analysis: Analysis) -> Finding:
 
 
 def _degree(change: Change, agreeing: int, *, word: str = "Yes") -> str:
-    """How sure a yes or a no is, by the pairs that agree."""
+    """The confidence of a yes or no, from the share of pairs that agree."""
     if change.num_pairs == 1:
         return f"{word}, by a single pair:"
     return f"{word}:" if agreeing >= _MOST_AGREE * change.num_pairs else f"Mostly {word.lower()}:"
 
 
 def _answering(analysis: Analysis, axis: str) -> list[Effect]:
-    """Effects of an axis that have pairs: at the same batch, else (batches were searched for) each at its best."""
+    """Effects of an axis that have pairs: at the same batch, or with autotuned batches each at its best batch."""
     for effects in (analysis.same_batch, analysis.best_batch):
         known = [effect for effect in effects if effect.axis == axis and effect.change(THROUGHPUT).num_pairs]
         if known:
@@ -153,7 +153,7 @@ def _why_no_compile_pair(analysis: Analysis) -> str:
         return "No run completed with a measurement."
     if len(completed) == 1:
         return f"Every completed run {values.get(completed[0], completed[0])}, so there are no pairs to compare."
-    return "No pairs: no two completed runs differ in torch.compile alone."
+    return "No pairs: no two completed runs differ only in torch.compile."
 
 
 def _folders_finding(analysis: Analysis) -> Finding:
@@ -176,7 +176,7 @@ def _axis_finding(analysis: Analysis, axis: str) -> Finding:
     question = _QUESTIONS.get(axis, f"What does {AXIS_NAMES.get(axis, axis)} change?")
     known = _answering(analysis, axis)
     if not known:
-        return Finding(question, "No pairs.", [f"No two completed runs differ in {AXIS_NAMES.get(axis, axis)} alone."])
+        return Finding(question, "No pairs.", [f"No two completed runs differ only in {AXIS_NAMES.get(axis, axis)}."])
     first = _headline_effect(known)
     answer = f"{value_name(axis, first.to_value)} instead of {value_name(axis, first.from_value)}: "
     answer += f"{_both(first.change(THROUGHPUT), first.change(MEMORY))}."
@@ -187,7 +187,7 @@ def _axis_finding(analysis: Analysis, axis: str) -> Finding:
 
 
 def _headline_effect(effects: list[Effect]) -> Effect:
-    """Of the first source: sharding everything against nothing where meshes are compared, else the first step."""
+    """The effect of the first source to show: full sharding against none if meshes are compared, else the first."""
     mine = [effect for effect in effects if effect.source == effects[0].source]
     extremes = [
         effect
@@ -219,7 +219,7 @@ def _fastest_finding(analysis: Analysis) -> Finding:
     question = "What was fastest?"
     cells = fastest(analysis.results)
     if cells.empty:
-        return Finding(question, "Nothing was measured.", ["No run completed with a measurement."])
+        return Finding(question, "No measurements.", ["No run completed with a measurement."])
     best = cells.loc[cells[THROUGHPUT.column].idxmax()]
     answer = f"{best[THROUGHPUT.column]:,.4g} images/s "
     answer += f"with {_work_name(best)}." if best.get(MODEL) else f"at patch size {best[PATCH_SIZE]}."
@@ -253,7 +253,7 @@ def _status_finding(analysis: Analysis) -> Finding:
         sentences.append(f"The most frequent failure, {count(number, 'run')}: {reason or 'no reason recorded'}.")
     not_completed = counts.get("completed", 0) < len(runs)
     sentences.append(
-        "Runs that did not complete are listed below and count nowhere as data." if not_completed else "All did."
+        "Runs that did not complete are listed below and not used as data." if not_completed else "All did."
     )
     return Finding("Did everything run?", answer, sentences)
 
@@ -267,7 +267,7 @@ def where(analysis: Analysis, source: str) -> str:
 
 
 def effect_name(effect: Effect) -> str:
-    """`torch.compile: off → on`; of folders the one that is compared with the first."""
+    """`torch.compile: off → on`; for folders, the one that is compared with the first."""
     if effect.axis == "source":
         return effect.to_value
     start, end = value_name(effect.axis, effect.from_value), value_name(effect.axis, effect.to_value)
@@ -275,7 +275,7 @@ def effect_name(effect: Effect) -> str:
 
 
 def value_name(axis: str, value: str) -> str:
-    """A value of an axis as a reader would say it: `on`, `FSDP 1,8`."""
+    """A value of an axis for readers: `on`, `FSDP 1,8`."""
     if axis == COMPILE:
         return {"true": "on", "false": "off"}.get(value, value)
     if axis == PARALLEL:
@@ -284,7 +284,7 @@ def value_name(axis: str, value: str) -> str:
 
 
 def percent(value: float) -> str:
-    """`+70%`, `−4.2%`: signed, with as many digits as mean something."""
+    """`+70%`, `−4.2%`: signed, with only significant digits."""
     if value != value:
         return "-"
     digits = 0 if abs(value) >= 9.95 else 1
@@ -307,7 +307,7 @@ def _both(throughput: Change, memory: Change) -> str:
 
 
 def _plainly(change: Change, noun: str) -> str:
-    """`+50% images/s`, or that the pairs do not agree on a change."""
+    """`+50% images/s`, or a phrase for no clear change."""
     return f"{percent(change.median)} {noun}" if change.is_clear else f"no clear change in {noun}"
 
 

@@ -1,12 +1,12 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Ledgers of one or more grid folders as one table, checked before anything is computed from them.
+"""Reads and checks the ledgers of one or more grid folders, and combines them in one table.
 
 Notable:
-- A *source* is one grid on one device: what the analysis compares within. A grid whose runs ran on two kinds of
-  device is two sources, so no comparison mixes them unless it is about them.
-- A *cell* is one setting of all axes in one source: the mean of its completed repeats. Only cells are data; runs that
+- A *source* is one grid on one device. The analysis compares within a source. A grid on two kinds of device is two
+  sources, so only comparisons between devices mix them.
+- A *cell* is one setting of all axes in one source: the mean of its completed repeats. Only cells are data. Runs that
   ran out of memory, failed or were skipped are counted and listed, never averaged.
-- Axis values are text, as in the file, so that a number, a switch and `1,8` compare alike.
+- Axis values are text, as in the file, so that numbers, booleans and `1,8` compare in the same way.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _COLUMNS = columns(())
 _AFTER_AXES = _COLUMNS[_COLUMNS.index("num_devices") :]
 _NUMBERS = tuple(name for name in _AFTER_AXES if column_type(name) is not str)
-# Zero or less would be a fault of the measurement, and its ratio to anything is meaningless.
+# Zero or less is a measurement error, and ratios to it are meaningless.
 _POSITIVE = (
     "step_time_s_mean",
     "images_per_second_mean",
@@ -63,12 +63,12 @@ _ORDER = {
 
 @dataclass(frozen=True)
 class GridResults:
-    """What the ledgers hold.
+    """The contents of the ledgers.
 
-    `runs`: one row per run, with `source` (its label). `cells`: one row per setting and source, repeats averaged,
-    with `batch` (a number), `made_by` (commit, versions, steps and window, where a comparison should not mix them)
-    and `num_repeats`. `axes`: their columns, in the order of the ledgers. `contents`: grid.json by grid. `folders`:
-    theirs, by grid.
+    `runs`: one row per run, with `source` (its label). `cells`: one row per setting and source with repeats averaged,
+    `batch` (a number), `made_by` (commit, versions, steps and window, which a comparison should not mix) and
+    `num_repeats`. `axes`: names of the axis columns, in ledger order. `contents`: grid.json by grid. `folders`: folder
+    by grid.
     """
 
     contents: dict[str, dict[str, Any]]
@@ -83,15 +83,15 @@ class GridResults:
 
     @cached_property
     def varied(self) -> list[str]:
-        """Axes with more than one value in the runs of some source, whatever became of those runs."""
+        """Axes with more than one value in the runs of some source, whatever the status of the runs."""
         counts = self.runs.groupby("source")[list(self.axes)].nunique(dropna=False).max()
         return [axis for axis in self.axes if counts[axis] > 1]
 
     @cached_property
     def effects(self) -> list[str]:
-        """Varied axes that two runs of one batch can differ in: the usual questions first.
+        """Varied axes in which two runs of the same batch can differ, the most common questions first.
 
-        Published models are not compared with each other, nor the resolutions that belong to them.
+        Different published models, and their resolutions, are not compared with each other.
         """
         usual = (COMPILE, CHECKPOINTING, CHECKPOINT_FRACTION, PRECISION, PARALLEL, PATCH_SIZE, FLAVOR)
         apart = [BATCH_SIZE, *([MODEL, FLAVOR] if MODEL in self.axes else [])]
@@ -102,7 +102,7 @@ class GridResults:
 
     @cached_property
     def searched(self) -> set[str]:
-        """Grids whose batch size was searched for, so that each setting has its own."""
+        """Grids with autotuned batch sizes, in which each setting has its own."""
         return {
             name
             for name, content in self.contents.items()
@@ -110,12 +110,12 @@ class GridResults:
         }
 
     def values(self, axis: str, *, completed: bool = True) -> list[str]:
-        """The values of an axis in the order in which they are compared."""
+        """The values of an axis in comparison order."""
         return ordered_values(axis, (self.cells if completed else self.runs)[axis].unique())
 
 
 def read_grids(folders: list[Path]) -> GridResults:
-    """The ledgers of grid folders; ConfigError for a folder or a ledger that cannot be trusted as a whole."""
+    """Read the ledgers of grid folders. Raises ConfigError for an invalid or truncated folder or ledger."""
     import pandas as pd
 
     unique = list({folder.resolve(): folder for folder in folders}.values())
@@ -126,7 +126,7 @@ def read_grids(folders: list[Path]) -> GridResults:
     for table, name in zip(tables, names, strict=True):
         table["grid"] = name
     runs = pd.concat(tables, ignore_index=True)
-    for axis in axes:  # one that another ledger does not have
+    for axis in axes:  # axes that another ledger does not have
         runs[axis] = runs[axis].fillna("")
     runs["source"] = _source_labels(runs)
     runs["batch"] = pd.to_numeric(runs[BATCH_SIZE], errors="coerce")
@@ -140,14 +140,14 @@ def read_grids(folders: list[Path]) -> GridResults:
 
 
 def work_axes(axes: Iterable[str]) -> list[str]:
-    """Those that say how much work a sample is: across them no speed is compared with another."""
+    """Axes that change the work per sample. Speeds across their values are not compared."""
     return [FLAVOR, PATCH_SIZE, *(axis for axis in (MODEL, RESOLUTION) if axis in axes)]
 
 
 def ordered_values(axis: str, values: Any) -> list[str]:
-    """Values of an axis from the plainer to the other: a comparison goes from left to right.
+    """Values of an axis in comparison order, which goes from the baseline to the alternative.
 
-    Known words have their order, numbers ascend, meshes go from the most sharded to the least; else as they come.
+    Known words have a fixed order, numbers ascend, and meshes go from most to least sharded. Others keep their order.
     """
     found = list(dict.fromkeys(values))
     known = _ORDER.get(axis, ())
@@ -177,22 +177,22 @@ def _mesh_order(value: str) -> tuple[int, int]:
 
 
 def _read_ledger(folder: Path) -> pd.DataFrame:
-    """The runs of one grid folder, checked: axes as text, measurements as numbers."""
+    """The checked runs of one grid folder: axes as text, measurements as numbers."""
     file = folder / CSV_NAME
     if file.exists():
         table = _read_csv(file)
     elif (file := folder / PARQUET_NAME).exists():
         table = _read_parquet(file)
     else:
-        raise ConfigError(f"{folder} holds no {CSV_NAME}: no run of this grid has ended yet")
+        raise ConfigError(f"{folder} has no {CSV_NAME}: no run of this grid has finished yet")
     _check_columns(file, list(table.columns))
     if not len(table):
-        raise ConfigError(f"{file} holds no run yet")
+        raise ConfigError(f"{file} contains no run yet")
     return _typed(file, table)
 
 
 def _read_content(folder: Path) -> dict[str, Any]:
-    """grid.json: ConfigError where the folder is no grid's."""
+    """Read grid.json. Raises ConfigError if the folder is not a grid folder."""
     file = folder / "grid.json"
     check_folder(folder, mark="grid.json", what="a grid folder")
     try:
@@ -200,21 +200,21 @@ def _read_content(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} does not parse: {error}") from None
     if not isinstance(content, dict) or "schema_version" not in content:
-        raise ConfigError(f"{file} is not that of an ablation grid: it has no schema_version")
+        raise ConfigError(f"{file} does not belong to an ablation grid: it has no schema_version")
     if content["schema_version"] != SCHEMA_VERSION:
         raise _other_version(file, content["schema_version"])
     return content
 
 
 def _read_csv(file: Path) -> pd.DataFrame:
-    """Every field as text. A file that a copy or a full disk cut short is refused: the rest would look whole."""
+    """Read every field as text. A file truncated by a copy or a full disk is refused: it would look complete."""
     import pandas as pd
 
     try:
         text = file.read_text(encoding="utf-8")
         lines = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{file} is no whole CSV file: {error}") from None
+        raise ConfigError(f"{file} is not a complete CSV file: {error}") from None
     if not lines:
         raise ConfigError(f"{file} is empty")
     header, *rows = lines
@@ -228,14 +228,14 @@ def _read_csv(file: Path) -> pd.DataFrame:
 
 
 def _read_parquet(file: Path) -> pd.DataFrame:
-    """Like `_read_csv`: text, empty where there is no value."""
+    """Like `_read_csv`: text, with empty strings for missing values."""
     import pyarrow
     from pyarrow import parquet
 
     try:
         table = parquet.read_table(file).to_pydict()
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"{file} is no whole parquet file: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{file} is not a complete parquet file: {' '.join(str(error).split())}") from None
     import pandas as pd
 
     return pd.DataFrame({name: [_text(value) for value in values] for name, values in table.items()}, dtype=object)
@@ -254,7 +254,7 @@ def _check_columns(file: Path, header: list[str]) -> None:
 
 
 def _axes_of(header: list[str]) -> list[str]:
-    """Axes stand between `reason` and `num_devices`."""
+    """Axes are the columns between `reason` and `num_devices`."""
     return header[header.index("reason") + 1 : header.index("num_devices")]
 
 
@@ -284,11 +284,11 @@ def _typed(file: Path, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _other_version(file: Path, version: Any) -> ConfigError:
-    return ConfigError(f"{file} is of version {version}; this analysis reads version {SCHEMA_VERSION}")
+    return ConfigError(f"{file} has schema version {version}; this analysis reads version {SCHEMA_VERSION}")
 
 
 def distinct_names(folders: list[Path]) -> list[str]:
-    """The folders' names, with as many parents as tell them apart."""
+    """The folder names, with as many parents as needed to make them unique."""
     resolved = [folder.resolve() for folder in folders]
     for depth in range(1, max(len(path.parts) for path in resolved) + 1):
         names = ["/".join(path.parts[-depth:]) for path in resolved]
@@ -298,8 +298,8 @@ def distinct_names(folders: list[Path]) -> list[str]:
 
 
 def _source_labels(runs: pd.DataFrame) -> pd.Series:
-    """`grid`, and the device with it where grids or devices are several."""
-    # A run that died before it could say where it ran belongs with the others of its grid.
+    """`grid`, with the device if there are several grids or devices."""
+    # A run that failed before it recorded its device is assigned to the other runs of its grid.
     named = runs[runs["device"] != ""].groupby("grid")["device"]
     usual = {grid: names.mode()[0] for grid, names in named}
     device = runs["device"].where(runs["device"] != "", [usual.get(grid, "unknown device") for grid in runs["grid"]])
@@ -309,7 +309,7 @@ def _source_labels(runs: pd.DataFrame) -> pd.Series:
 
 
 def _average_repeats(runs: pd.DataFrame, axes: tuple[str, ...]) -> pd.DataFrame:
-    """Cells: the completed runs that were measured, repeats of a setting averaged."""
+    """Cells: completed runs with measurements, averaged over the repeats of a setting."""
     data = runs[(runs["status"] == "completed") & runs["images_per_second_mean"].notna()].copy()
     data["made_by"] = (
         data["git_commit"]

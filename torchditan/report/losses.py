@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Loss against steps, read from the runs' own metrics: a convergence study is a grid like any other, of longer runs.
+"""Loss over steps, from the metrics of the runs. A convergence study is a grid with longer runs.
 
-Notable: a run whose loss was not finite is shown as far as it came, whatever its status.
+Notable: a run whose loss became non-finite is shown up to that point, whatever its status.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 LEARNING_RATE = "optimizer.lr"
 FEWEST_STEPS = 100
-"""Of a run whose loss says something; a benchmark's random latents are not learned from."""
+"""Minimum number of steps of a run whose loss is shown. Random latents of short benchmarks cannot be learned."""
 _MOST_POINTS = 100
 
 
 @dataclass(frozen=True)
 class LossCurve:
-    """One run: means of its loss over stretches of steps."""
+    """One run: means of its loss over intervals of steps."""
 
     run_name: str
     source: str
     status: str
     precision: str
     learning_rate: str
-    """Empty where the grid does not vary it."""
+    """Empty if the grid does not vary it."""
     steps: list[float]
     losses: list[float]
 
 
 def loss_curves(results: GridResults) -> list[LossCurve]:
-    """The curves of all runs that logged `FEWEST_STEPS` or more, and of shorter ones of such grids that failed."""
+    """Curves of all runs with at least `FEWEST_STEPS` logged steps, and of shorter failed runs of the same grids."""
     runs = results.runs
     long = runs[runs["steps"] >= FEWEST_STEPS]
     curves = []
@@ -68,15 +68,16 @@ def _is_finite(loss: float | None) -> bool:
 
 
 def _means(points: list[tuple[float, float]]) -> list[tuple[float, ...]]:
-    """At most `_MOST_POINTS` of them: means over stretches of equal length."""
+    """At most `_MOST_POINTS` points: means over intervals of equal length."""
     length = math.ceil(len(points) / _MOST_POINTS)
     stretches = [points[start : start + length] for start in range(0, len(points), length)]
     return [tuple(sum(column) / len(part) for column in zip(*part, strict=True)) for part in stretches]
 
 
 def final_losses(results: GridResults) -> dict[str, dict[str, str]]:
-    """Mean loss over the measured window, by learning rate and precision, in order; where no run completed, what became
-    of them.
+    """Mean loss over the measured window, by learning rate and precision, in order.
+
+    If no run completed, the entry has the statuses of the runs.
     """
     runs = results.runs[results.runs["steps"] >= FEWEST_STEPS]
     rates = runs[LEARNING_RATE] if LEARNING_RATE in results.axes else runs[PRECISION].map(lambda _: "")

@@ -1,9 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What every report is made of: one HTML page that opens offline, its tables, plots and cards.
+"""Building blocks of the reports: an HTML page that works offline, with tables, plots and cards.
 
 Notable:
-- plotly's script is inlined once; the page loads nothing.
-- Texts are escaped here: a run's error message is text, not markup.
+- The script of plotly is inlined once. The page loads nothing.
+- Texts are escaped here: the error message of a run is text, not markup.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ figcaption b{display:block}
 figure img{max-width:100%;height:auto;border:1px solid #ccc}
 .plot{margin:6px 0 10px;min-width:0}
 .check::before{display:inline-block;width:6em;font-weight:600;white-space:nowrap}
-.check.pass::before{content:"holds";color:#006B4E}
-.check.fail::before{content:"not so";color:#A84300}
+.check.pass::before{content:"passed";color:#006B4E}
+.check.fail::before{content:"failed";color:#A84300}
 .check.skip::before{content:"unknown";color:#555}
 .check{margin:8px 0 0;max-width:none}
 .detail{margin:0 0 4px 6em;color:#333}
@@ -69,7 +69,7 @@ figure img{max-width:100%;height:auto;border:1px solid #ccc}
 
 
 def document(*, title: str, heading: str, top: str, findings: str, sections: Iterable[tuple[str, str, str]]) -> str:
-    """The whole page. `top` and `findings` are HTML, and so is the last part of a section (anchor, title, content)."""
+    """The HTML page. `top`, `findings` and the content of each section (anchor, title, content) are HTML."""
     sections = list(sections)
     script = import_module("plotly.offline").get_plotlyjs()
     links = "".join(f'<a href="#{anchor}">{html.escape(name)}</a>' for anchor, name, _ in sections)
@@ -87,7 +87,7 @@ def document(*, title: str, heading: str, top: str, findings: str, sections: Ite
 
 
 def require(*libraries: str) -> None:
-    """ConfigError where what a report is made with is not installed."""
+    """Raise ConfigError if a library of the report is not installed."""
     for name in libraries:
         try:
             import_module(name)
@@ -96,16 +96,16 @@ def require(*libraries: str) -> None:
 
 
 def write_files(contents: dict[Path, bytes], out: Path) -> None:
-    """Write the files of a report, all in the folder of `--out`."""
+    """Write the files of a report to the folder of `--out`."""
     try:
         for path, content in contents.items():
             write_file(path, content)
     except OSError as error:
-        raise option_error("--out", str(out), f"is no folder that can be written ({error.strerror})") from None
+        raise option_error("--out", str(out), f"is not a writable folder ({error.strerror})") from None
 
 
 def card(finding: Finding, classes: str) -> str:
-    """A question, its answer in large, and the numbers behind it."""
+    """A card with a question, its answer in large type, and the numbers behind it."""
     if len(finding.sentences) == 1:
         text = f"<p>{html.escape(finding.sentences[0])}</p>"
     else:
@@ -115,7 +115,7 @@ def card(finding: Finding, classes: str) -> str:
 
 
 def plot(figure: Any | None, name: str, otherwise: str) -> str:
-    """The figure as a div, without plotly's script."""
+    """The figure as a div without the script of plotly, or the text `otherwise` if the figure is None."""
     if figure is None:
         return none(otherwise)
     text = figure.to_html(
@@ -131,7 +131,7 @@ def plot(figure: Any | None, name: str, otherwise: str) -> str:
 def table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], numeric: set[str] | frozenset[str] = frozenset()
 ) -> str:
-    """Texts in rows; columns named in `numeric` stand to the right."""
+    """A table of texts. Columns named in `numeric` are right-aligned."""
     rows = list(rows)
     head = "".join(f"<th{_class(header in numeric)}>{html.escape(header)}</th>" for header in headers)
     lines = [
@@ -151,10 +151,10 @@ def _class(is_numeric: bool) -> str:
 
 
 def details(summary: str, content: str, *, is_open: bool = False) -> str:
-    """Content that unfolds."""
+    """Collapsible content."""
     return f"<details{' open' if is_open else ''}><summary>{html.escape(summary)}</summary>{content}</details>"
 
 
 def none(text: str) -> str:
-    """Why there is nothing to show."""
+    """A paragraph that explains missing content."""
     return f'<p class="none">{html.escape(text)}</p>'

@@ -1,13 +1,13 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""What one setting buys: pairs of cells that differ in it and in nothing else, and the statistics of their changes.
+"""The effect of one setting: pairs of cells that differ only in that setting, and statistics of their changes.
 
 Notable:
-- A change is taken within each pair, then the median over pairs. A mean over all compiled runs against a mean over all
-  others would compare different batch sizes, because the runs that fit are not the same.
-- Three comparisons, kept apart: at the *same batch*; each side at its *best batch* (the fastest of those tried); and
+- The change is computed within each pair, then the median over pairs. Means over all compiled and all other runs would
+  compare different batch sizes, because different runs fit into memory.
+- There are three separate comparisons: at the *same batch*; each side at its *best batch* (the fastest one tried); and
   the same setting *between folders*.
-- A best-batch pair counts only where both sides were tried at the same batches: else the side with more tries wins.
-  In a grid whose batches were searched for, each side has the one that the search found.
+- A best-batch pair counts only if both sides were tried at the same batches. Otherwise the side with more tries would
+  win. In a grid with autotuned batches, each side uses the batch that the search found.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torchditan.report.grid_results import GridResults, ordered_values
 if TYPE_CHECKING:
     import pandas as pd
 
-_ALL_PAIRS_UP_TO = 4  # values of an axis; longer ones (seeds, learning rates) are compared neighbour by neighbour
+_ALL_PAIRS_UP_TO = 4  # values of an axis; with more (seeds, learning rates) only neighbours are compared
 
 
 class Metric(NamedTuple):
-    """A column of the ledger, its name in sentences, and which direction is better."""
+    """A column of the ledger, its name in sentences, and its better direction."""
 
     column: str
     name: str
@@ -45,7 +45,7 @@ METRICS = (THROUGHPUT, MFU, MEMORY)
 
 
 class Change(NamedTuple):
-    """Percent changes of a metric over matched pairs; NaN where there is no pair."""
+    """Percent changes of a metric over matched pairs; NaN without pairs."""
 
     num_pairs: int
     median: float
@@ -54,19 +54,19 @@ class Change(NamedTuple):
     minimum: float
     maximum: float
     num_better: int
-    noise: float  # percent: what two runs of equal speed would differ by, from the spread of their steps
+    noise: float  # percent: expected difference of two runs of equal speed, from the spread of their steps
 
     @property
     def is_clear(self) -> bool:
-        """The middle half of the pairs moved one way, and the median by more than the noise."""
+        """Whether the middle half of the pairs has one sign and the median exceeds the noise."""
         return self.num_pairs > 0 and self.quartile_1 * self.quartile_3 > 0 and abs(self.median) > self.noise
 
 
 def matched_pairs(cells: pd.DataFrame, axes: tuple[str, ...], effects: list[str]) -> pd.DataFrame:
-    """Pairs of cells of one source that are equal in every axis but one of `effects`.
+    """Pairs of cells of one source that are equal in every axis except one of `effects`.
 
-    Returns one row per pair: `source`, `axis`, `from_value`, `to_value`, and `a`, `b`, the rows of `cells` that have
-    them. Cells are unique in (source, axes), so a pair is. Runs on other numbers of devices never pair.
+    Returns one row per pair: `source`, `axis`, `from_value`, `to_value`, and `a` and `b`, the row numbers in `cells`.
+    Cells are unique in (source, axes), so pairs are unique too. Runs on different numbers of devices never pair.
     """
     import pandas as pd
 
@@ -87,16 +87,16 @@ def matched_pairs(cells: pd.DataFrame, axes: tuple[str, ...], effects: list[str]
 
 
 def compared_values(axis: str, values: object) -> list[tuple[str, str]]:
-    """Which values of an axis are compared: all with all where they are few, else neighbours."""
+    """The compared values of an axis: all pairs if there are few values, else neighbours."""
     ordered = ordered_values(axis, values)
     everything = axis == PARALLEL or len(ordered) <= _ALL_PAIRS_UP_TO
     return list(combinations(ordered, 2) if everything else pairwise(ordered))
 
 
 def best_batch_pairs(results: GridResults) -> tuple[pd.DataFrame, int]:
-    """Matched pairs of the fastest batch of each setting, and how many were left out because the batches tried differ.
+    """Matched pairs of the fastest batch of each setting, and the number excluded because the tried batches differ.
 
-    A batch was tried where its run completed, ran out of memory, or was skipped (after a smaller one had run out).
+    A batch counts as tried if its run completed, ran out of memory, or was skipped after a smaller batch did.
     """
     setting = ["source", *(axis for axis in results.axes if axis != BATCH_SIZE)]
     cells = results.cells
@@ -120,7 +120,7 @@ def best_batch_pairs(results: GridResults) -> tuple[pd.DataFrame, int]:
 
 
 def folder_pairs(results: GridResults) -> pd.DataFrame:
-    """The same setting in the first source and in each other one: `axis` is "source"."""
+    """Pairs of the same setting in the first source and in each other source: `axis` is "source"."""
     import pandas as pd
 
     first, *others = results.sources
@@ -159,7 +159,7 @@ def with_changes(pairs: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def change_of(pairs: pd.DataFrame, metric: Metric) -> Change:
-    """Median, quartiles (linear interpolation) and extremes of the pairs in which the metric is known on both sides."""
+    """Median, quartiles (linear interpolation) and extremes over the pairs with the metric on both sides."""
     import numpy as np
 
     percent = pairs[f"{metric.column}_percent"].to_numpy(float)

@@ -1,11 +1,12 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The plots of the report, as plotly figures: percent changes, interactions, batch, frontier, scaling, folders.
+"""The plots of the report as plotly figures: percent changes, interactions, batch, frontier, scaling, folders.
 
 Notable:
-- Changes are drawn as ratios on a logarithmic axis that is labelled in percent: twice as fast and half as fast are
-  equally far from no change, and patch sizes do not crush the rest.
-- Colours are Okabe and Ito's, which colour-blind readers tell apart; blue is better and orange worse in the heat maps.
-- A figure is None where its runs are missing; the report says so in its place.
+- Changes are ratios on a logarithmic axis with labels in percent. Twice as fast and half as fast have the same distance
+  from no change, and large effects such as patch size do not compress the others.
+- Colours are those of Okabe and Ito, which colour-blind readers can distinguish. In the heat maps blue is better and
+  orange is worse.
+- A figure is None if its runs are missing; the report then shows a sentence instead.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "
 _FONT = "system-ui, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 _NICE_PERCENT = (0.2, 0.5, 1, 2, 5, 10, 15, 20, 25, 30, 40, 50, 60, 70, 80, 90, 95)
 _NICE_GROWTH = (*_NICE_PERCENT[:12], 75, 100, 150, 200, 300, 400, 500, 700, 1000, 1500, 2000, 3000, 5000, 10000)
-_MOST_POINTS = 400  # single pairs drawn behind one whisker
-_SVG_POINTS = 3000  # above this WebGL draws them
+_MOST_POINTS = 400  # single pairs drawn per whisker
+_SVG_POINTS = 3000  # above this number WebGL draws the points
 _MOST_COLUMNS = 24
-_LETTER_WIDTH, _TICK_GAP = 0.035, 0.05  # of the narrowest panel
+_LETTER_WIDTH, _TICK_GAP = 0.035, 0.05  # relative to the narrowest panel
 _PER_DEVICE = "images_per_second_per_device_mean"
 
 
 def effects_figure(analysis: Analysis, effects: list[Effect]) -> Any | None:
-    """Median, quartiles, extremes and single pairs of every effect on every metric; one colour per source."""
+    """Median, quartiles, extremes and single pairs of every effect on every metric, one colour per source."""
     effects = [effect for effect in effects if effect.change(THROUGHPUT).num_pairs]
     if not effects:
         return None
@@ -119,7 +120,7 @@ def _whiskers(effects: list[Effect], heights: list[float], metric: Metric, *, co
 def _write_counts(
     figure: Any, effects: list[Effect], heights: list[float], metric: Metric, end: float, column: int
 ) -> None:
-    """`n=...` for every effect, at the right edge of a panel, where nothing is drawn."""
+    """Write `n=...` for every effect at the empty right edge of a panel."""
     go = import_module("plotly.graph_objects")
     counts = go.Scatter(
         x=[end] * len(effects),
@@ -135,7 +136,7 @@ def _write_counts(
 
 
 def _percent_axis(figure: Any, low: float, high: float, column: int) -> float:
-    """A logarithmic axis of ratios, labelled in percent, with room at its right; returns its end."""
+    """Set a logarithmic axis of ratios with labels in percent and free space at its right. Returns its end."""
     width = max(math.log10(high / low), 0.02)
     start, end = math.log10(low) - 0.06 * width, math.log10(high) + 0.3 * width
     ticks = percent_ticks(start, end)
@@ -153,7 +154,7 @@ def _percent_axis(figure: Any, low: float, high: float, column: int) -> float:
 
 
 def percent_ticks(start: float, end: float) -> list[float]:
-    """Round percentages for an axis of log10 ratios, from no change outwards, far enough apart for their labels."""
+    """Round percentages for an axis of log10 ratios, from no change outwards, spaced so that labels do not overlap."""
     end -= 0.07 * (end - start)  # the last label must not reach into the next panel
     ticks = [0.0]
     for sign, nice in ((1, _NICE_GROWTH), (-1, _NICE_PERCENT)):
@@ -173,7 +174,7 @@ def _tick_label(percentage: float) -> str:
 
 
 def interactions_figure(analysis: Analysis) -> Any | None:
-    """Each effect where another axis has one value: a heat map per source and metric, chosen by a menu."""
+    """Each effect for each value of another axis: a heat map per source and metric, selected in a menu."""
     go = import_module("plotly.graph_objects")
     maps = []
     for metric in METRICS:
@@ -210,14 +211,14 @@ def _heat_map(analysis: Analysis, effects: list[Effect], metric: Metric, table: 
     values, texts, hovers = [], [], []
     for position, effect in enumerate(effects):
         known = [cells.get((position, *column)) for column in columns]
-        # On the logarithmic scale of the other plots: +100% is as blue as −50% is orange.
+        # Logarithmic like the other plots: the blue of +100% is as strong as the orange of −50%.
         values.append([None if cell is None else sign * math.log2(1 + cell[0] / 100) for cell in known])
         texts.append(["" if cell is None else percent(cell[0]) for cell in known])
         hovers.append(
             [
                 ""
                 if cell is None
-                else f"<b>{effect_name(effect)}</b><br>where {_axis_value(*column)}<br>"
+                else f"<b>{effect_name(effect)}</b><br>with {_axis_value(*column)}<br>"
                 f"{metric.name} {percent(cell[0])}, median of {cell[1]:,} pairs"
                 for column, cell in zip(columns, known, strict=True)
             ]
@@ -246,7 +247,7 @@ def _heat_map(analysis: Analysis, effects: list[Effect], metric: Metric, table: 
 
 
 def _mapped_axes(analysis: Analysis, table: pd.DataFrame) -> list[str]:
-    """Axes whose values are columns of the map; those with the most values go first where it would get too wide."""
+    """Axes whose values are columns of the map. If too many, those with the most values are dropped first."""
     widths = table.groupby("axis")["value"].nunique()
     axes = [axis for axis in analysis.results.varied if axis in widths.index]
     while len(axes) > 1 and sum(widths[axis] for axis in axes) > _MOST_COLUMNS:
@@ -255,7 +256,7 @@ def _mapped_axes(analysis: Analysis, table: pd.DataFrame) -> list[str]:
 
 
 def batch_figure(analysis: Analysis) -> Any | None:
-    """Throughput per device and peak memory against the batch, a line per setting."""
+    """Throughput per device and peak memory over the batch size, one line per setting."""
     results = analysis.results
     cells = results.cells[results.cells["batch"].notna()]
     batches = sorted(cells["batch"].unique())
@@ -277,7 +278,7 @@ def batch_figure(analysis: Analysis) -> Any | None:
 
 
 def frontier_figure(analysis: Analysis) -> Any | None:
-    """Throughput per device against peak memory, and the cells that no other beats in both."""
+    """Throughput per device over peak memory, with the Pareto frontier."""
     go = import_module("plotly.graph_objects")
     cells = analysis.results.cells
     cells = cells[cells[MEMORY.column].notna() & cells[_PER_DEVICE].notna()]
@@ -309,7 +310,7 @@ def frontier_figure(analysis: Analysis) -> Any | None:
 def _colored_panels(
     analysis: Analysis, cells: pd.DataFrame, panels: tuple[tuple[str, str], ...], titles: list[str], *, mode: str
 ) -> Any:
-    """Cells in one or two panels of (x, y) columns, coloured by an axis that a menu chooses."""
+    """Cells in one or two panels of (x, y) columns, coloured by an axis selected in a menu."""
     figure = subplots(cols=len(panels), subplot_titles=titles or None, horizontal_spacing=0.09)
     axes = _color_axes(analysis)
     buttons, owners = [], []
@@ -333,7 +334,7 @@ def _colored_panels(
 
 
 def _color_axes(analysis: Analysis) -> list[str]:
-    """The source first where there are several, then compile, and the other varied axes with few values."""
+    """Axes for colours: the source if there are several, compile, and the other varied axes with few values."""
     results = analysis.results
     several = ["source"] if len(results.sources) > 1 else []
     known = (MODEL, COMPILE, CHECKPOINTING, CHECKPOINT_FRACTION, PRECISION, PARALLEL, PATCH_SIZE)
@@ -376,7 +377,7 @@ def _with_gaps(xs: Any, ys: Any, names: Any, settings: Any) -> tuple[Any, Any, A
 
 
 def scaling_figure(analysis: Analysis) -> Any | None:
-    """Throughput per device on more devices, as a part of that on the fewest, a line per mode and source."""
+    """Throughput per device relative to the fewest devices, one line per mode and source."""
     go = import_module("plotly.graph_objects")
     table = scaling(analysis.results)
     if table.empty:
@@ -405,7 +406,7 @@ def scaling_figure(analysis: Analysis) -> Any | None:
 
 
 def loss_figure(curves: list[LossCurve]) -> Any | None:
-    """Loss against steps: a panel for each precision, a colour for each learning rate, a cross where a run failed."""
+    """Loss over steps: a panel per precision, a colour per learning rate, and a cross at the end of failed runs."""
     go = import_module("plotly.graph_objects")
     if not curves:
         return None
@@ -445,7 +446,7 @@ def loss_figure(curves: list[LossCurve]) -> Any | None:
 
 
 def folders_figure(analysis: Analysis) -> Any | None:
-    """Each folder against the first one, over the settings that both completed."""
+    """Each folder relative to the first one, over the settings that completed in both."""
     return effects_figure(analysis, analysis.between_folders)
 
 
@@ -469,7 +470,7 @@ def _menu(buttons: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def log_axis(figure: Any, values: pd.Series, **where: Any) -> None:
-    """A logarithmic vertical axis over `values` with its ticks written out; a linear one where they are alike."""
+    """Set a logarithmic vertical axis with plain tick labels, or a linear axis if the values are similar."""
     low, high = math.log10(values.min()), math.log10(values.max())
     if high - low < 0.6:
         figure.update_yaxes(rangemode="tozero", **where)
@@ -481,7 +482,7 @@ def log_axis(figure: Any, values: pd.Series, **where: Any) -> None:
 
 
 def style(figure: Any, *, height: int, top: int = 40, legend_gap: int | None = None) -> Any:
-    """One look. The legend, if any, stands so many pixels below the axes, where long names can wrap."""
+    """Apply the common style. A legend is `legend_gap` pixels below the axes, so that long names can wrap."""
     inside = height - top - 100
     figure.update_layout(
         template="plotly_white",

@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""report.html: the findings of ablation grids in sentences, tables and interactive plots, in one file, offline.
+"""report.html: findings, tables and interactive plots of ablation grids, in one file that works offline.
 
 Notable:
-- The same ledgers give the same bytes.
-- Everything that comes from a ledger is escaped, here or by page.py.
-- The first screen answers whether to compile, and says what was measured on what.
+- The same ledgers always give the same bytes.
+- All text from ledgers is escaped, here or in page.py.
+- The first screen answers whether to compile, and lists hardware and versions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torchditan.report.sanity import MINUS, Check, count
 
 
 def write_report(folders: list[Path], out: Path) -> Path:
-    """Analyse grid folders; write report.html, effects.csv and pairs.csv to `out`, and return the report's path."""
+    """Analyse grid folders and write report.html, effects.csv and pairs.csv to `out`. Returns the path of the page."""
     page.require("pandas", "plotly")
     analysis = analyse(folders)
     report = out / "report.html"
@@ -54,27 +54,27 @@ def write_report(folders: list[Path], out: Path) -> Path:
 
 
 def report_html(analysis: Analysis) -> str:
-    """The whole page."""
+    """The HTML page."""
     names = ", ".join(dict.fromkeys(analysis.results.runs["grid"]))
     sections = (
         ("effects", "What each setting changes", _effects_section),
         ("memory", "Memory at the same batch", _memory_section),
         ("best", "Each at its best batch", _best_section),
-        ("interactions", "Where it depends on something else", _interactions_section),
-        ("batch", "Throughput and memory against batch", _batch_section),
-        ("frontier", "Memory against throughput", _frontier_section),
+        ("interactions", "Interactions between settings", _interactions_section),
+        ("batch", "Throughput and memory over batch size", _batch_section),
+        ("frontier", "Throughput over memory", _frontier_section),
         ("scaling", "More devices", _scaling_section),
-        ("loss", "Loss against steps", _loss_section),
+        ("loss", "Loss over steps", _loss_section),
         ("folders", "Between folders and devices", _folders_section),
         ("sanity", "Sanity checks", _sanity_section),
         ("failures", "Runs that did not complete", _failures_section),
         ("origin", "Hardware and versions", _origin_section),
-        ("method", "How the numbers are made", _method_section),
+        ("method", "How the numbers are computed", _method_section),
     )
     shown = [(anchor, title, make(analysis)) for anchor, title, make in sections]
     return page.document(
         title=f"Ablations: {names}",
-        heading=f"What the optimisations buy: {names}",
+        heading=f"Effects of the optimisations: {names}",
         top=_facts(analysis),
         findings=_findings_box(analysis),
         sections=shown,
@@ -92,12 +92,12 @@ def _facts(analysis: Analysis) -> str:
     steps = _list(f"{value:g}" for value in runs["steps"].dropna())
     commits = _shorten(map(_commit, runs["git_commit"]))
     text = f"{devices or 'unknown hardware'}. torch {torch or 'unknown'}, commit {commits}, run {days}. "
-    text += f"{steps or '?'} steps a run, the last {windows or '?'} measured. "
+    text += f"{steps or '?'} steps per run, the last {windows or '?'} measured. "
     return f'<p class="facts">{html.escape(text)}</p>'
 
 
 def _commit(text: str) -> str:
-    """The first letters of a commit, and whether files differed from it."""
+    """The abbreviated commit, and whether files differed from it."""
     return text[:12] + ("-dirty" if text.endswith("-dirty") else "")
 
 
@@ -123,10 +123,10 @@ def _sanity_card(analysis: Analysis) -> str:
     looked = [check for check in analysis.checks if check.passed is not None]
     if failed:
         verb = "needs" if len(failed) == 1 else "need"
-        answer = f"{len(failed)} of {count(len(looked), 'sanity check')} {verb} a look."
+        answer = f"{len(failed)} of {count(len(looked), 'sanity check')} {verb} attention."
         sentences = [f"Not so: {check.title[0].lower()}{check.title[1:]}. {check.sentence}" for check in failed]
     else:
-        answer = f"All {count(len(looked), 'sanity check')} hold." if looked else "Nothing could be checked."
+        answer = f"All {count(len(looked), 'sanity check')} passed." if looked else "No check was possible."
         sentences = [f"{check.title}." for check in looked[:4]]
     return page.card(
         Finding("Can I trust these numbers?", answer, sentences), "finding warn" if failed else "finding"
@@ -135,12 +135,12 @@ def _sanity_card(analysis: Analysis) -> str:
 
 def _effects_section(analysis: Analysis) -> str:
     text = (
-        "<p>Two runs are compared only where they differ in one setting and agree in all others, the batch per device "
-        "included. White dots are medians over such pairs, thick bars the middle half, thin lines all of them, "
-        "n their number.</p>"
+        "<p>Two runs are compared only if they differ in one setting and agree in all others, including the batch per "
+        "device. White dots are medians over such pairs, thick bars the middle half, thin lines the full range, and n "
+        "the number of pairs.</p>"
     )
     if not analysis.same_batch:
-        return text + page.none("No pairs: nothing but the batch varies in these runs.")
+        return text + page.none("No pairs: only the batch varies in these runs.")
     plot = page.plot(plots.effects_figure(analysis, analysis.same_batch), "effects-plot", "No pairs.")
     return text + plot + _effect_table(analysis, analysis.same_batch)
 
@@ -177,12 +177,11 @@ def _why_none(analysis: Analysis, effect: Effect, metric: Metric) -> str:
 
 def _memory_section(analysis: Analysis) -> str:
     text = (
-        "<p>Peak memory of the same pairs, in GiB per device: what a setting saves at a batch that fits either way.</p>"
+        "<p>Peak memory of the same pairs in GiB per device: the saving of a setting at a batch that fits in both.</p>"
     )
     if set(analysis.results.runs["device_type"]) == {"cpu"}:
         text += (
-            "<p>On a CPU this is the resident memory of a process since its start, which also holds what the compiler "
-            "needed.</p>"
+            "<p>On a CPU this is the peak resident memory of a process, which includes the memory of the compiler.</p>"
         )
     rows = []
     for effect in analysis.same_batch:
@@ -219,12 +218,12 @@ def _memory_section(analysis: Analysis) -> str:
 
 def _best_section(analysis: Analysis) -> str:
     text = (
-        "<p>A setting that saves memory may allow a larger batch. Here each side runs at the fastest of the batches "
-        "tried, so the batches of a pair may differ; only settings that were tried at the same batches are compared"
+        "<p>A setting that saves memory may allow a larger batch. Here each side runs at the fastest batch tried, so "
+        "the batches of a pair may differ. Only settings that were tried at the same batches are compared"
         f"{_left_out(analysis)}.</p>"
     )
     if BATCH_SIZE not in analysis.results.varied:
-        return text + page.none("One batch size only: see the effects at the same batch.")
+        return text + page.none("Only one batch size: see the effects at the same batch.")
     known = [effect for effect in analysis.best_batch if len(effect.pairs)]
     if not known:
         return text + page.none("No pairs.")
@@ -253,28 +252,28 @@ def _best_section(analysis: Analysis) -> str:
 
 def _left_out(analysis: Analysis) -> str:
     number = analysis.num_unequal_batches
-    return f" ({count(number, 'pair')} left out for that)" if number else ""
+    return f" ({count(number, 'pair')} excluded)" if number else ""
 
 
 def _interactions_section(analysis: Analysis) -> str:
     text = (
-        "<p>The median change of each effect (row), over the pairs that have one value of another setting (column). "
-        "A row of equal numbers means that the effect does not depend on the column. Blue is better, orange worse. "
-        "Settings with many values are left out where the map would get too wide.</p>"
+        "<p>The median change of each effect (row) over the pairs with one value of another setting (column). If the "
+        "numbers of a row are equal, the effect does not depend on the column. Blue is better, orange is worse. "
+        "Settings with many values are left out if the map would be too wide.</p>"
     )
     figure = plots.interactions_figure(analysis)
     return text + page.plot(figure, "interactions-plot", "No pairs in which a second setting varies.")
 
 
 def _batch_section(analysis: Analysis) -> str:
-    text = "<p>A line is one setting of everything else. Lines end where memory did, or where the grid did.</p>"
+    text = "<p>A line is one combination of the other settings. It ends at the memory limit or the end of the grid.</p>"
     figure = plots.batch_figure(analysis)
-    text += page.plot(figure, "batch-plot", "One batch size only, or none that completed.")
+    text += page.plot(figure, "batch-plot", "Only one batch size, or no completed run.")
     return text + _models(analysis) + _largest_batches(analysis)
 
 
 def _models(analysis: Analysis) -> str:
-    """The fastest run of each published model, per device, to lay beside what others publish."""
+    """The fastest run of each published model, per device, for comparison with published numbers."""
     if MODEL not in analysis.results.axes or analysis.results.cells.empty:
         return ""
     cells = fastest(analysis.results)
@@ -284,7 +283,16 @@ def _models(analysis: Analysis) -> str:
         numbers = ["not measured" if cell[name] != cell[name] else f"{cell[name]:,.3g}" for name in measured]
         devices = f"{cell['num_devices']:g} x {cell['device']}"
         rows.append([cell[MODEL], cell[RESOLUTION], devices, cell[PRECISION], cell[BATCH_SIZE], *numbers])
-    headers = ["model", "resolution", "devices", "precision", "batch", "images/s a device", "TFLOP/s a device", "MFU %"]
+    headers = [
+        "model",
+        "resolution",
+        "devices",
+        "precision",
+        "batch",
+        "images/s per device",
+        "TFLOP/s per device",
+        "MFU %",
+    ]
     headers.append("GiB")
     return "<p>The fastest run of each model:</p>" + page.table(headers, rows, numeric=set(headers[4:]))
 
@@ -305,13 +313,13 @@ def _largest_batches(analysis: Analysis) -> str:
     ]
     headers = ["grid", *(AXIS_NAMES.get(axis, axis) for axis in varied), "largest that ran", "smallest out of memory"]
     shown = page.table(headers, rows, numeric=set(headers[-2:]))
-    return page.details(f"Where memory ended: {count(len(rows), 'setting')}", shown)
+    return page.details(f"Memory limits: {count(len(rows), 'setting')}", shown)
 
 
 def _frontier_section(analysis: Analysis) -> str:
     text = (
-        "<p>Each dot is a setting. The dotted frontier joins those that no other one beats in both memory and "
-        "throughput; models and patch sizes do different work, so each has its own.</p>"
+        "<p>Each dot is a setting. The dotted frontier connects the settings that no other one beats in both memory "
+        "and throughput. Models and patch sizes do different work, so each has its own frontier.</p>"
     )
     return text + page.plot(plots.frontier_figure(analysis), "frontier-plot", "No completed run has both numbers.")
 
@@ -321,18 +329,18 @@ def _scaling_section(analysis: Analysis) -> str:
     devices = sorted({int(number) for number in analysis.results.cells["num_devices"].dropna()})
     if figure is None and len(devices) == 1:
         return page.none(f"All completed runs used {count(devices[0], 'device')}: nothing to scale over.")
-    text = "<p>Images/s per device, as a part of what the same setting reaches on the fewest devices; medians.</p>"
+    text = "<p>Images/s per device, relative to the same setting on the fewest devices (medians).</p>"
     return text + page.plot(figure, "scaling-plot", "No setting completed on two numbers of devices.")
 
 
 def _loss_section(analysis: Analysis) -> str:
     curves = loss_curves(analysis.results)
     if not curves:
-        return page.none(f"No run of {FEWEST_STEPS} steps or more: shorter ones measure speed alone.")
+        return page.none(f"No run has {FEWEST_STEPS} or more steps. Shorter runs measure only speed.")
     table = final_losses(analysis.results)
     text = (
-        "<p>A line is one run, through means of its loss over stretches of steps; a cross ends one that did not "
-        "complete. All runs of a grid see the same samples, noise and timesteps in the same order.</p>"
+        "<p>Each line is one run: means of its loss over intervals of steps. A cross marks the end of a run that did "
+        "not complete. All runs of a grid see the same samples, noise and timesteps in the same order.</p>"
     )
     plot = page.plot(plots.loss_figure(curves), "loss-plot", "No losses.")
     rows = [[rate or "(one)", *losses.values()] for rate, losses in table.items()]
@@ -342,9 +350,9 @@ def _loss_section(analysis: Analysis) -> str:
 
 def _folders_section(analysis: Analysis) -> str:
     if len(analysis.results.sources) == 1:
-        return page.none("One folder, one device. Name further grid folders to compare devices, versions or commits.")
+        return page.none("One folder, one device. Pass more grid folders to compare devices, versions or commits.")
     first = html.escape(analysis.results.sources[0])
-    text = f"<p>The settings that completed both in {first} and in another folder: how much the other differs.</p>"
+    text = f"<p>Changes relative to {first}, over the settings that completed in both folders.</p>"
     plot = page.plot(plots.folders_figure(analysis), "folders-plot", "No setting completed in both.")
     return text + plot + _effect_table(analysis, analysis.between_folders) + _speed_ups(analysis)
 
@@ -387,7 +395,7 @@ def _failures_section(analysis: Analysis) -> str:
         reasons = mine["reason"].replace("", "no reason recorded").value_counts(sort=True)
         rows = [[reason, f"{number:,}"] for reason, number in reasons.head(page.MOST_ROWS // 10).items()]
         text += f"<h3>{title}: {count(len(mine), 'run')}</h3>"
-        if status != "oom":  # their reasons differ in sizes only
+        if status != "oom":  # their reasons differ only in sizes
             text += page.table(["reason", "runs"], rows, numeric={"runs"})
         listed = [
             [row["run_name"], row["source"], row["reason"] or "no reason recorded"]
@@ -435,17 +443,17 @@ def _origin_section(analysis: Analysis) -> str:
 def _method_section(analysis: Analysis) -> str:
     effects = len(analysis.results.effects)
     return (
-        "<p>A run counts as data where it completed and has a throughput. Repeats of a setting are averaged first. For "
-        f"each of the {count(effects, 'setting')} that vary beside the batch, completed runs that are equal in all "
-        "others (and ran on the same kind and number of devices, in the same grid) form pairs; the change is taken "
-        "within a pair, and the table shows median, quartiles (linear interpolation) and extremes over pairs. Changes "
-        "of MFU are relative too: from 20% to 30% is +50%.</p>"
+        "<p>A run is used as data if it completed and has a throughput. Repeats of a setting are averaged first. Pairs "
+        f"are formed for each of the {count(effects, 'setting')} that vary in addition to the batch. The runs of a "
+        "pair completed, agree in all other settings, and ran on the same kind and number of devices in the same "
+        "grid. The change is computed within each pair. The table shows median, quartiles (linear interpolation) and "
+        "extremes over pairs. Changes of MFU are relative too: from 20% to 30% is +50%.</p>"
         "<p>Noise is two standard errors of the difference of a pair's two means, from the spread of the steps in the "
-        "window; steps are treated as independent, so it is a lower bound. A difference is called clear where the "
-        "middle half of the pairs have one sign and the median exceeds the noise. With few pairs, read the pairs: all "
-        "are in pairs.csv, the tables in effects.csv, beside this file.</p>"
-        "<p>Start-up cost of compiling: compile_s of the compiled run less that of its eager pair; repaid after that "
-        "time divided by what one step saves.</p>"
+        "window. Steps are treated as independent, so this is a lower bound. A difference is clear if the middle half "
+        "of the pairs has one sign and the median exceeds the noise. With few pairs, read the single pairs in "
+        "pairs.csv. The tables are in effects.csv, in the same folder.</p>"
+        "<p>The start-up cost of compiling is compile_s of the compiled run minus that of its eager pair. It is repaid "
+        "after this time divided by the time saved per step.</p>"
     )
 
 

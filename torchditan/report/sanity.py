@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Sanity checks of measured runs: what must hold if they measure what they say, and where it does not.
+"""Sanity checks of measured runs: properties that valid measurements must have.
 
-Notable: a check that fails removes nothing. It is shown beside the results, with the runs it is about.
+Notable: a failed check removes nothing. The report shows it next to the results, with the affected runs.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torchditan.report.pairs import MEMORY, MFU, THROUGHPUT, Metric, matched_pai
 if TYPE_CHECKING:
     import pandas as pd
 
-_FALL_PERCENT = 1.0  # below it, noise of a repeated measurement
+_FALL_PERCENT = 1.0  # smaller falls are noise of repeated measurements
 _UNSTEADY_PERCENT = 10.0
 _LOSS_PERCENT = 2.0
-_BASE_KEYS = ("base", "settings", "steps", "window", "memory_limit_gib")  # of grid.json: what no axis says
+_BASE_KEYS = ("base", "settings", "steps", "window", "memory_limit_gib")  # keys of grid.json that no axis covers
 MINUS = "\N{MINUS SIGN}"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check: `passed` is None where there was nothing to look at. `rows` are what it found, under `columns`."""
+    """One check. `passed` is None if no run could be checked. `rows` are its findings, under `columns`."""
 
     title: str
     passed: bool | None
@@ -37,7 +37,7 @@ class Check:
 
 
 def run_checks(results: GridResults, pairs: pd.DataFrame) -> list[Check]:
-    """All checks of the results and of their same-batch pairs."""
+    """Run all checks of the results and of their same-batch pairs."""
     return [
         *(_grows_with_batch(results, metric) for metric in (THROUGHPUT, MFU, MEMORY)),
         _same_loss(results, pairs),
@@ -50,7 +50,7 @@ def run_checks(results: GridResults, pairs: pd.DataFrame) -> list[Check]:
 
 
 def _grows_with_batch(results: GridResults, metric: Metric) -> Check:
-    """The metric from each batch size of a setting to its next larger one."""
+    """Compare the metric between each batch size of a setting and the next larger one."""
     title = f"{metric.name[0].upper()}{metric.name[1:]} does not fall as the batch grows"
     setting = ["source", *(axis for axis in results.axes if axis != BATCH_SIZE)]
     cells = results.cells[results.cells["batch"].notna() & results.cells[metric.column].notna()]
@@ -61,11 +61,11 @@ def _grows_with_batch(results: GridResults, metric: Metric) -> Check:
     if not steps:
         unknown = metric is MFU and not results.cells.empty and results.cells[MFU.column].isna().all()
         why = "the peak of this device is unknown" if unknown else "no setting has two batch sizes"
-        return Check(title, None, f"Nothing to look at: {why}.")
+        return Check(title, None, f"Not checked: {why}.")
     change = 100 * (cells[metric.column] / before - 1)
     falls = change[change < -_FALL_PERCENT].sort_values(kind="stable")
     if falls.empty:
-        return Check(title, True, f"It holds in all {count(steps, 'step')} from one batch size to the next.")
+        return Check(title, True, f"True for all {count(steps, 'step')} from one batch size to the next.")
     smaller = groups["batch"].shift()
     rows = [
         (
@@ -79,26 +79,26 @@ def _grows_with_batch(results: GridResults, metric: Metric) -> Check:
     ]
     sentence = (
         f"It falls by more than {_FALL_PERCENT:g}% in {len(falls)} of {count(steps, 'step')} from one batch size to "
-        f"the next; most, by {-falls.iloc[0]:.1f}%, at {rows[0][0]} (batch {rows[0][2]})."
+        f"the next. The largest fall is {-falls.iloc[0]:.1f}% at {rows[0][0]} (batch {rows[0][2]})."
     )
     return Check(title, False, sentence, ("run", "grid", "batch", metric.name, "change"), rows)
 
 
 def _same_loss(results: GridResults, pairs: pd.DataFrame) -> Check:
-    """Compiling and recomputing change how a step is computed, not what: the loss must agree."""
-    title = "Compiling and activation checkpointing leave the loss as it is"
+    """Compiling and recomputing do not change the result of a step: the losses must agree."""
+    title = "Compiling and activation checkpointing do not change the loss"
     chosen = pairs[pairs["axis"].isin((COMPILE, CHECKPOINTING, CHECKPOINT_FRACTION))]
     loss = results.cells["loss_last"].to_numpy(float)
     a, b = chosen["a"].to_numpy(int), chosen["b"].to_numpy(int)
     difference = chosen.assign(percent=100 * abs(loss[b] / loss[a] - 1))
     difference = difference[difference["percent"].notna()]
     if difference.empty:
-        return Check(title, None, "Nothing to look at: no matched pair with a loss.")
+        return Check(title, None, "Not checked: no matched pair with a loss.")
     wrong = difference[difference["percent"] > _LOSS_PERCENT].sort_values("percent", ascending=False, kind="stable")
     largest = difference["percent"].max()
     if wrong.empty:
         pairs_text = count(len(difference), "matched pair")
-        return Check(title, True, f"The last losses of {pairs_text} differ by {largest:.2g}% at most.")
+        return Check(title, True, f"The last losses of {pairs_text} differ by at most {largest:.2g}%.")
     names = results.cells["run_name"].to_numpy()
     rows = [
         (names[row.a], names[row.b], f"{loss[row.a]:.4g} → {loss[row.b]:.4g}", f"{row.percent:.1f}%")
@@ -106,7 +106,7 @@ def _same_loss(results: GridResults, pairs: pd.DataFrame) -> Check:
     ]
     sentence = (
         f"The last losses differ by more than {_LOSS_PERCENT:g}% in {len(wrong)} of "
-        f"{count(len(difference), 'matched pair')}, by {largest:.1f}% at most."
+        f"{count(len(difference), 'matched pair')}, by at most {largest:.1f}%."
     )
     return Check(title, False, sentence, ("run", "paired with", "last loss", "difference"), rows)
 
@@ -114,28 +114,28 @@ def _same_loss(results: GridResults, pairs: pd.DataFrame) -> Check:
 def _one_origin(results: GridResults, pairs: pd.DataFrame) -> Check:
     title = "Both runs of a pair come from one commit, one set of versions and equal numbers of steps"
     if pairs.empty:
-        return Check(title, None, "Nothing to look at: no matched pair.")
+        return Check(title, None, "Not checked: no matched pair.")
     mixed = pairs[pairs["mixed"]]
     if mixed.empty:
-        return Check(title, True, f"So they do in all {count(len(pairs), 'matched pair')}.")
+        return Check(title, True, f"True for all {count(len(pairs), 'matched pair')}.")
     names, made_by = results.cells["run_name"].to_numpy(), results.cells["made_by"].to_numpy()
     rows = [(names[row.a], made_by[row.a], names[row.b], made_by[row.b]) for row in mixed.itertuples()]
     sentence = (
-        f"{len(mixed)} of {count(len(pairs), 'matched pair')} mix them. They are counted in the medians; "
+        f"{len(mixed)} of {count(len(pairs), 'matched pair')} mix them. The medians include these pairs; "
         "the column `mixed` of pairs.csv marks them."
     )
     return Check(title, False, sentence, ("run", "made by", "paired with", "made by"), rows)
 
 
 def _one_device(results: GridResults) -> Check:
-    """Pairs across devices are never formed; here is how many that leaves out."""
+    """Pairs across devices are never formed. This check counts how many that excludes."""
     title = "A grid ran on one kind of device"
     runs = results.runs[results.runs["device"] != ""]
     if runs.empty:
-        return Check(title, None, "Nothing to look at: no run says where it ran.")
+        return Check(title, None, "Not checked: no run recorded its device.")
     devices = runs.groupby("grid")["device"].nunique()
     if (devices <= 1).all():
-        return Check(title, True, "So it is: no pair was left out for mixing devices.")
+        return Check(title, True, "True: no pair was excluded for mixing devices.")
     effects = [axis for axis in results.axes if axis != BATCH_SIZE]
     within = len(matched_pairs(results.cells, results.axes, effects))
     merged = results.cells.assign(source=results.cells["grid"])
@@ -144,19 +144,19 @@ def _one_device(results: GridResults) -> Check:
     several = devices[devices > 1]
     rows = [(grid, ", ".join(sorted(set(runs["device"][runs["grid"] == grid])))) for grid in several.index]
     sentence = (
-        f"{count(len(several), 'grid')} ran on several; each device is analysed alone. At least "
+        f"{count(len(several), 'grid')} ran on several. Each device is analysed separately. At least "
         f"{count(across, 'pair')} that would mix devices "
-        f"{'was' if across == 1 else 'were'} left out."
+        f"{'was' if across == 1 else 'were'} excluded."
     )
     return Check(title, False, sentence, ("grid", "devices"), rows)
 
 
 def _same_base(results: GridResults) -> Check:
-    """What the folders hold constant must be equal, or a difference between them is not that of their axes."""
-    title = "Folders share what their axes do not say: base file, settings, steps"
+    """Constant settings must be equal in all folders, or differences between folders are not due to their axes."""
+    title = "Folders agree in base file, settings and steps"
     (first, there), *others = results.contents.items()
     if not others:
-        return Check(title, None, "Nothing to look at: one folder.")
+        return Check(title, None, "Not checked: only one folder.")
     rows = [
         (name, key, _shown(there.get(key)), _shown(here.get(key)))
         for name, here in others
@@ -164,10 +164,8 @@ def _same_base(results: GridResults) -> Check:
         if here.get(key) != there.get(key)
     ]
     if not rows:
-        return Check(title, True, "So they do, by their grid.json.")
-    sentence = (
-        f"{count(len({row[0] for row in rows}), 'folder')} not like {first}: a difference from it may come from that."
-    )
+        return Check(title, True, "True according to their grid.json.")
+    sentence = f"{count(len({row[0] for row in rows}), 'folder')} different from {first}: this may explain differences."
     return Check(title, False, sentence, ("grid", "key", f"in {first}", "there"), rows)
 
 
@@ -176,16 +174,16 @@ def _shown(value: Any) -> str:
 
 
 def _steady_steps(results: GridResults) -> Check:
-    title = "Steps of a run take equal time"
+    title = "Step times of a run are steady"
     cells = results.cells
     spread = 100 * cells["step_time_s_std"] / cells["step_time_s_mean"]
     known = int(spread.notna().sum())
     if not known:
-        return Check(title, None, "Nothing to look at: no run with a spread of its steps.")
+        return Check(title, None, "Not checked: no run has a standard deviation of its steps.")
     wrong = spread[spread > _UNSTEADY_PERCENT].sort_values(ascending=False, kind="stable")
     if wrong.empty:
         sentence = (
-            f"Their standard deviation is {spread.median():.1f}% (median of {known}), {spread.max():.1f}% at most."
+            f"Their standard deviation is {spread.median():.1f}% (median of {known}), at most {spread.max():.1f}%."
         )
         return Check(title, True, sentence)
     rows = [(cells["run_name"][row], cells["source"][row], f"{value:.0f}%") for row, value in wrong.items()]
@@ -197,11 +195,11 @@ def _steady_steps(results: GridResults) -> Check:
 
 
 def _complete_measurements(results: GridResults) -> Check:
-    """Completed, but without a number that every completed run has."""
+    """Find completed runs that lack a number that every completed run must have."""
     title = "Completed runs have their measurements and a finite loss"
     completed = results.runs[results.runs["status"] == "completed"]
     if completed.empty:
-        return Check(title, None, "Nothing to look at: no run completed.")
+        return Check(title, None, "Not checked: no run completed.")
     needed = (THROUGHPUT.column, MEMORY.column, "loss_last")
     rows = []
     for name in needed:
@@ -210,9 +208,9 @@ def _complete_measurements(results: GridResults) -> Check:
     over = completed.index[completed[MFU.column] > 100]
     rows += [(completed["run_name"][row], completed["source"][row], "mfu_mean over 100%") for row in over]
     if not rows:
-        return Check(title, True, f"So they have, all {len(completed)}.")
+        return Check(title, True, f"True for all {len(completed)}.")
     names = len({row[:2] for row in rows})
-    sentence = f"{names} of {count(len(completed), 'completed run')} lack one; without a throughput a run is no data."
+    sentence = f"{names} of {count(len(completed), 'completed run')} lack one. Runs without throughput are not data."
     return Check(title, False, sentence, ("run", "grid", "missing or impossible"), rows)
 
 

@@ -1,12 +1,12 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A folder of tensors by the content that they were made from: what is there can not be stale.
+"""A content-addressed cache of tensors on disk: entries cannot be stale.
 
 Notable:
-- `<folder>/<maker>/*.safetensors`, where the maker is the identity of an encoder's weights and settings, and an entry
-  is named by a hash of what was encoded: another image, caption, size or encoder has another name;
-- files are written beside and renamed, and only ever added: a run that is killed loses what it had not written yet,
-  and several runs or ranks may write at once;
-- reading maps the files; nothing is held in memory.
+- `<folder>/<maker>/*.safetensors`, where the maker identifies the weights and settings of an encoder. The key of an
+  entry is a hash of the encoded content: another image, caption, size or encoder gives another key;
+- files are written under a temporary name and renamed, and never changed or removed. A killed run loses only unwritten
+  entries, and several runs or ranks can write at once;
+- files are memory-mapped for reading; no entry is kept in memory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class TensorCache:
     """Entries of one maker: key -> tensors by name.
 
     Args:
-        folder: of all makers.
-        maker: identity of what makes the entries, safe as a folder's name.
+        folder: folder of the cache, shared by all makers.
+        maker: identity of the encoder that makes the entries; a valid folder name.
     """
 
     def __init__(self, folder: Path, maker: str) -> None:
@@ -40,10 +40,10 @@ class TensorCache:
         self._readers: dict[Path, Any] = {}
 
     def refresh(self) -> None:
-        """Look for files that were written since.
+        """Index files that were written since the last call.
 
         Raises:
-            ConfigError: one of them is damaged.
+            ConfigError: a file is damaged.
         """
         for path in sorted(self.folder.glob(f"*{_SUFFIX}")):
             if path not in self._seen:
@@ -65,7 +65,7 @@ class TensorCache:
         """Add entries as one file.
 
         Args:
-            entries: key (hexadecimal) -> tensors, whose names hold no dot.
+            entries: key (hexadecimal) -> tensors by name; names must not contain a dot.
         """
         from safetensors.torch import save
 
@@ -91,11 +91,11 @@ class TensorCache:
         except (SafetensorError, OSError) as error:
             reason = str(error).strip().split("\n")[0]
             raise ConfigError(
-                f"{path} of the cache is damaged ({reason}); remove it, and it is encoded again"
+                f"{path} of the cache is damaged ({reason}); remove it; its entries are encoded again"
             ) from None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_readers": {}}  # a loader's worker maps the files itself
+        return {**self.__dict__, "_readers": {}}  # each worker of a data loader maps the files itself
 
 
 def hash_of(*parts: str) -> str:
@@ -111,7 +111,7 @@ def identity_of_files(folder: Path, *, memory: Path) -> str:
 
     Args:
         folder: of an encoder's weights and settings.
-        memory: folder in which the hash of each large file is remembered, by its path, size and time of change.
+        memory: folder that stores the hash of each large file, by its path, size and modification time.
     """
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")):

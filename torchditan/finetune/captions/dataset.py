@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The dataset that a model conditioned on captions is trained on: latents and embeddings from the cache."""
+"""The training dataset of a model conditioned on captions: latents and embeddings from the cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TEXTS_AT_ONCE = 8
 
 
 class LatentSpace(SampleSpace):
-    """Cached latents; decoded for pictures by an autoencoder that is opened for them and dropped."""
+    """Cached latents. To decode samples, the autoencoder is opened and freed again afterwards."""
 
     def __init__(
         self, config: AutoencoderConfig, *, sample_shape: tuple[int, ...], at_once: int, device: torch.device
@@ -56,15 +56,15 @@ class LatentSpace(SampleSpace):
 
 
 class CachedCaptions(ImageDataset):
-    """Samples with the embeddings of their captions; an ImageDataset whose items hold the model's condition.
+    """An ImageDataset whose items hold the model's condition: the embeddings of the captions.
 
     Args:
         source: the captioned images.
-        latents: their latents by `content_key`, or None: pixels are trained on.
+        latents: their latents by `content_key`. None: the model trains on pixels.
         shift, scale: (C,) normalisation of the latents.
-        texts: embeddings by the hash of their caption.
-        conditions: what each sample itself adds to the condition (a video its first frame), by `content_key`.
-        prompts: what grids show.
+        texts: embeddings by the hash of the caption.
+        conditions: tensors that each sample adds to the condition (a video its first frame), by `content_key`.
+        prompts: the prompts of sample grids.
         identity: see `fingerprint`.
     """
 
@@ -91,7 +91,7 @@ class CachedCaptions(ImageDataset):
         self.shift, self.scale = shift, scale
         self.prompts = prompts
         self.fingerprint = identity
-        """Of the images, captions and encoders together: other data is refused on resume."""
+        """Fingerprint of images, captions and encoders together. A resume with other data is refused."""
         self.null_tensors = texts[hash_of("")]
         self.keys = [source.content_key(index) for index in range(len(source))] if latents is not None else None
         self.variants = [[hash_of(text) for text in source.caption_variants(index)] for index in range(len(source))]
@@ -102,7 +102,7 @@ class CachedCaptions(ImageDataset):
         return len(self.source)
 
     def groups(self) -> list[np.ndarray]:
-        """Indices of the samples of each shape, the most common shape first."""
+        """Indices of the samples by shape, the most common shape first."""
         shapes: dict[tuple[int, ...], list[int]] = {}
         for index in range(len(self.source)):
             shapes.setdefault(self.source.shape_of(index), []).append(index)
@@ -114,7 +114,7 @@ class CachedCaptions(ImageDataset):
         return {"sample": self._sample(index), **own, **self.texts[self.variants[index][0]]}
 
     def vary(self, item: dict[str, Any], index: int, *, seed: int, position: int) -> dict[str, Any]:
-        """The item at this position of the stream: with one of its caption's shuffles, where it has some."""
+        """The item at this position of the stream, with one of the shuffles of its caption if it has some."""
         variants = self.variants[index]
         if len(variants) == 1:
             return item
@@ -133,18 +133,18 @@ class CachedCaptions(ImageDataset):
 def open_captions(
     config: Config, train: CaptionSource, validation: CaptionSource | None, *, rank: Rank
 ) -> tuple[CachedCaptions, CachedCaptions | None, SampleSpace]:
-    """Encode what the cache lacks, and open it; all ranks call it.
+    """Encode the entries that the cache lacks, and open it. All ranks must call it.
 
     Args:
         config: the job.
         train, validation: captioned images.
-        rank: encodes its share, on its device.
+        rank: this rank, which encodes its share on its device.
 
     Returns:
         (training data, held-out data or None, the space of their samples, which completes `[autoencoder]`)
 
     Raises:
-        ConfigError: encoders are missing, or do not belong to the model.
+        ConfigError: encoders are missing or do not match the model.
     """
     if config.lora.assistant_path is not None and not config.cache.only:
         find_lora(config.lora.assistant_path)  # checks run before slow work
@@ -178,7 +178,7 @@ def open_captions(
         for source in sources
     ]
     if rank.device.type == "cuda":
-        torch.cuda.empty_cache()  # what the encoders held; the closures that had them are gone
+        torch.cuda.empty_cache()  # memory of the encoders, which nothing references any more
     space = _space(config, autoencoder, sample_shape=opened[0].sample_shape, device=rank.device)
     return opened[0], opened[1] if len(opened) > 1 else None, space
 
@@ -197,10 +197,10 @@ def _space(
 
 
 def encode_prompts(config: Config, prompts: Sequence[str], *, rank: Rank) -> tuple[SampleRows, dict[str, torch.Tensor]]:
-    """Rows of these texts, and the embeddings of the empty caption, by the encoders of a run; through its cache.
+    """Rows for these texts and the embeddings of the empty caption, from the encoders of a run or from its cache.
 
     Raises:
-        ConfigError: the encoders are not at hand.
+        ConfigError: the encoders are not available.
     """
     folder = _cache_folder(config)
     encoders = find_text_encoders(config, family_of(config), memory=folder / "files")
@@ -219,7 +219,7 @@ def _rows_of(
     conditions: Sequence[dict[str, torch.Tensor]] = (),
     references: torch.Tensor | None = None,
 ) -> SampleRows:
-    """Rows of these texts; where samples add to the condition, row i takes that of sample i, round and round."""
+    """Rows for these texts. If samples add to the condition, row i uses sample i, modulo the number of samples."""
     entries = [
         {**texts[hash_of(text)], **(conditions[number % len(conditions)] if conditions else {})}
         for number, text in enumerate(prompts)
@@ -233,7 +233,7 @@ def _rows_of(
 
 
 def _own_prompts(sources: Sequence[CaptionSource]) -> list[tuple[str, Any, str]]:
-    """(caption, what gives its image, its content key) of the first images of the common shape, held-out if any."""
+    """(caption, source of its image, content key) of the first images of the common shape, held-out images if any."""
     source, shape = sources[-1], tuple(sources[0].sample_shape)
     chosen: dict[str, int] = {}
     for index, caption in enumerate(source.captions):
@@ -251,7 +251,7 @@ def _own_prompts(sources: Sequence[CaptionSource]) -> list[tuple[str, Any, str]]
 def _encode_texts(
     config: Config, captions: set[str], encoders: TextEncoders, *, folder: Path, rank: Rank
 ) -> TensorCache:
-    """The cache with all of these texts, and the empty one, in it."""
+    """The cache, after encoding all of these texts and the empty caption."""
     cache = TensorCache(folder / "text", encoders.identity)
 
     def open_encoder() -> Any:
@@ -279,7 +279,7 @@ def _encode_images(
         return None, None
     frames, step = config.dataset.num_frames, family_of(config).temporal_downsampling
     if frames is not None and (frames - 1) % step:
-        right = f"must be 1 more than a multiple of {step}, the frames in a latent one"
+        right = f"must be 1 more than a multiple of {step}, the frames per latent frame"
         raise option_error("dataset.num_frames", frames, right)
     cache = TensorCache(folder / "latents", f"{autoencoder.fingerprint}-{str(autoencoder.dtype).split('.')[-1]}")
 
@@ -303,10 +303,10 @@ def _encode_images(
 
 
 def _check_sizes(config: Config, sources: Sequence[CaptionSource], autoencoder: Autoencoder | None) -> None:
-    """Refuse sizes of samples that the autoencoder does not divide, and buckets that the model's patch does not.
+    """Refuse sample sizes that are not multiples of the autoencoder's downsampling, or buckets not of the patch size.
 
     Raises:
-        ConfigError: naming dataset.bucket_step, or without buckets dataset.image_size.
+        ConfigError: names dataset.bucket_step, or dataset.image_size without buckets.
     """
     sizes = sorted({source.shape_of(index)[-2:] for source in sources for index in range(len(source))})
     if config.dataset.aspect_buckets:
@@ -330,7 +330,7 @@ def _encode_conditions(
     folder: Path,
     rank: Rank,
 ) -> TensorCache | None:
-    """What samples themselves add to the condition, for a model that wants it of them; else None."""
+    """Cache of the tensors that samples add to the condition; None if the model uses none."""
     cls = encoders.cls
     if config.model.name != cls.name or not cls.kept & cls.tensor_names(config.model.flavor):
         return None

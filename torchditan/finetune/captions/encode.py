@@ -1,10 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""From captioned images to latents and text embeddings, once: what is missing in the cache is encoded and added.
+"""Encodes captioned images to latents and text embeddings, once: only entries that the cache lacks are encoded.
 
 Notable:
-- each rank encodes the entries whose key is its own, and waits for the files of the others;
-- encoders are opened only where something is missing, one after the other, and gone before the model is built;
-- text goes through the pipeline's own `encode_prompt`, so embeddings are the pipeline's to the bit.
+- the key of an entry selects the rank that encodes it. Each rank then waits for the files of the others;
+- an encoder is opened only if entries are missing. Encoders run one after the other and are freed before the model is
+  built;
+- text goes through `encode_prompt` of the pipeline, so embeddings are bitwise equal to the pipeline's.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from torchditan.finetune.published.stored_weights import HOW_TO_GET, fetch, is_h
 from torchditan.run.progress import report_progress
 
 TEXT_PARTS = ("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor")
-"""How the folders of a saved pipeline begin that have to do with conditions."""
+"""Prefixes of the folders of a saved pipeline that compute conditions."""
 _ENTRIES_PER_FILE = 64
 _SECONDS_PER_FILE = 30.0
-"""A file at least so often: other ranks wait for them, and what a run that is killed had not written is lost."""
+"""Longest time between two files: other ranks wait for them, and a killed run loses unwritten entries."""
 _POLL_SECONDS = 0.5
 
 Entries = dict[str, dict[str, torch.Tensor]]
 
 
 class TextEncoders:
-    """The text encoders of one pipeline; opened when something is to be encoded.
+    """The text encoders of one pipeline, opened on demand.
 
     Args:
         cls: family of the model.
-        pipeline_class: of diffusers, which encodes.
+        pipeline_class: class of diffusers that encodes.
         folder: the saved pipeline.
         max_length: tokens of a caption.
-        dtype: what the encoders compute in, and embeddings are kept in.
+        dtype: dtype of the encoders and of the stored embeddings.
     """
 
     def __init__(
@@ -70,23 +71,23 @@ class TextEncoders:
         self.identity = hash_of(pipeline_class, str(max_length), str(dtype), *identities)[:16]
 
     def open(self, device: torch.device, *, of_images: bool = False) -> Any:
-        """The pipeline without transformer and autoencoder: with its text encoders, or with what encodes images.
+        """The pipeline without transformer and autoencoder: with its text encoders, or with its image encoders.
 
         Raises:
-            ConfigError: it does not open.
+            ConfigError: the pipeline cannot be opened.
         """
         require("transformers")
         pipeline_class = getattr(require("diffusers"), self.pipeline_class)
         left_out: dict[str, None] = {self.cls.subfolder: None, "vae": None}
         parts = [path.name for path in self.folder.iterdir() if is_text_part(path.name)]
         left_out |= {name: None for name in parts if name.startswith("image_") != of_images}
-        dtype = torch.float32 if of_images else self.dtype  # images come to their encoder in float32
+        dtype = torch.float32 if of_images else self.dtype  # image encoders take float32 images
         _silence_libraries()
         try:
             pipeline = pipeline_class.from_pretrained(self.folder, torch_dtype=dtype, **left_out)
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError) as error:
             reason = str(error).strip().split("\n")[0]
-            raise option_error("text_encoder.path", str(self.folder), f"does not open: {reason}") from error
+            raise option_error("text_encoder.path", str(self.folder), f"cannot be opened: {reason}") from error
         pipeline.set_progress_bar_config(disable=True)
         return pipeline.to(device)
 
@@ -100,25 +101,25 @@ class TextEncoders:
 
 
 def _silence_libraries() -> None:
-    """Their progress bars and warnings are of each file and each caption; ours is one line."""
+    """Their progress bars and warnings appear for every file and caption; ours is one line."""
     for name in ("diffusers", "transformers"):
         logging = require(f"{name}.utils.logging")
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-    # The name that older versions know.
+    # Older versions use the name torch_dtype.
     warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated")
 
 
 def is_text_part(name: str) -> bool:
-    """Whether a folder of a saved pipeline has to do with text."""
+    """Whether a folder of a saved pipeline belongs to the text encoders."""
     return name.startswith(TEXT_PARTS)
 
 
 def find_text_encoders(config: Config, cls: type[PublishedModel], *, memory: Path) -> TextEncoders:
-    """The text encoders that `[text_encoder]` or `model.path` means.
+    """The text encoders at `text_encoder.path` or `model.path`.
 
     Raises:
-        ConfigError: there are none, or they are another model's.
+        ConfigError: they do not exist, or belong to another model.
     """
     option = "text_encoder.path" if config.text_encoder.path is not None else "model.path"
     place = config.text_encoder.path or config.model.path
@@ -132,11 +133,11 @@ def find_text_encoders(config: Config, cls: type[PublishedModel], *, memory: Pat
     if not folder.exists():
         raise option_error(option, place, f"does not exist; {HOW_TO_GET}")
     if not (folder / "model_index.json").is_file():
-        right = f"is no saved pipeline (it has no model_index.json), so there are no text encoders; {HOW_TO_GET}"
+        right = f"is not a saved pipeline (it has no model_index.json), so it has no text encoders; {HOW_TO_GET}"
         if option == "model.path":
-            right = "holds the transformer alone; give the whole pipeline as --text_encoder.path"
+            right = "holds only the transformer; give the whole pipeline as --text_encoder.path"
         raise option_error(option, place, right)
-    # Sizes of our own model say nothing of its captions: they have as many tokens as a published model's.
+    # The sizes of our own model do not define a caption length: captions have as many tokens as a published model's.
     flavor = cls.flavors[config.model.flavor if config.model.name == cls.name else next(reversed(cls.flavors))]
     pipeline_class = flavor.pipeline_class or cls.pipeline_class
     _check_pipeline(folder, pipeline_class, name=config.model.name, option=option, place=place)
@@ -160,7 +161,7 @@ def _check_pipeline(folder: Path, pipeline_class: str, *, name: str, option: str
         right = f"is a {found}, whose encoders do not match {name}; must be a {pipeline_class}"
         raise option_error(option, place, right)
     if not text_parts:
-        raise option_error(option, place, f"holds no text encoder; {HOW_TO_GET}")
+        raise option_error(option, place, f"has no text encoder; {HOW_TO_GET}")
 
 
 def encode_missing(
@@ -173,17 +174,17 @@ def encode_missing(
     batch_of: Callable[[Sequence[Any]], list[list[Any]]],
     timeout_seconds: float,
 ) -> int:
-    """Bring every wanted entry into the cache; all ranks call it.
+    """Encode every wanted entry that the cache lacks. All ranks must call it.
 
     Args:
-        wanted: key -> what is encoded.
-        what: for the line of progress: "captions".
-        open_encoder: gives what encodes one batch; called only where this rank has something to do.
-        batch_of: cuts what is missing into batches.
-        timeout_seconds: how long to wait for another rank without any progress.
+        wanted: key -> item to encode.
+        what: name of the items in the progress line: "captions".
+        open_encoder: returns a function that encodes one batch; called only if this rank has entries to encode.
+        batch_of: splits the missing items into batches.
+        timeout_seconds: longest wait for another rank without any progress.
 
     Returns:
-        How many entries were missing.
+        Number of entries that were missing.
     """
     cache.refresh()
     missing = {key: value for key, value in wanted.items() if key not in cache}
@@ -229,10 +230,10 @@ def _wait_for_others(cache: TensorCache, wanted: dict[str, Any], *, what: str, t
 
 
 def open_image_autoencoder(config: Config, *, device: torch.device) -> Autoencoder | None:
-    """The autoencoder of the pipeline, or the one `[autoencoder]` names; None: pixels are trained on.
+    """The autoencoder of the pipeline, or the one that `[autoencoder]` names. None: the model trains on pixels.
 
     Raises:
-        ConfigError: it does not open, or publishes no normalisation.
+        ConfigError: it cannot be opened, or does not publish a normalisation.
     """
     section = config.autoencoder
     if section.name is None and config.model.name == "dit" and section.path is None:
@@ -262,7 +263,7 @@ def batches_of_one_shape(
 
 
 def check_options(config: Config) -> None:
-    """Refuse options of captions where the model has no use for them."""
+    """Refuse options that do not apply to captioned images."""
     if config.model.name == "dit" and config.model.text is None:
         right = "must be in_context or cross_attention to train on captions; or choose a dataset with labels"
         raise option_error("model.text", None, right)
@@ -271,12 +272,12 @@ def check_options(config: Config) -> None:
         right = "captioned images are encoded once, to the mean of their latents; leave it out"
         raise option_error(f"autoencoder.{option}", True, right)
     if config.dataset.horizontal_flip:
-        right = "what was encoded cannot be mirrored; add mirrored images, or leave it out"
+        right = "encoded images cannot be mirrored; add mirrored images, or leave it out"
         raise option_error("dataset.horizontal_flip", True, right)
     if config.dataset.corrupt_images != "error":
-        right = "captioned images are encoded once, and one that cannot be read is told then; must be error"
+        right = "captioned images are encoded once, and unreadable ones are reported then; must be error"
         raise option_error("dataset.corrupt_images", config.dataset.corrupt_images, right)
     if config.dataset.streaming:
         raise ConfigError(
-            "dataset.streaming = true: captions are cached, which needs all of them at hand; leave it out"
+            "dataset.streaming = true: captions are encoded before training, which needs all of them; leave it out"
         )

@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Published diffusion transformers by family, through diffusers: from the options of [model] to a `ModelSpec`.
 
-To add a family, write a file like sd3.py and name it in `FAMILIES` of registry.py; docs/adding_a_model.md shows how.
+To add a family, write a file like sd3.py and register it in `FAMILIES` of registry.py (docs/adding_a_model.md).
 """
 
 from __future__ import annotations
@@ -50,15 +50,17 @@ from torchditan.registry import FAMILIES, registered
 
 
 def family(name: str) -> type[PublishedModel]:
-    """The class of a family by its name in `model.name`."""
+    """The class of a family by its `model.name`."""
     return registered(FAMILIES, name)
 
 
 def family_of(config: torchditan.config.options.Config) -> type[PublishedModel]:
-    """The family whose pipeline encodes the captions of a job: the model's, or for our own that of text_encoder.path.
+    """The family whose pipeline encodes the captions of a job.
+
+    This is the family of the model. For our own models it is the family of the pipeline at text_encoder.path.
 
     Raises:
-        ConfigError: no pipeline is given, or it is of no family.
+        ConfigError: no pipeline is given, or it does not belong to a known family.
     """
     if config.model.name in FAMILIES:
         return family(config.model.name)
@@ -73,7 +75,7 @@ def family_of(config: torchditan.config.options.Config) -> type[PublishedModel]:
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
         class_name = index.get("_class_name")
     except (OSError, ValueError, AttributeError):
-        raise option_error("text_encoder.path", place, f"is no saved pipeline; {HOW_TO_GET}") from None
+        raise option_error("text_encoder.path", place, f"is not a saved pipeline; {HOW_TO_GET}") from None
     for name in FAMILIES:
         if family(name).pipeline_class == class_name:
             return family(name)
@@ -82,7 +84,7 @@ def family_of(config: torchditan.config.options.Config) -> type[PublishedModel]:
 
 
 def patch_size_of(config: torchditan.config.options.Model) -> tuple[int, ...]:
-    """Latent cells to a token of a flavor, along each dimension of a sample behind the channels."""
+    """Latent cells per token of a flavor, along each dimension of a sample after the channels."""
     cls = family(config.name)
     return cls.patch_size(_sizes(cls, cls.flavors[config.flavor], None, config.overrides))
 
@@ -96,18 +98,18 @@ def build_published_spec(
     text_length: int | None,
     embedded_guidance: float,
 ) -> ModelSpec:
-    """Resolve [model] for latents of one shape; looks for the weights, and builds nothing large.
+    """Resolve [model] for latents of one shape. Locates the weights but builds nothing large.
 
     Args:
-        config: its `path` is looked up, on the hub where it is no folder here.
+        config: if its `path` is not a local folder or file, it is looked up on the hub.
         sample_shape: (C, H, W) of a latent, or (C, F, H, W).
         lora: rank 0 trains all weights.
         quantize: how the weights under a LoRA are stored.
-        text_length: tokens of a caption; None: the flavor's.
+        text_length: tokens of a caption. None: the default of the flavor.
         embedded_guidance: guidance scale for models that embed one.
 
     Raises:
-        ConfigError: the sizes do not fit together, or the weights are not to be had.
+        ConfigError: the sizes do not fit together, or the weights are not available.
     """
     cls = family(config.name)
     flavor = cls.flavors[config.flavor]
@@ -146,7 +148,7 @@ def _without_assistant(model: nn.Module) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build one model and to fill in its weights."""
+    """Builds one model and fills in its weights."""
 
     cls: type[PublishedModel]
     sizes: dict[str, Any]
@@ -156,14 +158,14 @@ class Recipe:
     quantize: torchditan.config.options.Quantize
 
     def build(self) -> nn.Module:
-        """The model with its parameters on the meta device; under a LoRA frozen, quantised and adapted."""
+        """The model with its parameters on the meta device. With a LoRA it is frozen, quantised and adapted."""
         model = self.cls(build_transformer(self.cls.model_class, self.sizes))
         assistant = self._adapt(model) if self.lora.rank else None
         model.init_weights = functools.partial(self.init_weights, model, assistant)
         return model
 
     def _adapt(self, model: PublishedModel) -> AdapterWeights | None:
-        """Freeze the weights, store them as the options say, and add the adapters; the assistant's weights."""
+        """Freeze the weights, quantise them as configured, and add the adapters. Returns the assistant's weights."""
         require("peft")
         lora, transformer = self.lora, model.transformer
         quantize_base(transformer, model.blocks(), base=self.quantize.base)
@@ -200,7 +202,7 @@ class Recipe:
         buffers = {name for name, _ in transformer.named_buffers()}
         for name, value in self.weights.tensors(model_class=self.cls.model_class, config=self.sizes):
             if name in buffers and transformer.get_buffer(name).shape == value.shape:
-                transformer.get_buffer(name).copy_(value)  # a table of positions, as the publisher rounded it
+                transformer.get_buffer(name).copy_(value)  # a position table, with the rounding of the publisher
                 continue
             found[name] = value.shape
             if expected.get(name) == value.shape:
@@ -216,10 +218,10 @@ def base_parameters(transformer: nn.Module) -> dict[str, torch.Size]:
 
 
 def _check_stored(cls: type[PublishedModel], flavor: Flavor, stored: dict[str, Any], *, path: str) -> None:
-    """The folder is of this family, and takes a guidance scale where the flavor does.
+    """Check that the folder holds a model of this family that takes a guidance scale if the flavor does.
 
     Raises:
-        ConfigError: it is another model's.
+        ConfigError: the folder holds another model.
     """
     if stored.get("_class_name", cls.model_class) != cls.model_class:
         right = f"is a {stored['_class_name']}; model.name {cls.name} needs a {cls.model_class}"
@@ -234,13 +236,13 @@ def _check_stored(cls: type[PublishedModel], flavor: Flavor, stored: dict[str, A
 def _sizes(
     cls: type[PublishedModel], flavor: Flavor, weights: PublishedWeights | None, overrides: list[str]
 ) -> dict[str, Any]:
-    """The flavor's sizes; over them those of the weights' own config.json, which may lack some; then the overrides."""
+    """Sizes of the flavor, updated with the weights' config.json (which may lack some), then with the overrides."""
     sizes = dict(flavor.config)
     stored = None if weights is None else weights.config()
     if stored is not None:
         assert weights is not None
         _check_stored(cls, flavor, stored, path=str(weights.path))
-        known = sizes_of_class(cls.model_class)  # releases have some that diffusers no longer reads
+        known = sizes_of_class(cls.model_class)  # released files have keys that diffusers no longer reads
         sizes |= {name: value for name, value in stored.items() if name in known}
     for text in overrides:
         name, _, value = text.partition("=")

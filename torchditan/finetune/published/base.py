@@ -1,13 +1,13 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A published transformer behind our interface: what is the same for every family of models.
+"""A published transformer behind our interface: the parts that all families of models share.
 
 Notable:
-- a family is a small subclass of `PublishedModel`: its sizes, what a caption becomes for it, and one `predict` that
-  calls the transformer as its own pipeline does. docs/adding_a_model.md walks through one;
-- models are built by diffusers with their parameters on the meta device and their buffers on the CPU, in a second for
-  12B parameters; weights follow one tensor at a time, read from files or drawn from (seed, name) as those of our own;
-- inputs stay float32 up to the first layer that has weights (the timestep above all); those layers, outside the blocks,
-  cast what comes in to the dtype of their own weights, which is FSDP's.
+- a family is a small subclass of `PublishedModel`. It defines its sizes, its caption embeddings, and one `predict` that
+  calls the transformer as its own pipeline does. docs/adding_a_model.md walks through an example;
+- diffusers builds the model with its parameters on the meta device and its buffers on the CPU. For 12B parameters this
+  takes a second. Weights follow one tensor at a time, read from files or drawn from (seed, name) as for our own models;
+- inputs, above all the timestep, stay float32 up to the first layer that has weights. Those layers, outside the blocks,
+  cast their inputs to the dtype of their weights, which FSDP sets.
 """
 
 from __future__ import annotations
@@ -37,52 +37,52 @@ class Flavor:
     config: dict[str, Any]
     """Arguments of the transformer's class, as its config.json has them."""
     text_length: int
-    """Tokens of a caption."""
+    """Number of tokens per caption."""
     shift: float | None = None
-    """Shift of its pipeline's timesteps; None: it depends on the sample's size."""
+    """Shift of its pipeline's timesteps. None: the shift depends on the sample size."""
     pipeline_class: str | None = None
-    """Its pipeline in diffusers, where that is not its family's."""
+    """Its pipeline in diffusers, if it differs from that of its family."""
     resolution: str | None = None
-    """Height, width and frames in pixels that grids train it at, `480x832x81`; None: 64 x 64, two latent frames."""
+    """Default resolution of grids, height x width x frames: `480x832x81`. None: 64 x 64, two latent frames."""
 
 
 class PublishedModel(nn.Module):
     """A transformer of diffusers: `forward(x_t, t, cond)`, with t = 0 noise and t = 1 data.
 
     Args:
-        transformer: as `build_transformer` makes it.
+        transformer: result of `build_transformer`.
     """
 
     name: ClassVar[str]
-    """Family, as `model.name` says it."""
+    """Name of the family, the value of `model.name`."""
     model_class: ClassVar[str]
     """Class of the transformer in diffusers."""
     pipeline_class: ClassVar[str]
-    """Class of the pipeline, whose text encoders make the conditions and which loads exported LoRAs."""
+    """Class of the pipeline. Its text encoders compute the conditions, and it loads exported LoRAs."""
     subfolder: ClassVar[str] = "transformer"
-    """Of the transformer in a saved pipeline."""
+    """Folder of the transformer in a saved pipeline."""
     objective: ClassVar[str] = "flow_matching"
-    """What it was trained with, as `diffusion.objective` names it."""
+    """Training objective, a value of `diffusion.objective`."""
     block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
-    """Where the repeated blocks are."""
+    """Attribute names of the transformer that hold the repeated blocks."""
     latent_downsampling: ClassVar[int] = 8
-    """Pixels to a latent cell, a side."""
+    """Pixels per latent cell, along height and width."""
     temporal_downsampling: ClassVar[int] = 1
-    """Frames to a latent one."""
+    """Frames per latent frame."""
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    """Layers that a LoRA adapts unless the options say otherwise."""
+    """Layers that a LoRA adapts by default."""
     embeds_guidance: ClassVar[bool] = False
-    """Whether some flavors take a guidance scale; those whose config says `guidance_embeds`."""
+    """Whether flavors with `guidance_embeds` in their config take a guidance scale."""
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Its publisher's layers, * for the number of a block -> layers of diffusers whose rows make them up, in order.
-    LoRAs in kohya's names need it."""
+    """Publisher's layer name (* for the number of a block) -> layers of diffusers that form its rows, in order.
+    LoRAs with kohya's names need this table."""
     not_in_sd_scripts: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of the publisher's layers whose LoRAs sd-scripts does not load."""
+    """Prefixes of the publisher's layer names for which sd-scripts does not load LoRAs."""
     kept: ClassVar[frozenset[str]] = frozenset()
-    """Tensors of the condition that stay when the caption is dropped."""
+    """Tensors of the condition that are kept when the caption is dropped."""
     flavors: ClassVar[dict[str, Flavor]]
     init_weights: Callable[[int], None]
-    """Fill every parameter and buffer from files or from a seed; given by `Recipe.build`."""
+    """Fills every parameter and buffer from files or from a seed; set by `Recipe.build`."""
 
     def __init__(self, transformer: nn.Module) -> None:
         super().__init__()
@@ -95,37 +95,37 @@ class PublishedModel(nn.Module):
 
     @classmethod
     def latent_channels(cls, config: Mapping[str, Any]) -> int:
-        """Channels of a sample of the transformer with this config."""
+        """Channels of a sample for this config of the transformer."""
         return int(config["in_channels"])
 
     @classmethod
     def tensors(
         cls, config: Mapping[str, Any], *, sample_shape: tuple[int, ...], text_length: int
     ) -> dict[str, TensorSpec]:
-        """What a caption becomes, by the names that the pipeline's `encode_prompt` has for it."""
+        """Tensors that a caption is encoded to, by their names in the pipeline's `encode_prompt`."""
         raise NotImplementedError
 
     @classmethod
     def tensor_names(cls, flavor: str) -> set[str]:
-        """Names of the tensors of a flavor's condition."""
+        """Names of the condition tensors of a flavor."""
         found, sizes = cls.flavors[flavor], cls.flavors[flavor].config
         shape = (cls.latent_channels(sizes), *cls.patch_size(sizes))  # of one token
         return set(cls.tensors(sizes, sample_shape=shape, text_length=found.text_length))
 
     @classmethod
     def patch_size(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
-        """Latent cells to a token, along each dimension of a sample behind the channels."""
+        """Latent cells per token, along each dimension of a sample after the channels."""
         return (2, 2)
 
     @classmethod
     def shift(cls, flavor: Flavor, *, num_tokens: int) -> float:
-        """Shift of the timesteps as its pipeline samples so many tokens."""
+        """Shift of the timesteps that its pipeline uses for this number of tokens."""
         assert flavor.shift is not None
         return flavor.shift
 
     @classmethod
     def encode_captions(cls, pipeline: Any, captions: list[str], *, max_length: int) -> dict[str, torch.Tensor]:
-        """Embeddings of captions by the pipeline's own text encoders, (n, ...) each, by the names of `tensors`.
+        """Embeddings of captions from the text encoders of the pipeline, (n, ...) each, by the names of `tensors`.
 
         Args:
             pipeline: of `pipeline_class`, without transformer and autoencoder.
@@ -138,10 +138,10 @@ class PublishedModel(nn.Module):
     def encode_samples(
         cls, pipeline: Any, encode: Callable[[torch.Tensor], torch.Tensor], samples: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """What the samples themselves add to the condition, the tensors of `kept`; (n, ...) each.
+        """Tensors that the samples themselves add to the condition, those of `kept`; (n, ...) each.
 
         Args:
-            pipeline: of the flavor's class, with what encodes images alone.
+            pipeline: of the flavor's class, with only its image encoders.
             encode: pixels (n, 3, F, H, W) in [-1, 1] -> normalised latents.
             samples: pixels (n, 3, F, H, W) in [-1, 1].
         """
@@ -149,20 +149,20 @@ class PublishedModel(nn.Module):
 
     @classmethod
     def takes_videos(cls) -> bool:
-        """Whether samples are (C, F, H, W) and not (C, H, W)."""
+        """Whether samples are (C, F, H, W) instead of (C, H, W)."""
         return len(cls.patch_size(next(iter(cls.flavors.values())).config)) == 3
 
     def blocks(self) -> nn.ModuleList:
-        """The repeated blocks, in the order they run."""
+        """The repeated blocks, in execution order."""
         return nn.ModuleList(block for name in self.block_lists for block in getattr(self.transformer, name))
 
     def predict(self, x: torch.Tensor, noise_level: torch.Tensor, cond: Condition) -> torch.Tensor:
-        """Velocity from data to noise, noise - x, as the transformer itself predicts it.
+        """Velocity from data to noise, noise - x, in the transformer's own sign convention.
 
         Args:
             x: (B, C, [F,] H, W) float32.
-            noise_level: (B,) float32; 1 is noise and 0 is data, what schedulers call sigma.
-            cond: what `tensors` declares, and `guidance` (B,) where the model embeds one.
+            noise_level: (B,) float32; 1 is noise and 0 is data. Schedulers call it sigma.
+            cond: the tensors that `tensors` declares, and `guidance` (B,) if the model embeds a guidance scale.
         """
         raise NotImplementedError
 
@@ -172,13 +172,13 @@ class PublishedModel(nn.Module):
 
     @torch.no_grad()
     def fill_buffers(self) -> None:
-        """Set what `to_empty` left without content and no file holds: tables of positions."""
+        """Set the buffers that `to_empty` left uninitialised and no file contains: position tables."""
         for name, buffer in self.named_buffers():
             buffer.copy_(self._filled_buffers[name])
 
 
 def draw_weight(seed: int, name: str, shape: torch.Size, *, is_norm: bool) -> torch.Tensor:
-    """An initial value, for models without published weights: ones for norms, zeros for biases, Xavier for the rest."""
+    """Initial value for models without published weights: ones for norms, zeros for biases, Xavier for the rest."""
     if name.endswith("bias"):
         return torch.zeros(shape)
     if is_norm and len(shape) == 1:
@@ -205,13 +205,13 @@ def build_transformer(model_class: str, config: Mapping[str, Any]) -> nn.Module:
 
 
 def sizes_of_class(model_class: str) -> set[str]:
-    """Names that a class of diffusers takes from a config.json."""
+    """Keys that a class of diffusers accepts from a config.json."""
     return set(inspect.signature(getattr(require("diffusers"), model_class).__init__).parameters) - {"self"}
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules made inside have parameters without content; what they compute for their buffers is real."""
+    """Modules created in this context have parameters on meta. Their buffers hold real values."""
     layers = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm)
     constructors = {layer: layer.__init__ for layer in layers}
     register_parameter = nn.Module.register_parameter
@@ -223,7 +223,7 @@ def parameters_on_meta() -> Iterator[None]:
 
     def on_meta(constructor: Any) -> Any:
         def construct(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            kwargs.setdefault("device", "meta")  # large ones are never allocated
+            kwargs.setdefault("device", "meta")  # large tensors are never allocated
             constructor(module, *args, **kwargs)
 
         return construct
@@ -241,7 +241,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def called_with(module: nn.Module, *first: torch.Tensor) -> Iterator[None]:
-    """Inside, `module` takes these as its first arguments: for transformers that round a timestep on its way there."""
+    """Context in which `module` gets these first arguments, for transformers that would round the timestep."""
     handle = module.register_forward_pre_hook(lambda _module, inputs: (*first, *inputs[len(first) :]))
     try:
         yield
@@ -250,14 +250,14 @@ def called_with(module: nn.Module, *first: torch.Tensor) -> Iterator[None]:
 
 
 def require(module: str) -> ModuleType:
-    """Import diffusers, transformers or peft, or say how to install them."""
+    """Import diffusers, transformers or peft; the error explains how to install them."""
     return import_optional(module, extra="finetune")
 
 
 def _cast_to_weight(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     dtype = module.weight.dtype
     assert isinstance(dtype, torch.dtype)
-    if not dtype.is_floating_point:  # an int8 layer computes in the dtype of what it is given
+    if not dtype.is_floating_point:  # an int8 layer computes in the dtype of its input
         return inputs
     return tuple(
         value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value for value in inputs

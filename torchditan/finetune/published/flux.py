@@ -152,7 +152,7 @@ class Flux(PublishedModel):
 
 
 def pack(x: torch.Tensor) -> torch.Tensor:
-    """Neighbouring 2 x 2 cells become one token: (B, C, H, W) -> (B, H W / 4, 4 C), channels first in a token."""
+    """Pack neighbouring 2 x 2 cells into one token: (B, C, H, W) -> (B, H W / 4, 4 C), channels first in a token."""
     batch, channels, height, width = x.shape
     cells = x.view(batch, channels, height // 2, 2, width // 2, 2)
     return cells.permute(0, 2, 4, 1, 3, 5).reshape(batch, height * width // 4, channels * 4)
@@ -165,7 +165,7 @@ def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def position_ids(rows: int, columns: int, *, device: torch.device) -> torch.Tensor:
-    """(rows columns, 3) float32: 0, row and column of every token."""
+    """(rows * columns, 3) float32: 0, row and column of every token."""
     row = torch.arange(rows, dtype=torch.float32, device=device).repeat_interleave(columns)
     column = torch.arange(columns, dtype=torch.float32, device=device).repeat(rows)
     return torch.stack([torch.zeros_like(row), row, column], dim=1)

@@ -79,7 +79,7 @@ class HunyuanVideo(PublishedModel):
     def predict(self, x: torch.Tensor, noise_level: torch.Tensor, cond: Condition) -> torch.Tensor:
         guidance = cond.get("guidance")
         mask = cond["prompt_attention_mask"]
-        # An encoded caption has a token at least; a benchmark's empty one has none, and their mean would be 0 / 0.
+        # An encoded caption has at least one token. The empty caption of a benchmark has none: the mean would be 0 / 0.
         mask = torch.cat([torch.ones_like(mask[:, :1]), mask[:, 1:]], dim=1)
         return self.transformer(
             hidden_states=x,

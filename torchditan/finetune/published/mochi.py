@@ -1,8 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Mochi 1 (Genmo 2024): an asymmetric MM-DiT over videos, learned rotary frequencies, T5 tokens it pools itself.
+"""Mochi 1 (Genmo 2024): an asymmetric MM-DiT over videos with learned rotary frequencies that pools T5 tokens itself.
 
-Its timestep grows towards data and its prediction is data - noise, as with us and unlike all others. Its pipeline
-samples on a schedule that is first linear and then quadratic, which no shift of even steps gives: ours are even.
+Its timestep grows towards data and its prediction is data - noise, as in our models and unlike all other families. Its
+pipeline samples on a schedule that is first linear and then quadratic. No shift of even steps gives that schedule; ours
+has even steps.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Mochi(PublishedModel):
 
     @classmethod
     def encode_captions(cls, pipeline: Any, captions: list[str], *, max_length: int) -> dict[str, torch.Tensor]:
-        encoded = [  # one at a time: its pipeline may empty a whole batch that ends with an empty caption
+        encoded = [  # one at a time: its pipeline may treat a whole batch as empty if the last caption is
             pipeline.encode_prompt([caption], do_classifier_free_guidance=False, max_sequence_length=max_length)
             for caption in captions
         ]
@@ -96,7 +97,7 @@ class Mochi(PublishedModel):
 def rotary_embedding(frequencies: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines (N, heads, D / 2) float32 of positions (N, 3) at learned frequencies (3, heads, D / 2).
 
-    diffusers computes the same inside an autocast to float32, which the meta device does not have.
+    diffusers computes the same under autocast to float32, which the meta device does not support.
     """
     angles = torch.einsum("nd,dhf->nhf", positions.float(), frequencies.float())
     return angles.cos(), angles.sin()
@@ -109,10 +110,10 @@ def joint_attention(
     attention_mask: torch.Tensor,
     image_rotary_emb: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of video (B, N, D) and text (B, L, D') tokens with each other, text only where `attention_mask` (B, L).
+    """Joint attention of video (B, N, D) and text (B, L, D') tokens. `attention_mask` (B, L) selects the text tokens.
 
-    diffusers takes the hidden tokens out, sample by sample: their number is data, which neither one compiled graph nor
-    the meta device can have. Here they are masked: what they learn, nobody hears.
+    diffusers removes hidden tokens sample by sample. Their number depends on the data, which neither a single compiled
+    graph nor the meta device supports. Here they are masked instead: no other token attends to them.
     """
     video = [attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)]
     text = [layer(encoder_hidden_states) for layer in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)]
@@ -130,7 +131,7 @@ def joint_attention(
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn neighbouring pairs of x (B, N, heads, D) by angles (N, heads, D / 2)."""
+    """Rotate neighbouring pairs of x (B, N, heads, D) by angles (N, heads, D / 2)."""
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
     return turned.flatten(-2).to(x.dtype)

@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Qwen-Image (Wu et al. 2025, arXiv 2508.02324): MM-DiT over packed 2 x 2 latent cells and masked Qwen2.5-VL tokens.
 
-Its pipeline shifts timesteps by the size of the image, as ours does. It also stretches them so that the last step is
-from noise level 0.02; ours are not stretched.
+Its pipeline shifts timesteps by the size of the image, as ours does. It also stretches them so that the last step
+starts at noise level 0.02. Ours are not stretched.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class QwenImage(PublishedModel):
     @classmethod
     def encode_captions(cls, pipeline: Any, captions: list[str], *, max_length: int) -> dict[str, torch.Tensor]:
         tokens, mask = pipeline.encode_prompt(captions, max_sequence_length=max_length)
-        if mask is None:  # captions of one length hide nothing
+        if mask is None:  # captions of equal length need no mask
             mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         missing = max_length - tokens.shape[1]
         return {
@@ -96,10 +96,10 @@ class QwenImage(PublishedModel):
 
 
 class MaskedAttention:
-    """A block's attention, its mask (B, L) bool of text tokens coming through `attention_kwargs`.
+    """Attention of a block that gets the mask (B, L) bool of text tokens through `attention_kwargs`.
 
-    Of a mask that it is given itself, the transformer computes the captions' lengths. It does not use them, and a
-    number that it copies from the host for them makes the host wait for the device in every forward.
+    If the transformer itself got the mask, it would compute the lengths of the captions, which it does not use. That
+    computation copies a number from the host, so the host would wait for the device in every forward.
     """
 
     def __init__(self, processor: Any) -> None:

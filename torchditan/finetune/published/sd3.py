@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Stable Diffusion 3 and 3.5 (Esser et al. 2024, arXiv 2403.03206): MM-DiT over CLIP and T5 tokens, a pooled vector.
 
-Its pipeline samples at the noise levels that its scheduler chooses, whose last step is from the smallest there is
-(0.009 with 28 steps); ours are even steps down to 0 (the last one from 0.1), shifted alike.
+Its pipeline samples at the noise levels of its scheduler, whose last step starts at the smallest level (0.009 with 28
+steps). Ours are even steps down to 0 (the last one starts at 0.1) with the same shift.
 """
 
 from __future__ import annotations

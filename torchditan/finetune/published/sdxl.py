@@ -25,7 +25,7 @@ _SIZES = {
     "layers_per_block": 2,
     "cross_attention_dim": 2048,
     "transformer_layers_per_block": [1, 2, 10],
-    "attention_head_dim": [5, 10, 20],  # numbers of heads, under their historical name
+    "attention_head_dim": [5, 10, 20],  # the numbers of heads, despite the name
     "use_linear_projection": True,
     "addition_embed_type": "text_time",
     "addition_time_embed_dim": 256,
@@ -81,14 +81,14 @@ class SDXL(PublishedModel):
     @classmethod
     def encode_captions(cls, pipeline: Any, captions: list[str], *, max_length: int) -> dict[str, torch.Tensor]:
         tokens, _, pooled, _ = pipeline.encode_prompt(captions, do_classifier_free_guidance=False)
-        if pipeline.config.force_zeros_for_empty_prompt:  # what its pipeline guides away from
+        if pipeline.config.force_zeros_for_empty_prompt:  # its pipeline takes zeros as the negative prompt
             empty = torch.tensor([not caption for caption in captions], device=tokens.device)
             tokens = tokens.masked_fill(empty[:, None, None], 0.0)
             pooled = pooled.masked_fill(empty[:, None], 0.0)
         return {"prompt_embeds": tokens, "pooled_prompt_embeds": pooled}
 
     def blocks(self) -> nn.ModuleList:
-        """Residual and transformer blocks of all levels; samplers and projections between them are outside."""
+        """Residual and transformer blocks of all levels, without the samplers and projections between them."""
         unet, found = self.transformer, nn.ModuleList()
         for level in (*unet.down_blocks, unet.mid_block, *unet.up_blocks):
             for residual, attention in itertools.zip_longest(level.resnets, getattr(level, "attentions", ())):
@@ -99,16 +99,16 @@ class SDXL(PublishedModel):
     def forward(self, x_t: torch.Tensor, t: torch.Tensor, cond: Condition) -> torch.Tensor:
         """The noise (B, C, H, W) in x_t, at the levels k of t = 1 - k / 1000.
 
-        The size of the image that the model is also conditioned on is that of x_t, uncropped.
+        The model is also conditioned on the image size: the size of x_t, uncropped.
         """
-        # Filled on the device: a tensor of a list is a copy from the host, which waits for it.
+        # Filled on the device: a tensor made from a list is a copy from the host, which waits for it.
         sides = [x_t.new_full((len(x_t), 1), self.latent_downsampling * size) for size in x_t.shape[-2:]]
         size = torch.cat(sides, dim=1)  # (B, 2)
         weights = self.transformer.conv_in.weight.dtype
         return self.transformer(
             x_t,
             ((1 - t) * _NUM_LEVELS).round(),
-            encoder_hidden_states=cond["prompt_embeds"].to(weights),  # the blocks take it as it comes
+            encoder_hidden_states=cond["prompt_embeds"].to(weights),  # the blocks do not cast it
             added_cond_kwargs={
                 "text_embeds": cond["pooled_prompt_embeds"],
                 "time_ids": torch.cat([size, torch.zeros_like(size), size], dim=1),  # (B, 6)

@@ -1,11 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Where published weights are, and reading them one tensor at a time.
+"""Locates published weights and reads them one tensor at a time.
 
 Notable:
-- safetensors only: a pickle executes code;
-- a folder of diffusers is read straight from its mapped files, whatever number they are; a single file in its
-  publisher's own names is renamed by diffusers, which needs all of it in host memory once per rank;
-- every tensor must be there, and fit: a gap would be filled with random numbers in silence.
+- only safetensors: a pickle can execute code;
+- a folder of diffusers is read directly from its mapped files, in any number of shards. diffusers renames a single file
+  with its publisher's names, which needs the whole file in host memory once per rank;
+- every tensor must be present with the right shape. Otherwise a missing tensor would silently keep random values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchditan.config.errors import ConfigError, option_error
 from torchditan.finetune.published.base import require
 
 _PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.")
-"""What files put before the names of a transformer's tensors."""
+"""Prefixes of the names of a transformer's tensors in files."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PublishedWeights:
         return self.path.is_file()
 
     def config(self) -> dict[str, Any] | None:
-        """Sizes, as the folder's config.json has them; a single file has none."""
+        """The config.json of the folder; None for a single file."""
         if self.is_file:
             return None
         try:
@@ -46,11 +46,11 @@ class PublishedWeights:
         except (OSError, ValueError, RecursionError):
             raise option_error("model.path", str(self.path), "its config.json cannot be read") from None
         if not isinstance(content, dict):
-            raise option_error("model.path", str(self.path), "its config.json is no table of sizes")
+            raise option_error("model.path", str(self.path), "its config.json is not a JSON object")
         return content
 
     def tensors(self, *, model_class: str, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in diffusers, full tensor on the CPU as it is stored), one after the other.
+        """Yield (name in diffusers, full tensor on the CPU in its stored dtype), one at a time.
 
         Raises:
             ConfigError: a file cannot be read.
@@ -71,10 +71,10 @@ class PublishedWeights:
             raise option_error("model.path", str(self.path), f"cannot be read: {reason}") from error
 
     def files(self) -> list[Path]:
-        """The safetensors files of a folder: those its index names, or the only one.
+        """The safetensors files of a folder: those listed in its index, or its only file.
 
         Raises:
-            ConfigError: there are none, or some are missing.
+            ConfigError: the folder has no such file, or some are missing.
         """
         indices = sorted(self.path.glob("*.safetensors.index.json"))
         if indices:
@@ -106,7 +106,7 @@ class PublishedWeights:
                 checkpoint = convert(config=config, checkpoint=checkpoint)
             except (KeyError, ValueError, RuntimeError, IndexError, StopIteration) as error:
                 reason = f"{model_class} of diffusers cannot rename its tensors ({type(error).__name__}: {error})"
-                raise option_error("model.path", str(self.path), f"is no file of this model: {reason}") from error
+                raise option_error("model.path", str(self.path), f"is not a file of this model: {reason}") from error
         yield from checkpoint.items()
 
 
@@ -117,7 +117,7 @@ HOW_TO_GET = (
 
 
 def _with_diffusers_names(checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-    """The tensors by diffusers' names, if those are the file's but for a prefix; None: it has its publisher's own."""
+    """The tensors by diffusers' names, or None if the file has its publisher's names. Prefixes are removed."""
     marks = ("transformer_blocks.0.", "blocks.0.attn1.", "down_blocks.0.", "time_text_embed.", "condition_embedder.")
     for prefix in _PREFIXES:
         if any(name.startswith(tuple(prefix + mark for mark in marks)) for name in checkpoint):
@@ -126,10 +126,10 @@ def _with_diffusers_names(checkpoint: dict[str, torch.Tensor]) -> dict[str, torc
 
 
 def find_published(path: str, *, subfolder: str) -> PublishedWeights:
-    """The weights that `model.path` means: a folder (of the transformer or of a whole pipeline), a file, or a hub name.
+    """The weights at `model.path`: a folder (of the transformer or of a whole pipeline), a file, or a hub name.
 
     Raises:
-        ConfigError: they are not there, or not to be had.
+        ConfigError: they do not exist or cannot be downloaded.
     """
     local = Path(path).expanduser()
     if local.is_file():
@@ -147,14 +147,14 @@ def find_published(path: str, *, subfolder: str) -> PublishedWeights:
             found = PublishedWeights(folder)
             found.files()
             return found
-    raise option_error("model.path", path, f"holds no config.json, nor {subfolder}/config.json; {HOW_TO_GET}")
+    raise option_error("model.path", path, f"has neither config.json nor {subfolder}/config.json; {HOW_TO_GET}")
 
 
 def find_lora(path: str) -> Path:
-    """The file that `lora.assistant_path` means: a file, a folder with one, or a hub name.
+    """The LoRA file at `lora.assistant_path`: a file, a folder with one file, or a hub name.
 
     Raises:
-        ConfigError: it is not there, or there is a choice.
+        ConfigError: it does not exist, or a folder has several.
     """
     local = Path(path).expanduser()
     if is_hub_name(path):
@@ -172,38 +172,38 @@ def find_lora(path: str) -> Path:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether this can only be a name on the hub: `owner/name`, and no file or folder here."""
+    """Whether `path` is a hub name: `owner/name`, and no local file or folder of that name exists."""
     return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).exists()
 
 
 def fetch(name: str, *, patterns: list[str], what: str, option: str) -> Path:
-    """The folder of a hub repository in the local cache, with the files of these patterns, fetched where they miss.
+    """The folder of a hub repository in the local cache. Downloads missing files that match the patterns.
 
     Raises:
-        ConfigError: they cannot be had; the line says why.
+        ConfigError: the download failed; the message gives the reason.
     """
     hub = require("huggingface_hub")
     from torchditan.autoencoders.hub import why_not_fetched
 
     try:
         return Path(hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns="*.fp16*"))
-    except Exception as error:  # what a broken connection raises depends on the hub's version
+    except Exception as error:  # the exception of a broken connection depends on the huggingface_hub version
         raise option_error(option, name, why_not_fetched(error, what=what, option=f"--{option}")) from error
 
 
 def check_names(expected: dict[str, torch.Size], found: dict[str, torch.Size], *, path: str) -> None:
-    """Every tensor of the model is in the file, with its shape, and no other.
+    """Check that a file has exactly the tensors of the model, with their shapes.
 
     Raises:
-        ConfigError: not so; the line names the first one.
+        ConfigError: names the first tensor that differs.
     """
     differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if differing:
         name = differing[0]
         want, have = (None if name not in where else list(where[name]) for where in (expected, found))
         if want is None:
-            what = f"{name} is no tensor of this model"
+            what = f"{name} is not a tensor of this model"
         else:
             what = f"{name} must be {want} and is {'missing' if have is None else have}"
         many = f" ({len(differing)} tensors differ)" if len(differing) > 1 else ""
-        raise ConfigError(f"model.path = {json.dumps(path)}: is another model than model.flavor says: {what}{many}")
+        raise ConfigError(f"model.path = {json.dumps(path)}: is another model than model.flavor: {what}{many}")

@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Wan2.1 (Wan Team 2025, arXiv 2503.20314): videos from text, and from text and a first frame.
 
-Its pipeline samples with UniPC, by even steps down to noise level 0.001, and tells the model timesteps rounded down to
-integers; ours are exact, and go down to 0. The shift is that of the resolution a flavor is for: 3 for 480p, 5 for 720p.
+Its pipeline samples with UniPC in even steps down to noise level 0.001 and rounds timesteps down to integers. Ours are
+exact and go down to 0. The shift depends on the resolution of the flavor: 3 for 480p, 5 for 720p.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ class Wan(PublishedModel):
     def tensors(
         cls, config: Mapping[str, Any], *, sample_shape: tuple[int, ...], text_length: int
     ) -> dict[str, TensorSpec]:
-        """The caption's tokens; from images also CLIP's tokens of the first frame and its `first_frame_condition`."""
+        """Caption tokens. Image-to-video flavors add CLIP tokens of the first frame and its `first_frame_condition`."""
         text = {"prompt_embeds": TensorSpec((text_length, config["text_dim"]))}
         if config.get("image_dim") is None:
             return text
-        if text_length != _TEXT_TOKENS:  # its cross-attention tells image from text by this number
-            raise option_error("text_encoder.max_length", text_length, f"must be {_TEXT_TOKENS} for models from images")
+        if text_length != _TEXT_TOKENS:  # its cross-attention separates image from text tokens by this number
+            raise option_error("text_encoder.max_length", text_length, f"must be {_TEXT_TOKENS} for image-to-video")
         channels = config["in_channels"] - config["out_channels"]
         return {
             **text,
@@ -111,7 +111,7 @@ class Wan(PublishedModel):
     def encode_samples(
         cls, pipeline: Any, encode: Callable[[torch.Tensor], torch.Tensor], samples: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Of the first frame: the CLIP embedding, and the latents of a video whose other frames are grey."""
+        """The CLIP embedding of the first frame, and latents of a video with that first frame and grey others."""
         from PIL import Image
 
         first = torch.cat([samples[:, :, :1], torch.zeros_like(samples[:, :, 1:])], dim=2)
@@ -133,13 +133,14 @@ class Wan(PublishedModel):
 
 
 def first_frame_condition(latents: torch.Tensor) -> torch.Tensor:
-    """What an image-to-video model sees beside x: (B, C, F, H, W) -> (B, 4 + C, F, H, W).
+    """Second input of an image-to-video model, next to x: (B, C, F, H, W) -> (B, 4 + C, F, H, W).
 
     Args:
         latents: normalised latents of a video whose first frame is given and whose other frames are grey (0).
 
     Returns:
-        4 channels (one for each frame in a latent one) that are 1 in the first latent frame, else 0; then the latents.
+        4 channels (one per frame in a latent frame) that are 1 in the first latent frame and 0 elsewhere, then the
+        latents.
     """
     batch, _, *size = latents.shape
     mask = latents.new_zeros(batch, Wan.temporal_downsampling, *size)
