@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchditan.config.errors import ConfigError
 from torchditan.evaluation.distances import Gaussian
-from torchditan.run.atomic_files import written_beside
+from torchditan.run.atomic_files import atomic_writer
 
 INCEPTION = "inception-2015"
 """The extractor of a file that names none."""
@@ -61,7 +61,7 @@ def write_images(path: Path, batches: Iterable[Tensor], *, shape: tuple[int, int
         batches: (B, 3, H, W) uint8; N images in all.
         shape: (N, H, W).
     """
-    with written_beside(path) as file, zipfile.ZipFile(file, "w") as archive:
+    with atomic_writer(path) as file, zipfile.ZipFile(file, "w") as archive:
         _write_images(archive, batches, shape=shape)
 
 
@@ -82,7 +82,7 @@ def write_reference(
     stored["extractor"] = np.array(extractor)
     if pool.count is not None:
         stored["count"] = np.array(pool.count)
-    with written_beside(path) as file, zipfile.ZipFile(file, "w") as archive:
+    with atomic_writer(path) as file, zipfile.ZipFile(file, "w") as archive:
         _write_images(archive, batches, shape=shape)
         for name, array in stored.items():
             with archive.open(f"{name}.npy", "w") as entry:
