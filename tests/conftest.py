@@ -125,7 +125,7 @@ def run_distributed() -> RunDistributed:
         script_args: Sequence[str | Path],
         world_size: int,
         *,
-        timeout: float = 180.0,
+        timeout: float = 360.0,
         cwd: Path = REPOSITORY,
         env: dict[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
