@@ -20,7 +20,7 @@ count = int(sys.argv[1].split("=")[1])
 ranks = [
     subprocess.Popen(
         [sys.executable, *sys.argv[4:]],
-        env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count)},
+        env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count), "TORCHELASTIC_RUN_ID": "none", "LAUNCHER": str(os.getpid())},
         start_new_session=True,
     )
     for rank in range(count)
@@ -52,6 +52,8 @@ batch, patch, steps = int(given["training.batch_size"]), int(given["model.patch_
 folder = Path(given["job.dump_folder"]) / given["metrics.experiment_name"]
 
 def main():
+    if os.getppid() != int(os.environ["LAUNCHER"]):
+        sys.exit(1)  # it was killed before this rank could ask to be killed with it
     write_rank_status("running", first_step_at=time.time())
     if rank == 0:
         hardware = {"device": "cpu", "device_name": "a CPU", "hostname": "here"}

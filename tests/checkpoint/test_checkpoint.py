@@ -68,6 +68,9 @@ def test_pinned_copies_share_no_memory_page_and_are_allocated_once(
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     manager = make_manager(Config(checkpoint=Checkpoint(async_mode="async_with_pinned_mem")))
+    optimizer = manager.state.tensors["optimizer"]
+    assert isinstance(optimizer, OptimizerState)
+    optimizer.make()  # as the first step does
     for step in (1, 2):
         manager.state.tensors["model"].state_dict()["0.weight"].fill_(step)
         save(manager, step)

@@ -193,12 +193,12 @@ def test_a_resume_keeps_the_number_of_its_run(
     assert "CPU threads" not in more.out + more.err
     fewer = train(6, cores=2)
     assert torch.get_num_threads() == 2 and recorded() == 3
-    assert "2 CPU threads per rank (fewer cores for each rank), 3 when the run began" in fewer.out + fewer.err
+    assert "2 CPU threads per rank (fewer cores for each rank), 3 when the run started" in fewer.out + fewer.err
     free_threads.setenv("OMP_NUM_THREADS", "4")
     torch.set_num_threads(4)  # as torch would on import
     users = train(8, cores=2)
     assert torch.get_num_threads() == 4 and recorded() == 3
-    assert "4 CPU threads per rank (OMP_NUM_THREADS), 3 when the run began" in users.out + users.err
+    assert "4 CPU threads per rank (OMP_NUM_THREADS), 3 when the run started" in users.out + users.err
     free_threads.delenv("OMP_NUM_THREADS")
     again = train(10, cores=5)
     assert torch.get_num_threads() == recorded() == 3

@@ -168,8 +168,8 @@ def test_the_log_says_which_batch_size_needs_no_padding() -> None:
 
     assert "33 of 39" in line(2)
     assert "15 of them padded" in line(2)
-    assert "170 rows" in line(2)
-    assert "a multiple of 16 as training.batch_size" in line(2)
+    assert "170 input rows" in line(2)
+    assert "training.batch_size a multiple of 16" in line(2)
     assert "padded" not in line(16)
 
 

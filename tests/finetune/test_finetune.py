@@ -350,7 +350,7 @@ def test_encoders_of_another_width_are_told_in_a_line(run_script, tmp_path) -> N
     pipeline.text_encoder_2 = tiny_pipelines.t5(64)
     wide = tiny_pipelines.save(pipeline, tmp_path / "wide")
     outcome = run_script("train.py", *flags("flux", wide, write_balls(tmp_path / "balls"), tmp_path / "out"))
-    assert outcome.code == 2 and "its encoders give prompt_embeds of [8, 64]" in outcome.err, outcome.err
+    assert outcome.code == 2 and "its encoders give prompt_embeds of shape [8, 64]" in outcome.err, outcome.err
 
 
 def test_encoders_of_another_width_are_told_when_drawing_too(pipelines, run_script, tmp_path) -> None:
@@ -361,7 +361,7 @@ def test_encoders_of_another_width_are_told_when_drawing_too(pipelines, run_scri
     wide = tiny_pipelines.save(pipeline, tmp_path / "wide")
     drawing = ["--prompts", "a red ball", f"--text_encoder.path={wide}", f"--out={tmp_path / 'drawn.png'}"]
     outcome = run_script("scripts/generate.py", tmp_path / "out/run", *drawing)
-    assert outcome.code == 2 and "its encoders give prompt_embeds of [8, 64]" in outcome.err, outcome.err
+    assert outcome.code == 2 and "its encoders give prompt_embeds of shape [8, 64]" in outcome.err, outcome.err
     assert not (tmp_path / "drawn.png").exists()
 
 

@@ -382,7 +382,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lora.safetensors"
     with pytest.raises(ConfigError, match=r'--format = "kohya": .*known .*flux .*sd3, .*wan; .*diff'):
         export_lora(state, model_name="wan", rank=2, alpha=2, path=path, format="kohya")
-    with pytest.raises(ConfigError, match=r"kohya's names .*none .*layer blocks\.0\.odd; export"):
+    with pytest.raises(ConfigError, match=r"kohya's format .*layer blocks\.0\.odd; export with --format diffusers"):
         odd = {f"blocks.0.odd.lora_{part}.default.weight": torch.ones(2, 2) for part in "AB"}
         export_lora(odd, model_name="sd3", rank=2, alpha=2, path=path, format="kohya")
     with pytest.raises(ConfigError, match=r"LoRA default .*1 weights"):

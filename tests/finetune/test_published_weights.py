@@ -254,7 +254,7 @@ def test_a_folder_without_weights_is_refused(leave, saved):
     for file in saved.iterdir():
         if file.name not in leave:
             file.unlink()
-    assert ("no .safetensors file" if leave else "no config.json") in line_of(saved)
+    assert ("no .safetensors file" if leave else "neither config.json") in line_of(saved)
 
 
 def test_damaged_files_are_refused(saved):
