@@ -115,6 +115,7 @@ def test_every_configuration_trains_a_step(file: Path, tmp_path: Path, run_scrip
     flags = ["--dataset.dataset_name=dummy", "--dataset.image_size=16", "--model.flavor=debugmodel"]
     flags += ["--training.steps=1", "--training.batch_size=2", "--training.global_batch_size=2"]
     flags += ["--validation.num_images=2", "--sampling.num_steps=1", "--sampling.max_classes=1"]
+    flags += ["--compile.backend=eager"]  # graphs without the minute of a cold compile
     flags += ["--dataset.num_workers=0", f"--job.dump_folder={tmp_path}"]
     with file.open("rb") as stream:
         tables = tomllib.load(stream)
