@@ -132,7 +132,8 @@ def run_distributed() -> RunDistributed:
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}"]
         command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
         command += [str(REPOSITORY / script_args[0]), *map(str, script_args[1:])]
-        path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        folders = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
+        path = os.pathsep.join(folders).rstrip(os.pathsep)
         process = subprocess.Popen(
             command,
             cwd=cwd,
