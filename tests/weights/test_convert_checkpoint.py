@@ -689,7 +689,7 @@ def main(run: Path) -> None:
 MEASURE = """
 import resource, sys
 from pathlib import Path
-sys.path[:0] = [{repository!r}, {repository!r} + '/tests/weights']
+sys.path[:0] = [{repository!r}, {repository!r} + '/tests', {repository!r} + '/tests/weights']
 from torchditan.weights.imported_run import import_weights
 from torchditan.weights.safetensors_files import DTYPES
 from torchditan.weights.exported import export_weights
