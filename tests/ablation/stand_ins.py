@@ -17,10 +17,11 @@ CPU = Device("cpu", "a CPU", None, 16.0, "float8.enable_float8_linear = true: a 
 TORCHRUN = """
 import os, subprocess, sys, time
 count = int(sys.argv[1].split("=")[1])
+launcher = {"TORCHELASTIC_RUN_ID": "none", "LAUNCHER": str(os.getpid())}
 ranks = [
     subprocess.Popen(
         [sys.executable, *sys.argv[4:]],
-        env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count), "TORCHELASTIC_RUN_ID": "none", "LAUNCHER": str(os.getpid())},
+        env={**os.environ, **launcher, "RANK": str(rank), "WORLD_SIZE": str(count)},
         start_new_session=True,
     )
     for rank in range(count)
