@@ -27,7 +27,7 @@ def read_grids(run: Path) -> tuple[dict[int, Tensor], list[str]]:
     Grids of other rows or another size than the newest one are left out.
 
     Raises:
-        ConfigError: there is no grid, or none that stores its layout.
+        ConfigError: the run has no grid, an older version drew its grids, or a grid is damaged.
     """
     from torchditan.config.errors import ConfigError
     from torchditan.evaluation.steps_picture import read_cells

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Runs other implementations in a process of their own, where they are installed; they are no dependencies of ours.
+"""Run other implementations in a separate process, if they are installed. The project does not depend on them.
 
 To run these comparisons, install the references without what they require, next to the environment, not into it:
 ```

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import json
 import os
 import re
@@ -13,19 +11,20 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import extending_page
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from extending_page import examples
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import data
 from torchditan import registry
 from torchditan.checkpoint.loading import read_state
 from torchditan.checkpoint.manager import CheckpointManager
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
     from tests.conftest import Outcome, RunDistributed, RunScript
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGE = REPOSITORY / "docs" / "extending.md"
 TINY = """
     --model.flavor=debugmodel --training.mixed_precision_param=float32 --training.global_batch_size=16
     --lr_scheduler.schedule=constant --lr_scheduler.warmup_steps=0 --metrics.log_freq=1 --metrics.sample_freq=0
@@ -76,65 +74,14 @@ CHOICES = [
 """(section, option, value, default)."""
 
 
-class Example(NamedTuple):
-    """One section of the page."""
-
-    path: str
-    """Of the file, from the repository's root."""
-    code: str
-    registry: str
-    line: str
-    """Of the registry."""
-    command: str
-
-    @property
-    def module(self) -> str:
-        return self.path.removesuffix(".py").replace("/", ".")
-
-    @property
-    def entries(self) -> dict[str, Any]:
-        """The registry that the line is for."""
-        return data.DATASETS if self.registry == "DATASETS" else getattr(registry, self.registry)
-
-
-def examples() -> dict[str, Example]:
-    """Of each section that has a file, a line and a command: "objective", "optimizer", ..."""
-    found = {}
-    for section in re.split(r"^## An? ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-        title, _, text = section.partition("\n")
-        (path,) = re.findall(r"file\s+is\s+`([\w/]+\.py)`", text)
-        (name,) = re.findall(r"^Its line in `(\w+)`:", text, flags=re.MULTILINE)
-        code, line = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-        (command,) = re.findall(r"^```bash\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-        found[title] = Example(path, code, name, line, command)
-    return found
-
-
 def add_to_the_repository(folder: Path) -> None:
-    """Do what the page says, with the files in `folder` instead of the repository."""
-    for title in EXAMPLES:
-        example = examples()[title]
-        file = folder / example.path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(example.code, encoding="utf-8")
-        importlib.import_module(example.module.rpartition(".")[0]).__path__.append(str(file.parent))
-        example.entries.update(ast.literal_eval(f"{{{example.line}}}"))
+    extending_page.add(EXAMPLES, folder)
 
 
 @pytest.fixture
-def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    found = [examples()[title] for title in EXAMPLES]
-    before = [(example, dict(example.entries)) for example in found]
-    packages = [importlib.import_module(example.module.rpartition(".")[0]) for example, _ in before]
-    for package in packages:
-        monkeypatch.setattr(package, "__path__", list(package.__path__))
-    add_to_the_repository(tmp_path / "added")
-    yield
-    for (example, entries), package in zip(before, packages, strict=True):
-        example.entries.clear()
-        example.entries.update(entries)
-        sys.modules.pop(example.module, None)
-        vars(package).pop(example.module.rpartition(".")[2], None)
+def added(tmp_path: Path) -> Iterator[None]:
+    with extending_page.added(EXAMPLES, tmp_path / "added"):
+        yield
 
 
 def write_flowers(folder: Path, *, seed: int = 0) -> None:

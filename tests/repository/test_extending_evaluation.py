@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import json
-import re
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from extending_page import added, examples
 
 from torchditan import registry
 from torchditan.autoencoders import Autoencoder, open_autoencoder
@@ -28,7 +25,6 @@ from torchditan.run.reading import read_metrics
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunScript
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
 TINY = [
     "--model.flavor=debugmodel",
     "--training.mixed_precision_param=float32",
@@ -42,37 +38,16 @@ TINY = [
 ]
 
 
-def example(title: str) -> tuple[str, str, str, str, str]:
-    """(file, its code, registry, its line, command) of the section `A metric` or `An autoencoder`."""
-    text = PAGE.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    (path,) = re.findall(r"file\s+is\s+`([\w/]+\.py)`", text)
-    (name,) = re.findall(r"^Its line in `(\w+)`:", text, flags=re.MULTILINE)
-    code, line = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    (command,) = re.findall(r"^```bash\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    return path, code, name, line, command
-
-
-def add(title: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Do what the section says, with its file in `folder` instead of the repository."""
-    path, code, name, line, _ = example(title)
-    (folder / Path(path).name).write_text(code, encoding="utf-8")
-    module = path.removesuffix(".py").replace("/", ".")
-    package = importlib.import_module(module.rpartition(".")[0])
-    monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
-    for key, value in ast.literal_eval(f"{{{line}}}").items():
-        monkeypatch.setitem(getattr(registry, name), key, value)
-    yield
-    sys.modules.pop(module, None)
+@pytest.fixture
+def copies(tmp_path: Path) -> Iterator[None]:
+    with added(["metric"], tmp_path / "added"):
+        yield
 
 
 @pytest.fixture
-def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from add("A metric", tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def fold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from add("An autoencoder", tmp_path, monkeypatch)
+def fold(tmp_path: Path) -> Iterator[None]:
+    with added(["autoencoder"], tmp_path / "added"):
+        yield
 
 
 def train(run_script: RunScript, folder: Path, name: str, *flags: str) -> Outcome:
@@ -90,7 +65,7 @@ def test_the_metric_of_the_page_evaluates_a_run_and_leaves_the_other_results_alo
     run_script: RunScript, tmp_path: Path
 ) -> None:
     train(run_script, tmp_path, "run", *QUICKSTART)
-    _, script, run, *arguments = shlex.split(example("A metric")[4])
+    _, script, run, *arguments = shlex.split(examples()["metric"].command)
     few = ["--samples_per_class=2", "--epochs=1"]
     assert run == "outputs/quickstart"
     outcome = run_script(script, tmp_path / "run", *arguments, *few)
@@ -152,7 +127,7 @@ def test_ranks_that_share_the_pictures_find_what_one_finds() -> None:
 def test_the_autoencoder_of_the_page_trains_samples_and_resumes_to_the_bit(
     run_script: RunScript, tmp_path: Path
 ) -> None:
-    python, script, *arguments = shlex.split(example("An autoencoder")[4])
+    python, script, *arguments = shlex.split(examples()["autoencoder"].command)
     assert (python, script) == ("python", "train.py")
     for name, steps in (("whole", (2,)), ("resumed", (1, 2))):
         for last in steps:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,3 +113,12 @@ def test_a_run_without_usable_grids_is_refused(run: Path, run_script: RunScript)
         path.unlink()
     code, _, errors = run_script(SCRIPT, str(run))
     assert (code, "metrics.sample_freq" in errors) == (2, True)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"<html>", lambda data: b""])
+def test_a_damaged_grid_is_named(run: Path, run_script: RunScript, damage: Callable[[bytes], bytes]) -> None:
+    path = min((run / "samples").glob("step_*.png"))
+    path.write_bytes(damage(path.read_bytes()))
+    code, _, errors = run_script(SCRIPT, str(run))
+    assert code == 2 and errors.startswith(f"error: {path} is not a readable grid") and errors.count("\n") == 1
+    assert not (run / "samples" / "steps.png").exists()

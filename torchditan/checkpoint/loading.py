@@ -41,7 +41,7 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     """The checkpoint of `step`, or the newest complete one. Newer damaged ones are reported.
 
     Raises:
-        ConfigError: there is no checkpoint, or it is damaged; the message lists the available steps.
+        ConfigError: the checkpoint does not exist or is damaged; the message lists the available steps.
     """
     checkpoints = {step_of(path): path for path in list_checkpoints(folder)}
     if not checkpoints:

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from torchditan.config.errors import ConfigError
 from torchditan.evaluation.grid_picture import CELL_GAP, LAYOUT_KEY, PAPER, GridLayout, draw
 from torchditan.run.atomic_files import write_file
 
@@ -23,14 +24,17 @@ def read_cells(path: Path) -> tuple[Tensor, list[str]] | None:
         (rows, k, H, W, 3) uint8 and a label per row; None if the file does not store its layout.
 
     Raises:
-        OSError: the file cannot be read.
+        ConfigError: the file is damaged.
     """
-    with Image.open(path) as picture:
-        stored = picture.info.get(LAYOUT_KEY)
-        if stored is None:
-            return None
-        pixels = torch.from_numpy(np.array(picture.convert("RGB")))  # (H, W, 3)
-    layout = GridLayout(**json.loads(stored))
+    try:
+        with Image.open(path) as picture:
+            stored = picture.info.get(LAYOUT_KEY)
+            if stored is None:
+                return None
+            pixels = torch.from_numpy(np.array(picture.convert("RGB")))  # (H, W, 3)
+        layout = GridLayout(**json.loads(stored))
+    except (OSError, SyntaxError, TypeError, ValueError) as error:  # as PIL, JSON and the layout report damage
+        raise ConfigError(f"{path} is not a readable grid ({error}); delete it") from None
     rows = []
     for row in range(len(layout.labels)):
         top = layout.top + row * layout.row_pitch
