@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from torchditan.evaluation.metric import Metric
+    from torchditan.evaluation.metric import Metric, Pictures
     from torchditan.weights.trained_model import TrainedModel
 
 
@@ -58,29 +56,34 @@ def load(args: argparse.Namespace, flags: list[str]) -> TrainedModel:
 
 def show_real_images(metrics: list[Metric], trained: TrainedModel, datasets: dict[Any, Any]) -> None:
     """Pass all images of both splits to the metrics."""
-    from torchditan.evaluation.metric import batches_of
+    from torchditan.evaluation.metric import Pictures, batches_of
+    from torchditan.evaluation.reconstruction import to_8_bit
     from torchditan.run.progress import report_progress
 
     with report_progress("reading real images"):
         for source, dataset in datasets.items():
-            for samples, labels in batches_of(dataset):
-                pictures = trained.real_to_pixels(samples)
+            for samples, labels, indices in batches_of(dataset):
+                images = to_8_bit(trained.real_to_pixels(samples)).byte()
+                pictures = Pictures(images, labels if trained.num_classes else None, indices, source)
                 for metric in metrics:
-                    metric.update(pictures, labels if trained.num_classes else None, source=source)
+                    metric.update(pictures)
 
 
-def draw(trained: TrainedModel, args: argparse.Namespace) -> tuple[Tensor, Tensor | None]:
-    """Pictures (n, C, H, W) of all classes, and their labels (n,); None without labels."""
+def draw(trained: TrainedModel, args: argparse.Namespace) -> Pictures:
+    """Samples of all classes."""
     import torch
 
+    from torchditan.evaluation.metric import Pictures
+    from torchditan.evaluation.reconstruction import to_8_bit
     from torchditan.evaluation.sample_rows import SampleRows
 
     labels = list(range(max(1, trained.num_classes)))
     names = [str(label) for label in range(trained.num_classes)]
     rows = SampleRows.of_classes(labels, class_names=names)
     samples = trained.generate_rows(rows, samples_per_row=args.samples_per_class, seed=args.seed, batch_size=250)
-    pictures = trained.to_pixels(samples).clamp(-1, 1).flatten(0, 1)
-    return pictures, torch.tensor(labels).repeat_interleave(args.samples_per_class) if names else None
+    images = to_8_bit(trained.to_pixels(samples).flatten(0, 1)).byte()
+    wanted = torch.tensor(labels).repeat_interleave(args.samples_per_class) if names else None
+    return Pictures(images, wanted, torch.arange(len(images)), "generated")
 
 
 def main() -> None:
@@ -109,15 +112,15 @@ def main() -> None:
     class_names = datasets["train"].class_names if trained.num_classes else []
     metrics: list[Metric] = [cls(Evaluation(class_names, seed=args.seed, epochs=args.epochs)) for cls in classes]
     show_real_images(metrics, trained, datasets)
-    pictures, labels = draw(trained, args)
+    pictures = draw(trained, args)
     result = {
         "run": str(args.run),
         "step": trained.step,
         "guidance_scale": trained.config.sampling.guidance_scale,
-        "num_samples": len(pictures),
+        "num_samples": len(pictures.images),
     }
     for metric in metrics:
-        metric.update(pictures, labels, source="generated")
+        metric.update(pictures)
         found = metric.compute()
         assert not found.keys() & result.keys(), f"two metrics give {', '.join(found.keys() & result.keys())}"
         result |= found

@@ -19,7 +19,7 @@ from torchditan.checkpoint.loading import read_state
 from torchditan.config import options
 from torchditan.config.errors import ConfigError
 from torchditan.evaluation.classifier import ClassifierAccuracy
-from torchditan.evaluation.metric import Evaluation
+from torchditan.evaluation.metric import Evaluation, Pictures, Source
 from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:
@@ -97,14 +97,14 @@ def test_a_run_without_labels_is_evaluated_by_metrics_that_need_none(run_script:
 @pytest.mark.usefixtures("copies")
 def test_the_metric_of_the_page_finds_copies() -> None:
     metric = registry.registered(registry.METRICS, "copies")(Evaluation([], seed=0, epochs=1))
-    images = torch.randn(3, 20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    metric.update(images[0], None, source="train")
-    metric.update(images[0, 5:9], None, source="generated")
-    metric.update(images[1], None, source="held_out")
+    images = torch.randint(256, (3, 20, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    metric.update(Pictures(images[0], None, torch.arange(20), "train"))
+    metric.update(Pictures(images[0, 5:9], None, torch.arange(4), "generated"))
+    metric.update(Pictures(images[1], None, torch.arange(20), "held_out"))
     found = metric.compute()
-    assert found["nearest_generated"] < 1e-3 and found["nearest_held_out"] > 1
-    metric.update(images[0, :1] + 0.5, None, source="held_out")
-    assert found["nearest_held_out"] > metric.compute()["nearest_held_out"] > found["nearest_held_out"] * 20 / 21
+    assert found["nearest_generated"] < 1e-3 and found["nearest_held_out"] > 0.5
+    metric.update(Pictures(images[0, :1], None, torch.tensor([20]), "held_out"))
+    assert metric.compute()["nearest_held_out"] == pytest.approx(found["nearest_held_out"] * 20 / 21, rel=1e-3)
 
 
 def test_ranks_that_share_the_pictures_find_what_one_finds() -> None:
@@ -112,13 +112,15 @@ def test_ranks_that_share_the_pictures_find_what_one_finds() -> None:
     labels = torch.arange(40) % 2
     evaluation = Evaluation(["dark", "bright"], seed=0, epochs=2)
     whole, *ranks = (ClassifierAccuracy(evaluation) for _ in range(3))
-    for source in ("train", "held_out", "generated"):
-        images = torch.randn(40, 1, 8, 8, generator=draw) / 2 + labels[:, None, None, None]
-        whole.update(images, labels, source=source)
-        for rank, rows in zip(ranks, torch.arange(40).split(24), strict=True):
-            rank.update(images[rows], labels[rows], source=source)
+    sources: tuple[Source, ...] = ("train", "held_out", "generated")
+    for source in sources:
+        noise = torch.randint(100, (40, 1, 8, 8), generator=draw)
+        images = (noise + 120 * labels[:, None, None, None]).byte()
+        whole.update(Pictures(images, labels, torch.arange(40), source))
+        for rank, rows in zip(ranks, [torch.arange(0, 40, 2), torch.arange(1, 40, 2)], strict=True):
+            rank.update(Pictures(images[rows], labels[rows], rows, source))
+        ranks[0].merge(ranks[1].state(source), source)
     expected = whole.compute()
-    ranks[0].merge(ranks[1].state())
     assert ranks[0].compute() == expected
     assert expected["accuracy_generated"] > 0.6
 

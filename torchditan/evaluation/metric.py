@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from torchditan.data_stream.datasets import ImageDataset
 
@@ -25,8 +27,41 @@ class Evaluation:
     class_names: list[str]
     """Of the dataset; empty if the model was trained without labels."""
     seed: int
-    epochs: int
+    epochs: int = 20
     """Passes over the training images, for metrics that train a model."""
+    device: str = "cpu"
+    """Where a metric runs its network."""
+    cache_folder: Path | None = None
+    """Keeps the features of real images; None keeps none."""
+    inception_weights: Path | None = None
+    """Weights file of Inception-2015; None uses torch-fidelity's, downloaded once."""
+    reference: Path | None = None
+    """`.npz` of ADM's evaluator that replaces the training images in comparisons of distributions."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """A batch of pictures of one source."""
+
+    images: Tensor
+    """(N, C, H, W) uint8 on the CPU, C 1 or 3; latents are decoded."""
+    labels: Tensor | None
+    """(N,) int64, for generated images the requested class; None without labels."""
+    numbers: Tensor
+    """(N,) int64: place of each picture among all of its source, from 0. The same on any number of ranks."""
+    source: Source
+
+
+class Figure(NamedTuple):
+    """One number of an evaluation."""
+
+    value: float
+    num_images: int
+    """Generated images behind it."""
+    halves: tuple[float, float] | None = None
+    """The same number of two disjoint halves of these images; None where a half has too few."""
+    extractor: str | None = None
+    """Network whose features it compares."""
 
 
 class Metric(Protocol):
@@ -37,23 +72,20 @@ class Metric(Protocol):
 
     def __init__(self, evaluation: Evaluation) -> None: ...
 
-    def update(self, images: torch.Tensor, labels: torch.Tensor | None, *, source: Source) -> None:
-        """Add a batch.
+    def update(self, pictures: Pictures) -> None:
+        """Add a batch. Sources and pictures come in any order."""
 
-        Args:
-            images: (N, C, H, W) float32 pixels in [-1, 1] on the CPU. Any N; the sources come in any order.
-            labels: (N,) int64, for generated images the requested class; None without labels.
-            source: of all images of the batch.
-        """
+    def state(self, source: Source) -> dict[str, Tensor]:
+        """The data gathered so far from a source, as tensors on the CPU that can be sent to another rank."""
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """The data gathered so far, as tensors that can be sent to another rank."""
+    def merge(self, state: Mapping[str, Tensor], source: Source) -> None:
+        """Add the data that the same metric gathered from a source on another rank, from other pictures."""
 
-    def merge(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Add the data that the same metric gathered on another rank, from other pictures."""
+    def forget(self, source: Source) -> None:
+        """Drop the data of a source. The next sampling seed then reuses that of the real images."""
 
     def compute(self) -> dict[str, Any]:
-        """Results by name, as numbers or dictionaries of them; called after all pictures were added."""
+        """Results by name: a `Figure`, a number, or a dictionary of numbers. Called after all pictures were added."""
 
 
 class MetricOfAllPictures:
@@ -63,30 +95,47 @@ class MetricOfAllPictures:
 
     def __init__(self, evaluation: Evaluation) -> None:
         self.evaluation = evaluation
-        self._batches: dict[str, list[torch.Tensor]] = {}
+        self._batches: dict[str, list[dict[str, Tensor]]] = {}
 
-    def update(self, images: torch.Tensor, labels: torch.Tensor | None, *, source: Source) -> None:
-        self.merge({f"{source}.images": images} | ({} if labels is None else {f"{source}.labels": labels}))
+    def update(self, pictures: Pictures) -> None:
+        batch = {"images": pictures.images, "numbers": pictures.numbers}
+        if pictures.labels is not None:
+            batch["labels"] = pictures.labels
+        self.merge(batch, pictures.source)
 
-    def state(self) -> dict[str, torch.Tensor]:
-        return {name: torch.cat(batches) for name, batches in self._batches.items()}
+    def state(self, source: Source) -> dict[str, Tensor]:
+        batches = self._batches.get(source, [])
+        return {name: torch.cat([batch[name] for batch in batches]) for name in (batches[0] if batches else ())}
 
-    def merge(self, state: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in state.items():
-            self._batches.setdefault(name, []).append(tensor)
+    def merge(self, state: Mapping[str, Tensor], source: Source) -> None:
+        if state:
+            self._batches.setdefault(source, []).append(dict(state))
 
-    def images(self, source: Source) -> torch.Tensor:
-        """All images of a source, (N, C, H, W)."""
-        return torch.cat(self._batches[f"{source}.images"])
+    def forget(self, source: Source) -> None:
+        self._batches.pop(source, None)
 
-    def labels(self, source: Source) -> torch.Tensor:
+    def images(self, source: Source) -> Tensor:
+        """All images of a source, (N, C, H, W) float32 in [-1, 1], in order."""
+        return self._ordered("images", source).float() / 127.5 - 1
+
+    def labels(self, source: Source) -> Tensor:
         """Labels (N,) of `images(source)`."""
-        return torch.cat(self._batches[f"{source}.labels"])
+        return self._ordered("labels", source)
+
+    def _ordered(self, name: str, source: Source) -> Tensor:
+        state = self.state(source)
+        return state[name][state["numbers"].argsort()]
 
 
-def batches_of(dataset: ImageDataset, *, batch_size: int = 256) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Samples (B, C, H, W) of a whole dataset and their labels (B,), None without labels."""
-    for start in range(0, len(dataset), batch_size):
-        items = [dataset[index] for index in range(start, min(start + batch_size, len(dataset)))]
+def batches_of(
+    dataset: ImageDataset, *, batch_size: int = 256, rank: int = 0, world_size: int = 1
+) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+    """Samples (B, C, H, W) of a dataset, their labels (B,) or None, and their indices (B,).
+
+    The batches are the same on any number of ranks; each rank gets every `world_size`-th one.
+    """
+    for start in range(rank * batch_size, len(dataset), world_size * batch_size):
+        indices = torch.arange(start, min(start + batch_size, len(dataset)))
+        items = [dataset[index] for index in indices.tolist()]
         labels = torch.tensor([item["class_label"] for item in items]) if "class_label" in items[0] else None
-        yield torch.stack([item["sample"] for item in items]), labels
+        yield torch.stack([item["sample"] for item in items]), labels, indices
