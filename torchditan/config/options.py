@@ -437,6 +437,24 @@ class Validation:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """Metrics of guided samples against real images, during training (docs/evaluation.md)."""
+
+    freq: int = 0
+    """Steps between two evaluations, and one at the last step; 0 disables them."""
+    metrics: list[str] = field(default_factory=lambda: ["effnet"])
+    """What to compute: effnet, inception or classifier."""
+    num_samples: int = 2600
+    """Samples per evaluation. FD-EffNetLite0 needs more than 1,280, and FID more than 2,048."""
+    class_balance: Literal["data", "balanced", "random"] = "data"
+    """Classes of the samples: as often as in the training images, balanced, or drawn at random."""
+    seed: int = 1
+    """Seed of the noise."""
+    inception_weights: str | None = None
+    """Weights file of Inception-2015. Default: torch-fidelity's, downloaded once."""
+
+
+@dataclass(frozen=True)
 class Profiling:
     """Profiler traces and memory snapshots."""
 
@@ -506,6 +524,7 @@ class Config:
     metrics: Metrics = field(default_factory=Metrics)
     sampling: Sampling = field(default_factory=Sampling)
     validation: Validation = field(default_factory=Validation)
+    evaluation: Evaluation = field(default_factory=Evaluation)
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
     autotune: Autotune = field(default_factory=Autotune)

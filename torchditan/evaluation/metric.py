@@ -6,7 +6,7 @@ scripts/evaluate.py computes the metrics in `--metrics` (`METRICS` in registry.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
@@ -18,6 +18,9 @@ from torchditan.data_stream.datasets import ImageDataset
 
 Source = Literal["train", "held_out", "generated"]
 """Source of pictures: training images, held-out images, or samples of the model."""
+
+ToPixels = Callable[[Tensor], Tensor]
+"""Decodes samples (B, C, H, W) to pixels in [-1, 1], (B, 1 or 3, H', W') on the CPU; for pixels, the identity."""
 
 
 @dataclass(frozen=True)
