@@ -31,29 +31,30 @@ class Shown(NamedTuple):
 
     num_images: int
     content: str
-    """SHA-256 of their bytes, in order, in batches of the size that was used."""
+    """SHA-256 of the SHA-256 of each picture, in order."""
 
 
 def show(metrics: Sequence[Metric], batches: Iterable[Pictures], source: Source) -> Shown:
     """Show this rank's pictures to its metrics, and merge all ranks' data on rank 0. All ranks call it.
 
+    Rank 0 returns the pictures of all ranks, the others their own.
+
     Args:
         metrics: of this rank, in the same order on every rank.
         batches: this rank's part of the pictures, all of `source`.
     """
-    hashes: dict[int, tuple[int, str]] = {}
+    hashes: dict[int, bytes] = {}
     for pictures in batches:
         for metric in metrics:
             metric.update(pictures)
-        content = hashlib.sha256(pictures.images.contiguous().numpy().data).hexdigest()
-        hashes[int(pictures.numbers[0])] = (len(pictures.images), content)
+        for number, image in zip(pictures.numbers.tolist(), pictures.images.contiguous().numpy(), strict=True):
+            hashes[number] = hashlib.sha256(image.data).digest()
     for gathered in _gather_on_rank_0([hashes, *(metric.state(source) for metric in metrics)]):
         hashes |= gathered[0]
         for metric, state in zip(metrics, gathered[1:], strict=True):
             metric.merge(state, source)
-    ordered = [hashes[number] for number in sorted(hashes)]
-    content = hashlib.sha256("".join(content for _, content in ordered).encode()).hexdigest()
-    return Shown(sum(count for count, _ in ordered), content)
+    content = hashlib.sha256(b"".join(hashes[number] for number in sorted(hashes)))
+    return Shown(len(hashes), content.hexdigest())
 
 
 def real_pictures(
