@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,13 +18,17 @@ from torchditan.config.loader import from_dict, override
 from torchditan.config.options import Config
 from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.process_group import Rank
+from torchditan.evaluation.drawing import SamplePlan, draw_samples
 from torchditan.evaluation.generate import generate
+from torchditan.evaluation.metric import Pictures
+from torchditan.evaluation.reconstruction import Rounding
+from torchditan.evaluation.sample_parts import SampleParts
 from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.finetune.captions.dataset import encode_prompts
 from torchditan.finetune.lora import set_active_adapters
 from torchditan.finetune.published import PublishedModel
 from torchditan.job.complete import with_empty_caption
-from torchditan.latents.latent_space import StoredLatents, decode_latents, open_decoder
+from torchditan.latents.latent_space import StoredLatents, decode_latents, decode_with, open_decoder
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
 from torchditan.run.reading import read_config
@@ -148,6 +153,30 @@ class TrainedModel:
                 sampling=self.config.sampling,
                 seed=seed,
                 batch_size=batch_size,
+                device=self.device,
+            )
+
+    def draw_samples(
+        self, plan: SamplePlan, *, seed: int, batch_size: int, rounding: Rounding, parts: SampleParts | None
+    ) -> Iterator[Pictures]:
+        """This rank's share of the samples of an evaluation, decoded; see `evaluation.drawing.draw_samples`."""
+        to_pixels = self.to_pixels
+        if self.is_latent:
+            decoder = open_decoder(self.config.autoencoder, channels=self.sample_shape[0], device=self.device)
+            to_pixels = partial(decode_with, decoder, at_once=self.config.metrics.sample_batch_size)
+        with self.spec.sampling(self.model):
+            yield from draw_samples(
+                self.model,
+                plan,
+                seed=seed,
+                batch_size=batch_size,
+                rounding=rounding,
+                parts=parts,
+                to_pixels=to_pixels,
+                sample_shape=self.sample_shape,
+                conditioning=self.spec.conditioning,
+                objective=build_objective(self.config.diffusion, self.spec),
+                sampling=self.config.sampling,
                 device=self.device,
             )
 
