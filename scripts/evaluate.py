@@ -19,7 +19,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,19 +101,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, flags
 
 
-@dataclass
-class Measured:
-    """What one evaluation found, and all that its card says of it."""
-
-    results: list[dict[str, Any]] = field(default_factory=list)
-    """Of each seed."""
-    samples: list[str] = field(default_factory=list)
-    """SHA-256 of the samples of each seed."""
-    real: dict[str, Any] = field(default_factory=dict)
-    """Source -> `Shown`."""
-    seconds: dict[str, float] = field(default_factory=lambda: {"reading": 0.0, "drawing": 0.0, "measuring": 0.0})
-
-
 def load(args: argparse.Namespace, flags: list[str], rank: Rank) -> TrainedModel:
     from torchditan.config.errors import ConfigError
     from torchditan.run.progress import report_progress
@@ -167,3 +154,315 @@ def choose_metrics(args: argparse.Namespace, *, num_classes: int, num_samples: i
     if not chosen:
         raise ConfigError("--metrics: nothing can be computed by default; see the lines above")
     return chosen
+
+
+def build_metrics(args: argparse.Namespace, names: list[str], trained: TrainedModel | None, rank: Rank) -> list[Metric]:
+    """The metrics of this rank. Without a run, features of real images are not cached."""
+    from torchditan.config.errors import option_error
+    from torchditan.evaluation.evaluator import feature_cache_folder
+    from torchditan.evaluation.metric import Evaluation
+    from torchditan.registry import METRICS, registered
+
+    classes = [registered(METRICS, name) for name in names]
+    num_classes = trained.num_classes if trained is not None else 0
+    for name, cls in zip(names, classes, strict=True):
+        if cls.needs_labels and (not num_classes or args.images is not None):
+            right = "needs samples of known classes; leave it out" if trained is None or args.images else None
+            raise option_error("--metrics", name, right or f"{args.run} was trained without labels; leave it out")
+    evaluation = Evaluation(
+        class_names=[str(label) for label in range(num_classes)],
+        seed=args.seed,
+        epochs=args.epochs,
+        device=str(rank.device),
+        cache_folder=None if trained is None else feature_cache_folder(trained.config),
+        inception_weights=args.inception_weights,
+        reference=args.reference,
+    )
+    return [cls(evaluation) for cls in classes]
+
+
+class Subject:
+    """What is evaluated: samples of a run, drawn with each seed, or the images of a file."""
+
+    def __init__(self, args: argparse.Namespace, trained: TrainedModel | None, rank: Rank) -> None:
+        from torchditan.evaluation.sample_batches import image_shape
+
+        self.args, self.trained, self.rank = args, trained, rank
+        if args.images is not None:
+            self.num_images, height, width = image_shape(args.images)
+            self.image_size = (height, width)
+            self.seeds = [args.seed]
+        else:
+            assert trained is not None
+            num_classes = trained.num_classes
+            per_class = args.samples_per_class
+            wanted = NUM_SAMPLES if args.num_samples is None else args.num_samples
+            self.num_images = wanted if per_class is None else per_class * max(1, num_classes)
+            height, width = trained.image_size
+            self.image_size = (height, width)
+            self.seeds = list(range(args.seed, args.seed + args.seeds))
+        self.folder = args.out or self._default_folder()
+
+    def pictures(self, seed: int, *, class_counts: list[int] | None) -> Iterator[Pictures]:
+        """This rank's part."""
+        from torchditan.evaluation.drawing import plan_samples
+
+        args, trained = self.args, self.trained
+        if args.images is not None:
+            return self._pictures_of_file()
+        assert trained is not None
+        plan = plan_samples(
+            self.num_images,
+            num_classes=trained.num_classes,
+            class_balance=args.class_balance,
+            class_counts=class_counts,
+            seed=seed,
+        )
+        parts = self.parts(seed)
+        return trained.draw_samples(plan, seed=seed, batch_size=args.batch_size, rounding=args.rounding, parts=parts)
+
+    def _pictures_of_file(self) -> Iterator[Pictures]:
+        import torch
+
+        from torchditan.evaluation.metric import Pictures
+        from torchditan.evaluation.sample_batches import read_images
+
+        batch_size = self.args.batch_size
+        for batch, images in enumerate(read_images(self.args.images, batch_size=batch_size)):
+            if batch % self.rank.world_size == self.rank.rank:
+                numbers = torch.arange(batch * batch_size, batch * batch_size + len(images))
+                yield Pictures(images, None, numbers, "generated")
+
+    def parts(self, seed: int) -> Any:
+        """The finished samples of a seed."""
+        from torchditan.evaluation.sample_parts import SampleParts
+
+        return SampleParts(self.folder / "parts" / f"seed-{seed}", {**self._settings(), "seed": seed})
+
+    def _settings(self) -> dict[str, Any]:
+        """All that determines the samples but their seed."""
+        from torchditan.evaluation.card_origin import sampling_settings
+
+        args, trained = self.args, self.trained
+        assert trained is not None
+        return {
+            "run_id": trained.run_id,
+            "step": trained.step,
+            "weights": trained.weights,
+            "sampling": sampling_settings(trained.config.sampling),
+            "autoencoder": asdict(trained.config.autoencoder),
+            "num_samples": self.num_images,
+            "class_balance": args.class_balance if trained.num_classes else None,
+            "rounding": args.rounding,
+            "device": self.rank.device.type,
+        }
+
+    def _default_folder(self) -> Path:
+        """Says what is evaluated, and ends in a hash of all settings: no two evaluations share a folder."""
+        args, trained = self.args, self.trained
+        if args.images is not None:
+            return Path(args.images).with_suffix(".evaluation")
+        assert trained is not None
+        sampling = trained.config.sampling
+        told = [f"step-{trained.step}", trained.weights, f"{sampling.sampler}-{sampling.num_steps}"]
+        told += [f"guidance-{sampling.guidance_scale:g}", f"seed-{args.seed}"]
+        told += [f"{args.seeds}-seeds"] if args.seeds > 1 else []
+        reference = None if args.reference is None else str(args.reference.resolve())
+        settings = json.dumps([self._settings(), args.metrics, reference, args.epochs], default=str)
+        number = hashlib.sha256(settings.encode()).hexdigest()[:6]
+        return args.run / "evaluation" / "_".join([*told, f"{self.num_images}-samples", number])
+
+
+def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: Card | None) -> Card | None:
+    """Evaluate and write the card; on other ranks than 0, None."""
+    from torchditan.evaluation.card import ImageSet
+    from torchditan.evaluation.card_comparison import check_repeatable
+    from torchditan.evaluation.card_figures import card_figures
+    from torchditan.evaluation.card_tables import write_card
+    from torchditan.evaluation.evaluator import Shown, class_counts, compute, real_pictures, show
+
+    started = time.perf_counter()
+    trained = load(args, flags, rank) if args.run is not None else None
+    subject = Subject(args, trained, rank)
+    num_classes = trained.num_classes if trained is not None and args.images is None else 0
+    names = choose_metrics(args, num_classes=num_classes, num_samples=subject.num_images)
+    origin = origin_of(args, trained)
+    if repeated is not None:
+        check_repeatable(args.card, repeated, origin)
+    metrics = build_metrics(args, names, trained, rank)
+    datasets = open_datasets(trained, args)
+    counts: dict[Source, int] = {"train": 0, "held_out": 0, "generated": subject.num_images}
+    counts |= {source: len(dataset) for source, dataset in datasets.items()}
+    for metric in metrics:
+        metric.check(counts, image_size=subject.image_size)
+
+    real: dict[Source, Shown] = {}
+    for source, dataset in datasets.items():
+        assert trained is not None
+        pictures = real_pictures(dataset, source, to_pixels=trained.real_to_pixels, has_labels=trained.num_classes > 0)
+        real[source] = show(metrics, pictures, source)
+    is_decoded = trained is not None and trained.is_latent and not trained.config.autoencoder.online
+    held_out = image_set("held_out", real, is_decoded=is_decoded)
+    reference = image_set("train", real, is_decoded=is_decoded)
+    if args.reference is not None:
+        reference = ImageSet(source="file", path=str(args.reference), content=file_hash(args.reference))
+    assert reference is not None
+    if repeated is not None:
+        check_repeatable(args.card, repeated, origin, reference=reference)
+
+    results, samples, seconds = [], [], {"reading": time.perf_counter() - started, "drawing": 0.0, "comparing": 0.0}
+    balance = class_counts(datasets["train"]) if "train" in datasets else None
+    for seed in subject.seeds:
+        start = time.perf_counter()
+        shown = show(metrics, subject.pictures(seed, class_counts=balance), "generated")
+        samples.append(shown.content)
+        seconds["drawing"] += time.perf_counter() - start
+        start = time.perf_counter()
+        results.append(compute(metrics))
+        seconds["comparing"] += time.perf_counter() - start
+        for metric in metrics:
+            metric.forget("generated")
+    if rank.rank > 0:
+        return None
+    figures, other = card_figures(results, num_images=subject.num_images)
+    card = make_card(
+        args,
+        origin,
+        rank=rank,
+        seeds=subject.seeds,
+        num_samples=subject.num_images,
+        metrics=names,
+        reference=reference,
+        held_out=held_out,
+        extractors={name: sha256 for metric in metrics for name, sha256 in metric.extractors.items()},
+        figures=figures,
+        samples=samples,
+        other=other,
+        seconds=seconds,
+    )
+    if args.save_images and args.images is None:
+        for seed in subject.seeds:
+            name = "samples.npz" if len(subject.seeds) == 1 else f"samples_seed-{seed}.npz"
+            subject.parts(seed).write_npz(subject.folder / name, num_samples=subject.num_images)
+    write_card(subject.folder, card)
+    shutil.rmtree(subject.folder / "parts", ignore_errors=True)
+    print(f"card: {subject.folder / 'card.json'}", file=sys.stderr)
+    return card
+
+
+def image_set(source: Any, real: dict[Source, Any], *, is_decoded: bool) -> Any:
+    from torchditan.evaluation.card import ImageSet
+
+    if source not in real:
+        return None
+    shown = real[source]
+    return ImageSet(source=source, num_images=shown.num_images, content=shown.content, is_decoded=is_decoded)
+
+
+def file_hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def origin_of(args: argparse.Namespace, trained: TrainedModel | None) -> Any:
+    """The part of the card about the checkpoint, or the file of images."""
+    from torchditan.diffusion.objectives import build_objective
+    from torchditan.evaluation.card import ImageSet, Origin
+    from torchditan.evaluation.card_origin import evaluations_per_sample, origin_of_run
+
+    if args.images is not None:
+        return Origin(images=ImageSet(source="file", path=str(args.images), content=file_hash(args.images)))
+    assert trained is not None
+    config = trained.config
+    objective = build_objective(config.diffusion, trained.spec)
+    return origin_of_run(
+        args.run,
+        config,
+        step=trained.step,
+        images_seen=trained.images_seen,
+        weights=trained.weights,
+        model_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
+        model_evaluations=evaluations_per_sample(objective, trained.spec, config.sampling),
+    )
+
+
+def make_card(args: argparse.Namespace, origin: Any, *, rank: Rank, **found: Any) -> Card:
+    from torchditan.evaluation.card import Card
+    from torchditan.evaluation.card_origin import environment_of
+
+    is_run = origin.images is None
+    return Card(
+        **vars(origin),
+        class_balance=args.class_balance if is_run else None,
+        rounding=args.rounding if is_run else None,
+        batch_size=args.batch_size if is_run else None,
+        ranks=rank.world_size,
+        epochs=args.epochs,
+        inception_weights=None if args.inception_weights is None else str(args.inception_weights),
+        **found,
+        **environment_of(rank.device),
+    )
+
+
+def report(card: Card, repeated: Card | None) -> None:
+    """The table on stderr, and all values as one JSON object on stdout."""
+    from torchditan.evaluation.card_comparison import differences
+    from torchditan.evaluation.card_tables import table
+
+    print(table(card), file=sys.stderr)
+    if repeated is not None:
+        print("\n".join(differences(repeated, card)), file=sys.stderr)
+    result = {
+        "run": card.run or (card.images and card.images.path),
+        "step": card.step,
+        "guidance_scale": card.sampling.get("guidance_scale"),
+        "num_samples": card.num_samples,
+        **{name: figure.value for name, figure in card.figures.items()},
+        **card.other,
+    }
+    print(json.dumps(result, indent=2))
+
+
+def main() -> None:
+    from torchditan.evaluation.card import arguments_of, read_card
+
+    argv = sys.argv[1:]
+    args, flags = parse(argv)
+    repeated = None
+    if args.card is not None:
+        repeated = read_card(args.card)
+        stored = arguments_of(repeated)
+        is_run_given_again = args.run is not None and repeated.run is not None
+        args, flags = parse([*stored[is_run_given_again:], *argv])
+
+    import torch
+    import torch.distributed as dist
+
+    from torchditan.distributed.cpu_threads import set_cpu_threads
+    from torchditan.distributed.process_group import Rank, check_devices, init_process_group
+    from torchditan.supervision.exit_status import is_out_of_memory
+
+    set_cpu_threads()
+    rank = Rank.from_environment()
+    check_devices(rank)
+    if rank.world_size > 1:
+        init_process_group(rank, timeout_seconds=TIMEOUT_S)
+    try:
+        card = evaluate(args, flags, rank, repeated)
+        if card is not None:
+            report(card, repeated)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+    except (MemoryError, RuntimeError, torch.OutOfMemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        right = "finished samples are kept; run the same command with a smaller --batch_size"
+        print(f"error: out of memory at --batch_size = {args.batch_size}: {right}", file=sys.stderr)
+        raise SystemExit(3) from None
+
+
+if __name__ == "__main__":
+    from torchditan.supervision.exit_status import run_job
+
+    sys.exit(run_job(main))

@@ -135,6 +135,8 @@ class Card(Origin):
     inception_weights: str | None = None
     """`--inception_weights`, if it was given."""
     figures: dict[str, CardFigure]
+    samples: list[str] = field(default_factory=list)
+    """SHA-256 of the images of each seed."""
     other: dict[str, Any] = field(default_factory=dict)
     """Results that are not one number, such as `per_class`."""
     versions: dict[str, str | None]

@@ -85,8 +85,8 @@ def card_figure(figures: Sequence[Figure]) -> CardFigure:
 
 def card_figures(
     results: Sequence[Mapping[str, Any]], *, num_images: int
-) -> tuple[dict[str, CardFigure], dict[str, dict[str, float]]]:
-    """The figures of a card, and its other results: tables of numbers, averaged over the seeds.
+) -> tuple[dict[str, CardFigure], dict[str, Any]]:
+    """The figures of a card, and its other results: tables of numbers, averaged over the seeds, and texts.
 
     Args:
         results: what the metrics computed for each seed, by name (`Metric.compute`).
@@ -94,11 +94,15 @@ def card_figures(
     """
     from torchditan.evaluation.metric import Figure
 
-    figures, other = {}, {}
+    figures: dict[str, CardFigure] = {}
+    other: dict[str, Any] = {}
     for name, first in results[0].items():
         found = [result[name] for result in results]
-        if isinstance(first, Mapping):
-            other[name] = {key: statistics.fmean(table[key] for table in found) for key in first}
+        if isinstance(first, str):
+            other[name] = first
+        elif isinstance(first, Mapping):
+            tables = {key: [table[key] for table in found if table[key] is not None] for key in first}
+            other[name] = {key: statistics.fmean(values) if values else None for key, values in tables.items()}
         else:
             figures[name] = card_figure(
                 [one if isinstance(one, Figure) else Figure(float(one), num_images) for one in found]

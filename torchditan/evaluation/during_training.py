@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchditan.config.errors import ConfigError
+from torchditan.config.errors import option_error
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.diffusion.objectives import Objective
 from torchditan.evaluation.drawing import SamplePlan, draw_samples, plan_samples
 from torchditan.evaluation.evaluator import class_counts, compute, feature_cache_folder, numbers_of, real_pictures, show
-from torchditan.evaluation.metric import Evaluation, Metric, Pictures
+from torchditan.evaluation.metric import Evaluation, Metric, Pictures, Source
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models.spec import Conditioning
 from torchditan.registry import METRICS, registered
@@ -46,7 +46,7 @@ class TrainingEvaluation:
         device: torch.device,
     ) -> None:
         self.config = config
-        self.datasets = {"train": dataset, "held_out": held_out}
+        self.datasets: dict[Source, ImageDataset] = {"train": dataset, "held_out": held_out}
         self.space = space
         self.conditioning = conditioning
         self.device = device
@@ -61,13 +61,19 @@ class TrainingEvaluation:
         )
         self.metrics = self._build_metrics()
         self._has_seen_real_images = False
+        factor = (config.autoencoder.downsampling or 1) if config.autoencoder.name is not None else 1
+        image_size = (space.sample_shape[-2] * factor, space.sample_shape[-1] * factor)
+        counts: dict[Source, int] = {"generated": options.num_samples}
+        counts |= {source: len(images) for source, images in self.datasets.items()}
+        for metric in self.metrics:
+            metric.check(counts, image_size=image_size)
 
     def _build_metrics(self) -> list[Metric]:
         config, options = self.config, self.config.evaluation
         classes = [registered(METRICS, name) for name in options.metrics]
         for name, cls in zip(options.metrics, classes, strict=True):
             if cls.needs_labels and not self.has_labels:
-                raise ConfigError(f"evaluation.metrics = {name}: needs labels, and this run trains without; leave it out")
+                raise option_error("evaluation.metrics", name, "needs labels, and this run has none; leave it out")
         evaluation = Evaluation(
             class_names=self.datasets["train"].class_names if self.has_labels else [],
             seed=options.seed,
@@ -94,9 +100,7 @@ class TrainingEvaluation:
             metric.forget("generated")
         return results
 
-    def _draw(
-        self, model: nn.Module, *, objective: Objective, say: Callable[[str], None] | None
-    ) -> Iterator[Pictures]:
+    def _draw(self, model: nn.Module, *, objective: Objective, say: Callable[[str], None] | None) -> Iterator[Pictures]:
         return draw_samples(
             model,
             self.plan,

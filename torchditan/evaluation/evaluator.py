@@ -83,10 +83,10 @@ def compute(metrics: Sequence[Metric]) -> dict[str, Any]:
                 results |= found
         except ConfigError as mistake:
             error = mistake
-    sent = [results, error]
     if dist.is_initialized():
+        sent: list[Any] = [results, error]
         dist.broadcast_object_list(sent, device=torch.device("cpu"))
-    results, error = sent
+        results, error = sent
     if error is not None:
         raise error
     return results

@@ -73,7 +73,21 @@ class Metric(Protocol):
     needs_labels: ClassVar[bool]
     """Whether it requires a class-conditional model."""
 
+    extractors: dict[str, str]
+    """Networks whose features it compares: name -> SHA-256 of the weights."""
+
     def __init__(self, evaluation: Evaluation) -> None: ...
+
+    def check(self, counts: Mapping[Source, int], *, image_size: tuple[int, int]) -> None:
+        """Refuse an evaluation that cannot give its results, before slow work.
+
+        Args:
+            counts: number of pictures of each source.
+            image_size: (H, W) of the generated pictures.
+
+        Raises:
+            ConfigError: there are too few pictures, say.
+        """
 
     def update(self, pictures: Pictures) -> None:
         """Add a batch. Sources and pictures come in any order."""
@@ -88,7 +102,10 @@ class Metric(Protocol):
         """Drop the data of a source. The next sampling seed then reuses that of the real images."""
 
     def compute(self) -> dict[str, Any]:
-        """Results by name: a `Figure`, a number, or a dictionary of numbers. Called after all pictures were added."""
+        """Results by name, called after all pictures were added.
+
+        A result is a `Figure`, a number, a dictionary of numbers, or a text that says why there is no number.
+        """
 
 
 class MetricOfAllPictures:
@@ -98,7 +115,11 @@ class MetricOfAllPictures:
 
     def __init__(self, evaluation: Evaluation) -> None:
         self.evaluation = evaluation
+        self.extractors: dict[str, str] = {}
         self._batches: dict[str, list[dict[str, Tensor]]] = {}
+
+    def check(self, counts: Mapping[Source, int], *, image_size: tuple[int, int]) -> None:
+        pass
 
     def update(self, pictures: Pictures) -> None:
         batch = {"images": pictures.images, "numbers": pictures.numbers}

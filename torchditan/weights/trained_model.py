@@ -47,6 +47,9 @@ class TrainedModel:
     step: int
     weights: Literal["ema", "raw"]
     device: torch.device
+    images_seen: int = 0
+    run_id: str | None = None
+    """Identifies the run, also after its folder moved."""
 
     @classmethod
     def load(
@@ -71,7 +74,8 @@ class TrainedModel:
             ConfigError: the run, checkpoint or weights do not exist, or a flag is wrong.
         """
         sections = ("sampling", "autoencoder", "text_encoder")
-        config = override(from_dict(read_config(run)["config"]), list(flags), sections=sections)
+        stored = read_config(run)
+        config = override(from_dict(stored["config"]), list(flags), sections=sections)
         if config.autoencoder.name is None and config.autoencoder.path is not None:
             right = "this run was trained on pixels, so there is nothing to decode; leave it out"
             raise option_error("autoencoder.path", config.autoencoder.path, right)
@@ -79,6 +83,7 @@ class TrainedModel:
             raise option_error("--weights", weights, "this run kept no average; must be raw")
         weights = weights or ("ema" if config.ema.enable else "raw")
         checkpoint = find_checkpoint(run / config.checkpoint.folder, step)
+        progress = read_progress(checkpoint)
         spec = stored_spec(config)
         channels, num_classes = spec.sample_shape[0], config.dataset.num_classes
         assert num_classes is not None
@@ -99,10 +104,18 @@ class TrainedModel:
             model=model.eval().requires_grad_(False),
             sample_shape=spec.sample_shape,
             num_classes=num_classes,
-            step=read_progress(checkpoint).step,
+            step=progress.step,
+            images_seen=progress.images_seen,
+            run_id=stored.get("run_id"),
             weights=weights,
             device=device,
         )
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(H, W) of decoded samples, in pixels."""
+        factor = (self.config.autoencoder.downsampling or 1) if self.is_latent else 1
+        return self.sample_shape[-2] * factor, self.sample_shape[-1] * factor
 
     @property
     def is_latent(self) -> bool:
