@@ -93,7 +93,7 @@ def main() -> None:
     from torchditan.config.errors import ConfigError
     from torchditan.config.options import dataset_channels
     from torchditan.distributed.cpu_threads import set_cpu_threads
-    from torchditan.evaluation.metric import Evaluation
+    from torchditan.evaluation.metric import Evaluation, Figure
     from torchditan.registry import METRICS, registered
 
     set_cpu_threads()
@@ -121,7 +121,7 @@ def main() -> None:
     }
     for metric in metrics:
         metric.update(pictures)
-        found = metric.compute()
+        found = {name: x.value if isinstance(x, Figure) else x for name, x in metric.compute().items()}
         assert not found.keys() & result.keys(), f"two metrics give {', '.join(found.keys() & result.keys())}"
         result |= found
     print(json.dumps(result, indent=2))

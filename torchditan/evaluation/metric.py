@@ -72,6 +72,17 @@ class Metric(Protocol):
 
     def __init__(self, evaluation: Evaluation) -> None: ...
 
+    def check(self, counts: Mapping[Source, int], *, image_size: tuple[int, int]) -> None:
+        """Refuse an evaluation that cannot give the results. Called before images are drawn.
+
+        Args:
+            counts: images of each source.
+            image_size: (H, W) of the generated images.
+
+        Raises:
+            ConfigError: there are too few images, say.
+        """
+
     def update(self, pictures: Pictures) -> None:
         """Add a batch. Sources and pictures come in any order."""
 
@@ -96,6 +107,9 @@ class MetricOfAllPictures:
     def __init__(self, evaluation: Evaluation) -> None:
         self.evaluation = evaluation
         self._batches: dict[str, list[dict[str, Tensor]]] = {}
+
+    def check(self, counts: Mapping[Source, int], *, image_size: tuple[int, int]) -> None:
+        """Any images will do."""
 
     def update(self, pictures: Pictures) -> None:
         batch = {"images": pictures.images, "numbers": pictures.numbers}
