@@ -32,8 +32,11 @@ OPTIONAL_PARTS = {
     "torchditan.evaluation.drawing",
     "torchditan.evaluation.efficientnet_lite",
     "torchditan.evaluation.extractor_weights",
+    "torchditan.evaluation.extractors",
+    "torchditan.evaluation.feature_cache",
     "torchditan.evaluation.inception",
     "torchditan.evaluation.neighbours",
+    "torchditan.evaluation.quality",
     "torchditan.evaluation.reconstruction",
     "torchditan.evaluation.sample_batches",
     "torchditan.evaluation.sample_parts",
@@ -46,6 +49,7 @@ OPTIONAL_PARTS = {
     "torchditan.optim.loss_scaling",
     "torchditan.planner",
     "torchditan.report",
+    "torchditan.run.tensor_cache",
     "torchditan.weights",
 }
 """Modules, and packages with all in them, that a job imports only where an option asks for them."""

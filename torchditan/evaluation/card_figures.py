@@ -101,8 +101,8 @@ def card_figures(
         if isinstance(first, str):
             other[name] = first
         elif isinstance(first, Mapping):
-            tables = {key: [table[key] for table in found if table[key] is not None] for key in first}
-            other[name] = {key: statistics.fmean(values) if values else None for key, values in tables.items()}
+            tables = {key: [table[key] for table in found if key in table] for key in first}
+            other[name] = {key: statistics.fmean(values) for key, values in tables.items()}
         else:
             figures[name] = card_figure(
                 [one if isinstance(one, Figure) else Figure(float(one), num_images) for one in found]

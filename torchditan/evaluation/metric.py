@@ -79,7 +79,7 @@ class Metric(Protocol):
     def __init__(self, evaluation: Evaluation) -> None: ...
 
     def check(self, counts: Mapping[Source, int], *, image_size: tuple[int, int]) -> None:
-        """Refuse an evaluation that cannot give its results, before slow work.
+        """Refuse an evaluation that cannot give its results. Called before slow work.
 
         Args:
             counts: number of pictures of each source.
@@ -119,7 +119,7 @@ class MetricOfAllPictures:
         self._batches: dict[str, list[dict[str, Tensor]]] = {}
 
     def check(self, counts: Mapping[Source, int], *, image_size: tuple[int, int]) -> None:
-        pass
+        """Any images will do."""
 
     def update(self, pictures: Pictures) -> None:
         batch = {"images": pictures.images, "numbers": pictures.numbers}
