@@ -53,6 +53,13 @@ def test_a_card_returns_from_its_file_with_all_digits(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "new" / "card.json").read_text())["card"] == 1
 
 
+def test_card_json_marks_a_card_that_was_written_completely(tmp_path: Path) -> None:
+    (tmp_path / "card.md").mkdir()
+    with pytest.raises(OSError, match=r"card\.md"):
+        write_card(tmp_path, card())
+    assert [path.name for path in tmp_path.iterdir()] == ["card.md"]
+
+
 def test_reading_and_comparing_cards_needs_no_torch() -> None:
     code = "import sys, torchditan.evaluation.card_comparison; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
