@@ -292,6 +292,7 @@ def test_the_markdown_says_what_was_evaluated_and_how_to_repeat_it() -> None:
     assert lines[0] == "# my runs/a|b, step 600, ema weights, 3 x 2600 samples"
     (command,) = [line for line in lines if line.startswith("    ")]
     assert command.startswith("    python scripts/evaluate.py 'my runs/a|b' --metrics effnet classifier --step=600 ")
+    assert command.endswith(" --sampling.guidance_interval=0.1,0.9 --sampling.guidance_channels=none")
     assert "`python scripts/evaluate.py --card 'x y/card.json'`" in lines[-1]
     assert "a\\|b" in "\n".join(lines[1:]), "escaped inside a table"
     rows = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in lines if line.startswith("|")}
@@ -499,6 +500,13 @@ def read_back(folder: Path, written: Card) -> Card:
     write_card(folder, written)
     assert read_card(folder) == written
     return written
+
+
+def test_only_a_decoder_that_was_given_is_part_of_the_card(tmp_path: Path) -> None:
+    config = Config().replace({"autoencoder.name": "haar", "autoencoder.path": "stored"})
+    run = stored_run(tmp_path / "run", config)
+    assert origin(run, config).autoencoder_path is None
+    assert origin(run, config.replace({"autoencoder.path": "given"})).autoencoder_path == "given"
 
 
 def test_a_run_imported_from_weights_has_a_card(tmp_path: Path) -> None:
