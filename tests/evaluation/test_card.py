@@ -53,6 +53,13 @@ def test_a_card_returns_from_its_file_with_all_digits(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "new" / "card.json").read_text())["card"] == 1
 
 
+def test_card_json_marks_a_card_that_was_written_completely(tmp_path: Path) -> None:
+    (tmp_path / "card.md").mkdir()
+    with pytest.raises(OSError, match=r"card\.md"):
+        write_card(tmp_path, card())
+    assert [path.name for path in tmp_path.iterdir()] == ["card.md"]
+
+
 def test_reading_and_comparing_cards_needs_no_torch() -> None:
     code = "import sys, torchditan.evaluation.card_comparison; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
@@ -285,6 +292,7 @@ def test_the_markdown_says_what_was_evaluated_and_how_to_repeat_it() -> None:
     assert lines[0] == "# my runs/a|b, step 600, ema weights, 3 x 2600 samples"
     (command,) = [line for line in lines if line.startswith("    ")]
     assert command.startswith("    python scripts/evaluate.py 'my runs/a|b' --metrics effnet classifier --step=600 ")
+    assert command.endswith(" --sampling.guidance_interval=0.1,0.9 --sampling.guidance_channels=none")
     assert "`python scripts/evaluate.py --card 'x y/card.json'`" in lines[-1]
     assert "a\\|b" in "\n".join(lines[1:]), "escaped inside a table"
     rows = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in lines if line.startswith("|")}
@@ -492,6 +500,13 @@ def read_back(folder: Path, written: Card) -> Card:
     write_card(folder, written)
     assert read_card(folder) == written
     return written
+
+
+def test_only_a_decoder_that_was_given_is_part_of_the_card(tmp_path: Path) -> None:
+    config = Config().replace({"autoencoder.name": "haar", "autoencoder.path": "stored"})
+    run = stored_run(tmp_path / "run", config)
+    assert origin(run, config).autoencoder_path is None
+    assert origin(run, config.replace({"autoencoder.path": "given"})).autoencoder_path == "given"
 
 
 def test_a_run_imported_from_weights_has_a_card(tmp_path: Path) -> None:

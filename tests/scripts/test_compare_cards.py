@@ -80,8 +80,12 @@ def test_cards_of_several_training_seeds_give_their_spread(tmp_path: Path, run_s
     assert ["FD-EffNetLite0", "10.0 ± 0.4", "11.0 ± 0.4", "12.0 ± 0.4"] in rows_of(columns)
     assert columns.endswith("Intervals: sampling only: 95%, 3 seeds.")
     assert spread.startswith("Intervals: training seeds, 95%")
-    # Mean 11, standard deviation 1, t(0.975, 2) / sqrt(3) = 2.48. Equal figures do not depend on training.
-    assert rows_of(spread)[1:] == [["FD-EffNetLite0", "11", "1.0", "9.1%", "9 to 13"]]
+    # Mean 11, standard deviation 1, t(0.975, 2) / sqrt(3) = 2.48. The distance is followed by its companions here too.
+    assert rows_of(spread)[1:3] == [
+        ["FD-EffNetLite0", "11", "1.0", "9.1%", "9 to 13"],
+        ["recall-EffNetLite0", "0.6123", "0", "", "equal in all cards"],
+    ]
+    assert "±" not in spread, "sampling intervals are not mixed in"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ class ScriptParser(argparse.ArgumentParser):
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
-            epilog=f"Options of train.py that work here too: {', '.join(self._shown)}.",
+            epilog=f"Options of train.py that work here too: {', '.join(self._shown)}." if options else None,
         )
 
     def parse(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torchditan.config.errors import option_error
 from torchditan.evaluation.card import Card, CardFigure, ImageSet, Origin, settings_of
@@ -177,23 +176,21 @@ def training_spread(cards: Sequence[Card]) -> str:
     rows = []
     for name in ordered_names(cards[0].figures):
         values = [card.figures[name].value if name in card.figures else None for card in cards]
-        if (row := _spread_row(values)) is not None:
-            rows.append([name, *row])
+        rows.append([name, *_spread_cells(values)])
     shown_seeds = ", ".join(map(str, sorted(seed for seed in seeds if seed is not None)))
     heading = f"Training seeds: {len(cards)} ({shown_seeds}). Intervals: training seeds, 95% of the mean, Student t."
     note = "A figure's spread here includes that of sampling; CV is the standard deviation divided by the mean."
     return "\n\n".join([heading, columns(["figure", "mean", "standard deviation", "CV", "interval"], rows), note])
 
 
-def _spread_row(values: Sequence[Any]) -> list[str] | None:
-    """None for a figure that training does not change, or that a card lacks."""
-    if None in values or len(set(values)) == 1:
-        return None
-    mean, std, half = spread_of(values)
-    variation = f"{significant(100 * std / mean, 2)}%" if mean > 0 else "none"
-    return [
-        rounded(mean, half),
-        significant(std, 2),
-        variation,
-        f"{rounded(mean - half, half)} to {rounded(mean + half, half)}",
-    ]
+def _spread_cells(values: Sequence[float | None]) -> list[str]:
+    """Mean, standard deviation, CV and interval of a figure over training seeds."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return ["not measured", "", "", ""]
+    if len(set(known)) == 1:  # it does not depend on training, or is at its bound
+        return [rounded(known[0]), "0", "", "equal in all cards"]
+    mean, std, half = spread_of(known)
+    variation = f"{significant(100 * std / mean, 2)}%" if mean > 0 else ""
+    interval = f"{rounded(mean - half, half)} to {rounded(mean + half, half)}"
+    return [rounded(mean, half), significant(std, 2), variation, interval]
