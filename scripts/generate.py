@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Draw samples from a checkpoint, timed, as a labelled grid next to real images.
+"""Draw samples from a checkpoint as a labelled grid next to real images, and report the time per image.
 
 python scripts/generate.py outputs/quickstart
 python scripts/generate.py outputs/quickstart --classes 3,5 --sampling.guidance_scale 4 --sampling.sampler heun

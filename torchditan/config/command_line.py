@@ -26,7 +26,7 @@ class ScriptParser(argparse.ArgumentParser):
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
-            epilog=f"Options of train.py that work here too: {', '.join(self._shown)}." if options else None,
+            epilog=_epilog(self._shown),
         )
 
     def parse(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -52,6 +52,13 @@ class ScriptParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
+
+
+def _epilog(shown: list[str]) -> str | None:
+    if not shown:
+        return None
+    key = " For key, put the name of an option in that section." if any(name.endswith(".key") for name in shown) else ""
+    return f"This script also takes options of train.py: {', '.join(shown)}.{key}"
 
 
 class RunParser(ScriptParser):

@@ -54,7 +54,8 @@ examples:
 
 A configuration is a path, or a name in train_configs/. The key `steps` under `[training]` in the TOML file is
 the flag `--training.steps value` or `--training.steps=value`. A boolean flag needs no value, or takes true or
-false. Write lists as `32 48`, `32,48` or `[32, 48]`. The value `none` leaves an option open.
+false. Write lists as `32 48`, `32,48` or `[32, 48]`. The value `none` leaves an option open:
+the trainer chooses it.
 """
 
 

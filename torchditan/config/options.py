@@ -91,7 +91,7 @@ class Dataset:
     dataset_name: str = "digits"
     """Name of the dataset: digits, earth, emoji, cifar10, imagenet, imagenet_hub, folder, captions, latents, dummy."""
     root_dir: str | None = None
-    """Folder (or file) of the images, for datasets that are not embedded."""
+    """Folder or file of the images, for datasets that do not come with a Python package."""
     hub_name: str | None = None
     """Hugging Face dataset to read instead of root_dir, if the dataset supports it."""
     streaming: bool = False
@@ -153,11 +153,11 @@ class Autoencoder:
     online: bool = False
     """Encode pixels on the device at each step instead of reading encoded latents."""
     sample_posterior: bool = False
-    """Sample each latent from the encoder's mean and variance instead of using the mean. Keyed to its position."""
+    """Sample latents from the encoder's mean and variance, keyed to their positions, instead of using the mean."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Compute precision of the autoencoder. Default: the precision that its weights need."""
     shift: list[float] | None = None
-    """Normalization (z - shift) x scale, one number or one per channel. Default: published, or the latents' index."""
+    """Normalization (z - shift) x scale, one number or one per channel. Default: published values or index.json."""
     scale: list[float] | None = None
     """See shift."""
     fingerprint: str | None = None
@@ -253,7 +253,7 @@ class LRScheduler:
     min_lr_factor: float = 0.0
     """Learning rate at the end of a decay, as a fraction of the peak."""
     decay_until: Literal["after_last_step", "last_step"] = "after_last_step"
-    """End of a decay: one step after the run, so that the last step still learns, or the last step."""
+    """Step at which a decay ends: the one after the last, so that the last step still learns, or the last step."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class Checkpoint:
     initial_load_path: str | None = None
     """Start a new run from these weights: a .safetensors file, a run directory or one of its checkpoints."""
     initial_load_convention: Literal["torchditan"] | None = None
-    """For weights without a TorchDiTan configuration; torchditan: t = 0 is noise, t = 1 data, velocity prediction."""
+    """Convention of weights from other programs; torchditan: t = 0 is noise, t = 1 data, velocity prediction."""
 
 
 @dataclass(frozen=True)
