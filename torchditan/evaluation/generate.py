@@ -20,19 +20,18 @@ from torch import nn
 from torchditan.config.options import Sampling
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
 from torchditan.diffusion.objectives import Objective
-from torchditan.diffusion.samplers import Prediction, guided_prediction
+from torchditan.diffusion.samplers import guided_prediction
 from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.models.spec import Conditioning
 from torchditan.randomness import normal
 from torchditan.run.progress import Advance, report_progress
 
-_SAMPLES_PER_CLASS = 1 << 32  # range of the sample number in its noise number
 _SEARCH_LIMIT = 20_000
 
 
 def noise_number(row: int, number: int) -> int:
-    """Key of the starting noise of sample `number` of a class (or of another row of a grid)."""
-    return row * _SAMPLES_PER_CLASS + number
+    """Key of the starting noise of sample `number` < 2^32 of a class, or of another row of a grid."""
+    return (row << 32) + number
 
 
 @torch.no_grad()
@@ -112,16 +111,12 @@ def draw_batch(
     device: torch.device,
     advance: Advance,
 ) -> torch.Tensor:
-    """Draw one batch of samples on this rank.
+    """Draw one batch of samples on this rank: (B, *sample_shape) on the device. Other arguments: as in `generate`.
 
     Args:
         noise_numbers: key of each sample's noise, see `noise_number`.
         tensors: the condition of the samples, (B, ...) each, by the names in the model's spec.
         advance: called with 1 after each model step.
-        others: as in `generate`.
-
-    Returns:
-        (B, *sample_shape) on the device.
     """
     conditioning = conditioning.with_guidance(sampling.embedded_guidance)
     batch = {**tensors, "index": torch.arange(len(noise_numbers))}
@@ -134,19 +129,16 @@ def draw_batch(
         guidance_interval=(low, high),
         guidance_channels=sampling.guidance_channels,
     )
-    noise = normal(seed, "sample", noise_numbers, sample_shape).to(device)
-    # Training compiled the blocks for its batch shape; other shapes run eagerly instead of recompiling.
-    with torch.compiler.set_stance("force_eager"):
-        return objective.sample(_counted(predict, advance), noise, sampling=sampling)
+    noise = normal(seed, "sample", noise_numbers, sample_shape).to(device)  # (B, C, H, W)
 
-
-def _counted(predict: Prediction, advance: Advance) -> Prediction:
     def predict_and_count(x: torch.Tensor, t: float) -> torch.Tensor:
         predicted = predict(x, t)
         advance(1)
         return predicted
 
-    return predict_and_count
+    # Training compiled the blocks for its batch shape; other shapes run eagerly instead of recompiling.
+    with torch.compiler.set_stance("force_eager"):
+        return objective.sample(predict_and_count, noise, sampling=sampling)
 
 
 def _gather(local: torch.Tensor, world_size: int) -> torch.Tensor:
