@@ -128,8 +128,8 @@ def test_the_card_repeats_the_evaluation_to_the_bit_also_after_the_run_moved(
 
 def test_what_differs_from_the_card_is_listed(evaluate: Evaluate, tmp_path: Path) -> None:
     evaluate()
-    _, outcome = evaluate(f"--card={tmp_path / 'out'}", "--sampling.num_steps=3", of=None, out=tmp_path / "again")
-    assert any(line.startswith("sampling.num_steps: 2 in the card, 3 here") for line in outcome.err.splitlines())
+    _, outcome = evaluate(f"--card={tmp_path / 'out'}", "--seed=3", of=None, out=tmp_path / "again")
+    assert any(line.startswith("seeds: 1 in the card, 3 here") for line in outcome.err.splitlines())
     assert any("FD-Pixels" in line and "interval" in line for line in outcome.err.splitlines())
 
 
