@@ -1,9 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Validation loss on held-out images with fixed noise and timesteps, so the curve has no sampling noise.
 
-The bins of t take forward passes in addition to those of the validation loss. The latter follow the training
+The bins of t need forward passes in addition to those of the validation loss. The latter follow the training
 distribution, which leaves both ends of [0, 1] almost empty. Of 256 logit-normal (0, 1) timesteps, 7 are below 1/8 and
-50 are between 3/8 and 1/2.
+50 are between 3/8 and 1/2. The bins double the time of a validation: the 256 images of the quickstart take 2.1 s of
+CPU time instead of 1.1 s, and a training step takes 1.9 s.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def validation_losses(
     of `validation_loss` follow a low-discrepancy sequence through the training distribution.
 
     The bins have the same images and noise, but the timesteps of `stratified_timesteps`, not weighted by the training
-    distribution. Fewer than 8 images are used several times, so that every bin has a loss. The model computes each
-    batch once more for them; images are read and encoded once.
+    distribution. The model computes each batch once more for them; images are read and encoded once. Fewer than 8
+    images are computed several times more, so that every bin has a loss.
 
     Args:
         model: the model, called equally often on every rank.
