@@ -22,7 +22,7 @@ from torchditan.diffusion.objectives import Loss, Objective
 from torchditan.distributed.process_group import max_over_ranks, sum_over_ranks
 from torchditan.evaluation.generate import generate
 from torchditan.evaluation.sample_grids import Grids
-from torchditan.evaluation.validation import validation_loss
+from torchditan.evaluation.validation import validation_losses
 from torchditan.job.prepare import Job
 from torchditan.optim.divergence import DivergenceGuard
 from torchditan.optim.ema import EMA
@@ -57,6 +57,7 @@ class PeriodicTasks:
         ema: EMA | None,
         objective: Objective,
         loss: Loss,
+        uniform_loss: Loss,
         guard: DivergenceGuard,
         scaler: LossScaler | None,
         logger: MetricsLogger,
@@ -70,6 +71,7 @@ class PeriodicTasks:
         self.ema = ema
         self.objective = objective
         self.loss = loss
+        self.uniform_loss = uniform_loss if job.config.validation.by_timestep else None
         self.guard = guard
         self.scaler = scaler
         self.logger = logger
@@ -83,6 +85,7 @@ class PeriodicTasks:
         """Images of this rank that could not be read."""
         self.peak_memory_gib = 0.0
         self.last_grid: Path | None = None
+        self.last_validation: dict[str, float] = {}
 
     def run_periodic_tasks(self, result: StepResult, *, is_first: bool) -> None:
         """Run all tasks that are due after this step. The first step is always logged."""
@@ -145,9 +148,10 @@ class PeriodicTasks:
         self.supervision.note(self.progress.step, "validation")
         assert job.validation_dataset is not None
         with self.logger.timer.excluded("validation"), self.supervision.reporting("validating"):
-            self.extra_metrics["validation_loss"] = validation_loss(
+            self.last_validation = validation_losses(
                 self.model,
                 loss=self.loss,
+                uniform_loss=self.uniform_loss,
                 dataset=job.validation_dataset,
                 space=job.space,
                 num_images=self.config.validation.num_images,
@@ -155,6 +159,7 @@ class PeriodicTasks:
                 corrupt_images=self.config.dataset.corrupt_images,
                 device=job.device,
             )
+        self.extra_metrics.update(self.last_validation)
 
     @contextmanager
     def _sampling_model(self, task: str, *, timeout_seconds: int) -> Iterator[None]:

@@ -25,7 +25,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import to_dict
 from torchditan.config.trajectory import trajectory
 from torchditan.data_stream.datasets import Batch
-from torchditan.diffusion.objectives import build_objective, loss_with_teacher
+from torchditan.diffusion.objectives import build_objective, loss_at_uniform_timesteps, loss_with_teacher
 from torchditan.distributed.process_group import raise_on_all_ranks
 from torchditan.job import announcements
 from torchditan.job.build import (
@@ -146,6 +146,7 @@ class Trainer:
             ema=self.ema,
             objective=self.objective,
             loss=self.loss,
+            uniform_loss=loss_at_uniform_timesteps(config.diffusion, job.spec, self.teacher),
             guard=self.guard,
             scaler=self.scaler,
             logger=self.logger,
@@ -327,6 +328,10 @@ class Trainer:
         has_saved = self.checkpoints.saved_step == self.progress.step
         folder = self.checkpoints.manager.folder / f"step-{self.progress.step:08d}"
         for message in announcements.closing(
-            self.job, self.tasks.grids, last_grid=self.tasks.last_grid, checkpoint=folder if has_saved else None
+            self.job,
+            self.tasks.grids,
+            last_grid=self.tasks.last_grid,
+            last_validation=self.tasks.last_validation,
+            checkpoint=folder if has_saved else None,
         ):
             self.logger.message(message)

@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from torchditan.ablation.launch import TRAIN_SCRIPT, Job, end_processes, environment, processes_of
 from torchditan.config.command_line import ScriptParser, count
 from torchditan.config.errors import ConfigError, option_error
+from torchditan.evaluation.validation import BIN_KEYS
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 from torchditan.run.rank_status import read_rank_statuses
@@ -81,7 +82,7 @@ FLAGS = (
 REFERENCE_FLAGS = (f"--checkpoint.interval={STEPS}", "--validation.freq=5", "--metrics.enable_sampling=false")
 TARGETS = ("torchrun", "rank", "all")
 PHASES = ("start-up", "training", "checkpoint writing", "sampling", "shut-down", "ended already")
-_EXACT = ("images_seen", "lr", "loss", "grad_norm", "validation_loss")
+_EXACT = ("images_seen", "lr", "loss", "grad_norm", "validation_loss", *BIN_KEYS)
 
 _POLL_S = 0.003
 _LIMIT_S = 600.0  # of an attempt that nobody kills

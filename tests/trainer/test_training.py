@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from torchditan.evaluation.validation import BIN_KEYS
 from torchditan.run.reading import read_config, read_metrics, read_status
 
 if TYPE_CHECKING:
@@ -94,11 +95,15 @@ def largest_difference(left: list[tuple[float, float]], right: list[tuple[float,
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
+VALIDATION = ["--validation.freq=20", "--validation.num_images=21"]
+VALIDATED = ("validation_loss", *BIN_KEYS)
+
+
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """20 steps in one process, the curve that every other mode has to follow."""
+    """20 steps in one process, the curve that every other mode has to follow. It validates after the last step."""
     run = tmp_path_factory.mktemp("one_process") / "run"
-    flags = job(run, "--training.steps=20", "--training.batch_size=16", "--checkpoint.enable_checkpoint")
+    flags = job(run, "--training.steps=20", "--training.batch_size=16", "--checkpoint.enable_checkpoint", *VALIDATION)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([sys.executable, REPOSITORY / "train.py", *flags], cwd=run.parent, env=environment, check=True)
     return run
@@ -152,10 +157,10 @@ def test_one_curve_in_every_mode(
     run_distributed: RunDistributed,
 ) -> None:
     runs = [tmp_path / str(number) for number in range(len(modes))]
-    jobs = [job(run, "--training.steps=20", *flags) for run, flags in zip(runs, modes, strict=True)]
+    jobs = [job(run, "--training.steps=20", *VALIDATION, *flags) for run, flags in zip(runs, modes, strict=True)]
     if world_size == 1:
         (flags,) = modes
-        assert train(runs[0].name, "--training.steps=20", *flags).code == 0
+        assert train(runs[0].name, "--training.steps=20", *VALIDATION, *flags).code == 0
     else:
         result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], world_size)
         assert result.returncode == 0, result.stderr
@@ -163,6 +168,8 @@ def test_one_curve_in_every_mode(
         difference = largest_difference(curve(run), curve(one_process))
         print(f"{world_size} {flags}: largest relative difference {difference:.1e}")  # shown by pytest -s
         assert difference < 1e-5, flags
+        validated = {key: read_metrics(run)[-1][key] for key in VALIDATED}
+        assert validated == pytest.approx({key: read_metrics(one_process)[-1][key] for key in VALIDATED}, rel=1e-5)
 
 
 def test_rerunning_the_command_continues_bitwise(one_process: Path, tmp_path: Path, train: Train) -> None:
@@ -232,6 +239,9 @@ def test_sampling_and_validation_leave_no_trace_in_the_curve(one_process: Path, 
     result = train("run", *flags)
     assert result.code == 0, result.err
     assert curve(tmp_path / "run") == curve(one_process)
+    assert [record.keys() >= {*VALIDATED} for record in read_metrics(tmp_path / "run")] == 5 * [
+        *(False, False, False, True)
+    ]
 
 
 def test_training_samples_from_the_averaged_weights(tmp_path: Path, train: Train, run_script: RunScript) -> None:
@@ -315,6 +325,7 @@ def test_a_run_that_keeps_no_weights_says_so_before_and_after(tmp_path: Path, tr
 
 
 def test_the_run_directory_holds_what_it_promises(tmp_path: Path, train: Train) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     flags = ["--training.steps=3", "--training.batch_size=16", "--metrics.enable_tensorboard", "--validation.freq=2"]
     flags += ["--metrics.enable_sampling=true", "--sampling.num_steps=2", "--metrics.sample_freq=2"]
     result = train("run", *flags)
@@ -325,7 +336,11 @@ def test_the_run_directory_holds_what_it_promises(tmp_path: Path, train: Train) 
     assert list((run / "tensorboard").glob("events.*"))
     records = read_metrics(run)
     assert [record["images_seen"] for record in records] == [16, 32, 48]
-    assert [("validation_loss" in record) for record in records] == [False, True, True]
+    assert [record.keys() >= {*VALIDATED} for record in records] == [False, True, True]
+    logged = accumulator.EventAccumulator(str(run / "tensorboard")).Reload()
+    for key in VALIDATED:
+        scalars = [(event.step, event.value) for event in logged.Scalars(key)]
+        assert scalars == [(record["step"], pytest.approx(record[key])) for record in records[1:]]
     assert all(record["mfu"] is None and record["images_per_second"] > 0 for record in records)
     stored = read_config(run)["config"]
     assert stored["model"]["input_channels"] == 1

@@ -434,6 +434,8 @@ class Validation:
     """Steps between two validation losses, computed with fixed noise and timesteps; 0 disables validation."""
     num_images: int = 256
     """Number of held-out images per validation."""
+    by_timestep: bool = True
+    """Also compute the loss in 8 equal bins of t, with one more forward pass per batch."""
 
 
 @dataclass(frozen=True)

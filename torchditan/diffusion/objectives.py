@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
@@ -99,3 +100,12 @@ def loss_with_teacher(objective: Objective, teacher: nn.Module | None) -> Loss:
         return objective.loss
     assert teacher is not None
     return partial(cast(Any, objective.loss), teacher=teacher)
+
+
+def loss_at_uniform_timesteps(config: Diffusion, spec: ModelSpec, teacher: nn.Module | None) -> Loss:
+    """The loss of the same objective, with timesteps uniform in [0, 1] in place of the training distribution.
+
+    On the straight path, `randomness.timestep` is then t. The loss of a sample at a given t does not change.
+    """
+    uniform = dataclasses.replace(config, timestep_sampling="uniform", timestep_shift=1.0)
+    return loss_with_teacher(build_objective(uniform, spec), teacher)

@@ -14,6 +14,7 @@ from torchditan.config.options import Config
 from torchditan.data_stream.datasets import SequentialDataset
 from torchditan.distributed.parallelize import compile_advice
 from torchditan.evaluation.sample_grids import Grids
+from torchditan.evaluation.validation import BIN_KEYS
 from torchditan.job.prepare import Job
 from torchditan.models import TextEmbeddings
 from torchditan.run.metrics import CONSOLE_COLUMNS
@@ -64,9 +65,19 @@ def opening(
     return [message for message in messages if message is not None]
 
 
-def closing(job: Job, grids: Grids, *, last_grid: Path | None, checkpoint: Path | None) -> list[str]:
-    """Messages after the last step, with the paths of all results. `checkpoint` is the last step's, if saved."""
+def closing(
+    job: Job, grids: Grids, *, last_grid: Path | None, last_validation: dict[str, float], checkpoint: Path | None
+) -> list[str]:
+    """Messages after the last step, with the last validation losses and the paths of all results.
+
+    Args:
+        last_grid: newest grid, if one was drawn.
+        last_validation: result of `validation_losses`; empty without validation.
+        checkpoint: that of the last step, if saved.
+    """
     messages = []
+    if last_validation:
+        messages.append(_describe_validation(last_validation))
     if last_grid is not None:
         beside = "" if grids.shows_prompts else ", generated and real"
         messages.append(f"samples{beside}: {last_grid}")
@@ -77,6 +88,13 @@ def closing(job: Job, grids: Grids, *, last_grid: Path | None, checkpoint: Path 
     if (command := _command_to_generate(job)) is not None:
         messages.append(f"generate from them: {command}")
     return messages
+
+
+def _describe_validation(losses: dict[str, float]) -> str:
+    """One line of at most 100 columns for losses below 100."""
+    text = f"validation loss {losses['validation_loss']:.4f}"
+    bins = [f"{losses[key]:.3f}" if key in losses else "-" for key in BIN_KEYS]
+    return f"{text}; by t, noise to data: {' '.join(bins)}" if losses.keys() & set(BIN_KEYS) else text
 
 
 def _what_is_left(config: Config, progress: Progress) -> str | None:
