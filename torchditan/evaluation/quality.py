@@ -40,12 +40,14 @@ from torchditan.config.errors import ConfigError
 from torchditan.evaluation.distances import (
     IMAGES_PER_SPLIT,
     ROWS_AT_A_TIME,
+    FeatureStatistics,
     Gaussian,
     InceptionScore,
     frechet_distance,
     gaussian_of,
     kernel_distance,
     require_full_rank,
+    statistics_of,
 )
 from torchditan.evaluation.extractor_weights import full_float32
 from torchditan.evaluation.extractors import Extractor, join_features, open_effnet, open_inception
@@ -341,11 +343,17 @@ def with_halves(measure: Callable[[Tensor], float], rows: Tensor, *, smallest: i
 
 def frechet_figure(features: Tensor, reference: Gaussian) -> Figure:
     """Of features (N, D), N > D; the covariance of a half needs N / 2 > D."""
+    num_features = features.shape[1]
+    even, odd = statistics_of(features[0::2]), statistics_of(features[1::2])
+    whole = FeatureStatistics(num_features, features.device)
+    for half in (even, odd):
+        whole.merge(half)
 
-    def distance(features: Tensor) -> float:
-        return frechet_distance(reference, gaussian_of(features))
+    def distance(statistics: FeatureStatistics) -> float:
+        return frechet_distance(reference, statistics.gaussian())
 
-    return with_halves(distance, features, smallest=features.shape[1] + 1)
+    halves = (distance(even), distance(odd)) if odd.count > num_features else None
+    return Figure(distance(whole), len(features), halves)
 
 
 def kernel_mean(reference: Tensor, features: Tensor) -> float:
