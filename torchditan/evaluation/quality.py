@@ -108,6 +108,7 @@ class Quality:
         self._extract_real = CachedFeatures(self.extractor, evaluation.cache_folder)
         self._file_statistics = self._read_file_statistics()
         self._parts: dict[str, list[dict[str, Tensor]]] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
         # Computed from real images at the first `compute`, and kept for further sampling seeds.
         self._reference: Reference | None = None
         self._floor: dict[str, Figure] | None = None
@@ -139,7 +140,7 @@ class Quality:
         num_images = 0
         if has_images(path):
             num_images, *size = image_shape(path)
-            check_same_size(image_size, (size[0], size[1]), path=path)
+            check_same_size(image_size, (size[0], size[1]), name=str(path))
             require_neighbours(num_images, K_DENSITY_COVERAGE, name=str(path))
         gaussian = self._file_statistics[0]
         if gaussian is None or gaussian.count is not None:
@@ -148,6 +149,14 @@ class Quality:
             require_full_rank(count, num_features, name=str(path))
 
     def update(self, pictures: Pictures) -> None:
+        """Add a batch. Sources and pictures come in any order.
+
+        Raises:
+            ConfigError: generated and training images, which are the reference, have two sizes.
+        """
+        self._sizes[pictures.source] = (pictures.images.shape[2], pictures.images.shape[3])
+        if self.evaluation.reference is None and {"generated", "train"} <= self._sizes.keys():
+            check_same_size(self._sizes["generated"], self._sizes["train"], name="training images")
         is_generated = pictures.source == "generated"
         features = (self.extractor if is_generated else self._extract_real)(pictures.images)
         part = {"numbers": pictures.numbers, "pool": features.pool}
@@ -170,6 +179,7 @@ class Quality:
 
     def forget(self, source: Source) -> None:
         self._parts.pop(source, None)
+        self._sizes.pop(source, None)
         self._forget_real(source)
 
     def _forget_real(self, source: Source) -> None:
