@@ -3,8 +3,10 @@
 """Time and memory of the evaluator's figures from given features: `python benchmarks/evaluation_time.py --threads 2`.
 
 Notable:
-- made-up features, 50,000 x 2,048 float32 of generated and of real images, stay in memory (0.76 GiB);
-- logits and spatial features are seen once, in batches, as an extractor gives them; making them up is not timed;
+- made-up features of generated and of real images stay in memory, as in an evaluation: 0.76 GiB of 2 x 50,000 x 2,048
+  float32, and for the distances as much of spatial features, and 0.19 GiB of logits. Making them up is not timed;
+- every figure has its halves, as in an evaluation;
+- CPU seconds, of all threads, say more than seconds where other programs run;
 - peak memory is that of the whole process, imports and features included;
 - `--extractors` measures milliseconds per image instead, with random weights: their values cost no time.
 """
@@ -17,26 +19,24 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
-from torchditan.evaluation.distances import (
-    FeatureStatistics,
-    InceptionScore,
-    frechet_distance,
-    gaussian_of,
-    kernel_distance,
-)
+from torchditan.evaluation.distances import Gaussian, gaussian_of
 from torchditan.evaluation.efficientnet_lite import EfficientNetLite0
 from torchditan.evaluation.inception import NUM_CLASSES, NUM_SPATIAL_FEATURES, Inception2015
-from torchditan.evaluation.neighbours import check_copies, compare_neighbourhoods
+from torchditan.evaluation.neighbours import compare_with_halves, nearest_distances, real_radii
+from torchditan.evaluation.quality import frechet_figure, inception_score, kernel_mean, with_halves
 
 BATCH = 500
+T = TypeVar("T")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -65,46 +65,62 @@ def made_up_features(count: int, dimensions: int, *, seed: int) -> Tensor:
     return features
 
 
-def made_up_batches(count: int, dimensions: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Indices and values of batches."""
-    generator = torch.Generator().manual_seed(7)
-    for indices in torch.arange(count).split(BATCH):
-        yield indices, torch.randn(len(indices), dimensions, generator=generator)
-
-
 def timed(compute: Callable[[], object]) -> float:
     start = time.perf_counter()
     compute()
     return time.perf_counter() - start
 
 
-def time_distances(generated: Tensor, real: Tensor) -> dict[str, float]:
-    gaussians = []
-    seconds = {"statistics of both sets": timed(lambda: gaussians.extend(map(gaussian_of, (generated, real))))}
-    seconds["Fréchet distance"] = timed(lambda: frechet_distance(*gaussians))
-    subset_size = min(1000, len(generated))
-    seconds["KID"] = timed(lambda: kernel_distance(generated, real, subset_size=subset_size))
-    score = InceptionScore(len(generated), num_classes=NUM_CLASSES)
-    batches = made_up_batches(len(generated), NUM_CLASSES)
-    seconds["Inception Score"] = sum(timed(lambda i=i, x=x: score.update(x, i)) for i, x in batches)
-    spatial = FeatureStatistics(NUM_SPATIAL_FEATURES)
-    batches = made_up_batches(len(generated), NUM_SPATIAL_FEATURES)
-    seconds["spatial statistics of one set"] = sum(timed(lambda x=x: spatial.update(x)) for _, x in batches)
-    seconds["sFID"] = timed(lambda: frechet_distance(spatial.gaussian(), spatial.gaussian()))
-    return seconds | {"distances": sum(seconds.values())}
+class Clock:
+    """Seconds and CPU seconds of each part."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, tuple[float, float]] = {}
+
+    def time(self, name: str, compute: Callable[[], T]) -> T:
+        start, cpu_start = time.perf_counter(), time.process_time()
+        result = compute()
+        self.seconds[name] = (time.perf_counter() - start, time.process_time() - cpu_start)
+        return result
+
+    def add_sum(self, name: str, parts: list[str]) -> None:
+        wall, cpu = zip(*(self.seconds[part] for part in parts), strict=True)
+        self.seconds[name] = (sum(wall), sum(cpu))
 
 
-def time_features(args: argparse.Namespace) -> dict[str, float]:
+def time_distances(clock: Clock, generated: Tensor, real: Tensor) -> None:
+    count = len(generated)
+    spatial, real_spatial = (made_up_features(count, NUM_SPATIAL_FEATURES, seed=seed) for seed in (3, 4))
+    logits = made_up_features(count, NUM_CLASSES, seed=5)
+
+    def reference() -> tuple[Gaussian, Gaussian]:
+        return gaussian_of(real), gaussian_of(real_spatial)
+
+    before = set(clock.seconds)
+    pool_gaussian, spatial_gaussian = clock.time("statistics of the reference", reference)
+    clock.time("FID", lambda: frechet_figure(generated, pool_gaussian))
+    clock.time("sFID", lambda: frechet_figure(spatial, spatial_gaussian))
+    clock.time("KID", lambda: with_halves(partial(kernel_mean, real), generated))
+    clock.time("IS", lambda: with_halves(partial(inception_score, is_sorted_by_class=True), logits))
+    clock.add_sum("distances", [name for name in clock.seconds if name not in before])
+
+
+def time_neighbours(clock: Clock, generated: Tensor, real: Tensor) -> None:
+    radii = clock.time("radii of real images", lambda: real_radii(real))
+    clock.time("radii of generated images, comparison", lambda: compare_with_halves(generated, real, radii=radii))
+    clock.add_sum("precision to coverage", ["radii of real images", "radii of generated images, comparison"])
+
+
+def time_features(args: argparse.Namespace) -> dict[str, tuple[float, float]]:
     generated, real = (made_up_features(args.num_images, args.num_features, seed=seed) for seed in (1, 2))
-    seconds: dict[str, float] = {}
+    clock = Clock()
     if args.only in (None, "distances"):
-        seconds |= time_distances(generated, real)
+        time_distances(clock, generated, real)
     if args.only in (None, "neighbours"):
-        seconds["precision, recall, density, coverage"] = timed(lambda: compare_neighbourhoods(generated, real))
+        time_neighbours(clock, generated, real)
     if args.only in (None, "copies"):
-        held_out = real[-min(1000, len(real) // 10) :]
-        seconds["copy check"] = timed(lambda: check_copies(generated, held_out, real[: -len(held_out)]))
-    return seconds
+        clock.time("nearest training images", lambda: nearest_distances(generated, real))
+    return clock.seconds
 
 
 def time_extractors(image_size: int) -> dict[str, float]:
@@ -122,14 +138,21 @@ def main() -> None:
     args = parse(sys.argv[1:])
     torch.set_num_threads(args.threads)
     load = os.getloadavg()[0]
-    unit = "ms per image" if args.extractors else "seconds"
-    figures = time_extractors(args.image_size) if args.extractors else time_features(args)
+    result: dict[str, Any]
+    if args.extractors:
+        result = {"ms per image": time_extractors(args.image_size)}
+    else:
+        seconds = time_features(args)
+        result = {
+            "seconds": {name: wall for name, (wall, _) in seconds.items()},
+            "CPU seconds": {name: cpu for name, (_, cpu) in seconds.items()},
+        }
+    for name in next(iter(result.values())):
+        print(f"{name:40}" + "".join(f"{values[name]:10.2f} {unit}" for unit, values in result.items()))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    for name, value in figures.items():
-        print(f"{name:40} {value:8.2f} {unit}")
     print(f"peak memory {peak:.2f} GiB, {args.threads} threads, load at the start {load:.1f}")
     if args.out is not None:
-        result = {"command": sys.argv, unit: figures, "peak_memory_gib": peak, "load_at_start": load}
+        result |= {"command": sys.argv, "peak_memory_gib": peak, "load_at_start": load}
         args.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -168,6 +168,15 @@ def test_a_second_seed_reuses_real_images() -> None:
     assert metric.compute() == quality_of(real + others).compute() != first
 
 
+def test_real_images_that_come_later_count() -> None:
+    pictures = all_pictures()
+    of_train = [batch for batch in pictures if batch.source == "train"]
+    metric = quality_of([batch for batch in pictures if batch is not of_train[-1]])
+    first = metric.compute()
+    metric.update(of_train[-1])
+    assert metric.compute() == quality_of(pictures).compute() != first
+
+
 def test_the_same_picture_twice_is_our_mistake() -> None:
     pictures = all_pictures()
     with pytest.raises(AssertionError, match="generated images were added twice"):
@@ -334,7 +343,7 @@ def test_a_file_of_statistics_alone_gives_distances_alone(tmp_path: Path) -> Non
         ),
         (
             lambda path: write_images(path, [random_images(30, seed=0, size=16)], shape=(30, 16, 16)),
-            "a.npz: its images are 16 x 16 pixels, the generated ones 8 x 8",
+            "a.npz: images of 16 x 16 pixels, the generated ones are 8 x 8; they must be equal",
         ),
         (lambda path: np.savez(path, mu=np.zeros(3), sigma=np.eye(3)), "a.npz: its statistics are of Inception-2015"),
         (
@@ -365,6 +374,12 @@ def test_too_few_images_are_refused_before_drawing_and_when_they_came() -> None:
         metric.compute()
     with pytest.raises(ConfigError, match="training images: 10 are too few"):
         quality_of(all_pictures(train=10)).compute()
+
+
+def test_generated_images_of_another_size_than_the_training_images_are_refused() -> None:
+    metric = quality_of([batch for batch in all_pictures() if batch.source != "generated"])
+    with pytest.raises(ConfigError, match="training images: images of 8 x 8 pixels, the generated ones are 16 x 8"):
+        metric.update(Pictures(torch.zeros(1, 3, 16, 8, dtype=torch.uint8), None, torch.arange(1), "generated"))
 
 
 def test_figures_are_figures() -> None:

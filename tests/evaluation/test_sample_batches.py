@@ -129,10 +129,10 @@ def test_damaged_images_are_refused_in_one_line(save: Callable[..., None], tmp_p
 
 
 def test_another_size_than_the_reference_is_refused_in_one_line() -> None:
-    check_same_size((32, 32), (32, 32), path=Path("reference.npz"))
-    right = r"reference\.npz: its images are 64 x 48 pixels, the generated ones 32 x 32; they must be equal"
+    check_same_size((32, 32), (32, 32), name="reference.npz")
+    right = r"reference\.npz: images of 64 x 48 pixels, the generated ones are 32 x 32; they must be equal"
     with pytest.raises(ConfigError, match=right):
-        check_same_size((32, 32), (64, 48), path=Path("reference.npz"))
+        check_same_size((32, 32), (64, 48), name="reference.npz")
 
 
 @pytest.mark.slow

@@ -77,11 +77,16 @@ class FeatureStatistics:
         return Gaussian(mean=self.mean.clone(), covariance=covariance, count=self.count)
 
 
-def gaussian_of(features: Tensor) -> Gaussian:
-    """Mean and covariance of features (N, D)."""
+def statistics_of(features: Tensor) -> FeatureStatistics:
+    """Statistics of features (N, D), N at least 1."""
     statistics = FeatureStatistics(features.shape[1], features.device)
     statistics.update(features)
-    return statistics.gaussian()
+    return statistics
+
+
+def gaussian_of(features: Tensor) -> Gaussian:
+    """Mean and covariance of features (N, D)."""
+    return statistics_of(features).gaussian()
 
 
 def require_full_rank(count: int, num_features: int, *, name: str) -> None:
@@ -218,5 +223,5 @@ def polynomial_mmd(first: Tensor, second: Tensor) -> float:
 
 def _kernel(rows: Tensor, columns: Tensor) -> Tensor:
     """(M, N) float64."""
-    scaled = (rows @ columns.T).double() / rows.shape[1] + 1
-    return scaled * scaled * scaled
+    scaled = (rows @ columns.T).double().div_(rows.shape[1]).add_(1)
+    return scaled.pow_(3)

@@ -22,7 +22,8 @@ Notable:
 - features are kept, not images: for 50,000 images 0.24 GiB with EfficientNet-Lite0, 0.94 GiB with Inception-2015;
 - features are sorted before they are compared, so neither the number of ranks nor the order of batches changes a bit;
 - halves alternate in the order of labels, then numbers, so both have the same classes. A half with too few images for
-  a covariance of full rank has no Fréchet distance.
+  a covariance of full rank has no Fréchet distance;
+- with labels, images are dealt to the splits of the Inception Score in the same order; without, splits are consecutive.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ from torchditan.config.errors import ConfigError
 from torchditan.evaluation.distances import (
     IMAGES_PER_SPLIT,
     ROWS_AT_A_TIME,
+    FeatureStatistics,
     Gaussian,
     InceptionScore,
     frechet_distance,
     gaussian_of,
     kernel_distance,
     require_full_rank,
+    statistics_of,
 )
 from torchditan.evaluation.extractor_weights import full_float32
 from torchditan.evaluation.extractors import Extractor, join_features, open_effnet, open_inception
@@ -107,6 +110,7 @@ class Quality:
         self._extract_real = CachedFeatures(self.extractor, evaluation.cache_folder)
         self._file_statistics = self._read_file_statistics()
         self._parts: dict[str, list[dict[str, Tensor]]] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
         # Computed from real images at the first `compute`, and kept for further sampling seeds.
         self._reference: Reference | None = None
         self._floor: dict[str, Figure] | None = None
@@ -138,7 +142,7 @@ class Quality:
         num_images = 0
         if has_images(path):
             num_images, *size = image_shape(path)
-            check_same_size(image_size, (size[0], size[1]), path=path)
+            check_same_size(image_size, (size[0], size[1]), name=str(path))
             require_neighbours(num_images, K_DENSITY_COVERAGE, name=str(path))
         gaussian = self._file_statistics[0]
         if gaussian is None or gaussian.count is not None:
@@ -147,6 +151,14 @@ class Quality:
             require_full_rank(count, num_features, name=str(path))
 
     def update(self, pictures: Pictures) -> None:
+        """Add a batch. Sources and pictures come in any order.
+
+        Raises:
+            ConfigError: generated and training images, which are the reference, have two sizes.
+        """
+        self._sizes[pictures.source] = (pictures.images.shape[2], pictures.images.shape[3])
+        if self.evaluation.reference is None and {"generated", "train"} <= self._sizes.keys():
+            check_same_size(self._sizes["generated"], self._sizes["train"], name="training images")
         is_generated = pictures.source == "generated"
         features = (self.extractor if is_generated else self._extract_real)(pictures.images)
         part = {"numbers": pictures.numbers, "pool": features.pool}
@@ -169,6 +181,7 @@ class Quality:
 
     def forget(self, source: Source) -> None:
         self._parts.pop(source, None)
+        self._sizes.pop(source, None)
         self._forget_real(source)
 
     def _forget_real(self, source: Source) -> None:
@@ -342,11 +355,17 @@ def with_halves(measure: Callable[[Tensor], float], rows: Tensor, *, smallest: i
 
 def frechet_figure(features: Tensor, reference: Gaussian) -> Figure:
     """Of features (N, D), N > D; the covariance of a half needs N / 2 > D."""
+    num_features = features.shape[1]
+    even, odd = statistics_of(features[0::2]), statistics_of(features[1::2])
+    whole = FeatureStatistics(num_features, features.device)
+    for half in (even, odd):
+        whole.merge(half)
 
-    def distance(features: Tensor) -> float:
-        return frechet_distance(reference, gaussian_of(features))
+    def distance(statistics: FeatureStatistics) -> float:
+        return frechet_distance(reference, statistics.gaussian())
 
-    return with_halves(distance, features, smallest=features.shape[1] + 1)
+    halves = (distance(even), distance(odd)) if odd.count > num_features else None
+    return Figure(distance(whole), len(features), halves)
 
 
 def kernel_mean(reference: Tensor, features: Tensor) -> float:

@@ -130,16 +130,19 @@ def read_statistics(path: Path, *, extractor: str) -> tuple[Gaussian | None, Gau
         raise ConfigError(f"{path}: not an .npz file of images or statistics ({error})") from error
 
 
-def check_same_size(generated: tuple[int, int], reference: tuple[int, int], *, path: Path) -> None:
+def check_same_size(generated: tuple[int, int], reference: tuple[int, int], *, name: str) -> None:
     """Refuse to compare images of two sizes: a distance would mostly measure the resize.
 
     Args:
         generated, reference: (H, W).
-        path: the reference, for the error.
+        name: what the reference is called in the error.
+
+    Raises:
+        ConfigError: the sizes differ.
     """
     if generated != reference:
         ours, theirs = (f"{height} x {width}" for height, width in (generated, reference))
-        raise ConfigError(f"{path}: its images are {theirs} pixels, the generated ones {ours}; they must be equal")
+        raise ConfigError(f"{name}: images of {theirs} pixels, the generated ones are {ours}; they must be equal")
 
 
 def _gaussian(mean: np.ndarray, covariance: np.ndarray, count: int | None) -> Gaussian:
