@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import pytest
+import ranks
 
 # Set before torch is imported: ranks of a multi-process test share few cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -113,8 +114,14 @@ def run_script(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
     return run
 
 
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """Processes start at once with `torch.multiprocessing` and the start method "forkserver"."""
+    ranks.start_server()
+
+
 @pytest.fixture
-def run_distributed() -> RunDistributed:
+def run_distributed(fork_server: None, tmp_path_factory: pytest.TempPathFactory) -> RunDistributed:
     """`run_distributed(["train.py", "--training.steps", "2"], world_size=2)`: a script on gloo ranks.
 
     Returns the finished process with its output as text; the caller looks at `returncode`. A relative script
@@ -129,26 +136,11 @@ def run_distributed() -> RunDistributed:
         cwd: Path = REPOSITORY,
         env: dict[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}"]
-        command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
-        command += [str(REPOSITORY / script_args[0]), *map(str, script_args[1:])]
+        arguments = [str(REPOSITORY / script_args[0]), *map(str, script_args[1:])]
         folders = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
         path = os.pathsep.join(folders).rstrip(os.pathsep)
-        process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env={**os.environ, **WITHOUT_GPU, "PYTHONPATH": path, **(env or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            # SIGTERM, which torchrun passes on: ranks are sessions of their own and would outlive a SIGKILL.
-            process.terminate()
-            stdout, stderr = process.communicate(timeout=60)
-            pytest.fail(f"{command} took longer than {timeout} s\n{stdout}\n{stderr}")
-        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+        env = {**os.environ, **WITHOUT_GPU, "PYTHONPATH": path, **(env or {})}
+        output = tmp_path_factory.mktemp("ranks")
+        return ranks.run_ranks(arguments, world_size, env=env, cwd=cwd, output=output, timeout=timeout)
 
     return run
