@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Starts the ranks of a test as forks of a process that has imported torch and the trainer.
+"""Runs scripts in processes that are forks of one that has imported torch and the trainer.
 
 torchrun starts a new Python for each rank, whose imports take longer than twenty steps of a tiny model. Here its agent
 forks the ranks instead. They have the same environment variables, and a rank that fails ends the others.
@@ -30,15 +30,15 @@ _IMPORTED = [
 
 
 def start_server() -> None:
-    """Start the process that `run_ranks` and `torch.multiprocessing` with "forkserver" fork, in the repository root."""
+    """Start the process that is forked by `run_forked`, and by `torch.multiprocessing` with "forkserver"."""
     multiprocessing.set_forkserver_preload(_IMPORTED)
     forkserver.ensure_running()
 
 
-def run_ranks(
-    arguments: list[str], world_size: int, *, env: dict[str, str], cwd: Path, output: Path, timeout: float
+def run_forked(
+    arguments: list[str], world_size: int | None, *, env: dict[str, str], cwd: Path, output: Path, timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script on ranks. `output` is a folder for what they print."""
+    """Run a script on ranks, or with `world_size` None without torchrun. `output` is a folder for what it prints."""
     files = [output / "stdout", output / "stderr"]
     for file in files:
         file.touch()
@@ -59,7 +59,7 @@ def run_ranks(
     return subprocess.CompletedProcess(arguments, process.exitcode, stdout, stderr)
 
 
-def _launch(arguments: list[str], world_size: int, env: dict[str, str], cwd: Path, files: list[Path]) -> None:
+def _launch(arguments: list[str], world_size: int | None, env: dict[str, str], cwd: Path, files: list[Path]) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for descriptor, file in enumerate(files, start=1):
@@ -67,6 +67,9 @@ def _launch(arguments: list[str], world_size: int, env: dict[str, str], cwd: Pat
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    if world_size is None:
+        _run_script(arguments)
+        return
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -77,10 +80,10 @@ def _launch(arguments: list[str], world_size: int, env: dict[str, str], cwd: Pat
         max_restarts=0,
         start_method="fork",
     )
-    elastic_launch(config, _run_rank)(arguments)
+    elastic_launch(config, _run_script)(arguments)
 
 
-def _run_rank(arguments: list[str]) -> None:
+def _run_script(arguments: list[str]) -> None:
     sys.argv = arguments
     sys.path.insert(0, str(Path(arguments[0]).parent))
     try:
