@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import forked_scripts
 import pytest
-import ranks
 
 if TYPE_CHECKING:
     from torchditan.models.flops import ModelFlops
@@ -147,7 +147,7 @@ def run_script(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
 @pytest.fixture(scope="session")
 def fork_server() -> None:
     """Processes start at once with `torch.multiprocessing` and the start method "forkserver"."""
-    ranks.start_server()
+    forked_scripts.start_server()
 
 
 @pytest.fixture(scope="session")
@@ -171,7 +171,7 @@ def run_distributed(fork_server: None, tmp_path_factory: pytest.TempPathFactory)
         path = os.pathsep.join(folders).rstrip(os.pathsep)
         env = {**os.environ, **WITHOUT_GPU, "PYTHONPATH": path, **(env or {})}
         output = tmp_path_factory.mktemp("output")
-        return ranks.run_forked(arguments, world_size, env=env, cwd=cwd, output=output, timeout=timeout)
+        return forked_scripts.run_forked(arguments, world_size, env=env, cwd=cwd, output=output, timeout=timeout)
 
     return run
 

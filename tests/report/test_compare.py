@@ -436,9 +436,9 @@ def test_folders_that_cannot_be_compared_are_refused_in_one_line(tmp_path: Path)
     again = tmp_path / "b" / ".." / "a"
     gone, misspelt = tmp_path / "gone", tmp_path / "copyed"
     for folders, labels, about, mentions in (
-        ([a], None, f"--compare = {a}", ["single", "two or more"]),
-        ([a, b, again], None, f"--compare = {again}", ["twice"]),
-        ([a, copied], None, f"--compare = {copied}", [str(a), "copy"]),
+        ([a], None, f'--compare = "{a}"', ["single", "two or more"]),
+        ([a, b, again], None, f'--compare = "{a}"', ["twice"]),
+        ([a, copied], None, f'--compare = "{copied}"', [str(a), "copy"]),
         ([a, gone], None, str(gone), ["run directory"]),
         ([a, misspelt], None, str(misspelt), [f"{copied}?"]),
         ([a, tmp_path], None, str(tmp_path), ["run directory", "config.json"]),
@@ -459,10 +459,10 @@ def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "about", "mentions"),
     [
-        (["--compare", "{a}"], "--compare = {a}", ["single", "two or more"]),
-        (["--compare", "{a}", "{a}"], "--compare = {a}", ["twice"]),
-        (["{b}", "--compare", "{a}", "{b}"], "grid = {b}", ["--compare", "grid folders"]),
-        (["--compare", "{a}", "{b}", "--out=out", "{b}"], "grid = {b}", ["--compare", "grid folders"]),
+        (["--compare", "{a}"], '--compare = "{a}"', ["single", "two or more"]),
+        (["--compare", "{a}", "{a}"], '--compare = "{a}"', ["twice"]),
+        (["{b}", "--compare", "{a}", "{b}"], "--compare", ["{b}", "grid folders"]),
+        (["--compare", "{a}", "{b}", "--out=out", "{b}"], "--compare", ["{b}", "grid folders"]),
         (["{a}", "--labels", "x"], '--labels = "x"', ["--compare"]),
         (["--compare", "{a}", "{b}", "--labels", "x"], '--labels = "x"', ["2 names"]),
         (["--compare", "{a}", "{b}", "--out={a}/config.json"], '--out = "{a}/config.json"', ["writable folder"]),
@@ -475,7 +475,7 @@ def test_a_mistake_in_the_command_is_one_line(
     folders = {name: write_run(tmp_path / name) for name in ("a", "b")}
     code, out, err = run_script(SCRIPT, *(argument.format(**folders) for argument in arguments))
     assert (code, out) == (2, "")
-    assert_refused(err, about.format(**folders), mentions)
+    assert_refused(err, about.format(**folders), [mention.format(**folders) for mention in mentions])
     assert not (tmp_path / "compare").exists()
 
 
