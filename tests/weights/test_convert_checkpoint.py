@@ -394,7 +394,7 @@ NO_FILE = ["safetensors", "truncated", "export it again"]
     ("data", "mentions"),
     [
         (b"", NO_FILE),
-        (b"GGUF" + bytes(60), ["GGUF", "quantized", "safetensors", "floating-point"]),
+        (b"GGUF" + bytes(60), ["GGUF", "quantized", ".safetensors", "floating-point"]),
         (struct.pack("<Q", 2**63) + b"{}", NO_FILE),
         (with_header(b"[" * 100_000, 0), NO_FILE),
         (with_header({"a": place(0, 16)}, 15), NO_FILE),
