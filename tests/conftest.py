@@ -11,9 +11,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import forked_scripts
 import pytest
+
+if TYPE_CHECKING:
+    from torchditan.models.flops import ModelFlops
+    from torchditan.models.spec import ModelSpec
 
 # Set before torch is imported: ranks of a multi-process test share few cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -30,6 +35,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 RunDistributed = Callable[..., "subprocess.CompletedProcess[str]"]
+RunAlone = Callable[..., str]
 
 
 class Outcome(NamedTuple):
@@ -78,6 +84,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a full collection would visit half a million objects of imported modules
+
+
+_FLOPS: dict[str, ModelFlops] = {}
+
+
+def count_flops_once(spec: ModelSpec) -> ModelFlops:
+    """`count_model_flops`, once per process for each model: it takes a sixth of a short run."""
+    import torch
+
+    from torchditan.models.flops import count_model_flops
+
+    with torch.device("meta"):
+        model = spec.build()
+        inputs = spec.example_inputs(batch_size=1)
+    parameters = {name: (tuple(value.shape), value.requires_grad) for name, value in model.named_parameters()}
+    key = f"{model} {parameters} {inputs}"
+    if key not in _FLOPS:
+        _FLOPS[key] = count_model_flops(spec)
+    return _FLOPS[key]
+
+
 @pytest.fixture
 def run_script(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> RunScript:
     """`run_script("scripts/generate.py", "a run", "--step=7")`: a script of the repository in this process.
@@ -87,8 +116,10 @@ def run_script(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
     import torch
     import torch.distributed as dist
 
+    from torchditan.job import build
     from torchditan.run import progress
 
+    monkeypatch.setattr(build, "count_model_flops", count_flops_once)
     monkeypatch.setattr(progress, "QUIET_S", 3600.0)  # lines about slow work depend on the load of the machine
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -113,42 +144,48 @@ def run_script(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
     return run
 
 
-@pytest.fixture
-def run_distributed() -> RunDistributed:
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """Processes start at once with `torch.multiprocessing` and the start method "forkserver"."""
+    forked_scripts.start_server()
+
+
+@pytest.fixture(scope="session")
+def run_distributed(fork_server: None, tmp_path_factory: pytest.TempPathFactory) -> RunDistributed:
     """`run_distributed(["train.py", "--training.steps", "2"], world_size=2)`: a script on gloo ranks.
 
     Returns the finished process with its output as text; the caller looks at `returncode`. A relative script
-    is one of the repository.
+    is one of the repository. With `world_size` None it runs as `python train.py` does.
     """
 
     def run(
         script_args: Sequence[str | Path],
-        world_size: int,
+        world_size: int | None,
         *,
         timeout: float = 360.0,
         cwd: Path = REPOSITORY,
         env: dict[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}"]
-        command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
-        command += [str(REPOSITORY / script_args[0]), *map(str, script_args[1:])]
+        arguments = [str(REPOSITORY / script_args[0]), *map(str, script_args[1:])]
         folders = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
         path = os.pathsep.join(folders).rstrip(os.pathsep)
-        process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env={**os.environ, **WITHOUT_GPU, "PYTHONPATH": path, **(env or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            # SIGTERM, which torchrun passes on: ranks are sessions of their own and would outlive a SIGKILL.
-            process.terminate()
-            stdout, stderr = process.communicate(timeout=60)
-            pytest.fail(f"{command} took longer than {timeout} s\n{stdout}\n{stderr}")
-        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+        env = {**os.environ, **WITHOUT_GPU, "PYTHONPATH": path, **(env or {})}
+        output = tmp_path_factory.mktemp("output")
+        return forked_scripts.run_forked(arguments, world_size, env=env, cwd=cwd, output=output, timeout=timeout)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_alone(run_distributed: RunDistributed) -> RunAlone:
+    """`run_alone("train.py", "--training.steps=2", cwd=folder)`: what a script prints, which has to succeed.
+
+    For fixtures of modules, which cannot use `run_script`; it runs in a process, not as a rank.
+    """
+
+    def run(script: str | Path, *arguments: object, cwd: Path = REPOSITORY) -> str:
+        finished = run_distributed([script, *map(str, arguments)], None, cwd=cwd)
+        assert finished.returncode == 0, finished.stderr
+        return finished.stdout
 
     return run

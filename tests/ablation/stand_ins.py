@@ -45,9 +45,9 @@ from torchditan.supervision.exit_status import run_job
 
 given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
 if "job.config_file" in given:
-    from torchditan.config.loader import load_config
-    from torchditan.config.options import flatten
-    given = {**flatten(load_config(["--job.config_file", given["job.config_file"]])), **given}
+    from torchditan.config.loader import tomllib  # load_config would import torch
+    tables = tomllib.loads(Path(given["job.config_file"]).read_text())
+    given = {**{f"{table}.{option}": value for table in tables for option, value in tables[table].items()}, **given}
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 batch, patch, steps = int(given["training.batch_size"]), int(given["model.patch_size"]), int(given["training.steps"])
 folder = Path(given["job.dump_folder"]) / given["metrics.experiment_name"]

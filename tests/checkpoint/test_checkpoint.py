@@ -164,9 +164,10 @@ def load_what_one_rank_cannot_read(rank: int, world_size: int, folder: str) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
 def test_ranks_agree_on_the_index_before_they_load(tmp_path: Path) -> None:
     """A rank that cannot read it leaves no other rank waiting in the collectives of the load."""
-    mp.spawn(load_what_one_rank_cannot_read, args=(2, str(tmp_path)), nprocs=2)
+    mp.start_processes(load_what_one_rank_cannot_read, args=(2, str(tmp_path)), nprocs=2, start_method="forkserver")
 
 
 def test_no_rank_is_watched_while_old_checkpoints_are_deleted(

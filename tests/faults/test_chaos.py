@@ -17,22 +17,27 @@ from pathlib import Path
 from typing import Any
 
 import chaos
+import chaos_attempts
+import chaos_checks
+import chaos_plans
+import chaos_results
 import pytest
 import torch
 from refusals import assert_refused
 
+from torchditan.ablation.launch import end_processes, processes_of
 from torchditan.run.rank_status import RANKS_VARIABLE, write_rank_status
 from torchditan.run.training_progress import Progress
 
-PACE = chaos.Pace(start_up_s=4.0, step_s=0.25, ending_s=1.0)
-ALL_OF_ONE = chaos.Kill(target="all", rank=0, aim="training", moment=0.5, delay_s=0.0)
+PACE = chaos_plans.Pace(start_up_s=4.0, step_s=0.25, ending_s=1.0)
+ALL_OF_ONE = chaos_plans.Kill(target="all", rank=0, aim="training", moment=0.5, delay_s=0.0)
 
 
 def curve(**changes: Any) -> list[dict[str, Any]]:
     """A metrics file; `loss_7=1.5` changes one number."""
     records = [
         {"step": step, "images_seen": 12 * step, "lr": 1e-3, "loss": 1 / step, "grad_norm": 1.0}
-        for step in range(1, chaos.STEPS + 1)
+        for step in range(1, chaos_attempts.STEPS + 1)
     ]
     for name, value in changes.items():
         key, _, step = name.rpartition("_")
@@ -46,14 +51,16 @@ def attempt(tmp_path: Path) -> Iterator[Any]:
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     process = sleeper(ranks)
-    layout = chaos.LAYOUTS["one"]
-    yield chaos.Attempt(tmp_path / "run", layout, ranks, tmp_path / "log", process, time.time() - 5, Progress())
-    chaos.end_processes(ranks, process)
+    layout = chaos_plans.LAYOUTS["one"]
+    yield chaos_attempts.Attempt(
+        tmp_path / "run", layout, ranks, tmp_path / "log", process, time.time() - 5, Progress()
+    )
+    end_processes(ranks, process)
 
 
 def sleeper(ranks: Path) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(["sleep", "60"], env={**os.environ, RANKS_VARIABLE: str(ranks)})
-    while process.pid not in chaos.processes_of(ranks):
+    while process.pid not in processes_of(ranks):
         time.sleep(0.01)
     return process
 
@@ -68,21 +75,21 @@ def begin_training(attempt: Any, monkeypatch: pytest.MonkeyPatch, *, num_steps: 
 
 
 def test_a_plan_depends_on_seed_and_number_alone() -> None:
-    plans = [chaos.plan_of(0, number) for number in range(20)]
+    plans = [chaos_plans.plan_of(0, number) for number in range(20)]
     random.random()
-    assert plans == [chaos.plan_of(0, number) for number in range(20)]
+    assert plans == [chaos_plans.plan_of(0, number) for number in range(20)]
     assert len(set(plans)) == 20
-    assert plans != [chaos.plan_of(1, number) for number in range(20)]
+    assert plans != [chaos_plans.plan_of(1, number) for number in range(20)]
 
 
 def test_two_hundred_plans_hold_every_fault() -> None:
-    plans = [chaos.plan_of(0, number) for number in range(200)]
+    plans = [chaos_plans.plan_of(0, number) for number in range(200)]
     assert {len(plan.kills) for plan in plans} == {1, 2, 3, 4, 5}
-    assert {layout for plan in plans for layout in plan.layouts} == set(chaos.LAYOUTS)
-    assert {plan.layouts[0] for plan in plans if not plan.is_elastic} == set(chaos.LAYOUTS)
+    assert {layout for plan in plans for layout in plan.layouts} == set(chaos_plans.LAYOUTS)
+    assert {plan.layouts[0] for plan in plans if not plan.is_elastic} == set(chaos_plans.LAYOUTS)
     kills = [kill for plan in plans for kill in plan.kills]
     assert {(kill.target, kill.aim) for kill in kills} == {
-        (target, aim) for target in chaos.TARGETS for aim in ("life", "training", "save")
+        (target, aim) for target in chaos_plans.TARGETS for aim in ("life", "training", "save")
     }
     assert {kill.rank for kill in kills} == {0, 1, 2, 3}
     assert 50 < sum(plan.is_elastic for plan in plans) < 85
@@ -91,8 +98,8 @@ def test_two_hundred_plans_hold_every_fault() -> None:
 
 
 def test_an_elastic_plan_changes_the_mesh_after_every_kill_and_others_never() -> None:
-    for plan in (chaos.plan_of(0, number) for number in range(200)):
-        meshes = [chaos.mesh_of(layout) for layout in plan.layouts]
+    for plan in (chaos_plans.plan_of(0, number) for number in range(200)):
+        meshes = [chaos_plans.mesh_of(layout) for layout in plan.layouts]
         changes = [before != after for before, after in itertools.pairwise(meshes)]
         assert len(changes) == len(plan.kills)
         assert all(changes) if plan.is_elastic else not any(changes)
@@ -100,71 +107,73 @@ def test_an_elastic_plan_changes_the_mesh_after_every_kill_and_others_never() ->
 
 
 def test_a_process_without_torchrun_is_killed_as_a_whole() -> None:
-    for plan in (chaos.plan_of(0, number) for number in range(200)):
+    for plan in (chaos_plans.plan_of(0, number) for number in range(200)):
         for layout, kill in zip(plan.layouts, plan.kills, strict=False):
-            assert kill.rank < chaos.LAYOUTS[layout].world_size
-            assert kill.target == "all" or chaos.LAYOUTS[layout].is_under_torchrun
+            assert kill.rank < chaos_plans.LAYOUTS[layout].world_size
+            assert kill.target == "all" or chaos_plans.LAYOUTS[layout].is_under_torchrun
 
 
 def test_moments_are_uniform_over_start_up_steps_and_end() -> None:
     """A life of 10 seconds: 4 of start-up, 20 steps in 5, and 1 of ending."""
     kills = [replace(ALL_OF_ONE, aim="life", moment=(i + 0.5) / 1000) for i in range(1000)]
-    moments = [chaos.moment_of(kill, PACE, 20) for kill in kills]
+    moments = [chaos_plans.moment_of(kill, PACE, 20) for kill in kills]
     start_up = [seconds for seconds, _, _ in moments if seconds is not None]
     assert len(start_up) == 400
     assert sum(start_up) / 400 == pytest.approx(2.0)
     steps = Counter(step for seconds, step, _ in moments if seconds is None)
     assert [steps[step] for step in range(21)] == [25] * 20 + [100]
     assert max(rest for _, step, rest in moments if step == 20) == pytest.approx(1.0, abs=0.01)
-    assert chaos.moment_of(replace(ALL_OF_ONE, moment=0.99), PACE, 20) == (None, 19, pytest.approx(0.2))
-    assert chaos.moment_of(ALL_OF_ONE, PACE, 0) == (None, 0, 0.0), "nothing is left to train"
+    assert chaos_plans.moment_of(replace(ALL_OF_ONE, moment=0.99), PACE, 20) == (None, 19, pytest.approx(0.2))
+    assert chaos_plans.moment_of(ALL_OF_ONE, PACE, 0) == (None, 0, 0.0), "nothing is left to train"
 
 
 def test_a_missing_a_doubled_and_a_misplaced_step_are_found() -> None:
-    steps = list(range(1, chaos.STEPS + 1))
-    assert chaos.wrong_steps(steps) is None
-    assert chaos.wrong_steps(steps[:6] + steps[7:]) == "missing [7], doubled []"
-    assert chaos.wrong_steps([*steps[:7], *steps[6:]]) == "missing [], doubled [7]"
-    assert "in another order" in chaos.wrong_steps([2, 1, *steps[2:]])
+    steps = list(range(1, chaos_attempts.STEPS + 1))
+    assert chaos_checks.wrong_steps(steps) is None
+    assert chaos_checks.wrong_steps(steps[:6] + steps[7:]) == "missing [7], doubled []"
+    assert chaos_checks.wrong_steps([*steps[:7], *steps[6:]]) == "missing [], doubled [7]"
+    assert "in another order" in chaos_checks.wrong_steps([2, 1, *steps[2:]])
 
 
 def test_the_last_bit_of_a_curve_counts() -> None:
-    assert chaos.first_difference(curve(), curve()) is None
+    assert chaos_checks.first_difference(curve(), curve()) is None
     changed = curve(loss_7=1 / 7 + 2**-55)
     assert changed[6]["loss"] != 1 / 7
-    found = chaos.first_difference(changed, curve())
+    found = chaos_checks.first_difference(changed, curve())
     assert found.startswith("loss of step 7 is 0.1428571428571")
-    assert chaos.largest_difference(changed, curve()) < 1e-15
-    assert "grad_norm of step 3" in chaos.first_difference(curve(grad_norm_3=None), curve())
+    assert chaos_checks.largest_difference(changed, curve()) < 1e-15
+    assert "grad_norm of step 3" in chaos_checks.first_difference(curve(grad_norm_3=None), curve())
 
 
 def test_a_validation_loss_is_compared_where_one_was_taken() -> None:
     expected = curve(validation_loss_5=1.25)
-    assert chaos.first_difference(curve(), expected) is None
-    assert chaos.first_difference(curve(validation_loss_5=1.25), expected) is None
-    assert "validation_loss of step 5 is 1.5, not 1.25" in chaos.first_difference(
+    assert chaos_checks.first_difference(curve(), expected) is None
+    assert chaos_checks.first_difference(curve(validation_loss_5=1.25), expected) is None
+    assert "validation_loss of step 5 is 1.5, not 1.25" in chaos_checks.first_difference(
         curve(validation_loss_5=1.5), expected
     )
 
 
 def test_the_largest_difference_is_relative_and_a_missing_step_is_infinite() -> None:
-    assert chaos.largest_difference(curve(loss_10=0.1 * (1 + 3e-5)), curve()) == pytest.approx(3e-5)
-    assert chaos.largest_difference(curve()[:-1], curve()) == float("inf")
-    assert chaos.largest_difference(curve(loss_10=None), curve()) == float("inf"), "a NaN is written as null"
+    assert chaos_checks.largest_difference(curve(loss_10=0.1 * (1 + 3e-5)), curve()) == pytest.approx(3e-5)
+    assert chaos_checks.largest_difference(curve()[:-1], curve()) == float("inf")
+    assert chaos_checks.largest_difference(curve(loss_10=None), curve()) == float("inf"), "a NaN is written as null"
 
 
 def test_a_changed_a_missing_and_an_additional_tensor_are_found() -> None:
     def state() -> dict[str, torch.Tensor]:
         return {"model.w": torch.tensor([1.0, float("nan"), 0.0]), "ema.w": torch.zeros(3), "step": torch.tensor(7.0)}
 
-    assert chaos.differing_tensors(state(), state()) == []
+    assert chaos_checks.differing_tensors(state(), state()) == []
     changed = state()
     changed["model.w"][2] = -0.0
-    assert chaos.differing_tensors(changed, state()) == ["model.w"]
-    assert chaos.differing_tensors({**state(), "ema.w": torch.zeros(3, dtype=torch.int32)}, state()) == ["ema.w"]
+    assert chaos_checks.differing_tensors(changed, state()) == ["model.w"]
+    assert chaos_checks.differing_tensors({**state(), "ema.w": torch.zeros(3, dtype=torch.int32)}, state()) == ["ema.w"]
     shorter = state()
     del shorter["step"]
-    assert chaos.differing_tensors(shorter, state()) == chaos.differing_tensors(state(), shorter) == ["step"]
+    assert (
+        chaos_checks.differing_tensors(shorter, state()) == chaos_checks.differing_tensors(state(), shorter) == ["step"]
+    )
 
 
 def test_tensorboard_steps_are_those_that_it_shows(tmp_path: Path) -> None:
@@ -175,31 +184,31 @@ def test_tensorboard_steps_are_those_that_it_shows(tmp_path: Path) -> None:
             for step in range(first, first + 3):
                 writer.add_scalar("loss", 1.0, step)
         time.sleep(1.1)  # files are ordered by the second in their name
-    assert chaos.tensorboard_steps(tmp_path) == [1, 2, 3, 4, 5]
-    assert chaos.tensorboard_steps(tmp_path / "none") == []
+    assert chaos_checks.tensorboard_steps(tmp_path) == [1, 2, 3, 4, 5]
+    assert chaos_checks.tensorboard_steps(tmp_path / "none") == []
 
 
 def test_debris_is_found_wherever_it_lies(tmp_path: Path) -> None:
     (tmp_path / "checkpoint" / "step-00000016").mkdir(parents=True)
     (tmp_path / "checkpoint" / "step-00000020").mkdir()
-    assert chaos.debris(tmp_path) == []
+    assert chaos_checks.debris(tmp_path) == []
     (tmp_path / ".status.json.vm-1.partial").touch()
     (tmp_path / "checkpoint" / "step-00000020.partial").mkdir()
     (tmp_path / "checkpoint" / "step-00000012").mkdir()
     (tmp_path / "checkpoint" / "other").mkdir()
     names = [".status.json.vm-1.partial", "3 checkpoints", "checkpoint/other", "checkpoint/step-00000020.partial"]
-    assert chaos.debris(tmp_path) == names
+    assert chaos_checks.debris(tmp_path) == names
 
 
 def test_a_process_that_stays_fails_the_run(attempt: Any) -> None:
     leftover = sleeper(attempt.ranks)
     attempt.process.kill()
-    with pytest.raises(chaos.RunFailedError) as caught:
-        chaos.wait_for_end(attempt, limit_s=0.2, after="all was killed in training")
+    with pytest.raises(chaos_attempts.RunFailedError) as caught:
+        chaos_attempts.wait_for_end(attempt, limit_s=0.2, after="all was killed in training")
     assert caught.value.args[0] == "processes"
     assert caught.value.args[1] == f"log: left 0.2 s after all was killed in training: {leftover.pid}: sleep 60"
     chaos.end(attempt)
-    chaos.wait_for_end(attempt, limit_s=5, after="the end")
+    chaos_attempts.wait_for_end(attempt, limit_s=5, after="the end")
     assert leftover.wait() == -9
 
 
@@ -207,24 +216,24 @@ def test_an_attempt_that_fails_before_its_kill_fails_the_run(attempt: Any, monke
     monkeypatch.setenv(RANKS_VARIABLE, str(attempt.ranks))
     write_rank_status("error", "ValueError: a damaged checkpoint")
     attempt.process.kill()
-    with pytest.raises(chaos.RunFailedError) as caught:
-        chaos.strike(attempt, ALL_OF_ONE, PACE)
+    with pytest.raises(chaos_attempts.RunFailedError) as caught:
+        chaos_attempts.strike(attempt, ALL_OF_ONE, PACE)
     assert caught.value.args == ("exit", "log: exit -9: rank 0: ValueError: a damaged checkpoint")
 
 
 def test_a_hanging_attempt_fails_the_run(attempt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chaos, "_LIMIT_S", 1.0)
-    with pytest.raises(chaos.RunFailedError, match="done after 1 s"):
-        chaos.finish(attempt)
+    monkeypatch.setattr(chaos_attempts, "_LIMIT_S", 1.0)
+    with pytest.raises(chaos_attempts.RunFailedError, match="done after 1 s"):
+        chaos_attempts.finish(attempt)
 
 
 def test_a_kill_knows_its_phase_its_step_and_the_work_it_cost(attempt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     begin_training(attempt, monkeypatch, num_steps=11)
     saved = attempt.checkpoints / "step-00000008"
     saved.mkdir(parents=True)
-    monkeypatch.setattr(chaos, "progress_of", lambda run: Progress(step=8, images_seen=96, elapsed_s=100.0))
+    monkeypatch.setattr(chaos_attempts, "progress_of", lambda run: Progress(step=8, images_seen=96, elapsed_s=100.0))
     attempt.resumed = Progress(step=4, images_seen=48, elapsed_s=200.0)
-    seen = chaos.strike(attempt, replace(ALL_OF_ONE, moment=0.3), PACE)
+    seen = chaos_attempts.strike(attempt, replace(ALL_OF_ONE, moment=0.3), PACE)
     assert attempt.process.returncode == -9
     assert (seen["phase"], seen["step"], seen["saved_step"]) == ("training", 11, 8)
     # The clock of the run stood at 200 when this attempt began, and at 100 when step 8 was saved.
@@ -267,7 +276,7 @@ def result_of(number: int, *, is_elastic: bool = False, **problems: str) -> dict
 def test_the_summary_counts_what_happened() -> None:
     results = [result_of(0), result_of(1, curve="x"), result_of(2, exit="x"), result_of(3, debris="x")]
     results += [result_of(4, is_elastic=True), result_of(5, is_elastic=True, elastic="x", tensorboard="x")]
-    summary = chaos.summarize(results)
+    summary = chaos_results.summarize(results)
     assert (summary["num_runs"], summary["passed"], summary["survived"]) == (6, 2, 5)
     assert (summary["bitwise_runs"], summary["bitwise_equal"]) == (4, 2)
     assert (summary["elastic_runs"], summary["elastic_within_tolerance"]) == (2, 1)
@@ -277,13 +286,13 @@ def test_the_summary_counts_what_happened() -> None:
     assert summary["lost_s"] == {"median": 0.5, "max": 6.0}
     assert summary["lost_after_start_up_s"] == {"median": 3.5, "max": 6.0}
     assert summary["resume_to_first_step_s"] == {"median": 5.5, "max": 8.0}
-    text = chaos.table(summary)
+    text = chaos_results.table(summary)
     assert "survived                      5 of 6\n" in text
     assert "elastic within 1e-05          1 of 2, 2.0e-07 at most\n" in text
 
 
 def test_results_of_another_seed_are_refused_and_none_is_repeated(tmp_path: Path, run_script: Any) -> None:
-    results = chaos.Results(tmp_path, seed=3)
+    results = chaos_results.Results(tmp_path, seed=3)
     for number in (1, 0):
         results.add({**result_of(number), "folder": None, "layouts": ["one"]})
     finished = run_script("tests/faults/chaos.py", "--num_runs=2", "--seed=3", f"--folder={tmp_path}")
@@ -295,7 +304,7 @@ def test_results_of_another_seed_are_refused_and_none_is_repeated(tmp_path: Path
 
 
 def test_a_failed_run_ends_the_script_with_1_and_is_named(tmp_path: Path, run_script: Any) -> None:
-    results = chaos.Results(tmp_path, seed=0)
+    results = chaos_results.Results(tmp_path, seed=0)
     results.add({**result_of(0, curve="loss of step 7"), "folder": "somewhere"})
     finished = run_script("tests/faults/chaos.py", "--num_runs=1", f"--folder={tmp_path}")
     assert finished.code == 1

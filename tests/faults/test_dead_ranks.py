@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision import watchdog
 from torchditan.supervision.lost_rank import is_peer_failure, read_process
 from torchditan.supervision.watchdog import Group, RankWatch
+
+if TYPE_CHECKING:
+    from tests.conftest import RunAlone
 
 SCRIPTS = TRAINER.parent / "scripts"
 CLOSED = RuntimeError("Connection closed by peer [127.0.0.1]:63700")
@@ -380,9 +383,11 @@ def test_a_stuck_rank_is_named_within_the_timeout_and_does_not_survive(tmp_path:
 
 
 @pytest.mark.slow
-def test_with_max_restarts_a_killed_rank_costs_the_steps_since_the_last_checkpoint_alone(tmp_path: Path) -> None:
+def test_with_max_restarts_a_killed_rank_costs_the_steps_since_the_last_checkpoint_alone(
+    tmp_path: Path, run_alone: RunAlone
+) -> None:
     alone = [*TINY, "--training.steps=30", f"--job.dump_folder={tmp_path / 'alone'}"]
-    subprocess.run([sys.executable, str(TRAINER), *alone], check=True, capture_output=True, cwd=tmp_path)
+    run_alone(TRAINER, *alone, cwd=tmp_path)
     job = start_job(tmp_path, "--training.steps=30", MAX_RESTARTS="1")
     try:
         strike(tmp_path, signal.SIGKILL)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses
 from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision import exit_status as verdict
 from torchditan.supervision.exit_status import Interrupted, run_job
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -84,16 +88,14 @@ def test_a_signal_to_every_process_saves_the_step_and_exits_with_75(number: sign
     assert [record["step"] for record in read_metrics(tmp_path / "outputs" / "run")][-1] <= step
 
 
-def test_an_interrupted_run_continues_to_the_bit(tmp_path: Path) -> None:
+def test_an_interrupted_run_continues_to_the_bit(tmp_path: Path, run_script: RunScript) -> None:
     with training(tmp_path, *SMALL, "--training.steps=100000") as process:
         process.send_signal(signal.SIGUSR1)
         process.communicate(timeout=30)
     assert process.returncode == 75
     steps = int(str(status_of(tmp_path)["step"])) + 3
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     for name in ("run", "uninterrupted"):
-        flags = [f"--training.steps={steps}", f"--metrics.experiment_name={name}"]
-        subprocess.run([sys.executable, *SMALL, *flags], cwd=tmp_path, env=environment, check=True, capture_output=True)
+        assert run_script(*SMALL, f"--training.steps={steps}", f"--metrics.experiment_name={name}").code == 0
     runs = [tmp_path / "outputs" / name for name in ("run", "uninterrupted")]
     curves = [[(record["step"], record["loss"], record["grad_norm"]) for record in read_metrics(run)] for run in runs]
     assert curves[0] == curves[1]

@@ -255,9 +255,10 @@ def train_sharded(mesh: Any, *, param_dtype: torch.dtype) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
 def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
     train_on_ranks(0, 1, str(tmp_path))
-    mp.spawn(train_on_ranks, args=(2, str(tmp_path)), nprocs=2)
+    mp.start_processes(train_on_ranks, args=(2, str(tmp_path)), nprocs=2, start_method="forkserver")
     one, two = (torch.load(tmp_path / f"results-{size}-0.pt", weights_only=False) for size in (1, 2))
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-3)):
         assert two[dtype]["losses"] == pytest.approx(one[dtype]["losses"], rel=tolerance)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from refusals import assert_refused
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -52,6 +53,27 @@ def fine_tune(run_script: RunScript, run: Path, name: str, pipeline: object, *fl
     outcome = run_script("train.py", *job(name.partition(",")[0], run, f"--model.path={pipeline}", *flags))
     assert outcome.code == 0, outcome.err
     return run
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture
+def flux(kept: Path, run_script: RunScript) -> tuple[Path, Path]:
+    """A tiny pipeline and a fine-tune of it, made once: tests only read them."""
+    base, run = kept / "base", kept / "run"
+    if not run.exists():
+        fine_tune(run_script, run, "flux", tiny_pipelines.save(tiny_pipelines.flux(), base))
+    return base, run
+
+
+@pytest.fixture
+def flux_alone(kept: Path, run_script: RunScript) -> Path:
+    """A run from random weights, made once: tests only read it."""
+    run = kept / "alone"
+    return run if run.exists() else fine_tune(run_script, run, "flux", "none")
 
 
 def predict_as_ours(run: Path, transformer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,10 +118,9 @@ def folder_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_folder_draws_what_the_trained_weights_draw_in_the_base(
-    run_script: RunScript, export: Export, tmp_path: Path
+    flux: tuple[Path, Path], export: Export, tmp_path: Path
 ) -> None:
-    base = tiny_pipelines.save(tiny_pipelines.flux(), tmp_path / "base")
-    run = fine_tune(run_script, tmp_path / "run", "flux", base)
+    base, run = flux
     assert export(run, "out").code == 0
     expected = diffusers.FluxPipeline.from_pretrained(base)
     expected.transformer.load_state_dict(opened(run).model.transformer.state_dict())
@@ -113,10 +134,9 @@ def draw(pipeline: Any) -> torch.Tensor:
 
 
 def test_averaged_or_raw_weights_of_a_step_in_float32_or_bfloat16(
-    run_script: RunScript, export: Export, tmp_path: Path
+    flux: tuple[Path, Path], run_script: RunScript, export: Export, tmp_path: Path
 ) -> None:
-    base = tiny_pipelines.save(tiny_pipelines.flux(), tmp_path / "base")
-    run = fine_tune(run_script, tmp_path / "run", "flux", base)
+    base, run = flux
     file = "transformer/diffusion_pytorch_model.safetensors"
     for number, flags in enumerate([["--weights=raw"], ["--weights=ema"], ["--step=1"], ["--dtype=bfloat16"]]):
         assert export(run, f"out{number}", *flags).code == 0
@@ -181,26 +201,25 @@ def test_the_folder_is_what_a_new_run_fine_tunes(run_script: RunScript, export: 
 
 
 @pytest.mark.parametrize(
-    ("flags", "arguments", "parts"),
+    ("arguments", "parts"),
     [
-        ([], ["{run}", "{exists}"], ["exists", "choose another name"]),
-        ([], ["{run}", "new", "--overwrite"], ["--overwrite = true", "a folder that does not exist"]),
-        ([], ["{run}", "new.safetensors"], ['OUT = "new.safetensors"', "must be the name of a folder"]),
-        ([], ["{run}", "{exists}/file/new"], ["cannot be written"]),
-        (["--lora.rank=2"], ["{run}", "new"], ["RUN = ", "trained a LoRA", "scripts/export_lora.py RUN OUT.safe"]),
+        (["{run}", "{exists}"], ["exists", "choose another name"]),
+        (["{run}", "new", "--overwrite"], ["--overwrite = true", "a folder that does not exist"]),
+        (["{run}", "new.safetensors"], ['OUT = "new.safetensors"', "must be the name of a folder"]),
+        (["{run}", "{exists}/file/new"], ["cannot be written"]),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(
-    flags: list[str], arguments: list[str], parts: list[str], run_script: RunScript, export: Export, tmp_path: Path
+    arguments: list[str], parts: list[str], flux_alone: Path, export: Export, tmp_path: Path
 ) -> None:
-    run = fine_tune(run_script, tmp_path / "run", "flux", "none", *flags)
+    run = flux_alone
     (tmp_path / "exists").mkdir()
     (tmp_path / "exists/file").touch()
-    before = sorted(tmp_path.rglob("*"))
+    before = sorted([*tmp_path.rglob("*"), *run.rglob("*")])
     outcome = export(*(argument.format(run=run, exists=tmp_path / "exists") for argument in arguments))
     assert outcome.code == 2 and outcome.err.count("\n") == 1, outcome.err
     assert [part for part in parts if part not in outcome.err] == []
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted([*tmp_path.rglob("*"), *run.rglob("*")]) == before
 
 
 def test_our_own_models_are_named_with_the_format_that_is_right(
@@ -212,22 +231,22 @@ def test_our_own_models_are_named_with_the_format_that_is_right(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_lora_is_exported_by_its_own_script(run_script: RunScript, tmp_path: Path) -> None:
+def test_a_lora_is_exported_by_its_own_script(run_script: RunScript, export: Export, tmp_path: Path) -> None:
     run = fine_tune(run_script, tmp_path / "run", "flux", "none", "--lora.rank=2")
-    outcome = run_script(SCRIPT, "export", run, tmp_path / "file.safetensors")
-    assert outcome.code == 2 and "scripts/export_lora.py RUN OUT.safetensors" in outcome.err
-    assert not (tmp_path / "file.safetensors").exists()
+    before = sorted(tmp_path.rglob("*"))
+    for outcome in (run_script(SCRIPT, "export", run, tmp_path / "file.safetensors"), export(run, "new")):
+        assert outcome.code == 2
+        assert_refused(outcome.err, f'RUN = "{run}"', ["LoRA", "scripts/export_lora.py RUN OUT.safetensors"])
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_full_disk_leaves_no_folder(
-    run_script: RunScript, export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flux_alone: Path, export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = fine_tune(run_script, tmp_path / "run", "flux", "none")
-
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("torchditan.finetune.pipeline_export.write_weights", fail)
-    outcome = export(run, tmp_path / "out")
+    outcome = export(flux_alone, tmp_path / "out")
     assert outcome.code == 2 and "No space left on device" in outcome.err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    assert list(tmp_path.iterdir()) == []

@@ -242,8 +242,9 @@ def predict_on_ranks(rank: int, world_size: int, folder: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
 def test_weights_predictions_and_gradients_are_those_of_one_process_on_two_ranks(tmp_path):
-    mp.spawn(predict_on_ranks, args=(2, str(tmp_path)), nprocs=2)
+    mp.start_processes(predict_on_ranks, args=(2, str(tmp_path)), nprocs=2, start_method="forkserver")
     ranks = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("rank-*.json"))]
     assert len(ranks) == 2 and len(ranks[0]) == len(MODELS)
     assert ranks[0] == ranks[1]

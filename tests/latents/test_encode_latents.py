@@ -35,7 +35,7 @@ from torchditan.latents.shards import LatentShards, to_sample, verify
 from torchditan.latents.writer import LatentWriter, shard_file
 
 if TYPE_CHECKING:
-    from tests.conftest import RunDistributed, RunScript
+    from tests.conftest import RunAlone, RunDistributed, RunScript
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = "scripts/encode_latents.py"
@@ -636,9 +636,9 @@ def earth_command(out: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_an_encoding_killed_three_times_at_random_ends_byte_identical(tmp_path: Path) -> None:
+def test_an_encoding_killed_three_times_at_random_ends_byte_identical(tmp_path: Path, run_alone: RunAlone) -> None:
     environment = {**os.environ, **WITHOUT_GPU}
-    subprocess.run(earth_command(tmp_path / "undisturbed"), env=environment, check=True, capture_output=True)
+    run_alone(*earth_command(tmp_path / "undisturbed")[1:])
     draws = random.Random()
     for _ in range(3):
         process = subprocess.Popen(earth_command(tmp_path / "killed"), env=environment, stdout=subprocess.DEVNULL)
@@ -651,13 +651,15 @@ def test_an_encoding_killed_three_times_at_random_ends_byte_identical(tmp_path: 
         process.wait()
     with pytest.raises(ConfigError, match="not finished"):
         LatentShards.open(tmp_path / "killed" / "train")
-    subprocess.run(earth_command(tmp_path / "killed"), env=environment, check=True, capture_output=True)
+    run_alone(*earth_command(tmp_path / "killed")[1:])
     assert hashes(tmp_path / "killed") == hashes(tmp_path / "undisturbed")
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_write_the_bytes_of_one_process(tmp_path: Path, run_distributed: RunDistributed) -> None:
-    subprocess.run(earth_command(tmp_path / "one"), env={**os.environ, **WITHOUT_GPU}, check=True, capture_output=True)
+def test_ranks_of_torchrun_write_the_bytes_of_one_process(
+    tmp_path: Path, run_alone: RunAlone, run_distributed: RunDistributed
+) -> None:
+    run_alone(*earth_command(tmp_path / "one")[1:])
     for world_size in (2, 4):
         flags = earth_command(tmp_path / str(world_size))[2:]
         result = run_distributed([SCRIPT, *flags], world_size)

@@ -7,10 +7,7 @@ import dataclasses
 import gc
 import itertools
 import json
-import os
 import shutil
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +30,7 @@ from torchditan.latents.latent_space import build_sample_space, decode_latents
 from torchditan.run.reading import read_config, read_metrics
 
 if TYPE_CHECKING:
-    from tests.conftest import RunDistributed, RunScript
+    from tests.conftest import RunAlone, RunDistributed, RunScript
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -52,24 +49,17 @@ TINY = [
 ]
 
 
-def in_own_process(script: str, *arguments: Any, cwd: Path) -> str:
-    """What a script of the repository printed."""
-    command = [sys.executable, str(REPOSITORY / script), *map(str, arguments)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-
 def job(run: Path, *flags: str) -> list[str]:
     return [*TINY, *flags, f"--job.dump_folder={run.parent}", f"--metrics.experiment_name={run.name}"]
 
 
 @pytest.fixture(scope="module")
-def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def latents(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The digits in haar latents, (4, 4, 4) each."""
     folder = tmp_path_factory.mktemp("latents")
     source = ["--dataset.dataset_name=digits", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]
     source += ["--dataset.horizontal_flip=true"]
-    in_own_process("scripts/encode_latents.py", folder / "digits", *source, cwd=folder)
+    run_alone("scripts/encode_latents.py", folder / "digits", *source, cwd=folder)
     return folder / "digits"
 
 
@@ -81,11 +71,11 @@ def open_latents(folder: Path, **settings: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def stored_run(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stored_run(latents: Path, run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("stored") / "run"
     flags = ["--dataset.dataset_name=latents", f"--dataset.root_dir={latents}", "--validation.freq=3"]
     flags += ["--checkpoint.enable_checkpoint", "--dataset.horizontal_flip=false"]
-    assert "on latents" in in_own_process("train.py", *job(run, *flags), cwd=run.parent)
+    assert "on latents" in run_alone("train.py", *job(run, *flags), cwd=run.parent)
     return run
 
 

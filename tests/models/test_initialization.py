@@ -141,9 +141,12 @@ def hash_on_meshes(rank: int, world_size: int, meshes: list[tuple[int, int]], fo
     dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_weight_hashes_are_equal_on_every_mesh(tmp_path):
     hash_on_meshes(0, 1, [(1, 1)], str(tmp_path))
-    mp.spawn(hash_on_meshes, args=(4, [(1, 4), (2, 2), (4, 1)], str(tmp_path)), nprocs=4)
+    mp.start_processes(
+        hash_on_meshes, args=(4, [(1, 4), (2, 2), (4, 1)], str(tmp_path)), nprocs=4, start_method="forkserver"
+    )
     plain = DiT(tiny_config())
     plain.init_weights(seed=3)
     files = sorted(tmp_path.glob("hashes-*.json"))

@@ -181,9 +181,9 @@ def check_same_rest(folder: Path, *, rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.usefixtures("fork_server", "uncompiled")
 def test_two_ranks_resume_to_the_bit_and_one_continues_within_rounding(tmp_path: Path) -> None:
-    mp.spawn(run_and_resume, args=(2, str(tmp_path)), nprocs=2)
+    mp.start_processes(run_and_resume, args=(2, str(tmp_path)), nprocs=2, start_method="forkserver")
     for rank in range(2):
         check_same_rest(tmp_path, rank=rank, world_size=2)
     run(0, 1, str(tmp_path), resume=True)

@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import assert_refused, refused
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchditan import registry
 from torchditan.ablation.grid import as_flags
-from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Model, flatten
 from torchditan.diffusion.flow_matching import FlowMatching
@@ -286,10 +286,10 @@ def test_state_is_exact_and_the_peak_within_three_tenths_of_a_percent_of_real_ru
     assert result.returncode == 0, result.stderr
     measured = [row for rank in range(world_size) for row in json.loads((tmp_path / f"{rank}.json").read_text())]
     assert len(measured) == len(cells) * world_size
+    configs = [config_of(*flags) for flags in cells.values()]
+    plans = [plan_run(config, device="cpu", num_devices=world_size) for config in configs]
     for row in measured:
-        name, flags = list(cells.items())[row["cell"]]
-        config = config_of(*flags)
-        plan = plan_run(config, device="cpu", num_devices=world_size)
+        name, config, plan = list(cells)[row["cell"]], configs[row["cell"]], plans[row["cell"]]
         shard_rank = row["rank"] % plan.shard
         state = model_state(
             model_parameters(spec_of(config)),
@@ -532,6 +532,7 @@ def test_a_lora_of_sd3_on_int8_fits_an_l4_and_full_fine_tuning_does_not() -> Non
 
 
 def test_blocks_of_several_kinds_are_each_traced_and_three_of_a_row_are_enough() -> None:
+    @functools.cache
     def activations(double: int, single: int, *flags: str) -> float:
         sizes = as_flags({"model.overrides": [f"num_layers={double}", f"num_single_layers={single}"]})
         return published_plan("flux/debugmodel", *sizes, *flags).activations
@@ -609,31 +610,25 @@ def test_what_a_configuration_leaves_open_is_what_the_dataset_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "device", "message"),
+    ("flags", "device", "about", "mentions"),
     [
-        ([], "a100", '--device = "a100": the planner knows a100-40gb, a100-80gb,'),
-        ([], "a100", "did you mean a100-40gb or a100-80gb or a100-40gb-pcie or a100-80gb-pcie?"),
-        ([], "rtx4091", "did you mean rtx4090?"),
-        (["--training.batch_size=auto"], None, 'training.batch_size = "auto": needs a device'),
+        ([], "a100", '--device = "a100"', ["h100", "a100-40gb or a100-80gb or a100-40gb-pcie or a100-80gb-pcie?"]),
+        ([], "rtx4091", '--device = "rtx4091"', ["rtx4090?"]),
+        (["--training.batch_size=auto"], None, 'training.batch_size = "auto"', ["device"]),
         (
             ["--dataset.dataset_name=folder", "--dataset.num_classes=none"],
             "h100",
-            "dataset.num_classes = none: must be",
+            "dataset.num_classes = none",
+            ["must be"],
         ),
-        (
-            ["--autoencoder.online", "--autoencoder.name=haar"],
-            "h100",
-            "autoencoder.online = true: the planner does not count the encoder",
-        ),
-        (["--training.data_parallel_shard_degree=3"], "h100", "training.data_parallel_shard_degree = 3: times"),
-        (["--training.global_batch_size=20"], "h100", "training.global_batch_size = 20: must be a multiple of 16"),
+        (["--autoencoder.online", "--autoencoder.name=haar"], "h100", "autoencoder.online = true", ["encoder"]),
+        (["--training.data_parallel_shard_degree=3"], "h100", "training.data_parallel_shard_degree = 3", ["4"]),
+        (["--training.global_batch_size=20"], "h100", "training.global_batch_size = 20", ["16"]),
     ],
 )
-def test_mistakes_are_one_line(flags: list[str], device: str | None, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_mistakes_are_one_line(flags: list[str], device: str | None, about: str, mentions: list[str]) -> None:
+    with refused(about, *mentions):
         plan_run(config_of(*flags), device=device, num_devices=4)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_every_device_has_a_peak_and_is_found_by_both_names() -> None:
@@ -686,24 +681,30 @@ def test_the_tool_recommends_and_draws_the_cost_of_scale(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("arguments", "about", "mentions"),
     [
-        (["quickstart", "--device", "h101"], 'error: --device = "h101": the planner knows'),
-        (["quickstart", "--device", "h100", "--optimizer.lr", "1"], "error: --optimizer.lr is not an option of this"),
-        (["quickstart"], "error: the following arguments are required: --device"),
+        (["quickstart", "--device", "h101"], '--device = "h101"', ["h100"]),
+        (["quickstart", "--device", "h100", "--optimizer.lr", "1"], "--optimizer.lr", ["option"]),
+        (["quickstart"], "", ["required", "--device"]),
         (
             ["quickstart", "--device", "h100", "--training.enable_cpu_offload", "--sweep"],
-            "error: --sweep = true: plots modelled times",
+            "--sweep = true",
+            ["times"],
         ),
-        (["quickstart", "--device", "cpu", "--sweep"], "error: --sweep = true: plots modelled times"),
+        (["quickstart", "--device", "cpu", "--sweep"], "--sweep = true", ["times"]),
         (
             ["quickstart", "--device", "h100", "--sweep", "--plot", "/dev/null/x.svg"],
-            'error: --plot = "/dev/null/x.svg": must be',
+            '--plot = "/dev/null/x.svg"',
+            ["must be"],
         ),
     ],
 )
 def test_the_tool_reports_mistakes_in_one_line(
-    arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    about: str,
+    mentions: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from torchditan.planner import __main__ as plan
     from torchditan.supervision.exit_status import run_job
@@ -711,8 +712,7 @@ def test_the_tool_reports_mistakes_in_one_line(
     monkeypatch.setattr(sys, "argv", ["plan", *arguments])
     assert run_job(plan.main) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith(line)
-    assert printed.err.count("\n") == 1
+    assert_refused(printed.err, about, mentions)
     assert printed.out == ""
 
 

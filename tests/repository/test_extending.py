@@ -598,10 +598,10 @@ def test_any_optimizer_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("added")
+@pytest.mark.usefixtures("fork_server", "added")
 @pytest.mark.parametrize("name", NAMES)
 def test_any_optimizer_resumes_to_the_bit_on_two_ranks_and_within_rounding_on_one(name: str, tmp_path: Path) -> None:
-    mp.spawn(run_and_resume, args=(2, str(tmp_path), name), nprocs=2)
+    mp.start_processes(run_and_resume, args=(2, str(tmp_path), name), nprocs=2, start_method="forkserver")
     registry.OPTIMIZERS.update(OWN)
     whole = torch.load(tmp_path / "whole.pt")
     alone = continue_run(0, 1, str(tmp_path), name, resume=True)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import subprocess
@@ -141,6 +142,7 @@ def imports_of(tree: ast.AST, known: set[str]) -> set[str]:
     return found & known
 
 
+@functools.cache
 def import_graph() -> dict[str, set[str]]:
     files = {}
     for file in [*(REPOSITORY / "torchditan").rglob("*.py"), *(REPOSITORY / "data").rglob("*.py")]:

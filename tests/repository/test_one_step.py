@@ -7,10 +7,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.conftest import RunAlone
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN_AND_TRACE = """
@@ -47,15 +48,14 @@ print(json.dumps(functions))
 """
 
 
-def test_one_step_is_read_in_few_files(tmp_path: Path) -> None:
+def test_one_step_is_read_in_few_files(tmp_path: Path, run_alone: RunAlone) -> None:
     flags = ["--job.config_file=quickstart", "--training.steps=3", "--training.global_batch_size=4"]
     flags += ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--metrics.enable_sampling=false"]
     flags += ["--validation.freq=0", f"--job.dump_folder={tmp_path}"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", TRAIN_AND_TRACE, *flags]
-    run = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    script = tmp_path / "trace.py"
+    script.write_text(TRAIN_AND_TRACE)
     files: dict[str, list[tuple[str, int]]] = {}
-    for file, function, lines in sorted(json.loads(run.stdout.splitlines()[-1])):
+    for file, function, lines in sorted(json.loads(run_alone(script, *flags).splitlines()[-1])):
         if Path(file).is_relative_to(REPOSITORY):
             files.setdefault(Path(file).relative_to(REPOSITORY).as_posix(), []).append((function, lines))
     for file, functions in files.items():

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,21 +15,20 @@ from PIL import Image
 from refusals import assert_refused
 
 if TYPE_CHECKING:
-    from tests.conftest import RunScript
+    from tests.conftest import RunAlone, RunScript
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 RUN = "a run"
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def outputs(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of three steps, with a checkpoint."""
     folder = tmp_path_factory.mktemp("outputs")
     flags = ["--model.flavor=debugmodel", "--training.steps=3", "--training.batch_size=4", "--dataset.num_workers=0"]
     flags += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2", "--metrics.enable_sampling=false"]
     flags += ["--sampling.num_steps=2", f"--job.dump_folder={folder}", f"--metrics.experiment_name={RUN}"]
-    command = [sys.executable, str(SCRIPTS.parent / "train.py"), *flags]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    run_alone("train.py", *flags)
     return folder
 
 

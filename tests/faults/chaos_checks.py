@@ -1,0 +1,133 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What chaos.py promises of a run that was killed: every check of a finished run against one that nobody stopped."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chaos_attempts import KEEP_LATEST_K, SAMPLE_FREQ, STEPS, names_in
+from chaos_plans import Plan
+
+from torchditan.evaluation.validation import BIN_KEYS
+from torchditan.run.reading import read_metrics, read_status
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ELASTIC_TOLERANCE = 1e-5
+_EXACT = ("images_seen", "lr", "loss", "grad_norm", "validation_loss", *BIN_KEYS)
+
+
+def problems_of(run: Path, reference: Path, plan: Plan) -> dict[str, str]:
+    """Each check that the finished run fails, with what was seen; none where all is as if never stopped."""
+    from torchditan.checkpoint.loading import latest_checkpoint, read_numbers, read_state
+
+    found: dict[str, str | None] = {}
+    records, expected = read_metrics(run), read_metrics(reference)
+    found["steps"] = wrong_steps([record["step"] for record in records])
+    status = read_status(run) or {}
+    if status.get("state") != "completed" or status.get("step") != STEPS:
+        found["status"] = f"{status}"
+    found["debris"] = "; ".join(debris(run)) or None
+    found["samples"] = missing_samples(run) if "--metrics.enable_sampling=true" in plan.flags else None
+    if "--metrics.enable_tensorboard=true" in plan.flags:
+        steps = wrong_steps(tensorboard_steps(run / "tensorboard"))
+        found["tensorboard"] = steps and f"steps {steps}"
+    last, right = latest_checkpoint(run / "checkpoint"), latest_checkpoint(reference / "checkpoint")
+    if last is None or right is None:
+        return {"checkpoint": "there is none", **without_none(found)}
+    progress, expected_progress = (read_numbers(path) for path in (last, right))
+    keys = progress.keys() | expected_progress.keys()
+    differing = {key for key in keys if progress.get(key) != expected_progress.get(key)} - {"elapsed_s"}
+    # On other meshes the counts stay, and means of the loss differ like the losses.
+    differing -= {key for key in differing if plan.is_elastic and isinstance(progress.get(key), float)}
+    if differing:
+        found["progress"] = f"{progress}, not {expected_progress}"
+    if plan.is_elastic:
+        difference = largest_difference(records, expected)
+        if not difference <= ELASTIC_TOLERANCE:
+            found["elastic"] = f"the loss is off by {difference:.1e}"
+    else:
+        found["curve"] = first_difference(records, expected)
+        names = differing_tensors(read_state(last), read_state(right))
+        found["tensors"] = f"{len(names)} differ, {names[0]} first" if names else None
+    return without_none(found)
+
+
+def without_none(found: Mapping[str, str | None]) -> dict[str, str]:
+    return {name: what for name, what in found.items() if what is not None}
+
+
+def wrong_steps(steps: Sequence[int]) -> str | None:
+    """What is wrong with logged steps that should be 1, 2, ... STEPS."""
+    counts = Counter(steps)
+    missing = [step for step in range(1, STEPS + 1) if step not in counts]
+    doubled = [step for step, count in counts.items() if count > 1]
+    if missing or doubled:
+        return f"missing {missing}, doubled {doubled}"
+    return None if list(steps) == list(range(1, STEPS + 1)) else f"in another order: {list(steps)}"
+
+
+def first_difference(records: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first number of a curve that is another one, to the bit."""
+    reference = {record["step"]: record for record in expected}
+    for record in records:
+        for key in _EXACT:
+            if key in record and record[key] != reference.get(record["step"], {}).get(key):
+                other = reference.get(record["step"], {}).get(key)
+                return f"{key} of step {record['step']} is {record[key]!r}, not {other!r}"
+    return None
+
+
+def largest_difference(records: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> float:
+    """Of the losses, relative; infinite where a step is missing."""
+    losses = {record["step"]: record["loss"] for record in records}
+    pairs = [(losses.get(record["step"]), record["loss"]) for record in expected]
+    return max((abs(a - b) / abs(b) if a is not None else float("inf") for a, b in pairs), default=float("inf"))
+
+
+def differing_tensors(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that are not the same bytes, or that only one of the two has."""
+
+    def same(name: str) -> bool:
+        a, b = left.get(name), right.get(name)
+        if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
+
+    return [name for name in sorted({*left, *right}) if not same(name)]
+
+
+def tensorboard_steps(folder: Path) -> list[int]:
+    """Steps at which TensorBoard shows a loss."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    if not folder.is_dir():
+        return []
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of every resume
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [event.step for event in events.Scalars("loss")] if "loss" in events.Tags()["scalars"] else []
+
+
+def missing_samples(run: Path) -> str | None:
+    due = [step for step in range(1, STEPS + 1) if step % SAMPLE_FREQ == 0 or step == STEPS]
+    missing = [step for step in due if not (run / "samples" / f"step_{step:08d}.png").exists()]
+    return f"no grid of step {missing}" if missing else None
+
+
+def debris(run: Path) -> list[str]:
+    """Files and folders that a finished run should not hold."""
+    from torchditan.checkpoint.manager import list_checkpoints
+
+    found = {path.relative_to(run).as_posix() for path in run.rglob("*.partial")}
+    checkpoints = list_checkpoints(run / "checkpoint")
+    strangers = names_in(run / "checkpoint") - {path.name for path in checkpoints}
+    found |= {f"checkpoint/{name}" for name in strangers}
+    if len(checkpoints) > KEEP_LATEST_K:
+        found.add(f"{len(checkpoints)} checkpoints")
+    return sorted(found)
