@@ -130,8 +130,16 @@ def open_datasets(trained: TrainedModel | None, args: argparse.Namespace) -> dic
     except ConfigError as error:
         if args.reference is None:
             raise
-        print(f"no copy check and no held-out figures: {error}", file=sys.stderr)
+        note(f"no copy check and no held-out figures: {error}")
         return {}
+
+
+def note(text: str) -> None:
+    """One line on stderr, of rank 0."""
+    from torchditan.distributed.process_group import Rank
+
+    if Rank.from_environment().rank == 0:
+        print(text, file=sys.stderr)
 
 
 def choose_metrics(args: argparse.Namespace, *, num_classes: int, num_samples: int) -> list[str]:
@@ -149,7 +157,7 @@ def choose_metrics(args: argparse.Namespace, *, num_classes: int, num_samples: i
     if not num_classes:
         missing["classifier"] = "needs a model of classes"
     for name, why in missing.items():
-        print(f"without {name}, which {why}", file=sys.stderr)
+        note(f"without {name}, which {why}")
     chosen = [name for name in DEFAULT_METRICS if name not in missing]
     if not chosen:
         raise ConfigError("--metrics: nothing can be computed by default; see the lines above")
@@ -360,8 +368,11 @@ def image_set(source: Any, real: dict[Source, Any], *, is_decoded: bool) -> Any:
 
 
 def file_hash(path: Path) -> str:
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def origin_of(args: argparse.Namespace, trained: TrainedModel | None) -> Any:

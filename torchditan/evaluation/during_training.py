@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from torchditan.diffusion.objectives import Objective
 from torchditan.evaluation.drawing import SamplePlan, draw_samples, plan_samples
 from torchditan.evaluation.evaluator import class_counts, compute, feature_cache_folder, numbers_of, real_pictures, show
 from torchditan.evaluation.metric import Evaluation, Metric, Pictures, Source
+from torchditan.latents.latent_space import decode_with, open_decoder
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models.spec import Conditioning
 from torchditan.registry import METRICS, registered
@@ -101,18 +103,22 @@ class TrainingEvaluation:
         return results
 
     def _draw(self, model: nn.Module, *, objective: Objective, say: Callable[[str], None] | None) -> Iterator[Pictures]:
+        config, to_pixels = self.config, self.space.to_pixels
+        if config.autoencoder.name is not None:  # once, not for each batch
+            decoder = open_decoder(config.autoencoder, channels=self.space.sample_shape[0], device=self.device)
+            to_pixels = partial(decode_with, decoder, at_once=config.metrics.sample_batch_size)
         return draw_samples(
             model,
             self.plan,
-            seed=self.config.evaluation.seed,
-            batch_size=self.config.metrics.sample_batch_size,
+            seed=config.evaluation.seed,
+            batch_size=config.metrics.sample_batch_size,
             rounding="nearest",
             parts=None,
-            to_pixels=self.space.to_pixels,
+            to_pixels=to_pixels,
             sample_shape=self.space.sample_shape,
             conditioning=self.conditioning,
             objective=objective,
-            sampling=self.config.sampling,
+            sampling=config.sampling,
             device=self.device,
             say=say,
         )
