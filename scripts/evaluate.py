@@ -287,7 +287,7 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
     from torchditan.evaluation.card_comparison import check_repeatable
     from torchditan.evaluation.card_figures import card_figures
     from torchditan.evaluation.card_tables import write_card
-    from torchditan.evaluation.evaluator import Shown, class_counts, compute, real_pictures, show
+    from torchditan.evaluation.evaluator import Shown, compute, real_pictures, show
 
     started = time.perf_counter()
     trained = load(args, flags, rank) if args.run is not None else None
@@ -319,10 +319,10 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
         check_repeatable(args.card, repeated, origin, reference=reference)
 
     results, samples, seconds = [], [], {"reading": time.perf_counter() - started, "drawing": 0.0, "comparing": 0.0}
-    balance = class_counts(datasets["train"]) if "train" in datasets else None
+    class_counts = real["train"].class_counts if "train" in real else None
     for seed in subject.seeds:
         start = time.perf_counter()
-        shown = show(metrics, subject.pictures(seed, class_counts=balance), "generated")
+        shown = show(metrics, subject.pictures(seed, class_counts=class_counts), "generated")
         samples.append(shown.content)
         seconds["drawing"] += time.perf_counter() - start
         start = time.perf_counter()

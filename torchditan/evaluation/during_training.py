@@ -15,7 +15,7 @@ from torchditan.config.options import Config
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.diffusion.objectives import Objective
 from torchditan.evaluation.drawing import SamplePlan, draw_samples, plan_samples
-from torchditan.evaluation.evaluator import class_counts, compute, feature_cache_folder, numbers_of, real_pictures, show
+from torchditan.evaluation.evaluator import compute, feature_cache_folder, numbers_of, real_pictures, show
 from torchditan.evaluation.metric import Evaluation, Metric, Pictures, Source
 from torchditan.latents.latent_space import decode_with, open_decoder
 from torchditan.latents.sample_space import SampleSpace
@@ -54,15 +54,9 @@ class TrainingEvaluation:
         self.device = device
         options = config.evaluation
         self.has_labels = bool(config.dataset.num_classes)
-        self.plan: SamplePlan = plan_samples(
-            options.num_samples,
-            num_classes=config.dataset.num_classes or 0,
-            class_balance=options.class_balance,
-            class_counts=class_counts(dataset),
-            seed=options.seed,
-        )
         self.metrics = self._build_metrics()
-        self._has_seen_real_images = False
+        self._plan: SamplePlan | None = None
+        """Known when the training images were read, with their classes."""
         factor = (config.autoencoder.downsampling or 1) if config.autoencoder.name is not None else 1
         image_size = (space.sample_shape[-2] * factor, space.sample_shape[-1] * factor)
         counts: dict[Source, int] = {"generated": options.num_samples}
@@ -89,27 +83,40 @@ class TrainingEvaluation:
         self, model: nn.Module, *, objective: Objective, say: Callable[[str], None] | None = None
     ) -> dict[str, float]:
         """Draw samples with the model and return the figures by name. All ranks call it and get the same ones."""
-        if not self._has_seen_real_images:
-            for source, dataset in self.datasets.items():
-                pictures = real_pictures(
-                    dataset, source, to_pixels=self.space.real_to_pixels, has_labels=self.has_labels
-                )
-                show(self.metrics, pictures, source)
-            self._has_seen_real_images = True
-        show(self.metrics, self._draw(model, objective=objective, say=say), "generated")
+        if self._plan is None:
+            self._plan = self._read_real_images()
+        show(self.metrics, self._draw(model, self._plan, objective=objective, say=say), "generated")
         results = numbers_of(compute(self.metrics))
         for metric in self.metrics:
             metric.forget("generated")
         return results
 
-    def _draw(self, model: nn.Module, *, objective: Objective, say: Callable[[str], None] | None) -> Iterator[Pictures]:
+    def _read_real_images(self) -> SamplePlan:
+        """Show the real images to the metrics, and plan samples of their classes."""
+        shown = {}
+        for source, dataset in self.datasets.items():
+            to_pixels = self.space.real_to_pixels
+            pictures = real_pictures(dataset, source, to_pixels=to_pixels, has_labels=self.has_labels)
+            shown[source] = show(self.metrics, pictures, source)
+        options = self.config.evaluation
+        return plan_samples(
+            options.num_samples,
+            num_classes=self.config.dataset.num_classes or 0,
+            class_balance=options.class_balance,
+            class_counts=shown["train"].class_counts,
+            seed=options.seed,
+        )
+
+    def _draw(
+        self, model: nn.Module, plan: SamplePlan, *, objective: Objective, say: Callable[[str], None] | None
+    ) -> Iterator[Pictures]:
         config, to_pixels = self.config, self.space.to_pixels
         if config.autoencoder.name is not None:  # once, not for each batch
             decoder = open_decoder(config.autoencoder, channels=self.space.sample_shape[0], device=self.device)
             to_pixels = partial(decode_with, decoder, at_once=config.metrics.sample_batch_size)
         return draw_samples(
             model,
-            self.plan,
+            plan,
             seed=config.evaluation.seed,
             batch_size=config.metrics.sample_batch_size,
             rounding="nearest",

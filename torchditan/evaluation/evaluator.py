@@ -10,11 +10,11 @@ Notable:
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -32,29 +32,34 @@ class Shown(NamedTuple):
     num_images: int
     content: str
     """SHA-256 of the SHA-256 of each picture, in order."""
+    class_counts: list[int] | None
+    """Pictures of each class; None without labels."""
 
 
 def show(metrics: Sequence[Metric], batches: Iterable[Pictures], source: Source) -> Shown:
     """Show this rank's pictures to its metrics, and merge all ranks' data on rank 0. All ranks call it.
-
-    Rank 0 returns the pictures of all ranks, the others their own.
 
     Args:
         metrics: of this rank, in the same order on every rank.
         batches: this rank's part of the pictures, all of `source`.
     """
     hashes: dict[int, bytes] = {}
+    counts: Counter[int] = Counter()
     for pictures in batches:
         for metric in metrics:
             metric.update(pictures)
         for number, image in zip(pictures.numbers.tolist(), pictures.images.contiguous().numpy(), strict=True):
             hashes[number] = hashlib.sha256(image.data).digest()
-    for gathered in _gather_on_rank_0([hashes, *(metric.state(source) for metric in metrics)]):
+        if pictures.labels is not None:
+            counts.update(pictures.labels.tolist())
+    for gathered in _gather_on_rank_0([hashes, counts, *(metric.state(source) for metric in metrics)]):
         hashes |= gathered[0]
-        for metric, state in zip(metrics, gathered[1:], strict=True):
+        counts.update(gathered[1])
+        for metric, state in zip(metrics, gathered[2:], strict=True):
             metric.merge(state, source)
-    content = hashlib.sha256(b"".join(hashes[number] for number in sorted(hashes)))
-    return Shown(len(hashes), content.hexdigest())
+    content = hashlib.sha256(b"".join(hashes[number] for number in sorted(hashes))).hexdigest()
+    class_counts = [counts[label] for label in range(max(counts) + 1)] if counts else None
+    return _from_rank_0(Shown(len(hashes), content, class_counts))
 
 
 def real_pictures(
@@ -83,10 +88,7 @@ def compute(metrics: Sequence[Metric]) -> dict[str, Any]:
                 results |= found
         except ConfigError as mistake:
             error = mistake
-    if dist.is_initialized():
-        sent: list[Any] = [results, error]
-        dist.broadcast_object_list(sent, device=torch.device("cpu"))
-        results, error = sent
+    results, error = _from_rank_0((results, error))
     if error is not None:
         raise error
     return results
@@ -98,13 +100,6 @@ def numbers_of(results: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
 
 
-def class_counts(dataset: ImageDataset) -> list[int] | None:
-    """Images of each class; None if that is not known without reading them."""
-    if dataset.class_labels is None or not dataset.class_names:
-        return None
-    return np.bincount(dataset.class_labels, minlength=len(dataset.class_names)).tolist()
-
-
 def feature_cache_folder(config: Config) -> Path:
     """Where features of real images are kept: in the cache folder that runs share."""
     return Path(config.cache.folder or Path(config.job.dump_folder) / "cache").expanduser() / "features"
@@ -112,6 +107,14 @@ def feature_cache_folder(config: Config) -> Path:
 
 def _rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _from_rank_0(value: Any) -> Any:
+    """The value that rank 0 has, on all ranks."""
+    sent = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(sent, device=torch.device("cpu"))
+    return sent[0]
 
 
 def _gather_on_rank_0(mine: list[Any]) -> Iterator[list[Any]]:
