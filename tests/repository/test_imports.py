@@ -30,6 +30,7 @@ OPTIONAL_PARTS = {
     "torchditan.evaluation.neighbours",
     "torchditan.evaluation.reconstruction",
     "torchditan.evaluation.sample_batches",
+    "torchditan.evaluation.sweep",
     "torchditan.finetune",
     "torchditan.latents.encoding",
     "torchditan.latents.index",
