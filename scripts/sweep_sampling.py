@@ -142,7 +142,8 @@ def points_of(label: str, config: Config, args: argparse.Namespace) -> list[Poin
     from torchditan.config.errors import ConfigError, option_error
     from torchditan.config.loader import override
     from torchditan.diffusion.objectives import build_objective
-    from torchditan.evaluation.sweep import WHOLE_INTERVAL, grid_points, model_evaluations
+    from torchditan.evaluation.card_origin import evaluations_per_sample
+    from torchditan.evaluation.sweep import WHOLE_INTERVAL, grid_points
     from torchditan.weights.trained_model import stored_spec
 
     values: dict[str, list[Any]] = {}
@@ -163,7 +164,8 @@ def points_of(label: str, config: Config, args: argparse.Namespace) -> list[Poin
     has_ema = config.ema.enable
     if not has_ema and "ema" in (args.weights or ()):
         raise option_error("--weights", "ema", f"{label} kept no average; must be raw")
-    objective = build_objective(config.diffusion, stored_spec(config))
+    spec = stored_spec(config)
+    objective = build_objective(config.diffusion, spec)
     points = grid_points(
         label,
         samplers=values["sampler"],
@@ -175,7 +177,7 @@ def points_of(label: str, config: Config, args: argparse.Namespace) -> list[Poin
     counted = []
     for point in points:
         sampling = replace(config.sampling, **point.sampling)
-        number = model_evaluations(objective, sampling, is_conditional=is_conditional)
+        number = evaluations_per_sample(objective, spec, sampling)
         counted.append(replace(point, model_evaluations=number))
     return counted
 
@@ -248,7 +250,11 @@ def judge_point(ranks: Path, returncode: int, *, num_ranks: int, log: Path) -> V
     if returncode < 0:
         why = ", as by the system when memory runs out" if returncode == -signal.SIGKILL else ""
         killed = f"ended by {signal.Signals(-returncode).name}{why}"
-    verdict = judge_ranks(read_rank_statuses(ranks), num_ranks=num_ranks, killed=killed)
+    statuses = read_rank_statuses(ranks)
+    verdict = judge_ranks(statuses, num_ranks=num_ranks, killed=killed)
+    if any(status["state"] == "error" and status["reason"] == "3" for status in statuses):
+        # evaluate.py has printed how to continue, and exited with 3.
+        verdict = Verdict("oom", 3, killed.removeprefix("error: "))
     reason = verdict.reason.removeprefix("rank 0: ") if num_ranks == 1 else verdict.reason
     return verdict._replace(reason=reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}...")
 
@@ -301,9 +307,10 @@ class Sweep:
             raise ConfigError(verdict.reason)
         if verdict.exit_code == 0 and self.folder.result(point).status != "finished":
             verdict = verdict._replace(exit_code=1, reason="evaluate.py wrote no card with the settings of this point")
+        if verdict.exit_code == 3 and not verdict.reason.startswith("out of memory"):
+            verdict = verdict._replace(reason=f"out of memory: {verdict.reason}")
         if verdict.exit_code:
-            out_of_memory = "out of memory: " if verdict.exit_code == 3 else ""
-            self.folder.failures[point.name] = f"{out_of_memory}{verdict.reason}"
+            self.folder.failures[point.name] = verdict.reason
             self.exit_codes.append(verdict.exit_code)
         self.folder.write(self.args.figure)
         log = self.folder.logs(point) / LOG_NAME

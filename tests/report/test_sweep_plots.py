@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cards import card, figure
 from PIL import Image
 
 from torchditan.evaluation.sweep import Point, Result
@@ -21,10 +22,9 @@ POINT = Point("digits", "euler", 10, 2.0, (0.0, 1.0), "ema", 20)
 
 def result(value: float, *, error: float | None = None, **settings: Any) -> Result:
     """A finished point with this value of the figure."""
-    ends = {} if error is None else {"low": value - error, "high": value + error, "interval": "sampling only: 95%"}
     point = replace(POINT, **settings)
-    figures = {FIGURE: {"value": value, "num_images": 2600, **ends}, f"held-out {FIGURE}": {"value": 4.4}}
-    return Result(point, {"figures": figures, "model_evaluations": 2 * point.num_steps})
+    figures = {FIGURE: figure(value, error), f"held-out {FIGURE}": figure(4.4)}
+    return Result(point, card(figures=figures, model_evaluations=2 * point.num_steps))
 
 
 def colors_of(path: Path) -> set[str]:

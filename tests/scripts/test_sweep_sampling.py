@@ -38,8 +38,10 @@ EVALUATE = '''
 """Draws four parts, which it keeps, and writes a card. The number of steps selects how it fails."""
 import argparse, json, os, signal, sys, time
 from pathlib import Path
+from cards import card, figure
 from torchditan.config.command_line import RunParser
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.errors import option_error
+from torchditan.evaluation.card import save_json
 from torchditan.supervision.exit_status import run_job
 
 def parse(argv):
@@ -62,6 +64,9 @@ def main():
         raise option_error("sampling.num_steps", steps, "is not what this sampler can do")
     if steps == 103:
         raise MemoryError("no memory for a batch")
+    if steps == 106:
+        print("error: out of memory at --batch_size = 10: run the same command with a smaller --batch_size")
+        raise SystemExit(3)
     if steps == 104:
         raise RuntimeError("a tensor of the wrong shape | with a bar")
     if steps == 109:
@@ -78,13 +83,10 @@ def main():
         file.touch()
     if rank == 0 and steps != 105:
         value = 10 + 100 / steps + (scale - 2) ** 2 + (args.weights == "raw")
-        figure = {"value": value, "low": value - 0.1, "high": value + 0.1, "interval": "sampling only: 95%, 3 seeds",
-                  "num_images": args.num_samples, "extractor": "EffNetLite0"}
         sampling = {**given, "num_steps": steps, "guidance_scale": scale, "guidance_interval": interval}
-        card = {"card": 1, "step": args.step, "weights": args.weights, "sampling": sampling, "model_evaluations": steps,
-                "num_samples": args.num_samples, "figures": {"FD-EffNetLite0": figure, "KID-EffNetLite0": {"value": 0}}}
-        (args.out / "card.part").write_text(json.dumps(card))
-        (args.out / "card.part").rename(args.out / "card.json")
+        figures = {"FD-EffNetLite0": figure(value, 0.1), "KID-EffNetLite0": figure(0.0)}
+        changes = {"step": args.step, "weights": args.weights, "sampling": sampling, "model_evaluations": steps}
+        save_json(args.out / "card.json", card(figures=figures, num_samples=args.num_samples, **changes))
 
 if __name__ == "__main__":
     sys.exit(run_job(main))
@@ -98,7 +100,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     shutil.copy(REPOSITORY / "scripts" / "sweep_sampling.py", folder)
     (folder / "evaluate.py").write_text(EVALUATE)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("DRAWN", str(tmp_path / "drawn"))
     monkeypatch.delenv("TORCHDITAN_RANKS_FOLDER", raising=False)
     return folder / "sweep_sampling.py"
@@ -203,7 +205,7 @@ def test_the_dry_run_counts_heun_twice_and_guided_steps_twice(sweep: Sweep) -> N
 
 
 def test_a_failed_point_has_its_reason_and_the_others_are_evaluated(sweep: Sweep) -> None:
-    code, out, err = sweep("--num_steps", 102, 103, 104, 105, 109, 10)
+    code, out, err = sweep("--num_steps", 102, 103, 104, 105, 106, 109, 10)
     assert code == 3
     reasons = {steps: point["reason"] for (steps, _), point in sweep.points().items()}
     assert reasons == {
@@ -211,11 +213,12 @@ def test_a_failed_point_has_its_reason_and_the_others_are_evaluated(sweep: Sweep
         103: "out of memory: no memory for a batch",
         104: "RuntimeError: a tensor of the wrong shape | with a bar",
         105: "evaluate.py wrote no card with the settings of this point",
+        106: "out of memory at --batch_size = 10: run the same command with a smaller --batch_size",
         109: "ended by SIGKILL, as by the system when memory runs out",
         10: None,
     }
     assert "failed: RuntimeError: a tensor of the wrong shape \\| with a bar" in out
-    assert err.splitlines()[-1] == "error: 5 points failed; the same command tries them again"
+    assert err.splitlines()[-1] == "error: 6 points failed; the same command tries them again"
     assert sweep("--num_steps", 104, 10).code == 1
     assert sweep("--num_steps", 102, 10).code == 2
 

@@ -11,16 +11,13 @@ scripts/sweep_sampling.py evaluates the points; report/ stores and draws the res
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from torchditan.config.options import Sampling
-from torchditan.diffusion.objectives import Objective
+from torchditan.config.errors import ConfigError
+from torchditan.evaluation.card import Card, CardFigure, read_card
 
 WHOLE_INTERVAL = (0.0, 1.0)
 _FIRST_CHOICES = ("FID", "FD-", "KID", "accuracy_generated")
@@ -103,33 +100,12 @@ def grid_points(
     return list(dict.fromkeys(points))
 
 
-def model_evaluations(objective: Objective, sampling: Sampling, *, is_conditional: bool) -> int:
-    """Evaluations of the model per image: two where guidance applies, else one.
-
-    Args:
-        objective: of the run; it defines the timesteps.
-        sampling: solver, steps and guidance.
-        is_conditional: whether the model has conditions, and so can be guided.
-    """
-    low, high = sampling.guidance_interval
-    is_guided = is_conditional and sampling.guidance_scale != 1
-    total = 0
-
-    def count(x: torch.Tensor, t: float) -> torch.Tensor:
-        nonlocal total
-        total += 2 if is_guided and low <= t <= high else 1
-        return torch.zeros_like(x)
-
-    objective.sample(count, torch.zeros(1, 1, 1, 1), sampling=sampling)
-    return total
-
-
 @dataclass(frozen=True)
 class Result:
     """A point with its card, or with the reason why it has none; without both, it was not evaluated yet."""
 
     point: Point
-    card: dict[str, Any] | None = None
+    card: Card | None = None
     failure: str | None = None
 
     @property
@@ -139,31 +115,30 @@ class Result:
     @property
     def model_evaluations(self) -> int:
         """Per image."""
-        return (self.card or {}).get("model_evaluations") or self.point.model_evaluations
+        return (self.card.model_evaluations if self.card else None) or self.point.model_evaluations
 
     @property
-    def figures(self) -> dict[str, dict[str, Any]]:
-        return self.card["figures"] if self.card else {}
+    def figures(self) -> dict[str, CardFigure]:
+        return self.card.figures if self.card else {}
 
     def value(self, name: str) -> float | None:
-        found: float | None = self.figures.get(name, {}).get("value")
-        return found
+        found = self.figures.get(name)
+        return None if found is None else found.value
 
     def interval(self, name: str) -> tuple[float, float] | None:
-        figure = self.figures.get(name, {})
-        low, high = figure.get("low"), figure.get("high")
-        return None if low is None or high is None else (low, high)
+        found = self.figures.get(name)
+        return None if found is None or found.low is None or found.high is None else (found.low, found.high)
 
 
-def read_card(folder: Path, point: Point, *, step: int) -> dict[str, Any] | None:
+def finished_card(folder: Path, point: Point, *, step: int) -> Card | None:
     """The card of a finished evaluation of exactly this point; None if the folder has none."""
     try:
-        card: dict[str, Any] = json.loads((folder / "card.json").read_bytes())
-        sampling = {key: card["sampling"][key] for key in point.sampling}
-        is_of_point = (sampling, card["weights"], card["step"]) == (point.sampling, point.weights, step)
-        return card if is_of_point and isinstance(card["figures"], dict) else None
-    except (OSError, ValueError, KeyError, TypeError):  # absent, or not a card
+        card = read_card(folder)
+    except ConfigError:
         return None
+    sampling = {key: card.sampling.get(key) for key in point.sampling}
+    is_of_point = (sampling, card.weights, card.step) == (point.sampling, point.weights, step)
+    return card if is_of_point else None
 
 
 def choose_figure(results: Sequence[Result]) -> str | None:
@@ -246,7 +221,7 @@ def markdown(results: Sequence[Result], figure: str | None, *, title: str, pictu
 
 def kinds_of_interval(results: Sequence[Result], figure: str) -> list[str]:
     """What the intervals of a figure are, as the cards say."""
-    return sorted({kind for result in results if (kind := result.figures.get(figure, {}).get("interval"))})
+    return sorted({result.figures[figure].interval or "" for result in results if result.interval(figure)})
 
 
 def held_out_floor(results: Sequence[Result], figure: str) -> float | None:
@@ -274,7 +249,7 @@ def table(results: Sequence[Result], figure: str | None, *, best: Sequence[Point
         row = [mark if point in best else "", *([point.run] if has_runs else [])]
         row += [point.sampler, str(point.num_steps), f"{result.model_evaluations:,}", point.guidance, point.weights]
         row += [_cell(result, figure), *(_number(result.value(name)) for name in further)]
-        row.append(f"{result.card['num_samples']:,}" if result.card and "num_samples" in result.card else "")
+        row.append(f"{result.card.num_samples:,}" if result.card else "")
         rows.append([cell.replace("|", "\\|") for cell in row])
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     rule = ["-" * max(3, width) for width in widths]
@@ -298,19 +273,14 @@ def _number(value: float | None) -> str:
 
 def _further_figures(results: Sequence[Result], figure: str) -> list[str]:
     """Recall, coverage and the copy check of the same extractor, where the cards have them."""
-    extractor = next((found["extractor"] for result in results if (found := _of_extractor(result, figure))), None)
+    extractor = next((found.extractor for result in results if (found := result.figures.get(figure))), None)
     names: list[str] = []
     for prefix in ("recall", "coverage", "copies"):
-        of_prefix = [
+        of_prefix = (
             name
             for result in results
             for name, found in result.figures.items()
-            if name.startswith(prefix) and found.get("extractor") in (extractor, None)
-        ]
-        names += of_prefix[:1]
-    return [name for name in names if name != figure]
-
-
-def _of_extractor(result: Result, figure: str) -> dict[str, Any] | None:
-    found = result.figures.get(figure)
-    return found if found and found.get("extractor") else None
+            if name.startswith(prefix) and found.extractor == extractor
+        )
+        names += [name for name in [next(of_prefix, None)] if name is not None and name != figure]
+    return names

@@ -13,12 +13,12 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torchditan.config.errors import ConfigError, did_you_mean, option_error
-from torchditan.evaluation.sweep import Point, Result, choose_figure, markdown, read_card
+from torchditan.evaluation.sweep import Point, Result, choose_figure, finished_card, markdown
 from torchditan.report.sweep_plots import save_plots
 from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import take_lock
@@ -124,7 +124,7 @@ class SweepFolder:
                     self.failures[point.name] = reason
 
     def result(self, point: Point) -> Result:
-        card = read_card(self.out(point), point, step=self.runs[point.run].step)
+        card = finished_card(self.out(point), point, step=self.runs[point.run].step)
         return Result(point, card, None if card else self.failures.get(point.name))
 
     def results(self) -> list[Result]:
@@ -171,7 +171,7 @@ class SweepFolder:
                 "reason": result.failure,
                 "model_evaluations": result.model_evaluations,
                 "card": f"points/{result.point.name}/card.json" if result.card else None,
-                "figures": result.figures,
+                "figures": {name: asdict(figure) for name, figure in result.figures.items()},
             }
             for result in results
         ]

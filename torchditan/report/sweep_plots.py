@@ -176,8 +176,8 @@ class _Plot:
 
     def _heading(self, results: Sequence[Result]) -> str:
         """What the picture shows: the run, the number of images, and the meaning of the error bars."""
-        numbers = {result.figures[self.figure].get("num_images") for result in results}
-        images = f"{numbers.pop():,} images per point" if len(numbers) == 1 and None not in numbers else ""
+        numbers = {result.figures[self.figure].num_images for result in results}
+        images = f"{numbers.pop():,} images per point" if len(numbers) == 1 else ""
         intervals = kinds_of_interval(results, self.figure)
         bars = f"error bars: {'; '.join(intervals)}" if intervals else "no intervals"
         return f"{self.title}\n{', '.join(part for part in (images, bars) if part)}"
