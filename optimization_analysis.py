@@ -20,7 +20,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     from torchditan.config.errors import option_error
 
     parser = ScriptParser(__doc__, options=())
-    parser.epilog = None
     parser.add_argument("folders", type=Path, nargs="*", metavar="grid", help="grid folders, for example outputs/GRID")
     parser.add_argument("--compare", type=Path, nargs="+", metavar="run", help="run directories, instead of grids")
     parser.add_argument("--labels", nargs="+", metavar="name", help="names of the runs (default: their folders')")

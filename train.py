@@ -24,7 +24,7 @@ def main() -> None:
     validation = None
     with report_progress(f"opening {config.dataset.dataset_name}"):
         train = build_dataset(config.dataset, split="train", input_channels=channels)
-        if config.validation.freq:
+        if config.validation.freq or config.evaluation.freq:
             validation = build_dataset(config.dataset, split="validation", input_channels=channels)
     job = prepare_job(config, train, validation, **choose_parts(config, train))
     if config.job.print_config:

@@ -9,7 +9,8 @@ python scripts/convert_checkpoint.py import quickstart.safetensors outputs/from_
 python scripts/generate.py outputs/from_a_friend
 python scripts/convert_checkpoint.py export outputs/sd3_medium_full my_sd3 --format diffusers --dtype bfloat16
 
-To start a new run from any of these files, use --checkpoint.initial_load_path.
+`export --help` and `import --help` list the options. To start a new run from an exported file, train with
+--checkpoint.initial_load_path FILE.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def export_file(argv: list[str]) -> None:
     from torchditan.config.options import Config
 
     parser = ScriptParser(__doc__, options=())
-    parser.prog, parser.epilog = f"{parser.prog} export", None
+    parser.prog = f"{parser.prog} export"
     parser.add_argument("source", type=Path, metavar="RUN", help="run directory, or the folder of a checkpoint")
     parser.add_argument(
         "out", type=Path, metavar="OUT", help="file to write; with --format diffusers the folder to create"

@@ -5,7 +5,7 @@
 python scripts/download_assets.py flux_schnell_lora
 python scripts/download_assets.py sd3_medium_lora_int8 --dataset.hub_name some/captioned-images
 
-A machine without network access can use them afterwards: copy the hub's cache (HF_HOME), or its contents, and set
+To use them on a machine without network access, copy the hub's cache (the folder HF_HOME) there and set
 HF_HUB_OFFLINE=1. For gated models, accept their terms on the hub's page, then run `hf auth login` or set HF_TOKEN.
 """
 

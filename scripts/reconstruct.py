@@ -2,7 +2,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Compare autoencoders on the held-out images of a dataset: PSNR, SSIM, latents, speed, and a picture.
 
-python scripts/reconstruct.py --dataset.dataset_name earth --dataset.image_size 64 \
+python scripts/reconstruct.py --dataset.dataset_name earth --dataset.image_size 64 \\
     --autoencoder.name patch --autoencoder.path earth
 python scripts/reconstruct.py --dataset.dataset_name earth --dataset.image_size 64 --compare haar patch:earth sdxl
 """
@@ -41,7 +41,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="NAME[:PATH]",
         help="several autoencoders by name, or name and path, instead of --autoencoder.name and .path",
     )
-    parser.add_argument("--num_images", type=count, default=256, help="maximum of held-out images (default: 256)")
+    parser.add_argument(
+        "--num_images", type=count, default=256, help="number of held-out images, at most (default: 256)"
+    )
     parser.add_argument("--batch_size", type=count, default=32, help="images at once (default: 32)")
     parser.add_argument("--out", type=Path, help="PNG to write (default: outputs/reconstructions_<dataset>.png)")
     arguments, flags = parser.parse(argv)

@@ -3,7 +3,7 @@
 """Train a small patch autoencoder on any dataset of pictures. Writes weights, metrics and a picture to a folder.
 
 python scripts/train_autoencoder.py autoencoders/earth --dataset.dataset_name earth --dataset.image_size 64
-python scripts/train_autoencoder.py autoencoders/mine --dataset.dataset_name folder --dataset.root_dir photos \
+python scripts/train_autoencoder.py autoencoders/mine --dataset.dataset_name folder --dataset.root_dir photos \\
     --dataset.image_size 128 --steps 20000
 """
 
@@ -49,7 +49,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--batch_size", type=count, default=32, help="images per step (default: 32)")
     parser.add_argument("--lr", type=positive, default=2e-3, help="peak learning rate (default: 2e-3)")
     parser.add_argument("--width", type=count, default=64, help="channels of the residual blocks (default: 64)")
-    parser.add_argument("--depth", type=count, default=2, help="residual blocks per encoder, decoder (default: 2)")
+    parser.add_argument(
+        "--depth", type=count, default=2, help="residual blocks in each of encoder and decoder (default: 2)"
+    )
     parser.add_argument("--latent_channels", type=count, default=8, help="channels of a latent (default: 8)")
     parser.add_argument("--patch_size", type=count, default=4, help="downsampling per side, in pixels (default: 4)")
     parser.add_argument(
@@ -58,7 +60,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default=0.2,
         help="noise on the latents, as a share of their standard deviation (default: 0.2)",
     )
-    parser.add_argument("--latent_penalty", type=positive, default=1e-4, help="penalty on latent size (default: 1e-4)")
+    parser.add_argument(
+        "--latent_penalty",
+        type=positive,
+        default=1e-4,
+        help="weight of the latents' mean square in the loss (default: 1e-4)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data order and noise (default: 0)")
     parser.add_argument(
         "--dtype",

@@ -1,9 +1,24 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """TorchDiTan: pretraining diffusion transformers, from a laptop CPU to a node of GPUs.
 
-Importing this package imports no other module; import the folders you need.
+`load` opens a trained run (docs/python.md). For all else, import the folders you need. Importing this package imports
+no other module; torch follows with the first use of `load`.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
+__all__ = ["load"]
+
+if TYPE_CHECKING:
+    from torchditan.weights.trained_model import load
+else:
+
+    def __getattr__(name: str) -> object:
+        if name != "load":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from torchditan.weights.trained_model import load
+
+        return load

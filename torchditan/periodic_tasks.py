@@ -1,14 +1,15 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Tasks between steps: collect garbage, validate, sample, log, save. All ranks run them together.
+"""Tasks between steps: collect garbage, validate, sample, evaluate, log, save. All ranks run them together.
 
-The throughput excludes the time of validating, sampling and saving (`timer.excluded`).
+The throughput excludes the time of validating, sampling, evaluating and saving (`timer.excluded`).
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +31,9 @@ from torchditan.supervision.supervision import Supervision
 
 if TYPE_CHECKING:
     from torchditan.optim.loss_scaling import LossScaler
+
+_EVALUATION_TIMEOUT_S = 3600
+"""Rank 0 compares features while the other ranks wait."""
 
 
 class StepResult(NamedTuple):
@@ -89,6 +93,8 @@ class PeriodicTasks:
             self.validate()
         if config.metrics.enable_sampling and self.is_due(config.metrics.sample_freq):
             self.sample()
+        if config.evaluation.freq and self.is_due(config.evaluation.freq):
+            self.evaluate()
         if is_first or self.extra_metrics or self.is_due(config.metrics.log_freq):
             self.log(result)
         if self.is_save_due():
@@ -150,24 +156,39 @@ class PeriodicTasks:
                 device=job.device,
             )
 
+    @contextmanager
+    def _sampling_model(self, task: str, *, timeout_seconds: int) -> Iterator[None]:
+        """Sample with the average, if the run keeps one; `task` is excluded from the throughput.
+
+        Other ranks may wait for rank 0 as long as `timeout_seconds`.
+        """
+        self.supervision.note(self.progress.step, task)
+        self.guard.wait()
+        averaged = self.ema.swapped_in() if self.ema is not None and self.config.sampling.use_ema else nullcontext()
+        previous, group = self.supervision.timeout_seconds, self.checkpoints.manager.group
+        self.supervision.set_timeout(max(previous, timeout_seconds), but=group)
+        with self.logger.timer.excluded(task), averaged, self.job.spec.sampling(self.model):
+            yield
+            dist.barrier()
+        self.supervision.set_timeout(previous, but=group)
+
+    def evaluate(self) -> None:
+        """Measure samples of the model with `evaluation.metrics`."""
+        assert self.job.evaluation is not None
+        with self._sampling_model("evaluation", timeout_seconds=_EVALUATION_TIMEOUT_S):
+            found = self.job.evaluation(self.model, objective=self.objective, say=self.logger.message)
+        self.extra_metrics.update(found)
+
     def sample(self) -> None:
         """Draw the grid of generated and real images of this step."""
-        self.supervision.note(self.progress.step, "sampling")
-        config = self.config
-        self.guard.wait()
-        averaged = self.ema.swapped_in() if self.ema is not None and config.sampling.use_ema else nullcontext()
-        timeout_seconds, group = self.supervision.timeout_seconds, self.checkpoints.manager.group
         # Rank 0 decodes while the others wait.
-        self.supervision.set_timeout(max(timeout_seconds, config.comm.init_timeout_seconds), but=group)
-        with self.logger.timer.excluded("sampling"), averaged, self.job.spec.sampling(self.model):
+        with self._sampling_model("sampling", timeout_seconds=self.config.comm.init_timeout_seconds):
             start = time.perf_counter()
             generated = self.draw()  # on the CPU: all queued work is done
             seconds = time.perf_counter() - start
             if self.rank.rank == 0:
                 with self.supervision.reporting("decoding samples"):
                     self.write_grid(generated)
-            dist.barrier()
-        self.supervision.set_timeout(timeout_seconds, but=group)
         if self.progress.step:  # a grid before the first step has no log record
             self.extra_metrics["seconds_per_image"] = seconds / (generated.shape[0] * generated.shape[1])
 

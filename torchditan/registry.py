@@ -50,8 +50,13 @@ MODELS = ChainMap(FAMILIES, ARCHITECTURES)
 
 METRICS = {
     "classifier": "torchditan.evaluation.classifier:ClassifierAccuracy",
+    "effnet": "torchditan.evaluation.quality:EffNetQuality",
+    "inception": "torchditan.evaluation.quality:InceptionQuality",
 }
-"""`--metrics` of scripts/evaluate.py: classes that follow `torchditan.evaluation.metric.Metric`."""
+"""`--metrics` of scripts/evaluate.py: classes that follow `torchditan.evaluation.metric.Metric`.
+
+A subclass of `torchditan.evaluation.quality.Quality` gives the Fréchet distance and its other figures over an
+extractor of yours."""
 
 AUTOENCODERS = {
     "haar": "torchditan.autoencoders.haar:open_haar",

@@ -45,7 +45,6 @@ def by_definition(generated: Tensor, real: Tensor) -> tuple[float, float, float,
 def test_the_four_figures_are_their_definitions(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one block, and in blocks that end in the middle of both sets."""
     monkeypatch.setattr(neighbours, "BLOCK", block)
-    monkeypatch.setattr(neighbours, "NUM_GROUPS", 8)
     generated, real = clouds(45, 59)
     found = compare_neighbourhoods(generated, real)
     assert found == pytest.approx(by_definition(generated, real), abs=1e-12)
@@ -54,7 +53,6 @@ def test_the_four_figures_are_their_definitions(block: int, monkeypatch: pytest.
 
 def test_radii_over_whole_blocks_are_those_of_all_distances(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "BLOCK", 64)
-    monkeypatch.setattr(neighbours, "NUM_GROUPS", 16)
     (features,) = clouds(64 * 3 + 5, dimensions=20)
     nearest = torch.cdist(features.double(), features.double()).sort(1).values.square()
     found = squared_radii(features, [1, 5], centre=features.mean(0), name="images")

@@ -14,7 +14,7 @@ from PIL import Image
 from refusals import assert_refused
 
 from torchditan.config.loader import read_toml
-from torchditan.evaluation.reconstruction import channel_statistics, normalization_of, psnr, ssim
+from torchditan.evaluation.reconstruction import channel_statistics, normalization_of, psnr, ssim, to_8_bit
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -101,6 +101,25 @@ def test_known_differences_have_known_psnr() -> None:
     black, white = torch.full_like(grey, -1), torch.full_like(grey, 1)
     assert psnr(black, white).item() == pytest.approx(0)
     assert psnr(white + 7, black).item() == pytest.approx(0), "what no picture can show is clamped"
+
+
+def test_8_bit_images_survive_the_way_through_floats() -> None:
+    levels = torch.arange(256, dtype=torch.uint8)
+    as_floats = levels.float() / 127.5 - 1
+    assert torch.equal(to_8_bit(as_floats).byte(), levels)
+    assert torch.equal(to_8_bit((as_floats.double() * 1.001).float())[[0, 255]], torch.tensor([0.0, 255.0]).double())
+    between = (levels[:-1].float() + 0.75) / 127.5 - 1
+    assert torch.equal(to_8_bit(between).byte(), levels[1:])
+    assert torch.equal(to_8_bit(between, "down").byte(), levels[:-1])
+
+
+def test_rounding_is_that_of_published_scripts() -> None:
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    dit = torch.clamp(127.5 * x + 128.0, 0, 255).to(torch.uint8)  # sample_ddp.py
+    adm = ((x + 1) * 127.5).clamp(0, 255).to(torch.uint8)  # image_sample.py
+    assert torch.equal(to_8_bit(x).byte(), dit)
+    assert torch.equal(to_8_bit(x, "down").byte(), adm)
+    assert not torch.equal(dit, adm)
 
 
 def test_each_image_is_judged_for_itself() -> None:

@@ -66,15 +66,15 @@ def test_a_failure_while_writing_leaves_no_file(tmp_path: Path) -> None:
 def test_a_reference_keeps_its_statistics(tmp_path: Path) -> None:
     pool, spatial = random_gaussian(6), random_gaussian(4, seed=1)
     path = tmp_path / "reference.npz"
-    write_reference(path, [random_images()], shape=(7, 4, 5), pool=pool, spatial=spatial, extractor="inception-2015")
+    write_reference(path, [random_images()], shape=(7, 4, 5), pool=pool, spatial=spatial, extractor="Inception-2015")
     with np.load(path, allow_pickle=False) as arrays:  # the names of ADM's evaluator
         assert set(arrays.files) >= {"arr_0", "mu", "sigma", "mu_s", "sigma_s"}
-    for read, written in zip(read_statistics(path, extractor="inception-2015"), (pool, spatial), strict=True):
+    for read, written in zip(read_statistics(path, extractor="Inception-2015"), (pool, spatial), strict=True):
         assert read is not None
         assert torch.equal(read.mean, written.mean)
         assert torch.equal(read.covariance, written.covariance)
         assert read.count == 50
-    with pytest.raises(ConfigError, match="its statistics are of inception-2015, and this evaluation uses effnet"):
+    with pytest.raises(ConfigError, match="its statistics are of Inception-2015, and this evaluation uses effnet"):
         read_statistics(path, extractor="effnet")
 
 
@@ -82,12 +82,12 @@ def test_a_file_of_adm_is_of_inception_and_may_have_no_statistics(tmp_path: Path
     np.savez(tmp_path / "samples.npz", random_images().permute(0, 2, 3, 1).numpy())
     assert read_statistics(tmp_path / "samples.npz", extractor="effnet") == (None, None)
     np.savez(tmp_path / "reference.npz", mu=np.zeros(3, np.float32), sigma=np.eye(3))
-    pool, spatial = read_statistics(tmp_path / "reference.npz", extractor="inception-2015")
+    pool, spatial = read_statistics(tmp_path / "reference.npz", extractor="Inception-2015")
     assert pool is not None
     assert spatial is None
     assert pool.mean.dtype == torch.float64
     assert pool.count is None
-    with pytest.raises(ConfigError, match=r"reference\.npz: its statistics are of inception-2015"):
+    with pytest.raises(ConfigError, match=r"reference\.npz: its statistics are of Inception-2015"):
         read_statistics(tmp_path / "reference.npz", extractor="effnet")
 
 
@@ -106,7 +106,7 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
         image_shape(tmp_path / "floats.npz")
     for name in ("text.npz", "shapes.npz", "missing.npz"):
         with pytest.raises(ConfigError, match=rf"{name}: not an \.npz file of images or statistics"):
-            read_statistics(tmp_path / name, extractor="inception-2015")
+            read_statistics(tmp_path / name, extractor="Inception-2015")
 
 
 def test_a_file_cut_off_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_the_figures_of_the_readme_of_adm() -> None:
                 score.update(features.logits, torch.arange(start, start + len(images)))
             start += len(images)
 
-    real_pool, real_spatial = read_statistics(reference, extractor="inception-2015")
+    real_pool, real_spatial = read_statistics(reference, extractor="Inception-2015")
     assert real_pool is not None
     assert real_spatial is not None
     assert score.scores().mean().item() == pytest.approx(215.84, abs=0.05)

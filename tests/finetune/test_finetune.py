@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import tiny_pipelines
+from refusals import refused
 
+from torchditan import load
 from torchditan.randomness import normal
 from torchditan.weights.trained_model import TrainedModel
 
@@ -190,6 +193,35 @@ def test_samples_of_a_run_and_prompts_of_a_script(pipelines, run_script, tmp_pat
     outcome = run_script("scripts/generate.py", run, "--prompts", "a red ball", "a cat", "--without_lora")
     assert outcome.code == 0 and "s/image" in outcome.out
     assert run_script("scripts/generate.py", run, "--classes", "1").code == 2
+
+
+def test_a_moved_lora_draws_prompts_without_its_images_and_names_a_missing_base_model(
+    pipelines, run_script, tmp_path, monkeypatch
+) -> None:
+    images, pipeline = write_balls(tmp_path / "balls"), shutil.copytree(pipelines["flux"], tmp_path / "pipeline")
+    found = flags("flux", pipeline, images, tmp_path / "out", **{"lora.rank": 2, "training.steps": 1})
+    assert run_script("train.py", *found).code == 0
+    shutil.rmtree(images)
+    run = Path(shutil.move(tmp_path / "out/run", tmp_path / "moved"))
+
+    trained = load(run, dtype=torch.float32)
+    drawn = trained.sample(prompts=["a dog", "a cat"], samples_per_class=2, seed=3)
+    assert drawn.shape == (4, 3, 64, 64) and drawn.dtype == torch.uint8
+    samples = trained.generate_rows(
+        trained.encode_prompts(["a dog", "a cat"]), samples_per_row=2, seed=3, batch_size=64
+    )
+    pixels = trained.to_pixels(samples).flatten(0, 1).clamp(-1, 1)
+    assert (drawn - (pixels + 1) * 127.5).abs().max() <= 0.5001
+    with refused("classes = 3", "prompts"):
+        trained.sample(classes=3)
+    with refused("prompts = none", "sampling.prompts"):
+        trained.sample()
+
+    there = shutil.move(pipeline, tmp_path / "there")
+    with refused(f'model.path = "{pipeline}"', "does not exist"):
+        load(run)
+    found = load(run, dtype=torch.float32, options={"model.path": there, "cache.folder": tmp_path / "cache"})
+    assert torch.equal(found.sample(prompts="a dog", samples_per_class=2, seed=3, batch_size=4), drawn[:2])
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from course_toml import COURSE_TOML
 from PIL import Image
 from safetensors.torch import save_file
 
+from torchditan import load
 from torchditan.config import options
 from torchditan.config.errors import ConfigError
 from torchditan.data_stream.loader import TrainingStream
@@ -108,6 +110,20 @@ def test_a_run_on_latents_says_all_that_decoding_needs(stored_run: Path, latents
     index = open_latents(latents).index
     assert (section["name"], section["downsampling"], section["fingerprint"]) == ("haar", 2, index.fingerprint)
     assert section["shift"] == list(index.shift) and section["scale"] == list(index.scale)
+
+
+def test_a_moved_run_draws_pictures_without_its_latents(
+    stored_run: Path, tmp_path: Path, run_script: RunScript
+) -> None:
+    moved = shutil.copytree(stored_run, tmp_path / "moved")
+    content = json.loads((moved / "config.json").read_text())
+    content["config"]["dataset"]["root_dir"] = str(tmp_path / "deleted")
+    (moved / "config.json").write_text(json.dumps(content))
+    images = load(moved).sample(classes=[3, 5])
+    assert images.shape == (2, 1, 8, 8)
+    drawn = run_script("scripts/generate.py", "moved", "--out=grid.png")
+    assert drawn.code == 0 and "no real images" in drawn.err
+    assert is_picture(tmp_path / "grid.png")
 
 
 def test_online_encoding_follows_the_curve_of_stored_latents(

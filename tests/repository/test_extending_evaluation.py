@@ -76,7 +76,10 @@ def test_the_metric_of_the_page_evaluates_a_run_and_leaves_the_other_results_alo
     assert alone.items() <= both.items() and "accuracy_generated" in alone
     outcome = run_script(script, tmp_path / "run", "--metrics", "copy")
     assert outcome.code == 2
-    assert 'error: --metrics = "copy": must be one of classifier, copies; did you mean copies?' in outcome.err
+    assert (
+        'error: --metrics = "copy": must be one of classifier, effnet, inception, copies; did you mean copies?'
+        in outcome.err
+    )
 
 
 @pytest.mark.usefixtures("copies")
@@ -122,7 +125,9 @@ def test_ranks_that_share_the_pictures_find_what_one_finds() -> None:
         ranks[0].merge(ranks[1].state(source), source)
     expected = whole.compute()
     assert ranks[0].compute() == expected
-    assert expected["accuracy_generated"] > 0.6
+    found = expected["accuracy_generated"]
+    assert found.value > 0.6
+    assert found.value == pytest.approx(sum(found.halves) / 2) == pytest.approx(sum(expected["per_class"].values()) / 2)
 
 
 @pytest.mark.usefixtures("fold")

@@ -147,6 +147,7 @@ def test_a_mistake_is_one_line(
                 "--out",
                 "--sampling.key",
                 "--autoencoder.path",
+                "--model.path",
                 "--text_encoder.path",
             ],
         ),

@@ -100,7 +100,9 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     shutil.copy(REPOSITORY / "scripts" / "sweep_sampling.py", folder)
     (folder / "evaluate.py").write_text(EVALUATE)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
+    )
     monkeypatch.setenv("DRAWN", str(tmp_path / "drawn"))
     monkeypatch.delenv("TORCHDITAN_RANKS_FOLDER", raising=False)
     return folder / "sweep_sampling.py"

@@ -39,7 +39,14 @@ def _parser() -> _Parser:
     shown = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="python -m torchditan.ablation", description=__doc__, formatter_class=shown)
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", description=__doc__, epilog=_EPILOG, formatter_class=shown, allow_abbrev=False)
+    run = commands.add_parser(
+        "run",
+        help="make the runs of a grid",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=shown,
+        allow_abbrev=False,
+    )
     run.add_argument("grid", help="grid file: a path, or a name in train_configs/ablations/")
     run.add_argument("--name", help="folder name of the grid in the dump folder (default: name of the file)")
     run.add_argument("--dump_folder", type=Path, default=Path("outputs"), help="default: outputs")
@@ -57,8 +64,9 @@ def _parser() -> _Parser:
     run.add_argument("--amd_summary", action="store_true", help=_AMD_HELP)
     run.add_argument("--dry-run", action="store_true", help="list the runs, their commands and the planner's estimates")
     run.add_argument("--device", help="device of the planner's estimates with --dry-run, for example a100-80gb")
-    show = commands.add_parser("show", description="Print the ledger of a grid folder as a table.", allow_abbrev=False)
-    show.add_argument("folder", type=Path)
+    text = "print the ledger of a grid, one row per run, as a table"
+    show = commands.add_parser("show", help=text, description=f"{text.capitalize()}.", allow_abbrev=False)
+    show.add_argument("folder", type=Path, help="folder of the grid, for example outputs/debug")
     show.add_argument("--amd_summary", action="store_true", help=_AMD_HELP)
     return parser
 

@@ -68,6 +68,7 @@ _OF_TRIALS: dict[str, Any] = {
     "metrics.legacy_tags": False,
     "metrics.enable_wandb": False,
     "validation.freq": 0,
+    "evaluation.freq": 0,
     "checkpoint.enable_checkpoint": False,
     "checkpoint.save_final": False,
     "profiling.enable_profiling": False,

@@ -79,6 +79,7 @@ _FORCED: dict[str, Any] = {
     "profiling.enable_profiling": False,
     "profiling.enable_memory_snapshot": False,
     "validation.freq": 0,
+    "evaluation.freq": 0,
     "checkpoint.enable_checkpoint": False,
     "checkpoint.save_final": False,
 }
@@ -86,6 +87,7 @@ _RUNNER_SETS = (
     "job",
     "metrics",
     "validation",
+    "evaluation",
     "checkpoint",
     "sampling",
     "profiling",

@@ -26,7 +26,7 @@ class ScriptParser(argparse.ArgumentParser):
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
-            epilog=f"Options of train.py that work here too: {', '.join(self._shown)}.",
+            epilog=_epilog(self._shown),
         )
 
     def parse(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -54,12 +54,20 @@ class ScriptParser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "))
 
 
+def _epilog(shown: list[str]) -> str | None:
+    if not shown:
+        return None
+    key = " For key, put the name of an option in that section." if any(name.endswith(".key") for name in shown) else ""
+    return f"This script also takes options of train.py: {', '.join(shown)}.{key}"
+
+
 class RunParser(ScriptParser):
     """Parses a run directory and the step of a checkpoint. The remaining flags replace the run's own settings."""
 
-    def __init__(self, description: str | None) -> None:
-        super().__init__(description, options=("sampling", "autoencoder.path", "text_encoder.path"))
-        self.add_argument("run", type=Path, help="run directory, for example outputs/quickstart")
+    def __init__(self, description: str | None, *, is_run_required: bool = True) -> None:
+        super().__init__(description, options=("sampling", "autoencoder.path", "model.path", "text_encoder.path"))
+        number = None if is_run_required else "?"
+        self.add_argument("run", type=Path, nargs=number, help="run directory, for example outputs/quickstart")
         self.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
 
 

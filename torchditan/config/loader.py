@@ -21,7 +21,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -54,7 +54,8 @@ examples:
 
 A configuration is a path, or a name in train_configs/. The key `steps` under `[training]` in the TOML file is
 the flag `--training.steps value` or `--training.steps=value`. A boolean flag needs no value, or takes true or
-false. Write lists as `32 48`, `32,48` or `[32, 48]`. The value `none` leaves an option open.
+false. Write lists as `32 48`, `32,48` or `[32, 48]`. The value `none` leaves an option open:
+the trainer chooses it.
 """
 
 
@@ -485,12 +486,12 @@ def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
     return build_config(with_values_before(flatten_tree(values)))
 
 
-def override(config: Config, argv: list[str], *, sections: tuple[str, ...]) -> Config:
-    """Apply flags to a configuration. Raises ConfigError for flags of other sections."""
-    flags = _parse_flags(argv)
-    for name in flags:
-        if name.split(".")[0] not in sections:
-            raise ConfigError(f"--{name} cannot be changed here; this script accepts --{', --'.join(sections)}.key")
-    changed = build_config({**flatten(config), **flags})
+def override(config: Config, flags: Sequence[str] | Mapping[str, Any], *, sections: Sequence[str]) -> Config:
+    """Replace options of these sections, or of these names, by flags or by values. Raises ConfigError for others."""
+    values = flags if isinstance(flags, Mapping) else _parse_flags(list(flags))
+    changed = build_config({**flatten(config), **values})
+    for name in values:
+        if name not in sections and name.split(".")[0] not in sections:
+            raise ConfigError(f"{name} cannot be changed here, only {', '.join(sections) or 'arguments of the script'}")
     validate(changed)
     return changed

@@ -91,7 +91,7 @@ class Dataset:
     dataset_name: str = "digits"
     """Name of the dataset: digits, earth, emoji, cifar10, imagenet, imagenet_hub, folder, captions, latents, dummy."""
     root_dir: str | None = None
-    """Folder (or file) of the images, for datasets that are not embedded."""
+    """Folder or file of the images, for datasets that do not come with a Python package."""
     hub_name: str | None = None
     """Hugging Face dataset to read instead of root_dir, if the dataset supports it."""
     streaming: bool = False
@@ -153,11 +153,11 @@ class Autoencoder:
     online: bool = False
     """Encode pixels on the device at each step instead of reading encoded latents."""
     sample_posterior: bool = False
-    """Sample each latent from the encoder's mean and variance instead of using the mean. Keyed to its position."""
+    """Sample latents from the encoder's mean and variance, keyed to their positions, instead of using the mean."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Compute precision of the autoencoder. Default: the precision that its weights need."""
     shift: list[float] | None = None
-    """Normalization (z - shift) x scale, one number or one per channel. Default: published, or the latents' index."""
+    """Normalization (z - shift) x scale, one number or one per channel. Default: published values or index.json."""
     scale: list[float] | None = None
     """See shift."""
     fingerprint: str | None = None
@@ -253,7 +253,7 @@ class LRScheduler:
     min_lr_factor: float = 0.0
     """Learning rate at the end of a decay, as a fraction of the peak."""
     decay_until: Literal["after_last_step", "last_step"] = "after_last_step"
-    """End of a decay: one step after the run, so that the last step still learns, or the last step."""
+    """Step at which a decay ends: the one after the last, so that the last step still learns, or the last step."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class Checkpoint:
     initial_load_path: str | None = None
     """Start a new run from these weights: a .safetensors file, a run directory or one of its checkpoints."""
     initial_load_convention: Literal["torchditan"] | None = None
-    """For weights without a TorchDiTan configuration; torchditan: t = 0 is noise, t = 1 data, velocity prediction."""
+    """Convention of weights from other programs; torchditan: t = 0 is noise, t = 1 data, velocity prediction."""
 
 
 @dataclass(frozen=True)
@@ -437,6 +437,24 @@ class Validation:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """Metrics of guided samples against real images, during training (docs/evaluation.md)."""
+
+    freq: int = 0
+    """Steps between two evaluations, and one at the last step; 0 disables them."""
+    metrics: list[str] = field(default_factory=lambda: ["effnet"])
+    """What to compute: effnet, inception or classifier."""
+    num_samples: int = 2600
+    """Samples per evaluation. FD-EffNetLite0 needs more than 1,280, and FID more than 2,048."""
+    class_balance: Literal["data", "balanced", "random"] = "data"
+    """Classes of the samples: as often as in the training images, balanced, or drawn at random."""
+    seed: int = 1
+    """Seed of the noise."""
+    inception_weights: str | None = None
+    """Weights file of Inception-2015. Default: torch-fidelity's, downloaded once."""
+
+
+@dataclass(frozen=True)
 class Profiling:
     """Profiler traces and memory snapshots."""
 
@@ -506,6 +524,7 @@ class Config:
     metrics: Metrics = field(default_factory=Metrics)
     sampling: Sampling = field(default_factory=Sampling)
     validation: Validation = field(default_factory=Validation)
+    evaluation: Evaluation = field(default_factory=Evaluation)
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
     autotune: Autotune = field(default_factory=Autotune)

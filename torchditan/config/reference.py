@@ -28,8 +28,8 @@ change `torchditan/config/options.py`, run `python -m torchditan.config.referenc
   `--training.steps` on the command line. [configuration.md](configuration.md) describes both notations.
 - A dash as the default means that the option is left open. The dataset, the model preset or another option fills it in.
 - **fixed** marks an option that decides what a run learns. It cannot change in an existing run: to change it, start a
-  new run. All other options may change when a run resumes, within
-  [the rules for a longer run](configuration.md#the-run-directory).
+  new run. All other options may change when a run resumes. For
+  `training.steps`, [the schedule sets limits](configuration.md#the-run-directory).
 """
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchditan.config.errors import did_you_mean, option_error
 from torchditan.config.options import FLAVOR_NAMES, Config, flatten
-from torchditan.registry import FAMILIES, OBJECTIVES, registered
+from torchditan.registry import FAMILIES, METRICS, OBJECTIVES, registered
 
 
 def _is_inner_folder(name: str) -> bool:
@@ -35,6 +35,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "training.data_parallel_replicate_degree "
         "checkpoint.interval metrics.log_freq metrics.sample_batch_size sampling.num_steps "
         "sampling.guidance_channels sampling.images_per_class sampling.max_classes validation.num_images "
+        "evaluation.num_samples "
         "profiling.profile_freq comm.init_timeout_seconds comm.train_timeout_seconds text_encoder.max_length "
         "training.max_rollbacks autotune.batch_size_multiple autotune.max_batch_size",
     ),
@@ -50,7 +51,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "optimizer.weight_decay "
         "lr_scheduler.warmup_steps checkpoint.keep_latest_k metrics.sample_freq sampling.guidance_scale lora.rank "
         "diffusion.embedded_guidance sampling.embedded_guidance "
-        "validation.freq comm.trace_buf_size",
+        "validation.freq evaluation.freq evaluation.seed comm.trace_buf_size",
     ),
     (
         "must be greater than 0",
@@ -119,6 +120,7 @@ def validate(config: Config) -> None:
     _validate_image_size(config)
     _validate_global_batch_size(config)
     _validate_streaming(config)
+    _validate_evaluation(config)
     _validate_guidance_interval(config)
     _validate_activation_checkpoint(config)
     _validate_rollback(config)
@@ -279,9 +281,22 @@ def _validate_global_batch_size(config: Config) -> None:
 
 
 def _validate_streaming(config: Config) -> None:
-    if config.dataset.streaming and config.validation.freq:
-        right = "reads held-out images in a different order, which dataset.streaming cannot do; must be 0"
-        raise option_error("validation.freq", config.validation.freq, right)
+    for option, freq in (("validation.freq", config.validation.freq), ("evaluation.freq", config.evaluation.freq)):
+        if config.dataset.streaming and freq:
+            right = "reads held-out images in a different order, which dataset.streaming cannot do; must be 0"
+            raise option_error(option, freq, right)
+
+
+def _validate_evaluation(config: Config) -> None:
+    if not config.evaluation.metrics:
+        raise option_error("evaluation.metrics", [], f"must be one or more of {', '.join(METRICS)}")
+    for name in config.evaluation.metrics:
+        if name not in METRICS:
+            right = f"must be one of {', '.join(METRICS)}{did_you_mean(name, METRICS)}"
+            raise option_error("evaluation.metrics", name, right)
+    if config.evaluation.freq and (config.model.text is not None or config.model.name in FAMILIES):
+        right = "draws samples of classes, and this model reads captions; must be 0"
+        raise option_error("evaluation.freq", config.evaluation.freq, right)
 
 
 def _validate_guidance_interval(config: Config) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from torchditan.evaluation.metric import MetricOfAllPictures
+from torchditan.evaluation.metric import Figure, MetricOfAllPictures
 from torchditan.run.progress import Advance, report_progress
 
 
@@ -19,7 +19,10 @@ class ClassifierAccuracy(MetricOfAllPictures):
     needs_labels = True
 
     def compute(self) -> dict[str, Any]:
-        """`accuracy_generated` (the mean of `per_class`), `accuracy_held_out_real`, `chance`, all in 0..1."""
+        """All in 0..1: `accuracy_generated` (the mean of `per_class`), `accuracy_held_out_real`, `chance`, `per_class`.
+
+        The halves have every second image of each class. Classes without generated images are left out.
+        """
         names = self.evaluation.class_names
         epochs, seed = self.evaluation.epochs, self.evaluation.seed
         with report_progress("training the classifier", total=epochs, unit="epochs") as advance:
@@ -28,14 +31,19 @@ class ClassifierAccuracy(MetricOfAllPictures):
                 images, labels, num_classes=len(names), epochs=epochs, seed=seed, advance=advance
             )
         with report_progress("classifying samples"):
-            images, labels = self.images("generated"), self.labels("generated")
-            shown = [labels == label for label in range(len(names))]
-            per_class = [accuracy(classifier, images[rows], labels[rows]) for rows in shown]
+            labels = self.labels("generated")
+            correct = is_recognised(classifier, self.images("generated"), labels)
+            of_class = {name: correct[labels == label] for label, name in enumerate(names) if (labels == label).any()}
+            held_out = is_recognised(classifier, self.images("held_out"), self.labels("held_out"))
+        halves = None
+        if all(len(rows) > 1 for rows in of_class.values()):
+            even, odd = (mean_over_classes([rows[start::2] for rows in of_class.values()]) for start in range(2))
+            halves = (even, odd)
         return {
-            "accuracy_generated": sum(per_class) / len(per_class),
-            "accuracy_held_out_real": accuracy(classifier, self.images("held_out"), self.labels("held_out")),
+            "accuracy_generated": Figure(mean_over_classes(list(of_class.values())), len(correct), halves),
+            "accuracy_held_out_real": Figure(held_out.mean().item(), len(held_out)),
             "chance": 1 / len(names),
-            "per_class": dict(zip(names, per_class, strict=True)),
+            "per_class": {name: rows.mean().item() for name, rows in of_class.items()},
         }
 
 
@@ -59,14 +67,14 @@ class Classifier(nn.Module):
         self.features = nn.Sequential(*layers)
         self.head = nn.Linear(2 * width, num_classes)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) in [-1, 1] -> logits (B, num_classes)."""
         return self.head(self.features(images).mean((2, 3)))
 
 
 def train_classifier(
-    images: torch.Tensor,
-    labels: torch.Tensor,
+    images: Tensor,
+    labels: Tensor,
     *,
     num_classes: int,
     epochs: int = 20,
@@ -98,7 +106,12 @@ def train_classifier(
 
 
 @torch.no_grad()
-def accuracy(model: Classifier, images: torch.Tensor, labels: torch.Tensor, *, batch_size: int = 256) -> float:
-    """Share of images (N, C, H, W) whose label (N,) the classifier predicts."""
+def is_recognised(model: Classifier, images: Tensor, labels: Tensor, *, batch_size: int = 256) -> Tensor:
+    """(N,) float64: 1 for each image (N, C, H, W) whose label (N,) the classifier predicts, else 0."""
     predictions = [model(batch).argmax(1) for batch in images.split(batch_size)]
-    return (torch.cat(predictions) == labels).float().mean().item()
+    return (torch.cat(predictions) == labels).double()
+
+
+def mean_over_classes(correct: list[Tensor]) -> float:
+    """The mean of the classes' means."""
+    return torch.stack([rows.mean() for rows in correct]).mean().item()

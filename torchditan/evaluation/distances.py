@@ -84,20 +84,21 @@ def gaussian_of(features: Tensor) -> Gaussian:
     return statistics.gaussian()
 
 
-def require_full_rank(gaussian: Gaussian, *, name: str) -> None:
-    """Refuse a covariance of fewer images than dimensions: its Fréchet distance depends on N most of all.
+def require_full_rank(count: int, num_features: int, *, name: str) -> None:
+    """Refuse a covariance of N images and D features with N <= D: its Fréchet distance depends on N most of all.
 
     Args:
+        count: N.
+        num_features: D.
         name: what the images are called in the error.
 
     Raises:
-        ConfigError: N images of D features, and N <= D.
+        ConfigError: N <= D.
     """
-    dimensions = len(gaussian.mean)
-    if gaussian.count is not None and gaussian.count <= dimensions:
+    if count <= num_features:
         raise ConfigError(
-            f"{name}: {gaussian.count} images are too few for a Fréchet distance; a covariance of {dimensions} "
-            f"features needs at least {dimensions + 1}, and KID needs none"
+            f"{name}: {count} are too few for a Fréchet distance: a covariance of {num_features} features needs "
+            f"at least {num_features + 1}"
         )
 
 
@@ -178,20 +179,22 @@ def kernel_distance(
 ) -> KernelDistance:
     """KID (Binkowski et al. 2018): the mean unbiased MMD^2 of random subsets, as torch-fidelity draws them.
 
-    Args:
-        features, references: (N, D) and (M, D).
-        subset_size: images of each set in a subset, drawn without replacement.
+    Each subset has all images of a set that is not larger than a subset. The estimate remains unbiased.
 
-    Raises:
-        ConfigError: a set has fewer images than a subset.
+    Args:
+        features, references: (N, D) and (M, D), at least two rows each.
+        subset_size: images of each set in a subset, drawn without replacement.
     """
-    for name, rows in (("generated images", features), ("reference images", references)):
-        if len(rows) < subset_size:
-            raise ConfigError(f"{name}: {len(rows)} are too few for KID on subsets of {subset_size}")
+    sizes = [min(subset_size, len(rows)) for rows in (features, references)]
+    if sizes == [len(features), len(references)]:
+        num_subsets = 1  # all would be equal
     random = np.random.RandomState(seed)  # the generator and the order of draws of torch-fidelity
     distances = []
     for _ in range(num_subsets):
-        drawn = [random.choice(len(rows), subset_size, replace=False) for rows in (features, references)]
+        drawn = [
+            random.choice(len(rows), size, replace=False)
+            for rows, size in zip((features, references), sizes, strict=True)
+        ]
         distances.append(polynomial_mmd(features[drawn[0]], references[drawn[1]]))
     return KernelDistance(mean=float(np.mean(distances)), std=float(np.std(distances)))
 

@@ -9,7 +9,7 @@ Notable:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -20,14 +20,18 @@ from torch import nn
 from torchditan.config.options import Sampling
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
 from torchditan.diffusion.objectives import Objective
-from torchditan.diffusion.samplers import Prediction, guided_prediction
+from torchditan.diffusion.samplers import guided_prediction
 from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.models.spec import Conditioning
 from torchditan.randomness import normal
 from torchditan.run.progress import Advance, report_progress
 
-_SAMPLES_PER_CLASS = 1 << 32  # range of the sample number in its noise index
 _SEARCH_LIMIT = 20_000
+
+
+def noise_number(row: int, number: int) -> int:
+    """Key of the starting noise of sample `number` < 2^32 of a class, or of another row of a grid."""
+    return (row << 32) + number
 
 
 @torch.no_grad()
@@ -70,38 +74,71 @@ def generate(
     mine = padded[rank * per_rank : (rank + 1) * per_rank]
 
     samples = []
-    conditioning = conditioning.with_guidance(sampling.embedded_guidance)
-    low, high = sampling.guidance_interval
     total = objective.num_evaluations(sampling) * -(-per_rank // batch_size)
     with report_progress(f"drawing {len(wanted)} samples", total=total, unit="model steps", say=say) as advance:
         for start in range(0, per_rank, batch_size):
             chunk = mine[start : start + batch_size]
-            noise_index = [rows.numbers[row] * _SAMPLES_PER_CLASS + number for row, number in chunk]
-            noise = normal(seed, "sample", noise_index, sample_shape).to(device)  # (b, C, H, W)
-            predict = guided_prediction(
-                model,
-                conditioning=conditioning,
-                cond=rows.condition([row for row, _ in chunk], conditioning=conditioning, device=device),
-                guidance_scale=sampling.guidance_scale,
-                guidance_interval=(low, high),
-                guidance_channels=sampling.guidance_channels,
+            samples.append(
+                draw_batch(
+                    model,
+                    noise_numbers=[noise_number(rows.numbers[row], number) for row, number in chunk],
+                    tensors=rows.tensors_of([row for row, _ in chunk]),
+                    sample_shape=sample_shape,
+                    conditioning=conditioning,
+                    objective=objective,
+                    sampling=sampling,
+                    seed=seed,
+                    device=device,
+                    advance=advance,
+                )
             )
-            predict = _counted(predict, advance)
-            # Training compiled the blocks for its batch shape; other shapes run eagerly instead of recompiling.
-            with torch.compiler.set_stance("force_eager"):
-                samples.append(objective.sample(predict, noise, sampling=sampling))
     local = torch.cat(samples)  # (per_rank, C, H, W)
     everything = _gather(local, world_size)[: len(wanted)].cpu()
     return everything.unflatten(0, (len(rows.names), samples_per_row))
 
 
-def _counted(predict: Prediction, advance: Advance) -> Prediction:
+@torch.no_grad()
+def draw_batch(
+    model: nn.Module,
+    *,
+    noise_numbers: Sequence[int],
+    tensors: Mapping[str, torch.Tensor],
+    sample_shape: tuple[int, ...],
+    conditioning: Conditioning,
+    objective: Objective,
+    sampling: Sampling,
+    seed: int,
+    device: torch.device,
+    advance: Advance,
+) -> torch.Tensor:
+    """Draw one batch of samples on this rank: (B, *sample_shape) on the device. Other arguments: as in `generate`.
+
+    Args:
+        noise_numbers: key of each sample's noise, see `noise_number`.
+        tensors: the condition of the samples, (B, ...) each, by the names in the model's spec.
+        advance: called with 1 after each model step.
+    """
+    conditioning = conditioning.with_guidance(sampling.embedded_guidance)
+    batch = {**tensors, "index": torch.arange(len(noise_numbers))}
+    low, high = sampling.guidance_interval
+    predict = guided_prediction(
+        model,
+        conditioning=conditioning,
+        cond=conditioning.from_batch({name: tensor.to(device) for name, tensor in batch.items()}),
+        guidance_scale=sampling.guidance_scale,
+        guidance_interval=(low, high),
+        guidance_channels=sampling.guidance_channels,
+    )
+    noise = normal(seed, "sample", noise_numbers, sample_shape).to(device)  # (B, C, H, W)
+
     def predict_and_count(x: torch.Tensor, t: float) -> torch.Tensor:
         predicted = predict(x, t)
         advance(1)
         return predicted
 
-    return predict_and_count
+    # Training compiled the blocks for its batch shape; other shapes run eagerly instead of recompiling.
+    with torch.compiler.set_stance("force_eager"):
+        return objective.sample(predict_and_count, noise, sampling=sampling)
 
 
 def _gather(local: torch.Tensor, world_size: int) -> torch.Tensor:

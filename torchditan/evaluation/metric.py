@@ -6,7 +6,7 @@ scripts/evaluate.py computes the metrics in `--metrics` (`METRICS` in registry.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
@@ -18,6 +18,9 @@ from torchditan.data_stream.datasets import ImageDataset
 
 Source = Literal["train", "held_out", "generated"]
 """Source of pictures: training images, held-out images, or samples of the model."""
+
+ToPixels = Callable[[Tensor], Tensor]
+"""Decodes samples (B, C, H, W) to pixels in [-1, 1], (B, 1 or 3, H', W') on the CPU; for pixels, the identity."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,21 @@ class Metric(Protocol):
     needs_labels: ClassVar[bool]
     """Whether it requires a class-conditional model."""
 
+    extractors: dict[str, str]
+    """Networks whose features it compares: name -> SHA-256 of the weights."""
+
     def __init__(self, evaluation: Evaluation) -> None: ...
+
+    def check(self, counts: Mapping[Source, int], *, image_size: tuple[int, int]) -> None:
+        """Refuse an evaluation that cannot give its results. Called before slow work.
+
+        Args:
+            counts: number of pictures of each source.
+            image_size: (H, W) of the generated pictures.
+
+        Raises:
+            ConfigError: there are too few pictures, say.
+        """
 
     def update(self, pictures: Pictures) -> None:
         """Add a batch. Sources and pictures come in any order."""
@@ -85,7 +102,10 @@ class Metric(Protocol):
         """Drop the data of a source. The next sampling seed then reuses that of the real images."""
 
     def compute(self) -> dict[str, Any]:
-        """Results by name: a `Figure`, a number, or a dictionary of numbers. Called after all pictures were added."""
+        """Results by name, called after all pictures were added.
+
+        A result is a `Figure`, a number, a dictionary of numbers, or a text that says why there is no number.
+        """
 
 
 class MetricOfAllPictures:
@@ -95,7 +115,11 @@ class MetricOfAllPictures:
 
     def __init__(self, evaluation: Evaluation) -> None:
         self.evaluation = evaluation
+        self.extractors: dict[str, str] = {}
         self._batches: dict[str, list[dict[str, Tensor]]] = {}
+
+    def check(self, counts: Mapping[Source, int], *, image_size: tuple[int, int]) -> None:
+        """Any images will do."""
 
     def update(self, pictures: Pictures) -> None:
         batch = {"images": pictures.images, "numbers": pictures.numbers}

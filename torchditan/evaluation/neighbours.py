@@ -19,8 +19,6 @@ from torchditan.config.errors import ConfigError
 
 BLOCK = 1024
 """Rows and columns of a block of distances: 4 MiB of float32."""
-NUM_GROUPS = 32
-"""Groups of columns in a block of which the nearest are searched first."""
 K_PRECISION_RECALL = 3
 """Kynkäänniemi et al. 2019 and ADM's evaluator."""
 K_DENSITY_COVERAGE = 5
@@ -49,26 +47,85 @@ def compare_neighbourhoods(generated: Tensor, real: Tensor) -> Neighbourhoods:
     Raises:
         ConfigError: fewer images than neighbours.
     """
+    return _compare([generated], real, real_radii(real))[0]
+
+
+def compare_with_halves(
+    generated: Tensor, real: Tensor, *, radii: Tensor | None = None
+) -> tuple[Neighbourhoods, tuple[Neighbourhoods, Neighbourhoods] | None]:
+    """`compare_neighbourhoods`, and the same for every second generated image from the first and from the second on.
+
+    The halves reuse the distances between all images, so they add few percent to the time.
+
+    Args:
+        generated, real: (N, D) and (M, D) float32.
+        radii: `real_radii(real)`, if you have them already.
+
+    Returns:
+        The halves are None if one has too few images for `K_PRECISION_RECALL` neighbours.
+
+    Raises:
+        ConfigError: fewer images than neighbours.
+    """
+    radii = real_radii(real) if radii is None else radii
+    if len(generated) // 2 <= K_PRECISION_RECALL:
+        return _compare([generated], real, radii)[0], None
+    whole, even, odd = _compare([generated[0::2], generated[1::2]], real, radii)
+    return whole, (even, odd)
+
+
+def real_radii(real: Tensor) -> Tensor:
+    """Squared radii of the balls of real images (M, D): (M, 2), for `K_PRECISION_RECALL` and `K_DENSITY_COVERAGE`.
+
+    Raises:
+        ConfigError: fewer images than neighbours.
+    """
+    ks = [K_PRECISION_RECALL, K_DENSITY_COVERAGE]
+    return squared_radii(real, ks, centre=real.mean(0), name="real images")
+
+
+def _compare(parts: list[Tensor], real: Tensor, radii: Tensor) -> list[Neighbourhoods]:
+    """The figures of one set of generated images; for two parts of it, those of both together, then of each."""
     centre = real.mean(0)
-    real_radii = squared_radii(real, [K_PRECISION_RECALL, K_DENSITY_COVERAGE], centre=centre, name="real images")
-    generated_radii = squared_radii(generated, [K_PRECISION_RECALL], centre=centre, name="generated images")[:, 0]
-    is_realistic = torch.zeros(len(generated), dtype=torch.bool, device=generated.device)
-    is_recalled = torch.zeros(len(real), dtype=torch.bool, device=real.device)
-    is_covered = torch.zeros_like(is_recalled)
-    num_balls = torch.zeros((), dtype=torch.float64, device=real.device)
-    for rows, columns, distances in _blocks(real, generated, centre=centre):
-        # Each comparison is a minimum: several times faster than any() over booleans on a CPU.
-        radii = real_radii[rows]
-        is_covered[rows] |= distances.amin(1) <= radii[:, 1]
-        is_recalled[rows] |= (distances - generated_radii[columns]).amin(1) <= 0
-        is_realistic[columns] |= (distances - radii[:, :1]).amin(0) <= 0
-        num_balls += (distances <= radii[:, 1:]).count_nonzero()
-    return Neighbourhoods(
-        precision=is_realistic.double().mean().item(),
-        recall=is_recalled.double().mean().item(),
-        density=(num_balls / (K_DENSITY_COVERAGE * len(generated))).item(),
-        coverage=is_covered.double().mean().item(),
-    )
+    parts_radii, whole_radii = _radii_of_parts(parts, centre=centre)
+    realistic = [torch.zeros(len(part), dtype=torch.bool, device=real.device) for part in parts]
+    # (parts, M): whether a real image is in a ball of that part, and whether its own ball contains an image of it.
+    recalled, recalled_by_whole, covered = torch.zeros(3, len(parts), len(real), dtype=torch.bool, device=real.device)
+    num_balls = torch.zeros(len(parts), dtype=torch.float64, device=real.device)
+    for i, part in enumerate(parts):
+        for rows, columns, distances in _blocks(real, part, centre=centre):
+            # Each comparison is a minimum: several times faster than any() over booleans on a CPU.
+            covered[i, rows] |= distances.amin(1) <= radii[rows, 1]
+            recalled[i, rows] |= (distances - parts_radii[i][columns]).amin(1) <= 0
+            if len(parts) > 1:
+                recalled_by_whole[i, rows] |= (distances - whole_radii[i][columns]).amin(1) <= 0
+            realistic[i][columns] |= (distances - radii[rows, :1]).amin(0) <= 0
+            num_balls[i] += (distances <= radii[rows, 1:]).count_nonzero()
+
+    def figures(realistic: Tensor, recalled: Tensor, covered: Tensor, num_balls: Tensor) -> Neighbourhoods:
+        return Neighbourhoods(
+            precision=realistic.double().mean().item(),
+            recall=recalled.double().mean().item(),
+            density=(num_balls / (K_DENSITY_COVERAGE * len(realistic))).item(),
+            coverage=covered.double().mean().item(),
+        )
+
+    of_parts = [figures(*values) for values in zip(realistic, recalled, covered, num_balls, strict=True)]
+    if len(parts) == 1:
+        return of_parts
+    return [figures(torch.cat(realistic), recalled_by_whole.any(0), covered.any(0), num_balls.sum()), *of_parts]
+
+
+def _radii_of_parts(parts: list[Tensor], *, centre: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Squared radii (N,) of generated images: among those of their part, and among those of all (one or two) parts."""
+    k = K_PRECISION_RECALL
+    within = [_nearest_within(part, k, centre=centre, name="generated images") for part in parts]
+    among_all = [nearest.clone() for nearest in within]
+    if len(parts) > 1:
+        for rows, columns, distances in _blocks(*parts, centre=centre):
+            _keep_smallest(among_all[0][rows], distances)
+            _keep_smallest(among_all[1][columns], distances, dim=1)
+    return [nearest.amax(1) for nearest in within], [nearest.amax(1) for nearest in among_all]
 
 
 class CopyCheck(NamedTuple):
@@ -102,16 +159,26 @@ def check_copies(generated: Tensor, held_out: Tensor, training: Tensor) -> CopyC
             raise ConfigError(f"{name}: none; the copy check needs both held-out and training images")
     of_generated, nearest = nearest_distances(generated, training)
     of_held_out, _ = nearest_distances(held_out, training)
-    ordered = of_held_out.sort().values
-    farther = len(ordered) - torch.searchsorted(ordered, of_generated, right=True)
-    tied = len(ordered) - farther - torch.searchsorted(ordered, of_generated)
     return CopyCheck(
         generated_distance=of_generated.median().item(),
         held_out_distance=of_held_out.median().item(),
-        share_closer=((farther + tied / 2) / len(ordered)).mean().item(),
-        share_very_close=(of_generated < ordered.quantile(0.01)).double().mean().item(),
+        share_closer=share_closer(of_generated, of_held_out),
+        share_very_close=share_very_close(of_generated, of_held_out),
         nearest=nearest,
     )
+
+
+def share_closer(generated: Tensor, held_out: Tensor) -> float:
+    """P(a distance of `generated` (N,) is below one of `held_out` (M,)); ties count one half."""
+    ordered, generated = held_out.sort().values, generated.contiguous()
+    farther = len(ordered) - torch.searchsorted(ordered, generated, right=True)
+    tied = len(ordered) - farther - torch.searchsorted(ordered, generated)
+    return ((farther + tied / 2) / len(ordered)).mean().item()
+
+
+def share_very_close(generated: Tensor, held_out: Tensor) -> float:
+    """Share of the distances `generated` (N,) below the first percentile of `held_out` (M,)."""
+    return (generated < held_out.quantile(0.01)).double().mean().item()
 
 
 def nearest_distances(features: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,26 +208,40 @@ def squared_radii(features: Tensor, ks: list[int], *, centre: Tensor, name: str)
     Raises:
         ConfigError: there are only k images, or fewer.
     """
-    most = max(ks)
-    if len(features) <= most:
-        raise ConfigError(f"{name}: {len(features)} are too few; the {most} nearest neighbours need {most + 1} or more")
-    nearest = features.new_full((len(features), most), torch.inf)
+    return _nearest_within(features, max(ks), centre=centre, name=name).sort(1).values[:, [k - 1 for k in ks]]
+
+
+def require_neighbours(count: int, k: int, *, name: str) -> None:
+    """Refuse sets without k other images.
+
+    Raises:
+        ConfigError: there are only k images, or fewer.
+    """
+    if count <= k:
+        raise ConfigError(f"{name}: {count} are too few; the {k} nearest neighbours need {k + 1} or more")
+
+
+def _nearest_within(features: Tensor, k: int, *, centre: Tensor, name: str) -> Tensor:
+    """Squared distances of each row of (N, D) to its k nearest other rows: (N, k), unordered."""
+    require_neighbours(len(features), k, name=name)
+    nearest = features.new_full((len(features), k), torch.inf)
     for rows, columns, distances in _blocks(features, features, centre=centre, is_symmetric=True):
         if rows == columns:
             distances.fill_diagonal_(torch.inf)
         else:
-            nearest[columns] = _smallest(torch.cat([nearest[columns], _smallest(distances.T, most)], 1), most)
-        nearest[rows] = _smallest(torch.cat([nearest[rows], _smallest(distances, most)], 1), most)
-    return nearest.sort(1).values[:, [k - 1 for k in ks]]
+            _keep_smallest(nearest[columns], distances, dim=1)
+        _keep_smallest(nearest[rows], distances)
+    return nearest
 
 
-def _smallest(values: Tensor, k: int) -> Tensor:
-    """The k smallest values of each row, unordered. They lie in the k groups of columns whose minima are smallest."""
-    if values.shape[1] == BLOCK and k < NUM_GROUPS:
-        groups = values.reshape(len(values), NUM_GROUPS, -1)
-        chosen = groups.amin(2).topk(k, dim=1, largest=False, sorted=False).indices
-        values = groups.gather(1, chosen[:, :, None].expand(-1, -1, groups.shape[2])).flatten(1)
-    return values.topk(k, dim=1, largest=False, sorted=False).values if values.shape[1] > k else values
+def _keep_smallest(smallest: Tensor, distances: Tensor, *, dim: int = 0) -> None:
+    """Replace `smallest` (B, k) by the k smallest of it and of the rows of `distances` (columns for `dim` 1)."""
+    # Most rows of most blocks have nothing smaller: looking at their minimum first is several times faster.
+    chosen = (distances.amin(1 - dim) < smallest.amax(1)).nonzero()[:, 0]
+    if len(chosen):
+        found = distances.index_select(dim, chosen)
+        found = torch.cat([smallest[chosen], found.T if dim else found], 1)
+        smallest[chosen] = found.topk(smallest.shape[1], dim=1, largest=False, sorted=False).values
 
 
 def _blocks(

@@ -27,8 +27,20 @@ SSIM_WINDOW = 11
 """Side of the window in pixels; smaller images have no SSIM."""
 
 
-def to_8_bit(images: Tensor) -> Tensor:
-    """[-1, 1] -> 0, 1, ... 255 as float64; values outside are clamped."""
+Rounding = Literal["nearest", "down"]
+"""How floats become 8-bit values. It moves FID: "down" makes images darker by half a level on average."""
+
+
+def to_8_bit(images: Tensor, rounding: Rounding = "nearest") -> Tensor:
+    """[-1, 1] -> 0, 1, ... 255 as float64; values outside are clamped.
+
+    Args:
+        images: any shape.
+        rounding: "nearest" is round((x + 1) / 2 * 255), which restores 8-bit images exactly, as in DiT's sample_ddp.py
+            (127.5 x + 128, truncated); "down" truncates (x + 1) * 127.5 in float32, as in ADM's image_sample.py.
+    """
+    if rounding == "down":
+        return ((images.float() + 1) * 127.5).clamp(0, 255).floor().double()
     return ((images.double().clamp(-1, 1) + 1) * 127.5).round()
 
 

@@ -25,7 +25,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.evaluation.distances import Gaussian
 from torchditan.run.atomic_files import atomic_writer
 
-INCEPTION = "inception-2015"
+INCEPTION = "Inception-2015"
 """The extractor of a file that names none."""
 
 
@@ -37,6 +37,19 @@ def image_shape(path: Path) -> tuple[int, int, int]:
     """
     with _open_images(path) as (_, shape):
         return shape[:3]
+
+
+def has_images(path: Path) -> bool:
+    """Whether a file has `arr_0`; some files of references have statistics only.
+
+    Raises:
+        ConfigError: the file is unreadable.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return "arr_0.npy" in archive.namelist()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{path}: not an .npz file of images or statistics ({error})") from error
 
 
 def read_images(path: Path, *, batch_size: int) -> Iterator[Tensor]:

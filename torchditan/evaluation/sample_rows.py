@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchditan.models.spec import Condition, Conditioning
-
 
 @dataclass(frozen=True)
 class SampleRows:
@@ -38,8 +36,7 @@ class SampleRows:
             tensors={"class_label": torch.tensor(labels, dtype=torch.int64)},
         )
 
-    def condition(self, rows: Sequence[int], *, conditioning: Conditioning, device: torch.device) -> Condition:
-        """The model's `cond` for samples of these rows."""
+    def tensors_of(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The condition of samples of these rows, (len(rows), ...) each."""
         chosen = torch.tensor(rows, dtype=torch.int64)
-        batch = {name: tensor[chosen].to(device) for name, tensor in self.tensors.items()}
-        return conditioning.from_batch({**batch, "index": chosen.to(device)})
+        return {name: tensor[chosen] for name, tensor in self.tensors.items()}

@@ -18,6 +18,7 @@ PARTS = {
     "open_latents": "torchditan.latents.latent_space:build_sample_space",
     "tune_batch_size": "torchditan.ablation.autotune:resolve_batch_size",
     "load_initial_weights": "torchditan.weights.initial:load_initial_weights",
+    "evaluate_samples": "torchditan.evaluation.during_training:TrainingEvaluation",
 }
 """Argument of `prepare_job` -> `module:function`."""
 
@@ -29,5 +30,6 @@ def choose_parts(config: Config, dataset: ImageDataset) -> dict[str, Callable[..
         "open_latents": config.autoencoder.online or dataset.index is not None,
         "tune_batch_size": config.training.batch_size == "auto",
         "load_initial_weights": config.checkpoint.initial_load_path is not None,
+        "evaluate_samples": config.evaluation.freq > 0,
     }
     return {name: pkgutil.resolve_name(place) for name, place in PARTS.items() if is_wanted[name]}

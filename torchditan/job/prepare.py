@@ -36,6 +36,9 @@ from torchditan.run.metrics import check_trackers
 from torchditan.run.profiling import check_profiling
 from torchditan.run.progress import report_progress
 
+Evaluate = Callable[..., dict[str, float]]
+"""`evaluate(model, objective=objective, say=print)` (evaluation/during_training.py)."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -45,7 +48,7 @@ class Job:
     """The completed configuration: no option is left open."""
     dataset: ImageDataset
     validation_dataset: ImageDataset | None
-    """Held-out images if `validation.freq` is set, else None."""
+    """Held-out images if `validation.freq` or `evaluation.freq` is set, else None."""
     space: SampleSpace
     """The samples that the model sees: pixels or latents."""
     spec: ModelSpec
@@ -60,6 +63,8 @@ class Job:
     """The message for a run that continues with another number of threads."""
     load_initial_weights: Callable[..., str] | None
     """Set if the job has a `checkpoint.initial_load_path`."""
+    evaluation: Evaluate | None
+    """Measures the samples of a model, if `evaluation.freq` is set: called on all ranks, returns figures by name."""
 
     @property
     def device(self) -> torch.device:
@@ -75,15 +80,16 @@ def prepare_job(
     open_latents: Callable[..., SampleSpace] | None = None,
     tune_batch_size: Callable[[Config, Rank], int] | None = None,
     load_initial_weights: Callable[..., str] | None = None,
+    evaluate_samples: Callable[..., Evaluate] | None = None,
 ) -> Job | None:
     """Complete and check the settings. Fast, except for encoding captions and searching the batch size.
 
     Args:
         config: the job, which is not modified; `Job.config` is the completed configuration.
         dataset: training images.
-        validation_dataset: held-out images, required if `validation.freq` is set.
-        open_captions, open_latents, tune_batch_size, load_initial_weights: parts that only some jobs need; see
-            `optional_parts.choose_parts`.
+        validation_dataset: held-out images, required if `validation.freq` or `evaluation.freq` is set.
+        open_captions, open_latents, tune_batch_size, load_initial_weights, evaluate_samples: parts that only some
+            jobs need; see `optional_parts.choose_parts`.
 
     Returns:
         The job, or None if it only fills the cache (`cache.only`).
@@ -127,6 +133,17 @@ def prepare_job(
     spec = with_condition_of(spec, dataset, completed, device=rank.device)
     if validation_dataset is not None:
         with_condition_of(spec, validation_dataset, completed, device=rank.device)  # also conditions a stand-in dataset
+    evaluation = None
+    if evaluate_samples is not None:
+        assert validation_dataset is not None
+        evaluation = evaluate_samples(
+            completed,
+            dataset=dataset,
+            held_out=validation_dataset,
+            space=space,
+            conditioning=spec.conditioning,
+            device=rank.device,
+        )
     return Job(
         config=completed,
         dataset=dataset,
@@ -140,6 +157,7 @@ def prepare_job(
         run_directory=RunDirectory(path, is_writer=rank.rank == 0),
         threads_changed=threads_changed,
         load_initial_weights=load_initial_weights,
+        evaluation=evaluation,
     )
 
 

@@ -166,6 +166,13 @@ def decode_latents(
         (..., 1 or 3, [F,] H, W) float32 on the CPU, about [-1, 1].
     """
     autoencoder = open_decoder(config, channels=latents.shape[-sample_dims], device=device)
+    return decode_with(autoencoder, latents, sample_dims=sample_dims, at_once=at_once)
+
+
+def decode_with(
+    autoencoder: Autoencoder, latents: Tensor, *, sample_dims: int = 3, at_once: int = _DECODE_BATCH_SIZE
+) -> Tensor:
+    """`decode_latents` with an open autoencoder, for many batches."""
     leading = latents.shape[:-sample_dims]
     at_once = min(at_once, _DECODE_BATCH_SIZE) if sample_dims == 3 else 1
     chunks = latents.flatten(0, -sample_dims - 1).split(at_once)  # (n, C, h, w) each

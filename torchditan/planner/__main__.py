@@ -41,6 +41,7 @@ _SWEEP = [2**power for power in range(3, 13)]
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this tool, and the remaining flags for the configuration."""
     parser = ScriptParser(__doc__, options=_SECTIONS)
+    parser.prog = "python -m torchditan.planner"
     parser.add_argument("config", help="configuration of train.py: a path, or a name in train_configs/")
     parser.add_argument("--device", required=True, help="accelerator, for example a100-80gb; cpu plans only memory")
     parser.add_argument("--num_devices", type=count, default=1, help="devices of the run (default: 1)")

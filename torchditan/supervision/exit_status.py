@@ -59,12 +59,13 @@ def verdict_of(error: BaseException) -> Verdict:
         return Verdict("interrupted", 75, reason)
     if isinstance(error, KeyboardInterrupt):
         return Verdict("interrupted", 75, "interrupted from the keyboard")
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return Verdict("oom", 3, reason)
     return Verdict("error", 1, f"{type(error).__name__}: {reason}")
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     is_limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY

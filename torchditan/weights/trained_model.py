@@ -1,38 +1,66 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Opens a finished or running run for reading: its configuration, and its model with a checkpoint's weights."""
+"""Opens a finished or running run for reading: its configuration, and its model with a checkpoint's weights.
+
+`torchditan.load` is the short way from Python (docs/python.md).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import operator
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 import torch
 from torch import nn
 
 from torchditan.checkpoint.loading import find_checkpoint, load_weights, read_progress
-from torchditan.config.errors import option_error
+from torchditan.config.errors import ConfigError, did_you_mean, option_error
 from torchditan.config.loader import from_dict, override
 from torchditan.config.options import Config
 from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.process_group import Rank
+from torchditan.evaluation.drawing import SamplePlan, draw_samples
 from torchditan.evaluation.generate import generate
+from torchditan.evaluation.metric import Pictures
+from torchditan.evaluation.reconstruction import Rounding, to_8_bit
+from torchditan.evaluation.sample_parts import SampleParts
 from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.finetune.captions.dataset import encode_prompts
 from torchditan.finetune.lora import set_active_adapters
 from torchditan.finetune.published import PublishedModel
 from torchditan.job.complete import with_empty_caption
-from torchditan.latents.latent_space import StoredLatents, decode_latents, open_decoder
+from torchditan.latents.latent_space import StoredLatents, decode_latents, decode_with, open_decoder
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
 from torchditan.run.reading import read_config
 from torchditan.weights.initial import load_initial_weights
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_ARGUMENTS = ("classes", "prompts", "samples_per_class", "num_samples", "seed", "batch_size")
+_REPLACEABLE = ("sampling", "autoencoder", "text_encoder", "cache.folder", "model.path")
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Options of [sampling] that `TrainedModel.sample` takes by name; config/options.py explains them."""
+
+    sampler: Literal["euler", "heun"]
+    num_steps: int
+    guidance_scale: float
+    guidance_interval: Sequence[float]
+    guidance_channels: int | None
+    embedded_guidance: float
+
 
 @dataclass
 class TrainedModel:
-    """A run's model in one process, in float32, ready to sample."""
+    """A run's model in one process, ready to sample."""
 
     config: Config
     spec: ModelSpec
@@ -42,6 +70,10 @@ class TrainedModel:
     step: int
     weights: Literal["ema", "raw"]
     device: torch.device
+    dtype: torch.dtype = torch.float32
+    images_seen: int = 0
+    run_id: str | None = None
+    """Identifies the run, also after its folder moved."""
 
     @classmethod
     def load(
@@ -50,30 +82,36 @@ class TrainedModel:
         *,
         step: int | None = None,
         weights: Literal["ema", "raw"] | None = None,
-        device: torch.device,
-        flags: Sequence[str] = (),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = torch.float32,
+        flags: Sequence[str] | Mapping[str, Any] = (),
     ) -> TrainedModel:
-        """Load a checkpoint of a run directory.
+        """Load a checkpoint of a run directory. Needs neither the training data nor the folder that the run began in.
 
         Args:
             run: the run directory.
             step: step of the checkpoint; None takes the newest.
             weights: averaged or raw; None takes the averaged ones if the run kept them.
-            device: where to put the model.
-            flags: `--sampling.key value` and `--autoencoder.path value`, which override the run's own options.
+            device: where to put the model; None takes the GPU if there is one, else the CPU.
+            dtype: of the weights; None takes float32, and bfloat16 for a published model trained in half precision.
+            flags: `["--sampling.key", "value"]` or `{"autoencoder.path": value}`, which override the run's own options.
 
         Raises:
             ConfigError: the run, checkpoint or weights do not exist, or a flag is wrong.
         """
-        sections = ("sampling", "autoencoder", "text_encoder")
-        config = override(from_dict(read_config(run)["config"]), list(flags), sections=sections)
+        device = _device(device)
+        stored = read_config(run)
+        config = _with_flags(from_dict(stored["config"]), flags)
         if config.autoencoder.name is None and config.autoencoder.path is not None:
             right = "this run was trained on pixels, so there is nothing to decode; leave it out"
             raise option_error("autoencoder.path", config.autoencoder.path, right)
+        if weights not in (None, "ema", "raw"):
+            raise option_error("weights", weights, "must be ema or raw")
         if weights == "ema" and not config.ema.enable:
             raise option_error("--weights", weights, "this run kept no average; must be raw")
         weights = weights or ("ema" if config.ema.enable else "raw")
         checkpoint = find_checkpoint(run / config.checkpoint.folder, step)
+        progress = read_progress(checkpoint)
         spec = stored_spec(config)
         channels, num_classes = spec.sample_shape[0], config.dataset.num_classes
         assert num_classes is not None
@@ -88,16 +126,28 @@ class TrainedModel:
         elif isinstance(model, PublishedModel):  # weights that are not stored
             model.fill_buffers()
         load_weights(model, checkpoint, ema=weights == "ema", only_trained=config.lora.rank > 0)
+        if dtype is None:
+            is_half = isinstance(model, PublishedModel) and config.training.mixed_precision_param != "float32"
+            dtype = torch.bfloat16 if is_half else torch.float32
         return cls(
             config=config,
             spec=spec,
-            model=model.eval().requires_grad_(False),
+            model=model.to(dtype).eval().requires_grad_(False),
             sample_shape=spec.sample_shape,
             num_classes=num_classes,
-            step=read_progress(checkpoint).step,
+            step=progress.step,
+            images_seen=progress.images_seen,
+            run_id=stored.get("run_id"),
             weights=weights,
             device=device,
+            dtype=dtype,
         )
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(H, W) of decoded samples, in pixels."""
+        factor = (self.config.autoencoder.downsampling or 1) if self.is_latent else 1
+        return self.sample_shape[-2] * factor, self.sample_shape[-1] * factor
 
     @property
     def is_latent(self) -> bool:
@@ -130,10 +180,93 @@ class TrainedModel:
         """Samples of the dataset (..., C, H, W) -> pictures."""
         return samples if self.config.autoencoder.online else self.to_pixels(samples)
 
+    def sample(
+        self,
+        *,
+        classes: int | Iterable[int] | None = None,
+        prompts: str | Iterable[str] | None = None,
+        samples_per_class: int = 1,
+        num_samples: int | None = None,
+        seed: int = 0,
+        batch_size: int = 64,
+        **sampling: Unpack[SamplingOptions],
+    ) -> torch.Tensor:
+        """Draw images: the same ones as scripts/generate.py with the same classes or prompts, seed and batch size.
+
+        A sample depends on the seed, its class and its number within the class, not on the other classes. For prompts,
+        the place in the list is the class.
+
+        Args:
+            classes: labels, each at most once. None: the first `sampling.max_classes` ones.
+            prompts: texts, for a model of captions. None: those of `sampling.prompts`.
+            samples_per_class: images of each class or prompt.
+            num_samples: images of an unconditional model; None: `samples_per_class`.
+            seed: of the starting noise.
+            batch_size: images at once. It determines the memory, and may change the last bits of float32.
+            **sampling: options of [sampling] for this call; the others are those of the run.
+
+        Returns:
+            (N, C, H, W) uint8 on the CPU, from 0 to 255; C is 1 (grey) or 3 (RGB). Videos are (N, 3, F, H, W). Latents
+            are decoded. The images of a class follow each other, in the order of `classes` or `prompts`.
+
+        Raises:
+            ConfigError: a class is out of range, the model has no classes or no prompts, or an option is wrong.
+        """
+        _check_names(sampling)
+        numbers = {"samples_per_class": samples_per_class, "num_samples": num_samples, "batch_size": batch_size}
+        for name, number in numbers.items():
+            if number is not None and number < 1:
+                raise option_error(name, number, "must be at least 1")
+        changed = {f"sampling.{name}": value for name, value in sampling.items()}
+        drawing = replace(self, config=override(self.config, _plain(changed), sections=("sampling",)))
+        if num_samples is not None and (self.takes_prompts or self.num_classes):
+            raise option_error("num_samples", num_samples, "this model is conditional; give samples_per_class")
+        if self.takes_prompts:
+            rows = drawing._rows_of_prompts(classes, prompts)
+        else:
+            rows = drawing._rows_of_classes(classes, prompts)
+        per_row = num_samples or samples_per_class
+        samples = drawing.generate_rows(rows, samples_per_row=per_row, seed=seed, batch_size=batch_size)
+        images = drawing.to_pixels(samples).flatten(0, 1)  # (N, C, H, W)
+        return to_8_bit(images.nan_to_num(nan=-1.0)).byte()  # rounded as in the PNGs of grid_picture.py
+
+    def _rows_of_prompts(self, classes: object, prompts: str | Iterable[str] | None) -> SampleRows:
+        if classes is not None:
+            raise option_error("classes", classes, "this run was trained on captions; give prompts")
+        texts = [prompts] if isinstance(prompts, str) else list(prompts or self.config.sampling.prompts)
+        if not texts:
+            raise option_error("prompts", None, "must be given: this run's configuration has no sampling.prompts")
+        return self.encode_prompts(texts)
+
+    def _rows_of_classes(self, classes: int | Iterable[int] | None, prompts: object) -> SampleRows:
+        """Rows of the classes, or the one row of an unconditional model."""
+        if prompts is not None:
+            right = "classes; give classes" if self.num_classes else "neither captions nor classes; give num_samples"
+            raise option_error("prompts", prompts, f"this run was trained on {right}")
+        if classes is None:
+            return self._rows_of(range(min(self.config.sampling.max_classes, max(1, self.num_classes))))
+        if not self.num_classes:
+            raise option_error("classes", classes, "this run was trained without classes; give num_samples")
+        given = list(classes) if isinstance(classes, Iterable) else [classes]
+        right = f"must be integers from 0 to {self.num_classes - 1}, such as 3 or [3, 5]"
+        try:
+            labels = [operator.index(label) for label in given]  # integers of numpy and torch too
+        except TypeError:
+            raise option_error("classes", classes, right) from None
+        if not labels or not all(0 <= label < self.num_classes for label in labels):
+            raise option_error("classes", labels, right)
+        if len(set(labels)) < len(labels):
+            raise option_error("classes", labels, "must list each class once; samples_per_class draws several of each")
+        return self._rows_of(labels)
+
+    def _rows_of(self, labels: Sequence[int]) -> SampleRows:
+        return SampleRows.of_classes(labels, class_names=[str(label) for label in range(self.num_classes)])
+
     def generate(self, labels: list[int], *, samples_per_label: int, seed: int, batch_size: int) -> torch.Tensor:
         """Samples of these classes: (len(labels), samples_per_label, C, H, W), pixels or latents."""
-        rows = SampleRows.of_classes(labels, class_names=[str(label) for label in range(self.num_classes)])
-        return self.generate_rows(rows, samples_per_row=samples_per_label, seed=seed, batch_size=batch_size)
+        return self.generate_rows(
+            self._rows_of(labels), samples_per_row=samples_per_label, seed=seed, batch_size=batch_size
+        )
 
     def generate_rows(self, rows: SampleRows, *, samples_per_row: int, seed: int, batch_size: int) -> torch.Tensor:
         """Sample with the run's `[sampling]` options: (rows, samples_per_row, *sample_shape), pixels or latents."""
@@ -148,6 +281,30 @@ class TrainedModel:
                 sampling=self.config.sampling,
                 seed=seed,
                 batch_size=batch_size,
+                device=self.device,
+            )
+
+    def draw_samples(
+        self, plan: SamplePlan, *, seed: int, batch_size: int, rounding: Rounding, parts: SampleParts | None
+    ) -> Iterator[Pictures]:
+        """This rank's share of the samples of an evaluation, decoded; see `evaluation.drawing.draw_samples`."""
+        to_pixels = self.to_pixels
+        if self.is_latent:
+            decoder = open_decoder(self.config.autoencoder, channels=self.sample_shape[0], device=self.device)
+            to_pixels = partial(decode_with, decoder, at_once=self.config.metrics.sample_batch_size)
+        with self.spec.sampling(self.model):
+            yield from draw_samples(
+                self.model,
+                plan,
+                seed=seed,
+                batch_size=batch_size,
+                rounding=rounding,
+                parts=parts,
+                to_pixels=to_pixels,
+                sample_shape=self.sample_shape,
+                conditioning=self.spec.conditioning,
+                objective=build_objective(self.config.diffusion, self.spec),
+                sampling=self.config.sampling,
                 device=self.device,
             )
 
@@ -211,6 +368,43 @@ class TrainedModel:
         return rows
 
 
+def load(
+    run: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    weights: Literal["ema", "raw"] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> TrainedModel:
+    """Load a trained run, to draw images: `load("outputs/run").sample(classes=[3, 5], seed=0)`.
+
+    The run's folder is enough, wherever you moved it; the training data is not needed. An autoencoder or a published
+    model that the run names by its path must still be there. If you moved it too, give its new path in `options`.
+
+    Args:
+        run: the run directory, or one of its checkpoints (`outputs/run/checkpoint/step-00000600`).
+        step: step of the checkpoint; None takes the newest complete one.
+        weights: averaged or raw; None takes the averaged ones if the run kept them.
+        device: where to put the model; None takes the GPU if there is one, else the CPU.
+        dtype: of the weights; None takes float32, and bfloat16 for a published model trained in half precision.
+        options: replace the run's own, such as `{"autoencoder.path": "/data/vae", "sampling.num_steps": 25}`. These
+            can be replaced: sampling.*, autoencoder.*, text_encoder.*, cache.folder, model.path.
+
+    Raises:
+        ConfigError: a ValueError, in one line. The run, checkpoint or weights do not exist or are damaged; an option is
+            unknown or wrong; an autoencoder or a published model is missing.
+    """
+    folder = Path(run).expanduser()
+    checkpoint = re.fullmatch(r"step-0*(\d+)", folder.name)
+    if checkpoint and (folder.parent.parent / "config.json").is_file():
+        if step is not None:
+            raise option_error("step", step, f"{run} is the checkpoint of step {checkpoint[1]} already; leave it out")
+        folder, step = folder.parent.parent, int(checkpoint[1])
+    flags = _plain(options or {})
+    return TrainedModel.load(folder, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
+
+
 def stored_spec(config: Config) -> ModelSpec:
     """The model spec of a complete configuration, as runs store it."""
     size, channels, num_classes = config.dataset.image_size, config.model.input_channels, config.dataset.num_classes
@@ -219,3 +413,41 @@ def stored_spec(config: Config) -> ModelSpec:
     inner = config.model.sample_size or [size[0] // factor, size[-1] // factor]  # older runs do not store it
     sample_shape = (channels, *inner)
     return model_spec_of(config, sample_shape=sample_shape, num_classes=num_classes)
+
+
+def _with_flags(stored: Config, flags: Sequence[str] | Mapping[str, Any]) -> Config:
+    """The configuration of a run with these options. The autoencoder of a published pipeline moves with its model."""
+    config = override(stored, flags, sections=_REPLACEABLE)
+    if stored.autoencoder.path == config.autoencoder.path == stored.model.path is not None:
+        config = config.replace({"autoencoder.path": config.model.path})
+    return config
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as a TOML file has them: paths as texts, tuples as lists."""
+    plain = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+
+
+def _check_names(sampling: Mapping[str, Any]) -> None:
+    """Refuse names that `TrainedModel.sample` does not take."""
+    taken = SamplingOptions.__annotations__
+    for name in sampling:
+        if name not in taken:
+            names = (*_ARGUMENTS, *taken)
+            hint = did_you_mean(name, names) or f"; must be one of {', '.join(names)}"
+            raise ConfigError(f"{name} is not an argument of sample{hint}")
+
+
+def _device(given: torch.device | str | None) -> torch.device:
+    """Raises ConfigError if torch does not know the device, or this machine does not have it."""
+    if given is None:
+        return Rank(0, 0, 1).device
+    try:
+        device = torch.device(given)
+    except RuntimeError:
+        raise option_error("device", str(given), "must be cpu, cuda or cuda:N") from None
+    num_gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise option_error("device", str(given), f"this machine has {num_gpus} CUDA devices")
+    return device

@@ -18,7 +18,6 @@ from torchditan.config.options import Config
 from torchditan.data_stream.datasets import CaptionSource, ImageDataset
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.sample_rows import SampleRows
-from torchditan.finetune.captions.cache import TensorCache, hash_of
 from torchditan.finetune.captions.encode import (
     Entries,
     TextEncoders,
@@ -34,6 +33,7 @@ from torchditan.latents.latent_space import complete_from_autoencoder, decode_la
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.randomness import uniform
 from torchditan.registry import FAMILIES
+from torchditan.run.tensor_cache import TensorCache, hash_of
 
 _NUM_PROMPTS = 4
 _IMAGES_AT_ONCE = 4

@@ -24,11 +24,11 @@ from torchditan.autoencoders import Autoencoder, open_autoencoder
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.options import Config
 from torchditan.distributed.process_group import Rank
-from torchditan.finetune.captions.cache import TensorCache, hash_of, identity_of_files
 from torchditan.finetune.published import PublishedModel
 from torchditan.finetune.published.base import require
 from torchditan.finetune.published.stored_weights import HOW_TO_GET, fetch, is_hub_name
 from torchditan.run.progress import report_progress
+from torchditan.run.tensor_cache import TensorCache, hash_of, identity_of_files
 
 TEXT_PARTS = ("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor")
 """Prefixes of the folders of a saved pipeline that compute conditions."""

@@ -1,0 +1,78 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""A complete card for tests, with values that can be replaced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torchditan.evaluation.card import Card, CardFigure, Data, ImageSet
+
+
+def figure(
+    value: float, half: float | None = None, *, extractor: str | None = "EffNetLite0", num_images: int = 2600
+) -> CardFigure:
+    """With an interval of three seeds if there is a half width."""
+    return CardFigure(
+        value=value,
+        low=None if half is None else value - half,
+        high=None if half is None else value + half,
+        interval=None if half is None else "sampling only: 95%, 3 seeds",
+        num_images=num_images,
+        extractor=extractor,
+        per_seed=[value, value - 0.25, value + 0.25],
+    )
+
+
+def card(**changes: Any) -> Card:
+    """Of step 600 of outputs/quickstart, with three sampling seeds."""
+    whole = Card(
+        run="outputs/quickstart",
+        run_id="12ab34cd",
+        step=600,
+        images_seen=38400,
+        weights="ema",
+        ema_decay=0.999,
+        training_seed=0,
+        config_hash="c" * 64,
+        trajectory_hash="7" * 64,
+        training_commit="b" * 40,
+        training_versions={"torch": "2.13.0"},
+        training_hardware="1 x a CPU",
+        data=Data(name="digits", fingerprint=None, image_size=[8, 8], num_classes=10),
+        model="dit DiT-Ti",
+        model_parameters=5_123_456,
+        sampling={
+            "sampler": "euler",
+            "num_steps": 50,
+            "guidance_scale": 2.0,
+            "guidance_interval": [0.1, 0.9],
+            "guidance_channels": None,
+        },
+        model_evaluations=90,
+        commit="a" * 40,
+        seeds=[1, 2, 3],
+        num_samples=2600,
+        class_balance="data",
+        rounding="nearest",
+        batch_size=250,
+        metrics=["effnet", "classifier"],
+        reference=ImageSet(source="train", num_images=1500, content="d" * 64),
+        held_out=ImageSet(source="held_out", num_images=297, content="e" * 64),
+        extractors={"EffNetLite0": "f" * 64},
+        figures={
+            "FD-EffNetLite0": figure(12.34567, 0.41234),
+            "KID-EffNetLite0": figure(0.0012345, 0.00012),
+            "coverage-EffNetLite0": figure(0.91234, 0.0123),
+            "recall-EffNetLite0": figure(0.61234, 0.0321),
+            "copies: nearer than held-out": figure(0.0512),
+            "accuracy_generated": figure(0.9734, 0.0042, extractor=None),
+        },
+        other={"per_class": {"0": 0.98, "1": 0.97}},
+        versions={"torchditan": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
+        device="cpu",
+        device_name="a CPU",
+        seconds={"drawing": 12.5, "measuring": 3.25},
+        created="2026-11-22T09:00:00+00:00",
+    )
+    return replace(whole, **changes)

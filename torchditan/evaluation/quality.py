@@ -1,0 +1,380 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The metrics `effnet` and `inception`: every figure that compares features of generated and real images.
+
+| figure | meaning | good |
+|---|---|---|
+| FID, sFID | Fréchet distance of pooled and of spatial features to the reference | low |
+| FD | Fréchet distance of another extractor than Inception-2015 | low |
+| IS | Inception Score: splits of 5,000 images; one split if there are fewer | high |
+| KID | kernel distance: 100 subsets of 1,000; a smaller set is in each subset as a whole | 0 |
+| precision, recall | share of generated (real) images near a real (generated) one, k = 3 | high |
+| density, coverage | real images near a generated one; share of real images with one near, k = 5 | high |
+| held-out FD, held-out KID | the same distance of held-out images: the floor at that many images | |
+| copies: closer than held-out | P(generated image is closer to its nearest training image than a held-out one) | 0.5 |
+| copies: closest 1% | share of generated images closer than 99% of held-out ones | 0.01 |
+| copies: distance | median distance of a generated image to its nearest training image | |
+| copies: held-out distance | the same of a held-out image | |
+
+Figures of Inception-2015 have these names; those of another extractor end with its name, as in `KID-EffNetLite0`.
+
+Notable:
+- the reference is the training images, or `Evaluation.reference`. Copies are always of training images;
+- features are kept, not images: for 50,000 images 0.24 GiB with EfficientNet-Lite0, 0.94 GiB with Inception-2015;
+- features are sorted before they are compared, so neither the number of ranks nor the order of batches changes a bit;
+- halves alternate in the order of labels, then numbers, so both have the same classes. A half with too few images for
+  a covariance of full rank has no Fréchet distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torchditan.config.errors import ConfigError
+from torchditan.evaluation.distances import (
+    IMAGES_PER_SPLIT,
+    ROWS_AT_A_TIME,
+    Gaussian,
+    InceptionScore,
+    frechet_distance,
+    gaussian_of,
+    kernel_distance,
+    require_full_rank,
+)
+from torchditan.evaluation.extractor_weights import full_float32
+from torchditan.evaluation.extractors import Extractor, join_features, open_effnet, open_inception
+from torchditan.evaluation.feature_cache import CachedFeatures
+from torchditan.evaluation.metric import Evaluation, Figure, Pictures, Source
+from torchditan.evaluation.neighbours import (
+    K_DENSITY_COVERAGE,
+    compare_with_halves,
+    nearest_distances,
+    real_radii,
+    require_neighbours,
+    share_closer,
+    share_very_close,
+)
+from torchditan.evaluation.sample_batches import (
+    check_same_size,
+    has_images,
+    image_shape,
+    read_images,
+    read_statistics,
+)
+from torchditan.run.progress import report_progress
+
+READ_AT_A_TIME = 256
+"""Images of a reference file in one batch of the cache."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The images that generated ones should resemble."""
+
+    pool: Tensor | None
+    """(M, D) features on the device; None if a file has statistics only."""
+    radii: Tensor | None
+    """`real_radii(pool)`."""
+    gaussian: Gaussian
+    spatial: Gaussian | None
+
+    @classmethod
+    def of_features(cls, pool: Tensor, spatial: Tensor | None) -> Reference:
+        spatial_gaussian = None if spatial is None else gaussian_of(spatial.to(pool.device))
+        return cls(pool, real_radii(pool), gaussian_of(pool), spatial_gaussian)
+
+
+class Quality:
+    """All figures of one extractor, a `Metric`. A subclass opens the extractor; one line in `METRICS` adds it.
+
+    Raises:
+        ConfigError: the weights are missing or are others, the reference file belongs to another extractor, or a file
+            of the cache is damaged.
+    """
+
+    needs_labels: ClassVar[bool] = False
+
+    def __init__(self, evaluation: Evaluation) -> None:
+        self.evaluation = evaluation
+        self.extractor = self.open_extractor(evaluation)
+        self.extractors = {self.extractor.name: self.extractor.sha256}
+        self._extract_real = CachedFeatures(self.extractor, evaluation.cache_folder)
+        self._file_statistics = self._read_file_statistics()
+        self._parts: dict[str, list[dict[str, Tensor]]] = {}
+        # Computed from real images at the first `compute`, and kept for further sampling seeds.
+        self._reference: Reference | None = None
+        self._floor: dict[str, Figure] | None = None
+        self._held_out_distances: Tensor | None = None
+
+    def open_extractor(self, evaluation: Evaluation) -> Extractor:
+        raise NotImplementedError
+
+    def name_of(self, figure: str) -> str:
+        """The full name of a figure of the table above."""
+        return f"{figure}-{self.extractor.name}"
+
+    def check(self, counts: Mapping[Source, int], *, image_size: tuple[int, int]) -> None:
+        """Refuse an evaluation that cannot give its figures. Call it before images are drawn.
+
+        Args:
+            counts: images of each source.
+            image_size: (H, W) of the generated images.
+
+        Raises:
+            ConfigError: there are too few generated, training or reference images, or the images of the reference
+                have another size.
+        """
+        path, num_features = self.evaluation.reference, self.extractor.num_features
+        require_full_rank(counts["generated"], num_features, name="generated images")
+        if path is None:
+            require_full_rank(counts["train"], num_features, name="training images")
+            return
+        num_images = 0
+        if has_images(path):
+            num_images, *size = image_shape(path)
+            check_same_size(image_size, (size[0], size[1]), path=path)
+            require_neighbours(num_images, K_DENSITY_COVERAGE, name=str(path))
+        gaussian = self._file_statistics[0]
+        if gaussian is None or gaussian.count is not None:
+            count = num_images if gaussian is None else gaussian.count
+            assert count is not None
+            require_full_rank(count, num_features, name=str(path))
+
+    def update(self, pictures: Pictures) -> None:
+        is_generated = pictures.source == "generated"
+        features = (self.extractor if is_generated else self._extract_real)(pictures.images)
+        part = {"numbers": pictures.numbers, "pool": features.pool}
+        is_reference = pictures.source == "train" and self.evaluation.reference is None
+        if features.spatial is not None and (is_generated or is_reference):
+            part["spatial"] = features.spatial
+        if features.logits is not None and is_generated:
+            part["logits"] = features.logits
+        if pictures.labels is not None and is_generated:
+            part["labels"] = pictures.labels
+        self.merge(part, pictures.source)
+
+    def state(self, source: Source) -> dict[str, Tensor]:
+        return dict(self._sorted(source))
+
+    def merge(self, state: Mapping[str, Tensor], source: Source) -> None:
+        if state:
+            self._parts.setdefault(source, []).append(dict(state))
+            self._forget_real(source)
+
+    def forget(self, source: Source) -> None:
+        self._parts.pop(source, None)
+        self._forget_real(source)
+
+    def _forget_real(self, source: Source) -> None:
+        if source != "generated":
+            self._reference = self._floor = self._held_out_distances = None
+
+    def compute(self) -> dict[str, Any]:
+        """The figures of the table above by their full names; copies and floor only with held-out images.
+
+        Raises:
+            ConfigError: there are too few images, or the reference file cannot be read.
+        """
+        with report_progress(f"comparing features of {self.extractor.name}"), full_float32(self.extractor.device):
+            figures = self._figures()
+        results: dict[str, Any] = {
+            self.name_of(name): figure._replace(extractor=self.extractor.name) for name, figure in figures.items()
+        }
+        if not self._can_check_copies():
+            results[self.name_of("copies")] = "not computed: needs held-out images and training images"
+        return results
+
+    def _figures(self) -> dict[str, Figure]:
+        generated, pool = self._sorted("generated"), self._pool("generated")
+        require_full_rank(len(pool), self.extractor.num_features, name="generated images")
+        reference = self._open_reference()
+        figures = {"FD": frechet_figure(pool, reference.gaussian)}
+        if "spatial" in generated and reference.spatial is not None:
+            figures["sFD"] = frechet_figure(generated["spatial"].to(self.extractor.device), reference.spatial)
+        if "logits" in generated:
+            score = partial(inception_score, is_sorted_by_class="labels" in generated)
+            figures["IS"] = with_halves(score, generated["logits"])
+        if reference.pool is not None:
+            figures["KID"] = with_halves(partial(kernel_mean, reference.pool), pool, smallest=2)
+            figures |= neighbour_figures(pool, reference)
+        figures |= self._floor_figures(reference)
+        if self._can_check_copies():
+            figures |= self._copy_figures(pool)
+        return figures
+
+    def _can_check_copies(self) -> bool:
+        return bool(self._parts.get("held_out") and self._parts.get("train"))
+
+    def _floor_figures(self, reference: Reference) -> dict[str, Figure]:
+        """Distances of held-out images: Fréchet if their covariance has full rank, KID from two images on."""
+        if self._floor is None:
+            self._floor = {}
+            held_out = self._pool("held_out") if self._parts.get("held_out") else torch.empty(0, 0)
+            if len(held_out) > self.extractor.num_features:
+                distance = frechet_distance(reference.gaussian, gaussian_of(held_out))
+                self._floor["held-out FD"] = Figure(distance, len(held_out))
+            if len(held_out) > 1 and reference.pool is not None:
+                self._floor["held-out KID"] = Figure(kernel_mean(reference.pool, held_out), len(held_out))
+        return self._floor
+
+    def _copy_figures(self, pool: Tensor) -> dict[str, Figure]:
+        training = self._pool("train")
+        if self._held_out_distances is None:
+            self._held_out_distances, _ = nearest_distances(self._pool("held_out"), training)
+        held_out = self._held_out_distances
+        distances, _ = nearest_distances(pool, training)
+        return {
+            "copies: closer than held-out": with_halves(lambda part: share_closer(part, held_out), distances),
+            "copies: closest 1%": with_halves(lambda part: share_very_close(part, held_out), distances),
+            "copies: distance": with_halves(lambda part: part.median().item(), distances),
+            "copies: held-out distance": Figure(held_out.median().item(), len(held_out)),
+        }
+
+    def _open_reference(self) -> Reference:
+        if self._reference is None:
+            if self.evaluation.reference is None:
+                require_full_rank(len(self._pool("train")), self.extractor.num_features, name="training images")
+                spatial = self._sorted("train").get("spatial")
+                self._reference = Reference.of_features(self._pool("train"), spatial)
+            else:
+                self._reference = self._read_reference(self.evaluation.reference)
+        return self._reference
+
+    def _read_reference(self, path: Path) -> Reference:
+        """Statistics that the file has, and features of its images. One that lacks `mu_s` gives no sFD."""
+        gaussian, spatial_gaussian = self._file_statistics
+        if not has_images(path):
+            assert gaussian is not None, "see _read_file_statistics"
+            return Reference(None, None, gaussian, spatial_gaussian)
+        batches = read_images(path, batch_size=READ_AT_A_TIME)
+        features = join_features([self._extract_real(images) for images in batches])
+        pool = features.pool.to(self.extractor.device)
+        if gaussian is not None:
+            return Reference(pool, real_radii(pool), gaussian, spatial_gaussian)
+        require_full_rank(len(pool), self.extractor.num_features, name=str(path))
+        return Reference.of_features(pool, features.spatial)
+
+    def _read_file_statistics(self) -> tuple[Gaussian | None, Gaussian | None]:
+        path = self.evaluation.reference
+        if path is None:
+            return None, None
+        found = read_statistics(path, extractor=self.extractor.name)
+        pool, num_features = found[0], self.extractor.num_features
+        if pool is None and not has_images(path):
+            raise ConfigError(f"{path}: has neither images (arr_0) nor statistics (mu, sigma)")
+        if pool is not None and len(pool.mean) != num_features:
+            raise ConfigError(f"{path}: its statistics are of {len(pool.mean)} features, must be {num_features}")
+        device = self.extractor.device
+        moved = [
+            None if part is None else Gaussian(part.mean.to(device), part.covariance.to(device), part.count)
+            for part in found
+        ]
+        return moved[0], moved[1]
+
+    def _pool(self, source: Source) -> Tensor:
+        """Sorted pooled features (N, D) of a source, on the device."""
+        return self._sorted(source)["pool"].to(self.extractor.device)
+
+    def _sorted(self, source: Source) -> dict[str, Tensor]:
+        """The data of a source in the order of labels, then numbers; kept in this order from then on."""
+        parts = self._parts.get(source, [])
+        if not parts:
+            return {}
+        numbers = torch.cat([part["numbers"] for part in parts])
+        order = numbers.argsort(stable=True)
+        assert not (numbers[order].diff() == 0).any(), f"{source} images were added twice"
+        if "labels" in parts[0]:
+            labels = torch.cat([part["labels"] for part in parts])
+            order = order[labels[order].argsort(stable=True)]
+        if len(parts) > 1 or not torch.equal(order, torch.arange(len(order))):
+            self._parts[source] = [sort_rows(parts, order)]
+        return self._parts[source][0]
+
+
+class EffNetQuality(Quality):
+    """`FD-EffNetLite0` and the other figures over EfficientNet-Lite0, which works offline."""
+
+    def open_extractor(self, evaluation: Evaluation) -> Extractor:
+        return open_effnet(evaluation)
+
+
+class InceptionQuality(Quality):
+    """FID and the other figures over Inception-2015, as ADM's evaluator and torch-fidelity define them."""
+
+    def open_extractor(self, evaluation: Evaluation) -> Extractor:
+        return open_inception(evaluation)
+
+    def name_of(self, figure: str) -> str:
+        return figure.replace("FD", "FID")
+
+
+def sort_rows(parts: list[dict[str, Tensor]], order: Tensor) -> dict[str, Tensor]:
+    """Join parts (rows, ...) by name, row i being row `order[i]` of them all. Empties the parts, to save memory."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    whole = {}
+    for name in list(parts[0]):
+        first = parts[0][name]
+        whole[name] = first.new_empty((len(order), *first.shape[1:]))
+        start = 0
+        for part in parts:
+            rows = part.pop(name)
+            whole[name][places[start : start + len(rows)]] = rows
+            start += len(rows)
+    return whole
+
+
+def with_halves(measure: Callable[[Tensor], float], rows: Tensor, *, smallest: int = 1) -> Figure:
+    """`measure` of all rows, and of every second one from the first and from the second on.
+
+    Args:
+        smallest: rows that `measure` needs; with fewer in a half, there are no halves.
+    """
+    halves = (measure(rows[0::2]), measure(rows[1::2])) if len(rows) // 2 >= smallest else None
+    return Figure(measure(rows), len(rows), halves)
+
+
+def frechet_figure(features: Tensor, reference: Gaussian) -> Figure:
+    """Of features (N, D), N > D; the covariance of a half needs N / 2 > D."""
+
+    def distance(features: Tensor) -> float:
+        return frechet_distance(reference, gaussian_of(features))
+
+    return with_halves(distance, features, smallest=features.shape[1] + 1)
+
+
+def kernel_mean(reference: Tensor, features: Tensor) -> float:
+    return kernel_distance(features, reference).mean
+
+
+def neighbour_figures(generated: Tensor, reference: Reference) -> dict[str, Figure]:
+    """Precision, recall, density and coverage."""
+    assert reference.pool is not None
+    whole, halves = compare_with_halves(generated, reference.pool, radii=reference.radii)
+    return {
+        name: Figure(value, len(generated), None if halves is None else (halves[0][i], halves[1][i]))
+        for i, (name, value) in enumerate(whole._asdict().items())
+    }
+
+
+def inception_score(logits: Tensor, *, is_sorted_by_class: bool, images_per_split: int = IMAGES_PER_SPLIT) -> float:
+    """Mean over splits, from logits (N, classes).
+
+    Args:
+        is_sorted_by_class: deal the images to the splits in turn. Consecutive images, which ADM's evaluator takes,
+            would be of few classes.
+    """
+    score = InceptionScore(len(logits), num_classes=logits.shape[1], images_per_split=images_per_split)
+    places = torch.arange(len(logits))
+    if is_sorted_by_class:
+        num_splits = len(score.counts)
+        places = places % num_splits * images_per_split + places // num_splits
+    for rows, indices in zip(logits.split(ROWS_AT_A_TIME), places.split(ROWS_AT_A_TIME), strict=True):
+        score.update(rows, indices)
+    return score.scores().mean().item()

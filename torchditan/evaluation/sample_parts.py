@@ -1,0 +1,180 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Finished samples of an evaluation, kept in files, so that an interrupted evaluation continues.
+
+Notable:
+- a part holds consecutive samples, `00000250-00000499.npz`: their numbers, 8-bit images and labels. It appears when it
+  is whole; its checksums are verified when it is read, and a damaged part is removed;
+- the identity in `identity.json` says what the samples are. Samples with different identities never mix;
+- ranks read each other's parts: the folder must be on a file system that all of them see.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchditan.config.errors import ConfigError
+from torchditan.evaluation.sample_batches import write_images
+from torchditan.run.atomic_files import atomic_writer, write_file
+
+IDENTITY_FILE = "identity.json"
+_PART = re.compile(r"(\d{8})-(\d{8})\.npz")
+_DAMAGE = (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile)
+"""What zipfile and numpy raise for a wrong byte, depending on its place."""
+
+
+@dataclass(frozen=True)
+class SampleParts:
+    """The finished samples of one evaluation with one seed."""
+
+    folder: Path
+    identity: Mapping[str, Any]
+    """All that determines the samples, as JSON values: run, step, weights, sampling options, seed, number of samples,
+    class balance, rounding and precision. The batch size is not part of it: it changes only the last digits of the
+    model's output, and the evaluation may continue with another one."""
+
+    def open(self) -> list[range]:
+        """The finished samples, as ranges of their numbers in order. All ranks call it, and get what rank 0 sees.
+
+        Raises:
+            ConfigError: the folder holds samples with another identity, or cannot be written.
+        """
+        found: list[Any] = [None]
+        is_distributed = dist.is_initialized()
+        if not is_distributed or dist.get_rank() == 0:
+            try:
+                self._check_identity()
+                found = [self._ranges()]
+            except ConfigError as error:
+                found = [error]
+        if is_distributed:
+            dist.broadcast_object_list(found, src=0)
+        if isinstance(found[0], ConfigError):
+            raise found[0]
+        return found[0]
+
+    def read(self, numbers: range) -> tuple[Tensor, Tensor | None] | None:
+        """Images (n, C, H, W) uint8 and labels (n,) int64 of a part; None if it is damaged, and then it is removed."""
+        path = self._path(numbers)
+        try:
+            with zipfile.ZipFile(path) as archive:
+                is_whole = archive.testzip() is None  # before numpy trusts the shapes
+            if is_whole:
+                with np.load(path, allow_pickle=False) as stored:
+                    images = torch.from_numpy(stored["images"])
+                    labels = torch.from_numpy(stored["labels"]) if len(stored["labels"]) else None
+                    is_whole = stored["numbers"].tolist() == list(numbers)
+        except _DAMAGE:
+            is_whole = False
+        if is_whole:
+            return images, labels
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        print(f"{path} is damaged; its samples are drawn again", file=sys.stderr, flush=True)
+        return None
+
+    def write(self, numbers: range, images: Tensor, labels: Tensor | None) -> None:
+        """Keep consecutive samples.
+
+        Args:
+            numbers: of the samples.
+            images: (n, C, H, W) uint8.
+            labels: (n,) int64, or None.
+
+        Raises:
+            ConfigError: the part cannot be written; the finished ones are kept.
+        """
+        path = self._path(numbers)
+        stored_labels = np.empty(0, dtype=np.int64) if labels is None else labels.numpy()
+        with _one_line_for_the_disk(path), atomic_writer(path) as file:
+            np.savez(file, numbers=np.array(numbers), images=images.numpy(), labels=stored_labels)
+
+    def write_npz(self, path: Path, *, num_samples: int) -> None:
+        """Write all samples in order as ADM's `.npz`, part by part; gray images get three equal channels.
+
+        Only one rank calls it, when all have finished drawing.
+
+        Raises:
+            ConfigError: a sample is missing or damaged, or the file cannot be written.
+        """
+        ranges = self._ranges()
+        num_finished = sum(map(len, ranges))
+        if num_finished != num_samples:
+            found = f"{num_finished:,} of {num_samples:,} samples"
+            raise ConfigError(f"{self.folder}: holds {found}; run the same evaluation again to draw the others")
+        height, width = self._images(ranges[0]).shape[2:]
+        batches = (self._images(numbers).expand(-1, 3, -1, -1) for numbers in ranges)
+        with _one_line_for_the_disk(path):
+            write_images(path, batches, shape=(num_samples, height, width))
+
+    def refuse(self, why: str) -> ConfigError:
+        """The error for a folder with other samples."""
+        return ConfigError(
+            f"{self.folder}: holds samples of another evaluation ({why}); choose another --out, or remove this folder"
+        )
+
+    def _images(self, numbers: range) -> Tensor:
+        found = self.read(numbers)
+        if found is None:
+            raise ConfigError(f"{self._path(numbers)}: was damaged; run the same evaluation again to draw its samples")
+        return found[0]
+
+    def _check_identity(self) -> None:
+        path = self.folder / IDENTITY_FILE
+        identity = json.loads(json.dumps(self.identity))  # as it is read back: tuples become lists
+        if path.exists():
+            try:
+                stored = json.loads(path.read_text())
+            except (OSError, ValueError):
+                raise self.refuse(f"{IDENTITY_FILE} is unreadable") from None
+            for name in sorted(stored.keys() | identity.keys()):
+                if stored.get(name) != identity.get(name):
+                    raise self.refuse(f"{name} {_shown(stored.get(name))}, now {_shown(identity.get(name))}")
+        elif self._ranges():
+            raise self.refuse(f"no {IDENTITY_FILE}")
+        else:
+            with _one_line_for_the_disk(path):
+                write_file(path, json.dumps(identity, indent=2).encode())
+        for stale in self.folder.glob(".*.partial"):  # of a killed process
+            with suppress(OSError):
+                stale.unlink(missing_ok=True)
+
+    def _ranges(self) -> list[range]:
+        """Ranges of the parts by name, in order. Two processes in the same folder may have drawn a sample twice: a part
+        that overlaps an earlier one is ignored."""
+        names = self.folder.iterdir() if self.folder.is_dir() else ()
+        matches = [match for path in names if (match := _PART.fullmatch(path.name))]
+        ranges: list[range] = []
+        for first, last in sorted((int(match[1]), int(match[2])) for match in matches):
+            if not ranges or first >= ranges[-1].stop:
+                ranges.append(range(first, last + 1))
+        return ranges
+
+    def _path(self, numbers: range) -> Path:
+        return self.folder / f"{numbers[0]:08d}-{numbers[-1]:08d}.npz"
+
+
+@contextmanager
+def _one_line_for_the_disk(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        right = "free disk space and run the same command again; finished samples are kept"
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}; {right}") from None
+
+
+def _shown(value: Any) -> str:
+    text = "none" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
