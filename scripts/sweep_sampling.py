@@ -314,7 +314,7 @@ class Sweep:
             self.exit_codes.append(verdict.exit_code)
         self.folder.write(self.args.figure)
         log = self.folder.logs(point) / LOG_NAME
-        outcome = f"failed: {verdict.reason}; see {log}" if verdict.exit_code else f"{seconds:,.0f} s"
+        outcome = f"failed: {verdict.reason}; see {log}" if verdict.exit_code else f"done in {seconds:,.0f} s"
         print(f"{what}: {outcome}", file=sys.stderr)
 
 
@@ -330,7 +330,7 @@ def show(folder: SweepFolder) -> None:
         state = "" if result.status == "missing" else f" ({result.status})"
         print(f"{number:{len(str(len(results)))}}  {result.point}: {result.model_evaluations:,}{state}")
     missing = [result.model_evaluations for result in results if result.status != "finished"]
-    print(f"model evaluations per image; {sum(missing):,} for the {len(missing)} points to evaluate")
+    print(f"model evaluations per image; to evaluate: {len(missing)} of {len(results)} points, {sum(missing):,} in all")
 
 
 def _interrupt(number: int, frame: Any) -> NoReturn:
@@ -364,7 +364,7 @@ def main() -> None:
     print(f"results: {args.out / TABLE_NAME}, {args.out / SWEEP_NAME}")
     if sweep.exit_codes:
         code = next(code for code in (3, 2, 1) if code in sweep.exit_codes)
-        print(f"error: {len(sweep.exit_codes)} points failed; the same command tries them again", file=sys.stderr)
+        print(f"error: points that failed: {len(sweep.exit_codes)}; the same command tries them again", file=sys.stderr)
         sys.exit(code)
 
 

@@ -173,7 +173,7 @@ def test_a_sweep_has_a_table_and_two_plots_of_all_points(sweep_with_plots: Sweep
         (20, 2.0): "finished",
     }
     table = (sweep.folder / "sweep.md").read_text()
-    assert table in out
+    assert out.startswith(table[: table.index("!")])
     assert "| best | euler   | 20    | 20                | 2        | ema     | 15 [14.9, 15.1]" in table
     for name in ("quality_over_evaluations.png", "quality_over_guidance.png"):
         assert (sweep.folder / name).read_bytes().startswith(b"\x89PNG")
@@ -220,7 +220,7 @@ def test_a_failed_point_has_its_reason_and_the_others_are_evaluated(sweep: Sweep
         10: None,
     }
     assert "failed: RuntimeError: a tensor of the wrong shape \\| with a bar" in out
-    assert err.splitlines()[-1] == "error: 6 points failed; the same command tries them again"
+    assert err.splitlines()[-1] == "error: points that failed: 6; the same command tries them again"
     assert sweep("--num_steps", 104, 10).code == 1
     assert sweep("--num_steps", 102, 10).code == 2
 

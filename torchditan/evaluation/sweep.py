@@ -181,8 +181,8 @@ def rank(results: Sequence[Result], figure: str) -> Ranking:
     if len(tied) == 1:
         return Ranking([first.point], f"Best {figure}: {first.point}. Its interval overlaps that of no other point.")
     cheapest = min(tied, key=lambda result: result.model_evaluations)
-    cost = f"the cheapest is {cheapest.point}, with {cheapest.model_evaluations:,} model evaluations"
-    sentence = f"{edge} {figure}: {first.point}. {len(tied)} points have intervals that overlap its own; {cost}."
+    cost = f"The cheapest of them is {cheapest.point}, with {cheapest.model_evaluations:,} model evaluations."
+    sentence = f"{edge} {figure}: {first.point}. It is tied with {len(tied) - 1} more: their intervals overlap. {cost}"
     return Ranking([result.point for result in tied], sentence)
 
 
@@ -200,12 +200,12 @@ def _overlap(first: Result, second: Result, figure: str) -> bool:
     return low <= other_high and other_low <= high
 
 
-def markdown(results: Sequence[Result], figure: str | None, *, title: str, pictures: Sequence[str]) -> str:
-    """sweep.md: the table, what it says about the best point, and its plots."""
+def markdown(results: Sequence[Result], figure: str | None, *, title: str) -> str:
+    """The table as Markdown, with what it says about the best point."""
     ranking = rank(results, figure) if figure else Ranking([], "")
     counts = {status: sum(result.status == status for result in results) for status in ("failed", "missing")}
     notes = [
-        f"{len(results)} points"
+        f"{len(results)} point{'s' if len(results) > 1 else ''}"
         + "".join(f", {count} {status}" for status, count in counts.items() if count)
         + ". Model evaluations are per image; a guided one counts twice."
     ]
@@ -215,7 +215,6 @@ def markdown(results: Sequence[Result], figure: str | None, *, title: str, pictu
         floor = held_out_floor(results, figure)
         notes += [f"Held-out images have {figure} {floor:.4g}."] if floor is not None else []
     paragraphs = [f"# {title}", table(results, figure, best=ranking.best), ranking.sentence, " ".join(notes)]
-    paragraphs += [f"![{Path(picture).stem.replace('_', ' ')}]({picture})" for picture in pictures]
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
 
 
@@ -251,8 +250,8 @@ def table(results: Sequence[Result], figure: str | None, *, best: Sequence[Point
         row += [_cell(result, figure), *(_number(result.value(name)) for name in further)]
         row.append(f"{result.card.num_samples:,}" if result.card else "")
         rows.append([cell.replace("|", "\\|") for cell in row])
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    rule = ["-" * max(3, width) for width in widths]
+    widths = [max(3, *(len(row[column]) for row in [header, *rows])) for column in range(len(header))]
+    rule = ["-" * width for width in widths]
     lines = [header, rule, *rows]
     return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
 

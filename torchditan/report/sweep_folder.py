@@ -132,7 +132,7 @@ class SweepFolder:
         return [self.result(point) for point in self.points]
 
     def write(self, figure: str | None) -> str:
-        """Write sweep.json, sweep.md and the plots. Returns the text of sweep.md.
+        """Write sweep.json, sweep.md and the plots. Returns the text of sweep.md without links to the plots.
 
         Args:
             figure: what points are compared by; None chooses a figure of the cards.
@@ -148,14 +148,14 @@ class SweepFolder:
         figure = figure or choose_figure(results)
         title = ", ".join(f"{label} step {run.step}" for label, run in self.runs.items())
         pictures: list[str] = []
-        without_pictures = ""
+        text = markdown(results, figure, title=f"Sampling sweep: {title}")
         if figure is not None:
             try:
                 pictures = save_plots(self.path, results, figure, title=title)
             except ConfigError as error:  # the table does not need matplotlib
-                without_pictures = f"\nNo plots: {error}. Then repeat the command.\n"
-        text = markdown(results, figure, title=f"Sampling sweep: {title}", pictures=pictures) + without_pictures
-        write_file(self.path / TABLE_NAME, text.encode())
+                text += f"\nNo plots: {error}. Then repeat the command.\n"
+        links = [f"\n![{Path(name).stem.replace('_', ' ')}]({name})\n" for name in pictures]
+        write_file(self.path / TABLE_NAME, "".join([text, *links]).encode())
         return text
 
     def _content(self, results: list[Result]) -> dict[str, Any]:
