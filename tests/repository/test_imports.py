@@ -41,6 +41,7 @@ OPTIONAL_PARTS = {
     "torchditan.evaluation.reconstruction",
     "torchditan.evaluation.sample_batches",
     "torchditan.evaluation.sample_parts",
+    "torchditan.evaluation.sweep",
     "torchditan.finetune",
     "torchditan.latents.encoding",
     "torchditan.latents.index",

@@ -61,8 +61,7 @@ class Job:
 
     def command(self) -> list[str]:
         """The command line. It uses torchrun also for one device, so that every run starts alike."""
-        ranks = [f"--nproc_per_node={self.num_devices}", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
-        return [*TORCHRUN, *ranks, str(self.script), *self.flags]
+        return torchrun_command(self.script, self.flags, num_ranks=self.num_devices)
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,12 @@ class Outcome:
         return max((rank["peak_memory_gib"] for rank in self.ranks if rank.get("peak_memory_gib")), default=None)
 
 
+def torchrun_command(script: Path, flags: Sequence[str], *, num_ranks: int) -> list[str]:
+    """The command line that runs a script on ranks of this machine."""
+    ranks = [f"--nproc_per_node={num_ranks}", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+    return [*TORCHRUN, *ranks, str(script), *flags]
+
+
 def execute(job: Job, *, on_tick: Tick | None = None) -> Outcome:
     """Launch a job, wait for it and determine its status. No process of the run remains when this returns or raises."""
     ranks = job.folder / RANKS_FOLDER
@@ -102,7 +107,7 @@ def execute(job: Job, *, on_tick: Tick | None = None) -> Outcome:
             stderr=subprocess.STDOUT,
             env=environment(ranks),
             start_new_session=True,
-            preexec_fn=lambda: _prepare_child(job.memory_limit_gib),
+            preexec_fn=lambda: prepare_child(job.memory_limit_gib),
         )
         try:
             timed_out = not _wait(process, clock + job.timeout_s, on_tick)
@@ -126,7 +131,8 @@ def environment(ranks: Path) -> dict[str, str]:
     return {**kept, RANKS_VARIABLE: str(ranks.resolve())}
 
 
-def _prepare_child(memory_limit_gib: float | None) -> None:
+def prepare_child(memory_limit_gib: float | None = None) -> None:
+    """Prepare a new process before its program starts: it ends with this process, and has this memory limit."""
     if sys.platform == "linux":
         # torchrun forwards SIGTERM to the ranks. After SIGKILL, ranks that have not started yet would survive.
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -201,7 +207,7 @@ def judge(
         where = f"{num_steps} step(s) done, rank(s) {', '.join(map(str, unfinished))} unfinished"
         return "timeout", f"not finished after {timeout_s:g} s: {where}"
     names = ", ".join(map(str, unfinished))
-    return "error", killed or f"rank(s) {names} exited without reporting an error: {_last_line(log)}"
+    return "error", killed or f"rank(s) {names} exited without reporting an error: {last_line(log)}"
 
 
 def _killed_rank(log: str, ranks: Sequence[Mapping[str, Any]]) -> str | None:
@@ -219,7 +225,8 @@ def _last_step(folder: Path) -> int:
     return records[-1]["step"] if records else 0
 
 
-def _last_line(log: str) -> str:
+def last_line(log: str) -> str:
+    """The last line that mentions an error, or else the last one."""
     lines = [line for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"(Error|error)\b", line)]
     return (errors or lines or ["no output"])[-1].strip()

@@ -1,5 +1,6 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Reports with tables, plots and findings for ablation grids (report.py) and for compared runs (compare.py).
+"""Reports with tables, plots and findings: ablation grids (report.py), compared runs (compare.py) and sampling sweeps
+(sweep_folder.py).
 
-May import: ablation, config, finetune, run.
+May import: ablation, config, evaluation, finetune, run.
 """
