@@ -52,6 +52,7 @@ def run_forked(
         assert process.pid is not None
         os.kill(process.pid, signal.SIGTERM)  # the agent ends its ranks
         process.join(60)
+        process.kill()
     stdout, stderr = (file.read_text() for file in files)
     if is_late:
         pytest.fail(f"{arguments} took longer than {timeout} s\n{stdout}\n{stderr}")
