@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import signal
 import subprocess
 import sys
 from multiprocessing import forkserver
@@ -49,8 +48,7 @@ def run_forked(
     process.join(timeout)
     is_late = process.is_alive()
     if is_late:
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGTERM)  # the agent ends its ranks
+        process.terminate()  # the agent ends its ranks
         process.join(60)
         process.kill()
     stdout, stderr = (file.read_text() for file in files)
