@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import signal
 import subprocess
 import sys
 from multiprocessing import forkserver
@@ -46,12 +45,13 @@ def run_forked(
         target=_launch, args=(arguments, world_size, env, cwd, files)
     )
     process.start()
-    process.join(timeout)
-    is_late = process.is_alive()
-    if is_late:
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGTERM)  # the agent ends its ranks
-        process.join(60)
+    try:
+        process.join(timeout)
+    finally:  # it is still alive after the timeout, and when pytest is interrupted
+        if is_late := process.is_alive():
+            process.terminate()  # the agent ends its ranks
+            process.join(60)
+            process.kill()
     stdout, stderr = (file.read_text() for file in files)
     if is_late:
         pytest.fail(f"{arguments} took longer than {timeout} s\n{stdout}\n{stderr}")

@@ -255,8 +255,8 @@ def test_json_nested_beyond_measure_is_one_line(latents: Path, file: str, run_sc
     (latents / file).write_text("[" * 100_000)
     flags = ["--autoencoder.name=haar", "--autoencoder.downsampling=2", "--dataset.num_workers=0", "--no_flip"]
     code, _, errors = run_script("scripts/encode_latents.py", "latents", *flags, "--split=train")
-    assert (code, len(errors.splitlines())) == (2, 1)
-    assert errors.startswith(f"error: latents/train/{file} is damaged; ")
+    assert code == 2
+    assert_refused(errors, f"latents/train/{file}", ["damaged"])
 
 
 # Autoencoders
@@ -460,10 +460,8 @@ def test_operations_of_a_trace_read_and_write_no_file() -> None:
 def test_a_run_whose_settings_are_none_is_one_line(run_script: RunScript, content: str) -> None:
     write("run/config.json", content)
     code, _, errors = run_script("scripts/generate.py", "run")
-    assert (code, len(errors.splitlines())) == (2, 1)
-    assert errors.startswith(
-        ("error: run/config.json does not belong to a run", "error: run/config.json does not parse")
-    )
+    assert code == 2
+    assert_refused(errors, "run/config.json")
 
 
 @pytest.mark.parametrize("folder", ["../elsewhere", "/tmp", ".."])

@@ -120,15 +120,6 @@ def test_ranks_agree_though_the_signal_reaches_one_and_torchrun_starts_none_of_t
     assert [rank["pid"] for rank in ended] == [rank["pid"] for rank in ranks]  # nothing was started again
 
 
-def test_without_checkpoints_it_says_that_nothing_was_saved(tmp_path: Path) -> None:
-    flags = ["--training.steps=100000", "--checkpoint.enable_checkpoint=false"]
-    with training(tmp_path, *SMALL, *flags) as process:
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 75
-    assert "without checkpoint.enable_checkpoint nothing was saved" in errors
-
-
 @pytest.mark.parametrize(
     ("variables", "is_explained"),
     [

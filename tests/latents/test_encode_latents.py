@@ -493,10 +493,9 @@ def test_a_dataset_becomes_two_folders_that_verify(run_script: RunScript, tmp_pa
     (tmp_path / "out" / "train" / shard_file(2)).unlink()
     code, output, errors = run_script(SCRIPT, "out", "--verify")
     assert (code, output) == (2, "")
-    assert errors.splitlines() == [
-        "error: out/train/shard-00002.safetensors is missing; rerun the command that encoded it",
-        "error: out/validation/labels.npy is missing; rerun the command that encoded it",
-    ]
+    shard, labels = errors.splitlines()
+    assert_refused(shard, "out/train/shard-00002.safetensors", ["missing", "rerun"])
+    assert_refused(labels, "out/validation/labels.npy", ["missing", "rerun"])
 
 
 def test_mirrored_latents_are_stored_of_training_images_where_the_dataset_allows(
@@ -677,7 +676,8 @@ def test_a_disk_that_is_full_for_a_rank_is_one_line_of_its_own(tmp_path: Path, r
     result = run_distributed([SCRIPT, *earth_command(tmp_path / "out")[2:]], 2)
     assert result.returncode != 0
     lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert lines == [f"error: rank 1: {target / shard_file(1)} cannot be written: Is a directory"]
+    (line,) = lines
+    assert_refused(line, "rank 1", [str(target / shard_file(1)), "Is a directory"])
 
 
 def describe_encoding_of_earth() -> Encoding:

@@ -349,24 +349,20 @@ def test_a_job_that_only_prints_its_configuration_writes_nothing(tmp_path: Path,
     assert contents(tmp_path) == {}
 
 
-def in_own_process(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TRAIN), *flags]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-
-
 def test_python_train_py_exits_with_2_and_prints_one_line(tmp_path: Path) -> None:
-    result = in_own_process(tmp_path, "--dataset.dataset_name=folder", "--dataset.root_dir=gone")
+    command = [sys.executable, str(TRAIN), "--dataset.dataset_name=folder", "--dataset.root_dir=gone"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ") and result.stderr.endswith("\n")
     assert_refused(result.stderr, 'dataset.root_dir = "gone"', ["images"])
     assert contents(tmp_path) == {}
 
 
-def test_loader_workers_add_nothing_to_the_line(tmp_path: Path) -> None:
+def test_loader_workers_add_nothing_to_the_line(tmp_path: Path, run_distributed: RunDistributed) -> None:
     write_images(tmp_path / "images")
     name = corrupt(tmp_path / "images", 5)
-    result = in_own_process(tmp_path, *SMALL, *FOLDER, "--dataset.num_workers=2")
+    result = run_distributed([TRAIN, *SMALL, *FOLDER, "--dataset.num_workers=2"], None, cwd=tmp_path)
     assert result.returncode == 2
     assert_names_image(result.stderr, name)
 

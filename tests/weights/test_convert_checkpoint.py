@@ -424,24 +424,16 @@ def change(metadata: dict[str, str], **config: Any) -> dict[str, str]:
     return {**metadata, "config": json.dumps({**tree, **{name: {**tree[name], **config[name]} for name in config}})}
 
 
-FOLDER_RULE = "must be a plain folder name inside the run directory, without `..`"
-UNFIT = "has a configuration that is not valid here:"
-WITHOUT = (
-    "has weights without a configuration; must be a file that {script} exported. A new run can start from other "
-    "weights with checkpoint.initial_load_path"
-)
-SENSELESS = "has invalid metadata; export it again"
+WITHOUT = ["configuration", "{script}", "checkpoint.initial_load_path"]
+SENSELESS = ["invalid metadata", "export it again"]
 
 
 @pytest.mark.parametrize(
-    ("forge", "right"),
+    ("forge", "mentions"),
     [
         (lambda m: {}, WITHOUT),
         (lambda m: {"format": "pt"}, WITHOUT),
-        (
-            lambda m: {**m, "version": "2"},
-            "has version 2, possibly of a newer TorchDiTan; this one reads version 1",
-        ),
+        (lambda m: {**m, "version": "2"}, ["version 2", "newer TorchDiTan", "version 1"]),
         (lambda m: {**m, "step": "-1"}, SENSELESS),
         (lambda m: {**m, "step": "1" * 9}, SENSELESS),
         (lambda m: {**m, "weights": "all"}, SENSELESS),
@@ -449,27 +441,20 @@ SENSELESS = "has invalid metadata; export it again"
         (lambda m: {**m, "config": '{"model": 1}'}, SENSELESS),
         (
             lambda m: change(m, checkpoint={"folder": "../../x"}),
-            f'{UNFIT} checkpoint.folder = "../../x": {FOLDER_RULE}',
+            ['checkpoint.folder = "../../x"', "folder name inside the run directory"],
         ),
-        (
-            lambda m: change(m, model={"flavour": "x"}),
-            f"{UNFIT} model.flavour is not an option; did you mean model.flavor?",
-        ),
-        (lambda m: change(m, model={"patch_size": 0}), f"{UNFIT} model.patch_size = 0: must be at least 1"),
-        (
-            lambda m: change(m, dataset={"image_size": None}),
-            "has a configuration that does not set image size, classes or channels",
-        ),
+        (lambda m: change(m, model={"flavour": "x"}), ["model.flavour", "model.flavor?"]),
+        (lambda m: change(m, model={"patch_size": 0}), ["model.patch_size = 0", "at least 1"]),
+        (lambda m: change(m, dataset={"image_size": None}), ["image size", "classes", "channels"]),
         (
             lambda m: change(m, dataset={"num_classes": 9}),
-            "holds another model: y_embedder.embedding_table.weight is (11, 64) there and (10, 64) here. "
-            "Use its options, or weights of this model",
+            ["another model", "y_embedder.embedding_table.weight is (11, 64) there and (10, 64) here"],
         ),
     ],
 )
 def test_what_a_file_says_of_itself_is_not_believed(
     forge: Callable[[dict[str, str]], dict[str, str]],
-    right: str,
+    mentions: list[str],
     exported: Path,
     tmp_path: Path,
     run_script: RunScript,
@@ -481,7 +466,8 @@ def test_what_a_file_says_of_itself_is_not_believed(
     path = tmp_path / "a.safetensors"
     save_file(load_file(exported), path, metadata=forge(metadata))
     outcome = run_script(SCRIPT, "import", path, tmp_path / "run")
-    assert (outcome.code, outcome.err) == (2, f"error: {path} {right.format(script=SCRIPT)}\n")
+    assert outcome.code == 2
+    assert_refused(outcome.err, str(path), [mention.format(script=SCRIPT) for mention in mentions])
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
 
 

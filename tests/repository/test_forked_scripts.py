@@ -1,0 +1,65 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Scripts that tests run in forks behave as new processes do, with torchrun and without."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import RunDistributed
+
+PRINT = """
+import os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "GIVEN")
+line = " ".join(os.environ.get(name, "-") for name in names)
+print(__name__, sys.argv[1], line, os.getcwd(), flush=True)
+print("to stderr", file=sys.stderr)
+"""
+FAIL = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit(3)
+time.sleep(60)
+"""
+HANG = """
+import os, sys, time
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "script.py"
+
+
+def test_a_script_has_the_environment_of_torchrun_or_none(script: Path, run_distributed: RunDistributed) -> None:
+    script.write_text(PRINT)
+    for world_size, expected in ((None, ["- - - -"]), (2, ["0 0 2 none", "1 1 2 none"])):
+        result = run_distributed([script, "word"], world_size, cwd=script.parent, env={"GIVEN": "yes"})
+        assert result.returncode == 0, result.stderr
+        lines = [f"__main__ word {rank} yes {script.parent}" for rank in expected]
+        assert sorted(result.stdout.splitlines()) == lines
+        assert result.stderr.count("to stderr") == len(expected)
+
+
+def test_a_failed_rank_ends_the_others(script: Path, run_distributed: RunDistributed) -> None:
+    script.write_text(FAIL)
+    begun = time.monotonic()
+    assert run_distributed([script], 2).returncode == 1
+    assert time.monotonic() - begun < 50
+
+
+def test_what_takes_too_long_is_ended(script: Path, run_distributed: RunDistributed) -> None:
+    script.write_text(HANG)
+    with pytest.raises(pytest.fail.Exception, match=r"longer than 3 s") as caught:
+        run_distributed([script], 2, timeout=3)
+    for line in str(caught.value).splitlines():
+        if line.isdecimal():
+            with pytest.raises(ProcessLookupError):
+                os.kill(int(line), 0)
