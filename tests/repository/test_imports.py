@@ -13,8 +13,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import RunAlone
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OPTIONAL_PARTS = {
@@ -120,10 +124,9 @@ def test_the_quickstart_imports_no_optional_part(tmp_path: Path) -> None:
     assert lines <= 11_450
 
 
-def test_a_run_on_latents_imports_only_its_own_autoencoder(tmp_path: Path) -> None:
-    encode = [sys.executable, "scripts/encode_latents.py", str(tmp_path / "latents"), "--dataset.dataset_name=digits"]
-    encode += ["--autoencoder.name=haar", "--autoencoder.downsampling=2"]
-    subprocess.run(encode, cwd=REPOSITORY, check=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+def test_a_run_on_latents_imports_only_its_own_autoencoder(tmp_path: Path, run_alone: RunAlone) -> None:
+    haar = ["--autoencoder.name=haar", "--autoencoder.downsampling=2"]
+    run_alone("scripts/encode_latents.py", tmp_path / "latents", "--dataset.dataset_name=digits", *haar)
     data = ("--dataset.dataset_name=latents", f"--dataset.root_dir={tmp_path / 'latents'}")
     modules = modules_of("--job.config_file=quickstart", *TINY, *data, f"--job.dump_folder={tmp_path}")
     assert {name for name in modules if belongs_to(name, OPTIONAL_PARTS)} == LATENTS
