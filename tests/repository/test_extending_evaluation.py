@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from extending_page import added, examples
+from refusals import assert_refused
 
 from torchditan import registry
 from torchditan.autoencoders import Autoencoder, open_autoencoder
@@ -90,11 +91,9 @@ def test_a_run_without_labels_is_evaluated_by_metrics_that_need_none(run_script:
     assert outcome.code == 0, outcome.err
     found = json.loads(outcome.out)
     assert found["num_samples"] == 2 and found["nearest_generated"] > 0
-    outcome = run_script(script, run)
-    assert (outcome.code, outcome.err) == (
-        2,
-        f"error: {run} was trained without labels, so its samples have no class\n",
-    )
+    outcome = run_script(script, run, "--metrics", "classifier", "--num_samples=2")
+    assert outcome.code == 2
+    assert_refused(outcome.err, '--metrics = "classifier"', [str(run), "without labels"])
 
 
 @pytest.mark.usefixtures("copies")

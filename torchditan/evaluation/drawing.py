@@ -137,21 +137,16 @@ def draw_samples(
         ConfigError: `parts` holds other samples, or cannot be written.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    stored = [] if parts is None else parts.open()
-    damaged = []
-    for numbers in stored[rank::world_size]:
-        assert parts is not None
-        if numbers.stop > len(plan):
-            raise parts.refuse(f"sample {numbers[-1]}, now {len(plan)} samples")
-        found = parts.read(numbers)
-        if found is None:
-            damaged.append(numbers)
-            continue
-        pictures = _pictures(plan, numbers, found[0])
-        if not _equal(pictures.labels, found[1]):
-            raise parts.refuse("its samples have other classes")
-        yield pictures
-    finished = set(stored) - set(_of_all_ranks(damaged, world_size if stored else 1))
+    finished: set[range] = set()
+    if parts is not None and (stored := parts.open()):
+        damaged: list[range] = []
+        for numbers in stored[rank::world_size]:
+            pictures = _stored_pictures(parts, numbers, plan)
+            if pictures is None:
+                damaged.append(numbers)
+            else:
+                yield pictures
+        finished = set(stored) - set(_of_all_ranks(damaged, world_size))
 
     batches = _missing_batches(len(plan), finished, batch_size=batch_size)
     num_passes = -(-len(batches) // world_size)
@@ -182,6 +177,19 @@ def draw_samples(
             if parts is not None:
                 _keep(parts, pictures)
             yield pictures
+
+
+def _stored_pictures(parts: SampleParts, numbers: range, plan: SamplePlan) -> Pictures | None:
+    """A finished part; None if it is damaged."""
+    if numbers.stop > len(plan):
+        raise parts.refuse(f"sample {numbers[-1]}, now {len(plan)} samples")
+    found = parts.read(numbers)
+    if found is None:
+        return None
+    pictures = _pictures(plan, numbers, found[0])
+    if not _equal(pictures.labels, found[1]):
+        raise parts.refuse("its samples have other classes")
+    return pictures
 
 
 def _apportion(num_samples: int, weights: np.ndarray, *, seed: int) -> np.ndarray:

@@ -133,17 +133,6 @@ def prepare_job(
     spec = with_condition_of(spec, dataset, completed, device=rank.device)
     if validation_dataset is not None:
         with_condition_of(spec, validation_dataset, completed, device=rank.device)  # also conditions a stand-in dataset
-    evaluation = None
-    if evaluate_samples is not None:
-        assert validation_dataset is not None
-        evaluation = evaluate_samples(
-            completed,
-            dataset=dataset,
-            held_out=validation_dataset,
-            space=space,
-            conditioning=spec.conditioning,
-            device=rank.device,
-        )
     return Job(
         config=completed,
         dataset=dataset,
@@ -157,8 +146,23 @@ def prepare_job(
         run_directory=RunDirectory(path, is_writer=rank.rank == 0),
         threads_changed=threads_changed,
         load_initial_weights=load_initial_weights,
-        evaluation=evaluation,
+        evaluation=_build_evaluation(evaluate_samples, completed, dataset, validation_dataset, space, spec, rank),
     )
+
+
+def _build_evaluation(
+    build: Callable[..., Evaluate] | None,
+    config: Config,
+    dataset: ImageDataset,
+    held_out: ImageDataset | None,
+    space: SampleSpace,
+    spec: ModelSpec,
+    rank: Rank,
+) -> Evaluate | None:
+    if build is None:
+        return None
+    conditioning = spec.conditioning
+    return build(config, dataset=dataset, held_out=held_out, space=space, conditioning=conditioning, device=rank.device)
 
 
 def _check_machine(config: Config, rank: Rank) -> None:
