@@ -272,6 +272,14 @@ def test_a_cache_hit_does_not_call_the_network(tmp_path: Path) -> None:
     assert first.compute() == second.compute()
 
 
+def test_a_cache_that_cannot_be_written_costs_a_warning_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "full").write_text("a file, so no folder can be made")
+    metric = quality_of(all_pictures(), cache_folder=tmp_path / "full" / "features")
+    assert metric.compute() == quality_of(all_pictures()).compute()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "not cached" in line and str(tmp_path / "full") in line
+
+
 def test_other_images_weights_and_shapes_miss_the_cache(tmp_path: Path) -> None:
     images = random_images(4, seed=0)
 

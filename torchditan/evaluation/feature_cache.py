@@ -11,6 +11,7 @@ Notable:
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
 
 from torch import Tensor
@@ -43,10 +44,15 @@ class CachedFeatures:
             return self._extract(images)
         content = hashlib.sha256(images.contiguous().numpy().data).hexdigest()
         key = hash_of(content, str(tuple(images.shape)))
-        if key not in self._cache:
-            features = self._extract(images)._asdict()
-            self._cache.write({key: {name: part for name, part in features.items() if part is not None}})
-        return Features(**self._cache[key])
+        if key in self._cache:
+            return Features(**self._cache[key])
+        features = self._extract(images)
+        try:
+            self._cache.write({key: {name: part for name, part in features._asdict().items() if part is not None}})
+        except OSError as error:  # a full disk must not end an evaluation, nor a training
+            print(f"warning: features are not cached in {self._cache.folder}: {error.strerror}", file=sys.stderr)
+            self._cache = None
+        return features
 
     def _extract(self, images: Tensor) -> Features:
         return self.extractor(images)._replace(logits=None)
