@@ -77,6 +77,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--inception_weights", type=Path, help="weights file (default: torch-fidelity's, downloaded)")
     parser.add_argument("--out", type=Path, help="folder of the card (default: in evaluation/ of the run)")
     parser.add_argument("--save_images", action="store_true", help="write the samples as samples.npz, as ADM's scripts")
+    parser.add_argument(
+        "--save_reference",
+        type=Path,
+        metavar="FILE.npz",
+        help="write the training images and their statistics",
+    )
     parser.add_argument("--card", type=Path, help="repeat the evaluation of this card, and say what differs")
     args, flags = parser.parse(argv)
     for name in args.metrics or ():
@@ -96,6 +102,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if args.images is not None and getattr(args, option) is not None:
             raise option_error(f"--{option}", getattr(args, option), "has no effect with --images; leave it out")
     args.class_balance = args.class_balance or "data"
+    if args.save_reference is not None:
+        if args.reference is not None or args.run is None:
+            right = "writes the training images of a run, which must be the reference"
+            raise option_error("--save_reference", str(args.save_reference), right)
+        check_output("--save_reference", args.save_reference)
     if args.out is not None:
         check_output("--out", args.out / "card.json")
     return args, flags
@@ -320,6 +331,9 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
 
     results, samples, seconds = [], [], {"reading": time.perf_counter() - started, "drawing": 0.0, "comparing": 0.0}
     class_counts = real["train"].class_counts if "train" in real else None
+    if args.save_reference is not None and rank.rank == 0:
+        assert trained is not None
+        save_reference(args.save_reference, metrics, datasets["train"], trained)
     for seed in subject.seeds:
         start = time.perf_counter()
         shown = show(metrics, subject.pictures(seed, class_counts=class_counts), "generated")
@@ -356,6 +370,23 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
     shutil.rmtree(subject.folder / "parts", ignore_errors=True)
     print(f"card: {subject.folder / 'card.json'}", file=sys.stderr)
     return card
+
+
+def save_reference(path: Path, metrics: list[Metric], dataset: ImageDataset, trained: TrainedModel) -> None:
+    """Write the training images, and statistics of the first extractor's features, which rank 0 has."""
+    from torchditan.config.errors import option_error
+    from torchditan.evaluation.evaluator import pictures_of
+    from torchditan.evaluation.quality import Quality
+    from torchditan.evaluation.sample_batches import write_reference
+
+    metric = next((metric for metric in metrics if isinstance(metric, Quality)), None)
+    if metric is None:
+        raise option_error("--save_reference", str(path), "needs --metrics effnet or inception")
+    pool, spatial = metric.reference_statistics()
+    images = (part.expand(-1, 3, -1, -1) for part in pictures_of(dataset, trained.real_to_pixels))
+    shape = (len(dataset), *trained.image_size)
+    write_reference(path, images, shape=shape, pool=pool, spatial=spatial, extractor=metric.extractor.name)
+    note(f"reference: {path}")
 
 
 def image_set(source: Any, real: dict[Source, Any], *, is_decoded: bool) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Config
@@ -74,6 +75,12 @@ def real_pictures(
             images = to_8_bit(to_pixels(samples)).byte()
             yield Pictures(images, labels if has_labels else None, indices, source)
             advance(len(images))
+
+
+def pictures_of(dataset: ImageDataset, to_pixels: ToPixels) -> Iterator[Tensor]:
+    """All pictures of a dataset in order, (B, 1 or 3, H, W) uint8."""
+    for samples, _, _ in batches_of(dataset):
+        yield to_8_bit(to_pixels(samples)).byte()
 
 
 def compute(metrics: Sequence[Metric]) -> dict[str, Any]:

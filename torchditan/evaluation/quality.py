@@ -188,6 +188,16 @@ class Quality:
         if source != "generated":
             self._reference = self._floor = self._held_out_distances = None
 
+    def reference_statistics(self) -> tuple[Gaussian, Gaussian | None]:
+        """Of the pooled and of the spatial features of the training images, or of the reference file.
+
+        Raises:
+            ConfigError: there are too few images, or the file cannot be read.
+        """
+        with full_float32(self.extractor.device):
+            reference = self._open_reference()
+        return reference.gaussian, reference.spatial
+
     def compute(self) -> dict[str, Any]:
         """The figures of the table above by their full names; copies and floor only with held-out images.
 
