@@ -297,6 +297,7 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
     from torchditan.evaluation.card import ImageSet
     from torchditan.evaluation.card_comparison import check_repeatable
     from torchditan.evaluation.card_figures import card_figures
+    from torchditan.evaluation.card_origin import file_hash, image_set
     from torchditan.evaluation.card_tables import write_card
     from torchditan.evaluation.evaluator import Shown, compute, real_pictures, show
 
@@ -321,8 +322,8 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
         pictures = real_pictures(dataset, source, to_pixels=trained.real_to_pixels, has_labels=trained.num_classes > 0)
         real[source] = show(metrics, pictures, source)
     is_decoded = trained is not None and trained.is_latent and not trained.config.autoencoder.online
-    held_out = image_set("held_out", real, is_decoded=is_decoded)
-    reference = image_set("train", real, is_decoded=is_decoded)
+    held_out = image_set("held_out", real.get("held_out"), is_decoded=is_decoded)
+    reference = image_set("train", real.get("train"), is_decoded=is_decoded)
     if args.reference is not None:
         reference = ImageSet(source="file", path=str(args.reference), content=file_hash(args.reference))
     assert reference is not None
@@ -389,28 +390,11 @@ def save_reference(path: Path, metrics: list[Metric], dataset: ImageDataset, tra
     note(f"reference: {path}")
 
 
-def image_set(source: Any, real: dict[Source, Any], *, is_decoded: bool) -> Any:
-    from torchditan.evaluation.card import ImageSet
-
-    if source not in real:
-        return None
-    shown = real[source]
-    return ImageSet(source=source, num_images=shown.num_images, content=shown.content, is_decoded=is_decoded)
-
-
-def file_hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def origin_of(args: argparse.Namespace, trained: TrainedModel | None) -> Any:
     """The part of the card about the checkpoint, or the file of images."""
     from torchditan.diffusion.objectives import build_objective
     from torchditan.evaluation.card import ImageSet, Origin
-    from torchditan.evaluation.card_origin import evaluations_per_sample, origin_of_run
+    from torchditan.evaluation.card_origin import evaluations_per_sample, file_hash, origin_of_run
 
     if args.images is not None:
         return Origin(images=ImageSet(source="file", path=str(args.images), content=file_hash(args.images)))

@@ -15,13 +15,14 @@ import torch
 from torchditan.config.loader import from_dict
 from torchditan.config.options import Config, Sampling
 from torchditan.config.trajectory import VALUES_BEFORE, trajectory
-from torchditan.evaluation.card import Data, Origin
+from torchditan.evaluation.card import Data, ImageSet, Origin
 from torchditan.models.spec import Unconditional
 from torchditan.run import provenance
 from torchditan.run.reading import read_config
 
 if TYPE_CHECKING:
     from torchditan.diffusion.objectives import Objective
+    from torchditan.evaluation.evaluator import Shown
     from torchditan.models.spec import ModelSpec
 
 _NOT_EVALUATED = (
@@ -80,6 +81,22 @@ def origin_of_run(
         sampling=sampling_settings(config.sampling),
         model_evaluations=model_evaluations,
     )
+
+
+def image_set(source: Literal["train", "held_out"], shown: Shown | None, *, is_decoded: bool) -> ImageSet | None:
+    """The entry of a card about the real images of a source; None if there were none."""
+    if shown is None:
+        return None
+    return ImageSet(source=source, num_images=shown.num_images, content=shown.content, is_decoded=is_decoded)
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def sampling_settings(sampling: Sampling) -> dict[str, Any]:
