@@ -86,7 +86,8 @@ def run_job(main: Callable[[], None]) -> int:
         check_user_threads()
         main()
     except SystemExit as stop:
-        state = "interrupted" if stop.code == 75 else "error" if stop.code else "completed"
+        states: dict[Any, str] = {75: "interrupted", 3: "oom"}
+        state = states.get(stop.code, "error") if stop.code else "completed"
         write_rank_status(state, str(stop.code or "") or None)
         if stop.code and _may_wait_for_others():
             if not isinstance(stop.code, int):
