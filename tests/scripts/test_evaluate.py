@@ -287,6 +287,8 @@ def test_default_metrics_leave_out_what_cannot_be_computed(run_script: RunScript
     assert outcome.code == 0, outcome.err
     assert "without effnet" in outcome.err and "1280" in outcome.err
     assert "accuracy_generated" in json.loads(outcome.out)
+    outcome = run_script(SCRIPT, run, "--epochs=1", "--num_samples=1300")
+    assert "without effnet" in outcome.err and "training images" in outcome.err
 
 
 ON_RANKS = """

@@ -65,7 +65,8 @@ class RunParser(ScriptParser):
     """Parses a run directory and the step of a checkpoint. The remaining flags replace the run's own settings."""
 
     def __init__(self, description: str | None, *, is_run_required: bool = True) -> None:
-        super().__init__(description, options=("sampling", "autoencoder.path", "model.path", "text_encoder.path"))
+        paths = ("autoencoder.path", "dataset.root_dir", "model.path", "text_encoder.path")
+        super().__init__(description, options=("sampling", *paths))
         number = None if is_run_required else "?"
         self.add_argument("run", type=Path, nargs=number, help="run directory, for example outputs/quickstart")
         self.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _ARGUMENTS = ("classes", "prompts", "samples_per_class", "num_samples", "seed", "batch_size")
-_REPLACEABLE = ("sampling", "autoencoder", "text_encoder", "cache.folder", "model.path")
+_REPLACEABLE = ("sampling", "autoencoder", "text_encoder", "cache.folder", "dataset.root_dir", "model.path")
 
 
 class SamplingOptions(TypedDict, total=False):
