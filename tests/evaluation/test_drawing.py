@@ -467,3 +467,8 @@ def kill_while_drawing(folder: Path) -> None:
 
 if __name__ == "__main__":
     {"ranks": draw_on_ranks, "killed": kill_while_drawing}[sys.argv[1]](Path(sys.argv[2]))
+
+
+def test_the_last_classes_may_have_no_image() -> None:
+    plan = plan_samples(10, num_classes=4, class_balance="data", class_counts=[3, 2], seed=0)
+    assert plan.labels is not None and plan.labels.bincount(minlength=4).tolist() == [6, 4, 0, 0]

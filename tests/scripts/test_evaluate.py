@@ -18,6 +18,7 @@ import torch
 from pixel_quality import NUM_FEATURES, random_images
 from refusals import assert_refused
 
+from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.evaluation.card import Card, read_card
 from torchditan.evaluation.sample_batches import image_shape, write_images, write_reference
 from torchditan.registry import METRICS
@@ -59,14 +60,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(folder)
 
 
-def train(folder: Path, *flags: str) -> Path:
+def train(folder: Path, *flags: str, code: int = 0) -> Path:
     argv = ["train.py", *TINY, f"--job.dump_folder={folder}", "--metrics.experiment_name=run", *flags]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", argv)
         patch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(SystemExit) as stop:
             runpy.run_path(str(REPOSITORY / "train.py"), run_name="__main__")
-    assert stop.value.code == 0
+    assert stop.value.code == code
     return folder / "run"
 
 
@@ -129,6 +130,36 @@ def test_the_card_repeats_the_evaluation_to_the_bit_also_after_the_run_moved(
     assert second.figures == first.figures and second.samples == first.samples
     assert second.sampling["guidance_scale"] == 3 and second.rounding == "down" and second.weights == "raw"
     assert "equal to the bit" in outcome.err.splitlines()[-1]
+
+
+def test_a_repeated_card_stays_and_every_reference_has_its_own(
+    run_script: RunScript, run: Path, tmp_path: Path
+) -> None:
+    assert run_script(SCRIPT, run, *FEW).code == 0
+    (folder,) = (run / "evaluation").iterdir()
+    before = (folder / "card.json").read_bytes()
+    for _ in range(2):
+        assert run_script(SCRIPT, f"--card={folder}").code == 0
+    names = sorted(path.name for path in (run / "evaluation").iterdir())
+    assert names == [folder.name, f"{folder.name}_repeat-1", f"{folder.name}_repeat-2"]
+    assert (folder / "card.json").read_bytes() == before
+    files = [tmp_path / f"{name}.npz" for name in "abc"]
+    for seed, file in enumerate(files):
+        write_images(file, [random_images(60, seed=seed)], shape=(60, 8, 8))
+    for reference in files[1:]:
+        outcome = run_script(SCRIPT, "--metrics=pixels", f"--images={files[0]}", f"--reference={reference}")
+        assert outcome.code == 0, outcome.err
+    assert len(list(tmp_path.glob("a_evaluation_*/card.json"))) == 2
+
+
+def test_a_folder_of_yours_called_parts_stays(evaluate: Evaluate, tmp_path: Path) -> None:
+    images, yours = tmp_path / "images.npz", tmp_path / "out" / "parts" / "notes.txt"
+    write_images(images, [random_images(60, seed=0)], shape=(60, 8, 8))
+    yours.parent.mkdir(parents=True)
+    yours.write_text("mine")
+    evaluate("--metrics=pixels", f"--images={images}")
+    evaluate(*FEW)
+    assert yours.read_text() == "mine"
 
 
 def test_what_differs_from_the_card_is_listed(evaluate: Evaluate, tmp_path: Path) -> None:
@@ -246,6 +277,17 @@ def test_a_run_whose_data_is_gone_is_compared_with_a_file(
         (["--images={larger}", "--num_samples=40"], "--num_samples = 40", ["--images"]),
         (["--card={gone}"], "{gone}", ["card.json"]),
         (["--seeds=0"], "--seeds", ["1"]),
+        (["--images={larger}", "--seeds=3"], "--seeds = 3", ["--images"]),
+        (["--images={larger}", "--rounding=down"], '--rounding = "down"', ["--images"]),
+        (["--images={larger}", "--save_images"], "--save_images", ["--images"]),
+        (["--images={larger}", "--sampling.num_steps=7"], "--sampling.num_steps=7", ["--images"]),
+        (["--save_reference=x.npz", "--metrics=classifier"], '--save_reference = "x.npz"', ["effnet", "inception"]),
+        (["--without_data"], "--without_data", ["--reference"]),
+        (
+            ["--without_data", "--reference={same_size}", "--metrics=classifier", "--class_balance=random"],
+            "classifier",
+            [],
+        ),
         (["--weights=mean"], "--weights", ["ema", "raw"]),
     ],
 )
@@ -263,6 +305,8 @@ def test_a_mistake_is_one_line_before_anything_is_drawn(
     monkeypatch.setattr(drawing, "draw_batch", None)
     names = {"gone": tmp_path / "gone.npz", "larger": tmp_path / "16px.npz", "of_inception": tmp_path / "stats.npz"}
     write_images(names["larger"], [random_images(60, seed=1, size=16)], shape=(60, 16, 16))
+    names["same_size"] = tmp_path / "8px.npz"
+    write_images(names["same_size"], [random_images(60, seed=1)], shape=(60, 8, 8))
     np.savez(names["of_inception"], mu=np.zeros(2048), sigma=np.eye(2048))
     given = [argument.format_map(names) for argument in arguments]
     if not any(argument.startswith("--metrics") for argument in given):
@@ -327,6 +371,48 @@ def test_an_evaluation_during_training_changes_no_step_and_equals_the_scripts(
     card, _ = evaluate(of=evaluated)
     for name, figure in card.figures.items():
         assert records[-1][name] == pytest.approx(figure.value), name
+
+
+def test_an_evaluation_that_fails_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pixel_quality import PixelQuality
+
+    def exhausted(self: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(PixelQuality, "compute", exhausted)
+    flags = ["--evaluation.freq=1", "--evaluation.num_samples=40", "--evaluation.metrics=pixels"]
+    flags += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=1"]
+    run = train(tmp_path, *flags, code=3)
+    assert [path.name for path in (run / "checkpoint").iterdir()] == ["step-00000001"]
+
+
+def test_unreadable_images_are_left_out_if_the_run_skips_them(
+    evaluate: Evaluate, run_script: RunScript, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import data
+
+    build = data.build_dataset
+
+    def with_a_corrupt_image(*args: Any, **kwargs: Any) -> Any:
+        dataset = build(*args, **kwargs)
+        read = dataset.__getitem__
+
+        class Corrupt(type(dataset)):  # type: ignore[misc]
+            def __getitem__(self, index: int) -> dict[str, Any]:
+                if index == 3:
+                    raise CorruptImageError("image 3 is corrupt")
+                return read(index)
+
+        dataset.__class__ = Corrupt
+        return dataset
+
+    monkeypatch.setattr(data, "build_dataset", with_a_corrupt_image)
+    assert_refused(refused(run_script, run, *FEW), "image 3 is corrupt")
+    content = json.loads((run / "config.json").read_text())
+    content["config"]["dataset"]["corrupt_images"] = "skip"
+    (run / "config.json").write_text(json.dumps(content))
+    card, _ = evaluate()
+    assert card.reference.num_images == 79
 
 
 def test_statistics_alone_are_a_reference(evaluate: Evaluate, tmp_path: Path) -> None:

@@ -152,6 +152,12 @@ def evaluations_per_sample(objective: Objective, spec: ModelSpec, sampling: Samp
     return len(timesteps) + sum(low <= t <= high for t in timesteps)
 
 
+def precision_of(device: torch.device) -> str:
+    """Of the model that draws: "float32", where convolutions on a GPU may be in TF32."""
+    is_tf32 = device.type == "cuda" and torch.backends.cudnn.allow_tf32
+    return "float32, convolutions in TF32" if is_tf32 else "float32"
+
+
 def environment_of(device: torch.device) -> dict[str, Any]:
     """The entries of a `Card` about this code and machine: commit, versions, device and time."""
     return {

@@ -10,8 +10,10 @@ Notable:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -87,8 +89,8 @@ def plan_samples(
             if class_counts is None or not sum(class_counts):
                 right = "this dataset does not know how many images each class has; must be balanced or random"
                 raise option_error("--class_balance", class_balance, right)
-            assert len(class_counts) == num_classes, (len(class_counts), num_classes)
-            weights = list(class_counts)
+            assert len(class_counts) <= num_classes, (len(class_counts), num_classes)
+            weights = [*class_counts, *[0] * (num_classes - len(class_counts))]  # the last classes may have no image
         labels = _spread(_apportion(num_samples, np.array(weights, dtype=np.int64), seed=seed), seed=seed)
     order = np.argsort(labels, kind="stable")
     numbers = np.empty_like(order)
@@ -154,6 +156,7 @@ def draw_samples(
     kept = f" ({len(plan) - num_missing:,} are finished)" if finished else ""
     what = f"drawing {num_missing:,} samples{kept}"
     total = num_passes * objective.num_evaluations(sampling)
+    num_bad = 0
     with report_progress(what, total=total, unit="model steps", say=say) as advance:
         for first in range(0, len(batches), world_size):
             is_padding = first + rank >= len(batches)
@@ -172,11 +175,16 @@ def draw_samples(
             )
             if is_padding:
                 continue
-            images = to_8_bit(to_pixels(samples).cpu(), rounding).byte()  # (B, 1 or 3, H, W)
+            pixels = to_pixels(samples).cpu()
+            num_bad += len(pixels) - int(pixels.isfinite().flatten(1).all(1).sum())
+            images = to_8_bit(pixels.nan_to_num(), rounding).byte()  # (B, 1 or 3, H, W)
             pictures = _pictures(plan, numbers_to_draw, images)
             if parts is not None:
                 _keep(parts, pictures)
             yield pictures
+    if num_bad:
+        warning = f"warning: {num_bad} samples of rank {rank} have values that are not finite; they count as gray"
+        (say or partial(print, file=sys.stderr))(warning)
 
 
 def _stored_pictures(parts: SampleParts, numbers: range, plan: SamplePlan) -> Pictures | None:

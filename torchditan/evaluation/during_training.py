@@ -16,7 +16,7 @@ from torchditan.data_stream.datasets import ImageDataset
 from torchditan.diffusion.objectives import Objective
 from torchditan.evaluation.drawing import SamplePlan, draw_samples, plan_samples
 from torchditan.evaluation.evaluator import compute, feature_cache_folder, numbers_of, real_pictures, show
-from torchditan.evaluation.metric import Evaluation, Metric, Pictures, Source
+from torchditan.evaluation.metric import Evaluation, Metric, Pictures, Source, ToPixels
 from torchditan.latents.latent_space import decode_with, open_decoder
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models.spec import Conditioning
@@ -54,6 +54,7 @@ class TrainingEvaluation:
         self.device = device
         options = config.evaluation
         self.has_labels = bool(config.dataset.num_classes)
+        self._to_pixels = self._open_decoder()
         self.metrics = self._build_metrics()
         self._plan: SamplePlan | None = None
         """Known when the training images were read, with their classes."""
@@ -63,6 +64,14 @@ class TrainingEvaluation:
         counts |= {source: len(images) for source, images in self.datasets.items()}
         for metric in self.metrics:
             metric.check(counts, image_size=image_size)
+
+    def _open_decoder(self) -> ToPixels:
+        """Opened once, and before training: a missing decoder must not end a run at its first evaluation."""
+        config = self.config
+        if config.autoencoder.name is None:
+            return self.space.to_pixels
+        decoder = open_decoder(config.autoencoder, channels=self.space.sample_shape[0], device=self.device)
+        return partial(decode_with, decoder, at_once=config.metrics.sample_batch_size)
 
     def _build_metrics(self) -> list[Metric]:
         config, options = self.config, self.config.evaluation
@@ -95,8 +104,13 @@ class TrainingEvaluation:
         """Show the real images to the metrics, and plan samples of their classes."""
         shown = {}
         for source, dataset in self.datasets.items():
-            to_pixels = self.space.real_to_pixels
-            pictures = real_pictures(dataset, source, to_pixels=to_pixels, has_labels=self.has_labels)
+            pictures = real_pictures(
+                dataset,
+                source,
+                to_pixels=self.space.real_to_pixels if self.config.autoencoder.online else self._to_pixels,
+                has_labels=self.has_labels,
+                corrupt_images=self.config.dataset.corrupt_images,
+            )
             shown[source] = show(self.metrics, pictures, source)
         options = self.config.evaluation
         return plan_samples(
@@ -110,10 +124,7 @@ class TrainingEvaluation:
     def _draw(
         self, model: nn.Module, plan: SamplePlan, *, objective: Objective, say: Callable[[str], None] | None
     ) -> Iterator[Pictures]:
-        config, to_pixels = self.config, self.space.to_pixels
-        if config.autoencoder.name is not None:  # once, not for each batch
-            decoder = open_decoder(config.autoencoder, channels=self.space.sample_shape[0], device=self.device)
-            to_pixels = partial(decode_with, decoder, at_once=config.metrics.sample_batch_size)
+        config = self.config
         return draw_samples(
             model,
             plan,
@@ -121,7 +132,7 @@ class TrainingEvaluation:
             batch_size=config.metrics.sample_batch_size,
             rounding="nearest",
             parts=None,
-            to_pixels=to_pixels,
+            to_pixels=self._to_pixels,
             sample_shape=self.space.sample_shape,
             conditioning=self.conditioning,
             objective=objective,

@@ -13,7 +13,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,9 @@ def show(metrics: Sequence[Metric], batches: Iterable[Pictures], source: Source)
             hashes[number] = hashlib.sha256(image.data).digest()
         if pictures.labels is not None:
             counts.update(pictures.labels.tolist())
-    for gathered in _gather_on_rank_0([hashes, counts, *(metric.state(source) for metric in metrics)]):
+    is_sender = _rank_and_world_size()[0] > 0  # a state is a copy
+    states = [metric.state(source) for metric in metrics] if is_sender else [{} for _ in metrics]
+    for gathered in _gather_on_rank_0([hashes, counts, *states]):
         hashes |= gathered[0]
         counts.update(gathered[1])
         for metric, state in zip(metrics, gathered[2:], strict=True):
@@ -64,12 +66,20 @@ def show(metrics: Sequence[Metric], batches: Iterable[Pictures], source: Source)
 
 
 def real_pictures(
-    dataset: ImageDataset, source: Source, *, to_pixels: ToPixels, has_labels: bool, batch_size: int = 256
+    dataset: ImageDataset,
+    source: Source,
+    *,
+    to_pixels: ToPixels,
+    has_labels: bool,
+    corrupt_images: Literal["error", "skip"],
+    batch_size: int = 256,
 ) -> Iterator[Pictures]:
     """This rank's pictures of a dataset, decoded and in 8 bits."""
     rank, world_size = _rank_and_world_size()
-    batches = batches_of(dataset, batch_size=batch_size, rank=rank, world_size=world_size)
-    total = -(-len(dataset) // (batch_size * world_size)) * batch_size
+    batches = batches_of(
+        dataset, batch_size=batch_size, rank=rank, world_size=world_size, corrupt_images=corrupt_images
+    )
+    total = -(-len(dataset) // world_size)  # of this rank, within a batch
     with report_progress(f"reading {source.replace('_', '-')} images", total=total, unit="images") as advance:
         for samples, labels, indices in batches:
             images = to_8_bit(to_pixels(samples)).byte()
@@ -77,9 +87,11 @@ def real_pictures(
             advance(len(images))
 
 
-def pictures_of(dataset: ImageDataset, to_pixels: ToPixels) -> Iterator[Tensor]:
+def pictures_of(
+    dataset: ImageDataset, to_pixels: ToPixels, *, corrupt_images: Literal["error", "skip"]
+) -> Iterator[Tensor]:
     """All pictures of a dataset in order, (B, 1 or 3, H, W) uint8."""
-    for samples, _, _ in batches_of(dataset):
+    for samples, _, _ in batches_of(dataset, corrupt_images=corrupt_images):
         yield to_8_bit(to_pixels(samples)).byte()
 
 

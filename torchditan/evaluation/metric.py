@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torchditan.data_stream.datasets import ImageDataset
+from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
 
 Source = Literal["train", "held_out", "generated"]
 """Source of pictures: training images, held-out images, or samples of the model."""
@@ -152,14 +152,32 @@ class MetricOfAllPictures:
 
 
 def batches_of(
-    dataset: ImageDataset, *, batch_size: int = 256, rank: int = 0, world_size: int = 1
+    dataset: ImageDataset,
+    *,
+    batch_size: int = 256,
+    rank: int = 0,
+    world_size: int = 1,
+    corrupt_images: Literal["error", "skip"] = "error",
 ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
     """Samples (B, C, H, W) of a dataset, their labels (B,) or None, and their indices (B,).
 
-    The batches are the same on any number of ranks; each rank gets every `world_size`-th one.
+    The batches are the same on any number of ranks; each rank gets every `world_size`-th one. With "skip", images that
+    cannot be read are left out.
+
+    Raises:
+        CorruptImageError: an image cannot be read.
     """
     for start in range(rank * batch_size, len(dataset), world_size * batch_size):
-        indices = torch.arange(start, min(start + batch_size, len(dataset)))
-        items = [dataset[index] for index in indices.tolist()]
-        labels = torch.tensor([item["class_label"] for item in items]) if "class_label" in items[0] else None
-        yield torch.stack([item["sample"] for item in items]), labels, indices
+        items = []
+        for index in range(start, min(start + batch_size, len(dataset))):
+            try:
+                items.append((index, dataset[index]))
+            except CorruptImageError:
+                if corrupt_images == "error":
+                    raise
+        if not items:
+            continue
+        has_labels = "class_label" in items[0][1]
+        labels = torch.tensor([item["class_label"] for _, item in items]) if has_labels else None
+        indices = torch.tensor([index for index, _ in items])
+        yield torch.stack([item["sample"] for _, item in items]), labels, indices

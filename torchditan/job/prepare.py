@@ -189,4 +189,5 @@ def _open_space(
     if open_latents is None:
         return pixel_space(config.autoencoder, dataset)
     with report_progress("opening the autoencoder"):
-        return open_latents(config.autoencoder, dataset, device=device, needs_decoder=config.metrics.enable_sampling)
+        needs_decoder = config.metrics.enable_sampling or config.evaluation.freq > 0
+        return open_latents(config.autoencoder, dataset, device=device, needs_decoder=needs_decoder)

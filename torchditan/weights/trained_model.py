@@ -26,7 +26,7 @@ from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.drawing import SamplePlan, draw_samples
 from torchditan.evaluation.generate import generate
-from torchditan.evaluation.metric import Pictures
+from torchditan.evaluation.metric import Pictures, ToPixels
 from torchditan.evaluation.reconstruction import Rounding, to_8_bit
 from torchditan.evaluation.sample_parts import SampleParts
 from torchditan.evaluation.sample_rows import SampleRows
@@ -176,6 +176,13 @@ class TrainedModel:
             at_once=self.config.metrics.sample_batch_size,
         )
 
+    def open_decoder(self) -> ToPixels:
+        """`to_pixels` for many batches: it opens the decoder once."""
+        if not self.is_latent:
+            return self.to_pixels
+        decoder = open_decoder(self.config.autoencoder, channels=self.sample_shape[0], device=self.device)
+        return partial(decode_with, decoder, at_once=self.config.metrics.sample_batch_size)
+
     def real_to_pixels(self, samples: torch.Tensor) -> torch.Tensor:
         """Samples of the dataset (..., C, H, W) -> pictures."""
         return samples if self.config.autoencoder.online else self.to_pixels(samples)
@@ -288,10 +295,7 @@ class TrainedModel:
         self, plan: SamplePlan, *, seed: int, batch_size: int, rounding: Rounding, parts: SampleParts | None
     ) -> Iterator[Pictures]:
         """This rank's share of the samples of an evaluation, decoded; see `evaluation.drawing.draw_samples`."""
-        to_pixels = self.to_pixels
-        if self.is_latent:
-            decoder = open_decoder(self.config.autoencoder, channels=self.sample_shape[0], device=self.device)
-            to_pixels = partial(decode_with, decoder, at_once=self.config.metrics.sample_batch_size)
+        to_pixels = self.open_decoder()
         with self.spec.sampling(self.model):
             yield from draw_samples(
                 self.model,
