@@ -199,8 +199,9 @@ def evaluate_point(folder: SweepFolder, point: Point, further: list[str], *, num
     """Run evaluate.py for a point. No process of it remains when this returns or raises."""
     from torchditan.ablation.launch import end_processes, environment, torchrun_command
 
-    run = folder.runs[point.run]
+    run, metrics = folder.runs[point.run], folder.options.get("metrics")
     arguments = [str(run.path), f"--step={run.step}", f"--out={folder.out(point)}", *point.flags, *further]
+    arguments += ["--metrics", *metrics] if metrics else []
     command = [sys.executable, str(EVALUATE_SCRIPT), *arguments]
     if num_ranks > 1:
         command = torchrun_command(EVALUATE_SCRIPT, arguments, num_ranks=num_ranks)
@@ -252,7 +253,7 @@ def judge_point(ranks: Path, returncode: int, *, num_ranks: int, log: Path) -> V
         killed = f"ended by {signal.Signals(-returncode).name}{why}"
     statuses = read_rank_statuses(ranks)
     verdict = judge_ranks(statuses, num_ranks=num_ranks, killed=killed)
-    if any(status["state"] == "error" and status["reason"] == "3" for status in statuses):
+    if any(status["reason"] == "3" for status in statuses):
         # evaluate.py has printed how to continue, and exited with 3.
         verdict = Verdict("oom", 3, killed.removeprefix("error: "))
     reason = verdict.reason.removeprefix("rank 0: ") if num_ranks == 1 else verdict.reason
@@ -313,6 +314,7 @@ class Sweep:
             self.folder.failures[point.name] = verdict.reason
             self.exit_codes.append(verdict.exit_code)
         self.folder.write(self.args.figure)
+        self.folder.check_figure(self.args.figure)
         log = self.folder.logs(point) / LOG_NAME
         outcome = f"failed: {verdict.reason}; see {log}" if verdict.exit_code else f"done in {seconds:,.0f} s"
         print(f"{what}: {outcome}", file=sys.stderr)
@@ -340,11 +342,15 @@ def _interrupt(number: int, frame: Any) -> NoReturn:
 def main() -> None:
     args, further = parse(sys.argv[1:])
 
+    from torchditan.config.errors import ConfigError
     from torchditan.report.sweep_folder import SWEEP_NAME, TABLE_NAME, SweepFolder
     from torchditan.supervision.exit_status import reader_may_leave
 
     options, flags = shared_options(args, further)
     runs, configs = open_runs(args, flags)
+    if options["metrics"] is None and len({bool(config.dataset.num_classes) for config in configs.values()}) > 1:
+        why = "some runs were trained with classes and others without, so their default metrics differ"
+        raise ConfigError(f"--metrics is missing: {why}; must be metrics that all runs can have, effnet for example")
     points = [point for label, config in configs.items() for point in points_of(label, config, args)]
     folder = SweepFolder(args.out, runs, options, list(points))
     if args.dry_run:
@@ -355,6 +361,8 @@ def main() -> None:
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with folder.hold():
+            folder.settle_metrics()
+            folder.check_figure(args.figure)
             folder.write(args.figure)
             sweep = Sweep(folder, further, args)
             sweep.work(points)

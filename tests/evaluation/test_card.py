@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,6 +40,8 @@ from torchditan.evaluation.card_origin import (
 from torchditan.evaluation.card_tables import markdown, ordered_names, rounded, table, write_card
 from torchditan.evaluation.metric import Figure
 from torchditan.models.spec import ClassLabels, ModelSpec, Unconditional
+
+EVALUATE_SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "evaluate.py"
 
 # Files
 
@@ -77,6 +80,7 @@ DAMAGES: list[tuple[Damage, list[str]]] = [
     (lambda content: content.update(surprise=1), ["surprise"]),
     (lambda content: content.update(metrics=["--out=/"]), ["--out=/"]),
     (lambda content: content.update(run="--out=/"), ["--out=/"]),
+    (lambda content: content.update(reference_run="--out=/"), ["--out=/"]),
     (lambda content: content["reference"].pop("source"), ["reference.source"]),
     (lambda content: content["data"].update(image_size=[8, "x"]), ["data.image_size[1]", "integer"]),
     (lambda content: content["figures"]["FD-EffNetLite0"].update(value="x"), ["figures.FD-EffNetLite0.value"]),
@@ -153,19 +157,21 @@ def test_the_interval_of_seeds_covers_the_mean_in_95_percent_of_cases() -> None:
     assert covered / 2000 == pytest.approx(0.95, abs=0.015)
 
 
-def test_one_seed_gives_the_standard_error_of_its_halves() -> None:
+def test_one_seed_gives_half_of_the_difference_between_its_halves() -> None:
     found = card_figure([Figure(10.0, 100, halves=(10.2, 11.0))])
     assert (found.low, found.high) == (pytest.approx(9.6), pytest.approx(10.4))
-    assert found.interval == "sampling only: two halves, one standard error"
+    assert found.interval == "sampling only: two halves, about 50%"
     assert found.per_seed == [10.0]
 
 
-def test_the_standard_error_of_halves_is_that_of_a_mean() -> None:
-    """Mean square over many sets of (a - b) / 2, for means a and b of the halves of 50 values: 1 / 50."""
+def test_the_interval_of_halves_covers_the_mean_in_50_percent_of_cases() -> None:
+    """For means a and b of the halves of 50 values, the mean square of (a - b) / 2 over many sets is 1 / 50."""
     halves = torch.randn(4000, 2, 25, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mean(2)
-    found = [card_figure([Figure(0.0, 50, halves=(a, b))]) for a, b in halves.tolist()]
-    squares = [one.high**2 for one in found if one.high is not None]
-    assert sum(squares) / len(squares) == pytest.approx(1 / 50, rel=0.06)
+    found = [card_figure([Figure((a + b) / 2, 50, halves=(a, b))]) for a, b in halves.tolist()]
+    ends = [(one.low, one.high) for one in found if one.low is not None and one.high is not None]
+    assert len(ends) == 4000
+    assert sum(low < 0 < high for low, high in ends) / 4000 == pytest.approx(0.5, abs=0.03)
+    assert sum(((high - low) / 2) ** 2 for low, high in ends) / 4000 == pytest.approx(1 / 50, rel=0.06)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +359,8 @@ def test_the_decoder_that_was_given_is_given_again() -> None:
     assert flags == ["--autoencoder.path=a decoder"]
 
 
-def test_a_card_of_a_file_of_images_repeats_without_a_run() -> None:
+def card_of_images() -> Card:
+    """Of samples.npz, with entries that only a run has at their defaults."""
     samples = ImageSet(source="file", path="samples.npz", num_images=2600, content="9" * 64)
     nothing = {part.name: part.default for part in dataclasses.fields(Origin) if part.default is not None}
     nothing = {name: value for name, value in nothing.items() if value is not dataclasses.MISSING}
@@ -367,6 +374,27 @@ def test_a_card_of_a_file_of_images_repeats_without_a_run() -> None:
         },
     )
     of_file = dataclasses.replace(of_file, class_balance=None, rounding=None, batch_size=None, seeds=[1])
+    figures = {name: dataclasses.replace(one, per_seed=one.per_seed[:1]) for name, one in of_file.figures.items()}
+    return dataclasses.replace(of_file, figures=figures)
+
+
+def test_a_card_of_a_file_of_images_repeats_with_the_run_whose_images_were_its_reference(tmp_path: Path) -> None:
+    write_card(tmp_path, dataclasses.replace(card_of_images(), reference_run="my runs/a"))
+    given = read_card(tmp_path)
+    arguments = arguments_of(given)
+    assert arguments[0] == given.reference_run == "my runs/a"
+    parsed, flags = runpy.run_path(str(EVALUATE_SCRIPT))["parse"](arguments)
+    assert (parsed.run, parsed.images, flags) == (Path("my runs/a"), Path("samples.npz"), [])
+    assert " 'my runs/a' --metrics " in (tmp_path / "card.md").read_text()
+    content = json.loads((tmp_path / "card.json").read_text())
+    del content["reference_run"]  # cards written before this entry existed
+    (tmp_path / "card.json").write_text(json.dumps(content))
+    assert read_card(tmp_path).reference_run is None
+
+
+def test_a_card_of_a_file_of_images_repeats_without_a_run() -> None:
+    of_file = card_of_images()
+    samples = of_file.images
     assert arguments_of(of_file) == [
         *("--metrics", "effnet", "classifier", "--images=samples.npz", "--seed=1", "--epochs=20"),
     ]

@@ -18,6 +18,7 @@ from torchditan.evaluation.sweep import (
     choose_figure,
     finished_card,
     grid_points,
+    held_out_floor,
     markdown,
     rank,
     table,
@@ -56,6 +57,8 @@ def test_a_card_of_other_settings_does_not_finish_a_point(tmp_path: Path) -> Non
     assert finished_card(tmp_path, POINT, step=5) is None
     for other in ({"sampler": "heun"}, {"guidance_scale": 2.1}, {"guidance_interval": (0.0, 0.9)}, {"weights": "raw"}):
         assert finished_card(tmp_path, replace(POINT, **other), step=4) is None
+    assert finished_card(tmp_path, POINT, step=4, metrics=finished.metrics) == finished
+    assert finished_card(tmp_path, POINT, step=4, metrics=["effnet"]) is None
     (tmp_path / "card.json").write_text("{")
     assert finished_card(tmp_path, POINT, step=4) is None
     assert finished_card(tmp_path / "nothing", POINT, step=4) is None
@@ -73,6 +76,38 @@ def test_a_point_is_best_only_if_its_interval_overlaps_no_other() -> None:
     assert rank([result(12), result(11, num_steps=50)], FIGURE).best == []
     assert "--seeds" in rank([result(12), result(11, num_steps=50)], FIGURE).sentence
     assert rank(apart[:1], FIGURE).best == []
+
+
+def test_the_halves_of_one_seed_make_no_point_best() -> None:
+    results = [result(12, error=0.1), result(11, error=0.001, num_steps=50)]
+    for one in results:
+        label = {"interval": "sampling only: two halves, about 50%", "per_seed": [one.value(FIGURE)]}
+        one.figures[FIGURE] = replace(one.figures[FIGURE], **label)
+    found = rank(results, FIGURE)
+    assert found.best == []
+    assert "`--seeds 3`" in found.sentence
+    text = markdown(results, FIGURE, title="Sweep")
+    assert "| best" not in text
+    assert "12 [11.9, 12.1]" in text and "Intervals: sampling only: two halves, about 50%." in text, "still shown"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_images", "is_shown"),
+    [
+        (FIGURE, 1300, True),
+        (FIGURE, 1299, False),
+        (FIGURE, 5200, True),
+        (FIGURE, 5201, False),
+        ("FID", 165, False),
+        ("KID-EffNetLite0", 165, True),
+    ],
+)
+def test_the_floor_has_about_as_many_images_as_the_samples(name: str, num_images: int, is_shown: bool) -> None:
+    figures = {name: figure(12.0, num_images=2600), f"held-out {name}": figure(73.8, num_images=num_images)}
+    results = [Result(POINT, card(figures=figures))]
+    assert held_out_floor(results, name) == ((73.8, num_images) if is_shown else None)
+    line = f"Held-out images (N = {num_images:,}) have {name} 73.8."
+    assert (line in markdown(results, name, title="Sweep")) == is_shown
 
 
 def test_of_accuracies_the_highest_is_best() -> None:
@@ -117,5 +152,5 @@ def test_the_table_has_recall_coverage_and_copies_of_the_same_extractor() -> Non
     assert "| not evaluated" in rows[2]
     text = markdown(results, FIGURE, title="Sweep")
     assert "3 points, 1 failed, 1 missing." in text
-    assert f"Held-out images have {FIGURE} 4.4." in text
+    assert f"Held-out images (N = 2,600) have {FIGURE} 4.4." in text
     assert "Intervals: sampling only: 95%, 3 seeds." in text

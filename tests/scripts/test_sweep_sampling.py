@@ -48,7 +48,7 @@ def parse(argv):
     parser = RunParser(None)
     parser.add_argument("--weights")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--metrics", nargs="+", default=["effnet"])
+    parser.add_argument("--metrics", nargs="+")
     parser.add_argument("--num_samples", type=int, default=100)
     parser.add_argument("--batch_size", type=int, default=10)
     return parser.parse(argv)
@@ -85,7 +85,9 @@ def main():
         value = 10 + 100 / steps + (scale - 2) ** 2 + (args.weights == "raw")
         sampling = {**given, "num_steps": steps, "guidance_scale": scale, "guidance_interval": interval}
         figures = {"FD-EffNetLite0": figure(value, 0.1), "KID-EffNetLite0": figure(0.0)}
+        metrics = args.metrics or os.environ.get("DEFAULT_METRICS", "effnet classifier").split()
         changes = {"step": args.step, "weights": args.weights, "sampling": sampling, "model_evaluations": steps}
+        changes["metrics"] = metrics
         save_json(args.out / "card.json", card(figures=figures, num_samples=args.num_samples, **changes))
 
 if __name__ == "__main__":
@@ -275,6 +277,7 @@ def test_runs_that_cannot_be_swept_are_one_line(
     assert_refused(refused(sweep.run.with_name("digit")), str(sweep.run.with_name("digit")), [f"{sweep.run}?"])
     other = make_run(tmp_path / "outputs" / "other", **{"ema.enable": False, "dataset.num_classes": 0})
     assert_refused(refused(sweep.run, other), "--out", [])
+    assert_refused(refused(sweep.run, other, f"--out={tmp_path / 'all'}"), "--metrics", ["classes", "effnet"])
     assert_refused(refused(other, "--weights", "raw", "ema"), '--weights = "ema"', ["raw"])
     assert_refused(refused(other, "--guidance_scale", "1", "2"), '--guidance_scale = "1 2"', ["classes"])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -322,10 +325,41 @@ def test_several_runs_share_one_table(sweep: Sweep, run_script: RunScript, scrip
     ]
 
 
+def metrics_of(sweep: Sweep) -> list[list[str]]:
+    return [json.loads(path.read_text())["metrics"] for path in sorted(sweep.folder.glob("points/*/card.json"))]
+
+
+def test_points_of_one_table_have_the_same_metrics(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sweep("--num_steps", 10).code == 0
+    assert json.loads((sweep.folder / "sweep.json").read_text())["options"]["metrics"] == ["effnet", "classifier"]
+    code, _, err = sweep("--num_steps", 20, "--metrics", "effnet")
+    assert code == 2
+    assert_refused(err, "--out", ["--metrics", '["effnet", "classifier"]', '["effnet"]'])
+    monkeypatch.setenv("DEFAULT_METRICS", "effnet")  # as after a package was removed
+    assert sweep("--num_steps", 20).code == 0
+    assert sweep("--num_steps", 25, "--metrics", "effnet", "classifier").code == 0, "given as they were resolved"
+    assert metrics_of(sweep) == [["effnet", "classifier"]] * 3
+
+
+def test_a_point_with_other_metrics_is_evaluated_again(sweep: Sweep) -> None:
+    assert sweep("--num_steps", 10, 20).code == 0
+    path = sweep.folder / "points" / "digits_euler_20_steps_guidance_2.0_ema" / "card.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": ["effnet"]}))
+    assert sweep("--num_steps", 10, 20).code == 0
+    assert metrics_of(sweep) == [["effnet", "classifier"]] * 2
+
+
 def test_an_unknown_figure_is_refused_with_those_of_the_cards(sweep: Sweep) -> None:
-    code, _, err = sweep("--num_steps", 10, "--figure=KID-EffNet")
+    code, _, err = sweep("--num_steps", 10, 20, "--figure=KID-EffNet")
     assert code == 2
     assert_refused(err.splitlines()[-1], '--figure = "KID-EffNet"', ["FD-EffNetLite0", "KID-EffNetLite0?"])
+    assert len(sweep.drawn()) == 4, "of the first point only"
+    assert [point["status"] for point in sweep.points().values()] == ["finished", "missing"]
+    table = (sweep.folder / "sweep.md").read_text()
+    assert "FD-EffNetLite0" in table and "| not evaluated" in table, "the table is that of the default figure"
+    code, _, err = sweep("--num_steps", 10, 20, "--figure=KID-EffNet")
+    assert code == 2 and len(sweep.drawn()) == 4, "with a card, the figure is checked before the next point"
+    assert (sweep.folder / "sweep.md").read_text() == table
     code, out, _ = sweep("--num_steps", 10, "--figure=KID-EffNetLite0")
     assert code == 0 and "KID-EffNetLite0" in out
     assert len(sweep.drawn()) == 4, "the finished point stays"

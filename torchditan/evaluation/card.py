@@ -129,6 +129,8 @@ class Card(Origin):
     epochs: int = 20
     """Of metrics that train a model."""
     reference: ImageSet
+    reference_run: str | None = None
+    """For a file of images, the run whose real images it was compared with, as it was given; None without one."""
     held_out: ImageSet | None = None
     extractors: dict[str, str]
     """Name -> SHA-256 of the weights."""
@@ -191,7 +193,7 @@ class _DamagedError(ValueError):
 
 
 def _check(card: Card) -> None:
-    for text in (card.run or "", *card.metrics):
+    for text in (card.run or "", card.reference_run or "", *card.metrics):
         if text.startswith("-"):  # `arguments_of` passes it as a word
             raise _DamagedError(f"{text} is an option; must be a run or a metric")
     first = card.seeds[0] if card.seeds else 0
@@ -321,7 +323,8 @@ def arguments_of(card: Card) -> list[str]:
         "epochs": card.epochs,
         "autoencoder.path": card.autoencoder_path,
     }
-    arguments = [] if card.run is None else [card.run]
+    run = card.run if card.images is None else card.reference_run
+    arguments = [] if run is None else [run]
     arguments += ["--metrics", *card.metrics]
     arguments += [f"--{name}={value}" for name, value in given.items() if value is not None]
     return arguments + [f"--sampling.{key}={_flag(value)}" for key, value in card.sampling.items()]

@@ -47,9 +47,10 @@ def spread_of(values: Sequence[float]) -> Spread:
 def card_figure(figures: Sequence[Figure]) -> CardFigure:
     """One figure of all sampling seeds. Its interval covers the choice of noise and classes, and no retraining.
 
-    Two or more seeds give the 95% interval of their mean. One seed gives one standard error: with halves a and b of
-    its images, (a + b) / 2 has the standard error |a - b| / 2. Fréchet distances of halves are higher than that of
-    all images, but by the same amount, so it cancels.
+    Two or more seeds give the 95% interval of their mean. One seed gives half of the difference between the halves of
+    its images. For halves a and b, |a - b| / 2 estimates the standard error of (a + b) / 2 with one degree of freedom:
+    the interval covers the mean over many seeds with a probability of 50%, and can be narrow by chance. Fréchet
+    distances of halves are higher than that of all images, but by the same amount, so it cancels.
 
     Args:
         figures: the same figure of each seed, of equally many images.
@@ -64,7 +65,7 @@ def card_figure(figures: Sequence[Figure]) -> CardFigure:
         value = statistics.fmean(values) if len(set(values)) > 1 else values[0]
         if len(values) == 1 and first.halves is not None:
             half_width = abs(first.halves[0] - first.halves[1]) / 2
-            label = "sampling only: two halves, one standard error"
+            label = "sampling only: two halves, about 50%"
         elif len(set(values)) > 1:
             half_width = spread_of(values).half_width
             label = f"sampling only: 95%, {len(values)} seeds"

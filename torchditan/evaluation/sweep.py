@@ -3,7 +3,7 @@
 
 Notable:
 - a point is finished if its folder has a card with exactly its settings, whoever wrote it;
-- a point is called best only if its interval overlaps that of no other point.
+- a point is called best only if its 95% interval overlaps that of no other point; one seed has no such interval.
 
 scripts/sweep_sampling.py evaluates the points; report/ stores and draws the results.
 """
@@ -129,16 +129,25 @@ class Result:
         found = self.figures.get(name)
         return None if found is None or found.low is None or found.high is None else (found.low, found.high)
 
+    def interval_of_seeds(self, name: str) -> tuple[float, float] | None:
+        """The 95% interval; None with one seed, whose halves give an interval that is too narrow to compare points."""
+        found = self.figures.get(name)
+        return self.interval(name) if found is not None and len(found.per_seed) > 1 else None
 
-def finished_card(folder: Path, point: Point, *, step: int) -> Card | None:
-    """The card of a finished evaluation of exactly this point; None if the folder has none."""
+
+def finished_card(folder: Path, point: Point, *, step: int, metrics: list[str] | None = None) -> Card | None:
+    """The card of a finished evaluation of exactly this point; None if the folder has none.
+
+    Args:
+        metrics: those that the card must have; None accepts any.
+    """
     try:
         card = read_card(folder)
     except ConfigError:
         return None
     sampling = {key: card.sampling.get(key) for key in point.sampling}
     is_of_point = (sampling, card.weights, card.step) == (point.sampling, point.weights, step)
-    return card if is_of_point else None
+    return card if is_of_point and metrics in (None, card.metrics) else None
 
 
 def choose_figure(results: Sequence[Result]) -> str | None:
@@ -173,9 +182,9 @@ def rank(results: Sequence[Result], figure: str) -> Ranking:
     known.sort(key=lambda result: sign * _value(result, figure))
     first = known[0]
     edge = "Highest" if sign < 0 else "Lowest"
-    if first.interval(figure) is None:
+    if first.interval_of_seeds(figure) is None:
         return Ranking(
-            [], f"{edge} {figure}: {first.point}. Without intervals, this may be chance; `--seeds 3` gives intervals."
+            [], f"{edge} {figure}: {first.point}. Without 95% intervals, this may be chance; `--seeds 3` gives them."
         )
     tied = [result for result in known if _overlap(first, result, figure)]
     if len(tied) == 1:
@@ -195,7 +204,7 @@ def _value(result: Result, figure: str) -> float:
 def _overlap(first: Result, second: Result, figure: str) -> bool:
     """Whether two intervals overlap. Without an interval, the value itself is compared."""
     (low, high), (other_low, other_high) = (
-        result.interval(figure) or (_value(result, figure),) * 2 for result in (first, second)
+        result.interval_of_seeds(figure) or (_value(result, figure),) * 2 for result in (first, second)
     )
     return low <= other_high and other_low <= high
 
@@ -213,7 +222,8 @@ def markdown(results: Sequence[Result], figure: str | None, *, title: str) -> st
         intervals = kinds_of_interval(results, figure)
         notes += [f"Intervals: {'; '.join(intervals)}."] if intervals else []
         floor = held_out_floor(results, figure)
-        notes += [f"Held-out images have {figure} {floor:.4g}."] if floor is not None else []
+        if floor is not None:
+            notes.append(f"Held-out images (N = {floor.num_images:,}) have {figure} {floor.value:.4g}.")
     paragraphs = [f"# {title}", table(results, figure, best=ranking.best), ranking.sentence, " ".join(notes)]
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
 
@@ -223,10 +233,28 @@ def kinds_of_interval(results: Sequence[Result], figure: str) -> list[str]:
     return sorted({result.figures[figure].interval or "" for result in results if result.interval(figure)})
 
 
-def held_out_floor(results: Sequence[Result], figure: str) -> float | None:
-    """The same figure of held-out images against training images; None if no card has it."""
-    values = (result.value(f"held-out {figure}") for result in results)
-    return next((value for value in values if value is not None), None)
+class Floor(NamedTuple):
+    """A figure of held-out images against training images."""
+
+    value: float
+    num_images: int
+    """Held-out images."""
+
+
+def held_out_floor(results: Sequence[Result], figure: str) -> Floor | None:
+    """The same figure of held-out images; None if no card has one that can be compared with that of its samples.
+
+    A Fréchet distance rises when there are fewer images, so it needs at least half and at most twice as many held-out
+    images as samples. The expected value of KID does not depend on their number.
+    """
+    for result in results:
+        held_out, samples = result.figures.get(f"held-out {figure}"), result.figures.get(figure)
+        if held_out is None or samples is None or held_out.value is None:
+            continue
+        fewer, more = sorted((held_out.num_images, samples.num_images))
+        if figure.startswith("KID") or more <= 2 * fewer:
+            return Floor(held_out.value, held_out.num_images)
+    return None
 
 
 def table(results: Sequence[Result], figure: str | None, *, best: Sequence[Point] = ()) -> str:

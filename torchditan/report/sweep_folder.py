@@ -4,6 +4,7 @@
 Notable:
 - results are always read from the cards of the points, so a killed sweep loses none;
 - a folder belongs to one checkpoint of each run and one set of options. More points of the same kind can be added;
+- without `--metrics`, all points get the metrics of the first card, because the default ones depend on the machine;
 - only one process at a time can use the folder. The kernel releases its lock when the process exits.
 """
 
@@ -45,7 +46,7 @@ class SweepFolder:
     runs: dict[str, SweptRun]
     """By the labels that points have."""
     options: dict[str, Any]
-    """Of evaluate.py, the same for all points."""
+    """Of evaluate.py, the same for all points. If `metrics` is not given, it becomes that of the first card."""
     points: list[Point]
     """Of this command, then those of earlier commands."""
     failures: dict[str, str] = field(default_factory=dict)
@@ -105,14 +106,19 @@ class SweepFolder:
             elif there[label]["step"] != run.step:
                 found.append(f"{label} has step {there[label]['step']} there and step {run.step} here")
         for name in options.keys() & self.options.keys():  # an option of only one version has its default there
+            if name == "metrics" and self.options[name] is None:
+                continue  # then those of the stored sweep are used
             if options[name] != self.options[name]:
                 was, now = json.dumps(options[name]), json.dumps(self.options[name])
                 found.append(f"--{name} is {was} there and {now} here")
         return found
 
     def add_earlier_points(self) -> None:
-        """Add the points of earlier commands in this folder, and the reasons of those that failed."""
-        entries = self.check_content().get("points", [])
+        """Add the points of earlier commands in this folder, the reasons of those that failed, and their metrics."""
+        stored = self.check_content()
+        entries = stored.get("points", [])
+        if self.options.get("metrics") is None:
+            self.options["metrics"] = stored.get("options", {}).get("metrics")
         try:
             earlier = {Point.from_dict(entry["point"]): entry["reason"] for entry in entries}
         except (KeyError, TypeError, ValueError):
@@ -124,28 +130,42 @@ class SweepFolder:
                     self.failures[point.name] = reason
 
     def result(self, point: Point) -> Result:
-        card = finished_card(self.out(point), point, step=self.runs[point.run].step)
+        card = finished_card(
+            self.out(point), point, step=self.runs[point.run].step, metrics=self.options.get("metrics")
+        )
         return Result(point, card, None if card else self.failures.get(point.name))
 
     def results(self) -> list[Result]:
         """Of all points, in order."""
         return [self.result(point) for point in self.points]
 
-    def write(self, figure: str | None) -> str:
-        """Write sweep.json, sweep.md and the plots. Returns the text of sweep.md without links to the plots.
+    def settle_metrics(self) -> None:
+        """Without `--metrics`, take the metrics of the first card for all points."""
+        if self.options.get("metrics") is None:
+            found = next((result.card for result in self.results() if result.card), None)
+            self.options["metrics"] = found.metrics if found else None
 
-        Args:
-            figure: what points are compared by; None chooses a figure of the cards.
+    def check_figure(self, figure: str | None) -> None:
+        """Refuse a figure that no card has. Before the first card, any name may be right: metrics choose them.
 
         Raises:
             ConfigError: the cards do not have the figure.
         """
-        results = self.results()
-        write_file(self.path / SWEEP_NAME, json.dumps(self._content(results), indent=2).encode())
-        names = list(dict.fromkeys(name for result in results for name in result.figures))
+        names = list(dict.fromkeys(name for result in self.results() for name in result.figures))
         if figure is not None and names and figure not in names:
             raise option_error("--figure", figure, f"must be one of {', '.join(names)}{did_you_mean(figure, names)}")
-        figure = figure or choose_figure(results)
+
+    def write(self, figure: str | None) -> str:
+        """Write sweep.json, sweep.md and the plots. Returns the text of sweep.md without links to the plots.
+
+        Args:
+            figure: what points are compared by; None, or one that no card has, chooses a figure of the cards.
+        """
+        self.settle_metrics()
+        results = self.results()
+        write_file(self.path / SWEEP_NAME, json.dumps(self._content(results), indent=2).encode())
+        if not any(figure in result.figures for result in results):
+            figure = choose_figure(results)
         title = ", ".join(f"{label} step {run.step}" for label, run in self.runs.items())
         pictures: list[str] = []
         text = markdown(results, figure, title=f"Sampling sweep: {title}")

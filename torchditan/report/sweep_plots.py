@@ -4,7 +4,7 @@
 Notable:
 - colours are those of the report (plots.py), which colour-blind readers can distinguish. Marker and dashes show the
   sampler, the filling of the marker the weights, and each run has a panel;
-- error bars are the intervals of the cards. The grey line is the same figure of held-out images.
+- error bars are the intervals of the cards. The grey line is the same figure of about as many held-out images.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from torchditan.config.optional_libraries import import_optional
 from torchditan.evaluation.sweep import (
     WHOLE_INTERVAL,
+    Floor,
     Point,
     Result,
     held_out_floor,
@@ -118,7 +119,7 @@ class _Plot:
             panel.set_visible(False)
         self._axes(panels[: len(runs)], results)
         canvas.suptitle(self._heading(results), fontsize=10, x=0.02, horizontalalignment="left")
-        entries = self._legend(colors, styles, has_floor=held_out_floor(results, self.figure) is not None)
+        entries = self._legend(colors, styles, held_out_floor(results, self.figure))
         canvas.legend(handles=entries, loc="outside right center", frameon=False, fontsize=9, handlelength=2.6)
         encoded = io.BytesIO()
         canvas.savefig(encoded, format="png")
@@ -149,12 +150,12 @@ class _Plot:
         ticker = import_optional("matplotlib.ticker", extra="evaluation")
         floor = held_out_floor(results, self.figure)
         values = [value for result in results if (value := result.value(self.figure)) is not None]
-        values += [floor] if floor is not None else []
+        values += [floor.value] if floor is not None else []
         places = sorted({self.x_of(result) for result in results})
         better = "higher" if higher_is_better(self.figure) else "lower"
         for panel in panels:
             if floor is not None:
-                panel.axhline(floor, color=_GREY, linewidth=1, linestyle=_DOTTED)
+                panel.axhline(floor.value, color=_GREY, linewidth=1, linestyle=_DOTTED)
             if _is_wide(values):
                 panel.set_yscale("log")
                 panel.yaxis.set_major_locator(ticker.LogLocator(subs=_steps_of_decade(values)))
@@ -182,7 +183,7 @@ class _Plot:
         bars = f"error bars: {'; '.join(intervals)}" if intervals else "no intervals"
         return f"{self.title}\n{', '.join(part for part in (images, bars) if part)}"
 
-    def _legend(self, colors: dict[str, Any], styles: dict[tuple[str, str], Any], *, has_floor: bool) -> list[Any]:
+    def _legend(self, colors: dict[str, Any], styles: dict[tuple[str, str], Any], floor: Floor | None) -> list[Any]:
         """Entries for the colours, for samplers and weights if there are several, and for the grey line."""
         line = import_optional("matplotlib.lines", extra="evaluation").Line2D
         entries = [line([], [], color=paint, linewidth=2.5, label=name) for name, paint in colors.items()]
@@ -193,8 +194,9 @@ class _Plot:
         if len(weights) > 1:
             shown = {name: {**styles[samplers[0], name], "linestyle": "none"} for name in weights}
             entries += [line([], [], color=_GREY, label=f"{name} weights", **style) for name, style in shown.items()]
-        if has_floor:
-            entries.append(line([], [], color=_GREY, linewidth=1, linestyle=_DOTTED, label="held-out images"))
+        if floor is not None:
+            label = f"{floor.num_images:,} held-out images"
+            entries.append(line([], [], color=_GREY, linewidth=1, linestyle=_DOTTED, label=label))
         return entries
 
 
