@@ -400,6 +400,7 @@ def make_card(args: argparse.Namespace, origin: Any, *, rank: Rank, **found: Any
         epochs=args.epochs,
         inception_weights=None if args.inception_weights is None else str(args.inception_weights),
         precision=precision_of(rank.device),
+        reference_run=None if is_run or args.run is None else str(args.run),
         **found,
         **environment_of(rank.device),
     )
