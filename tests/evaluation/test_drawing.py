@@ -7,6 +7,7 @@ As a script it draws on ranks of torchrun (`test_drawing.py ranks FOLDER`), or k
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -331,6 +332,75 @@ def test_no_wrong_byte_of_a_part_goes_unnoticed(tmp_path: Path) -> None:
     parts.write(numbers, torch.zeros(2, 1, 64, 64, dtype=torch.uint8), labels)
     path.write_bytes(path.read_bytes().replace(b"(2, 1, 64, 64)", b"(1, 1, 64, 64)"))  # numpy would stop half way
     assert parts.read(numbers) is None
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE])
+def test_a_part_that_cannot_be_read_is_kept(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = SampleParts(tmp_path, IDENTITY)
+    parts.write(range(2), torch.ones(2, 1, 2, 2, dtype=torch.uint8), None)
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(io, "open", fail)
+        with refused(f"{parts._path(range(2))} cannot be read: {os.strerror(number)}", "kept", "again"):
+            parts.read(range(2))
+    found = parts.read(range(2))
+    assert found is not None and found[0].all()
+
+
+def test_finished_samples_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    def parts_of(seed: int) -> SampleParts:
+        parts = SampleParts(tmp_path / "parts" / f"seed-{seed}", {**IDENTITY, "seed": seed})
+        parts.open()
+        parts.write(range(2), torch.ones(2, 1, 2, 2, dtype=torch.uint8), None)
+        (parts.folder / ".00000002-00000003.npz.host-1.partial").write_bytes(b"half")
+        return parts
+
+    first, second = parts_of(1), parts_of(2)
+    mine = ["00000000-00000001.npz.bak", "notes.txt", ".notes.txt.partial"]
+    for name in mine:
+        (second.folder / name).write_text("mine")
+    first.remove()
+    assert not first.folder.exists()
+    SampleParts(second.folder, first.identity).remove()
+    assert second.open() == [range(2)], "samples of another evaluation are kept"
+    second.remove()
+    assert sorted(path.name for path in second.folder.iterdir()) == sorted(mine)
+    for name in mine:
+        (second.folder / name).unlink()
+    (tmp_path / "card.json").write_text("{}")
+    second.remove()
+    second.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["card.json"]
+    (tmp_path / "card.json").unlink()
+    other = SampleParts(tmp_path / "mine" / "seed-1", IDENTITY)
+    other.open()
+    other.remove()
+    assert list((tmp_path / "mine").iterdir()) == [], "the parent is removed only if it is called parts"
+
+
+def test_a_failure_while_removing_leaves_samples_that_can_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = SampleParts(tmp_path / "parts" / "seed-5", IDENTITY)
+    parts.open()
+    for first in (0, 2):
+        parts.write(range(first, first + 2), torch.ones(2, 1, 2, 2, dtype=torch.uint8), None)
+    unlink = Path.unlink
+
+    def fail_at_the_second(path: Path, missing_ok: bool = False) -> None:
+        if len(list(parts.folder.glob("*.npz"))) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", fail_at_the_second)
+        parts.remove()
+    assert len(parts.open()) == 1
+    parts.remove()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_drawing_continues(trained: TrainedModel, images: Tensor, tmp_path: Path) -> None:

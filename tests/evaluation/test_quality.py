@@ -306,7 +306,62 @@ def test_a_damaged_cache_is_one_line(tmp_path: Path) -> None:
         quality_of(all_pictures(), cache_folder=tmp_path)
 
 
+def test_a_wrong_byte_of_a_cached_feature_is_computed_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    images = random_images(4, seed=0)
+
+    def read() -> tuple[Features, int]:
+        network = PixelNetwork()
+        cache = CachedFeatures(Extractor("P", "a", NUM_FEATURES, network, torch.device("cpu")), tmp_path)
+        features = cache(images)
+        assert torch.equal(cache(images).pool, features.pool)
+        return features, len(network.calls)
+
+    expected, calls = read()
+    assert calls == 1
+    (file,) = tmp_path.rglob("*.safetensors")
+    whole = file.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    for place in (start, (start + len(whole)) // 2, len(whole) - 1):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        file.write_bytes(damaged)
+        found, calls = read()
+        assert calls == 1
+        assert torch.equal(found.pool, expected.pool)
+        assert found.spatial is not None and expected.spatial is not None
+        assert torch.equal(found.spatial, expected.spatial)
+        (line,) = capfd.readouterr().err.splitlines()
+        assert "damaged features" in line and str(file.parent) in line
+        assert file.read_bytes() == whole, "and written again"
+        assert read()[1] == 0
+        assert capfd.readouterr().err == ""
+
+
 # References
+
+
+@pytest.mark.parametrize("device", ["cpu:0", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("source", ["train", "images", "statistics"])
+def test_the_reference_leaves_the_device_between_evaluations(device: str, source: str, tmp_path: Path) -> None:
+    """A copy "to cpu:0" has other memory than the tensor on "cpu", so this runs without a GPU too."""
+    options: dict[str, Any] = {}
+    if source != "train":
+        path = options["reference"] = tmp_path / "reference.npz"
+        images = random_images(50, seed=0)
+        write_images(path, [images], shape=(50, 8, 8))
+        if source == "statistics":
+            pool, spatial = (gaussian_of(part) for part in features_of(images)[:2] if part is not None)
+            write_reference(path, [images], shape=(50, 8, 8), pool=pool, spatial=spatial, extractor="Pixels")
+    metric = quality_of(all_pictures(), device=device, **options)
+    results = metric.compute()
+    reference = metric._reference
+    assert reference is not None and reference.pool is not None and reference.radii is not None
+    kept = [reference.pool, reference.radii, reference.gaussian.covariance]
+    assert all(tensor.device == torch.device("cpu") for tensor in kept)
+    if source == "train":
+        assert reference.pool is metric.state("train")["pool"], "no second copy on the CPU"
+    if device == "cpu:0":
+        assert results == metric.compute() == quality_of(all_pictures(), **options).compute()
 
 
 def test_a_reference_file_replaces_the_training_images(tmp_path: Path) -> None:

@@ -128,6 +128,28 @@ def test_damaged_images_are_refused_in_one_line(save: Callable[..., None], tmp_p
         list(read_images(path, batch_size=10))
 
 
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_damaged_statistics_are_refused_in_one_line(save: Callable[..., None], tmp_path: Path) -> None:
+    """Each byte of a compressed file: the statistics are read unchanged, or refused."""
+    path = tmp_path / "a.npz"
+    save(path, mu=np.zeros(2), sigma=np.eye(2))
+    whole = path.read_bytes()
+    refusals: list[str] = []
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        try:
+            pool, _ = read_statistics(path, extractor="Inception-2015")
+        except ConfigError as error:
+            refusals.append(str(error))
+        else:
+            assert pool is None or torch.equal(pool.covariance, torch.eye(2).double())
+    assert len(refusals) > len(whole) / 4
+    expected = f"{path}: not an .npz file of images or statistics"
+    assert all(text.startswith(expected) and "\n" not in text for text in refusals)
+
+
 def test_another_size_than_the_reference_is_refused_in_one_line() -> None:
     check_same_size((32, 32), (32, 32), name="reference.npz")
     right = r"reference\.npz: images of 64 x 48 pixels, the generated ones are 32 x 32; they must be equal"

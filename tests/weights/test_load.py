@@ -160,6 +160,9 @@ def test_a_sample_depends_on_its_seed_class_and_number_alone(pixels: TrainedMode
     assert torch.equal(pixels.sample(classes=1, samples_per_class=2, seed=7), images[3:5])
     assert torch.equal(pixels.sample(classes=np.array([3, 1]), seed=7, batch_size=1), images[::3])
     assert not torch.equal(pixels.sample(classes=1, seed=8), images[3:4])
+    for scalar in (np.int64(1), np.array(1), torch.tensor(1)):
+        assert torch.equal(pixels.sample(classes=scalar, seed=np.int64(7)), images[3:4])  # type: ignore[arg-type]
+    assert len(pixels.sample(classes=1, samples_per_class=torch.tensor(2), seed=-1)) == 2  # type: ignore[arg-type]
     assert len(images.flatten(1).unique(dim=0)) == 6
     assert len(pixels.sample()) == len(CLASSES)  # as generate.py, without classes
 
@@ -172,6 +175,19 @@ def test_sampling_options_hold_for_one_call(pixels: TrainedModel, moved: dict[st
     options: dict[str, Any] = {"num_steps": 9, "guidance_scale": 5, "sampler": "heun", "guidance_interval": [0.2, 0.9]}
     for_all = load(moved["pixels"], options={f"sampling.{name}": value for name, value in options.items()})
     assert torch.equal(for_all.sample(classes=0), one)
+
+
+def test_images_that_are_not_finite_are_counted_in_one_line(
+    moved: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    trained = load(moved["pixels"])
+    trained.sample(classes=[0, 1])
+    assert capfd.readouterr().err == ""
+    with torch.no_grad():
+        next(trained.model.parameters()).fill_(torch.nan)
+    images = trained.sample(classes=[0, 1])
+    assert (images == 0).all()
+    assert capfd.readouterr().err == "warning: 2 of 2 images have values that are not finite\n"
 
 
 def test_an_unconditional_model_draws_a_number_of_images(moved: dict[str, Path]) -> None:
@@ -200,11 +216,18 @@ def test_an_autoencoder_that_moved_is_given_its_new_path(moved: dict[str, Path])
         ({"classes": "dog"}, 'classes = "dog"', ["integers", "0 to 3"]),
         ({"classes": 1.5}, "classes = 1.5", ["integers"]),
         ({"classes": []}, "classes = []", ["0 to 3"]),
+        ({"classes": torch.tensor(1.5)}, 'classes = "tensor(1.5000)"', ["integers", "0 to 3"]),
+        ({"classes": np.array(1.5)}, 'classes = "1.5"', ["integers", "0 to 3"]),
+        ({"classes": [1, 2.0]}, "classes = [1, 2.0]", ["integers"]),
         ({"classes": [1, 1]}, "classes = [1, 1]", ["once", "samples_per_class"]),
         ({"prompts": "a dog"}, 'prompts = "a dog"', ["classes"]),
         ({"num_samples": 4}, "num_samples = 4", ["samples_per_class"]),
         ({"samples_per_class": 0}, "samples_per_class = 0", ["1"]),
+        ({"samples_per_class": 2.0}, "samples_per_class = 2.0", ["integer", "1"]),
         ({"batch_size": 0}, "batch_size = 0", ["1"]),
+        ({"batch_size": "8"}, 'batch_size = "8"', ["integer"]),
+        ({"seed": 1.5}, "seed = 1.5", ["integer"]),
+        ({"seed": None}, "seed = none", ["integer"]),
         ({"num_step": 4}, "num_step", ["num_steps?"]),
         ({"clases": 4}, "clases", ["classes?"]),
         ({"use_ema": False}, "use_ema", ["guidance_scale", "num_steps", "sampler"]),
@@ -225,6 +248,10 @@ def test_an_argument_of_sample_that_cannot_be_is_one_line(
         ({"step": 7}, "--step = 7", ["[1, 2]"]),
         ({"weights": "EMA"}, 'weights = "EMA"', ["ema", "raw"]),
         ({"device": "gpu"}, 'device = "gpu"', ["cpu", "cuda"]),
+        ({"device": "mps"}, 'device = "mps"', ["cpu", "cuda"]),
+        ({"device": "xpu"}, 'device = "xpu"', ["cpu", "cuda"]),
+        ({"device": "meta"}, 'device = "meta"', ["cpu", "cuda"]),
+        ({"device": 1.5}, 'device = "1.5"', ["cpu", "cuda"]),
         ({"device": "cuda:99"}, 'device = "cuda:99"', ["CUDA devices"]),
         ({"options": {"guidance_scale": 2}}, "guidance_scale", ["sampling.guidance_scale?"]),
         ({"options": {"training.steps": 2}}, "training.steps", ["sampling", "autoencoder", "model.path"]),

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchditan.evaluation.metric import Figure, MetricOfAllPictures
+from torchditan.config.errors import ConfigError
+from torchditan.evaluation.metric import Figure, MetricOfAllPictures, Source
 from torchditan.run.progress import Advance, report_progress
 
 
@@ -17,6 +19,17 @@ class ClassifierAccuracy(MetricOfAllPictures):
     """Share of generated images that a classifier of the training images assigns to their requested class."""
 
     needs_labels = True
+
+    def check(self, counts: Mapping[Source, int], *, image_size: tuple[int, int]) -> None:
+        """Refuse a dataset without training images, to train the classifier, or held-out images, to test it.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        names: dict[Source, str] = {"train": "training images", "held_out": "held-out images"}
+        for source, name in names.items():
+            if not counts[source]:
+                raise ConfigError(f"metric classifier: needs {name}, and the dataset has none; choose other metrics")
 
     def compute(self) -> dict[str, Any]:
         """All in 0..1: `accuracy_generated` (the mean of `per_class`), `accuracy_held_out_real`, `chance`, `per_class`.
@@ -87,21 +100,23 @@ def train_classifier(
 
     `advance` is called after each batch with its fraction of an epoch.
     """
-    torch.manual_seed(seed)
-    model = Classifier(in_channels=images.shape[1], num_classes=num_classes)
-    steps = epochs * -(-len(images) // batch_size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps)
-    for _ in range(epochs):
-        for rows in torch.randperm(len(images)).split(batch_size):
-            shift = torch.randint(-1, 2, (2,)).tolist()
-            batch = torch.roll(images[rows], shift, dims=(2, 3))
-            loss = F.cross_entropy(model(batch), labels[rows], label_smoothing=0.05)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            advance(epochs / steps)
+    # The global generator keeps its state. Only the one of the CPU is used.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = Classifier(in_channels=images.shape[1], num_classes=num_classes)
+        steps = epochs * -(-len(images) // batch_size)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps)
+        for _ in range(epochs):
+            for rows in torch.randperm(len(images)).split(batch_size):
+                shift = torch.randint(-1, 2, (2,)).tolist()
+                batch = torch.roll(images[rows], shift, dims=(2, 3))
+                loss = F.cross_entropy(model(batch), labels[rows], label_smoothing=0.05)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                advance(epochs / steps)
     return model.eval()
 
 

@@ -35,6 +35,9 @@ class Gaussian:
     count: int | None = None
     """Images; None where a file of statistics does not say."""
 
+    def to(self, device: torch.device | str) -> Gaussian:
+        return Gaussian(self.mean.to(device), self.covariance.to(device), self.count)
+
 
 class FeatureStatistics:
     """Count, mean and scatter matrix of features, in float64 (Chan, Golub & LeVeque 1979, for batches).

@@ -78,19 +78,29 @@ READ_AT_A_TIME = 256
 
 @dataclass(frozen=True)
 class Reference:
-    """The images that generated ones should resemble."""
+    """The images that generated ones should resemble; kept on the CPU, and compared on the extractor's device."""
 
     pool: Tensor | None
-    """(M, D) features on the device; None if a file has statistics only."""
+    """(M, D) features; None if a file has statistics only."""
     radii: Tensor | None
     """`real_radii(pool)`."""
     gaussian: Gaussian
     spatial: Gaussian | None
 
     @classmethod
-    def of_features(cls, pool: Tensor, spatial: Tensor | None) -> Reference:
-        spatial_gaussian = None if spatial is None else gaussian_of(spatial.to(pool.device))
-        return cls(pool, real_radii(pool), gaussian_of(pool), spatial_gaussian)
+    def of_features(cls, pool: Tensor, spatial: Tensor | None, *, device: torch.device) -> Reference:
+        """Of features on the CPU; `pool` is kept without a copy. The rest is computed on the device."""
+        on_device = pool.to(device)
+        spatial_gaussian = None if spatial is None else gaussian_of(spatial.to(device)).to("cpu")
+        return cls(pool, real_radii(on_device).cpu(), gaussian_of(on_device).to("cpu"), spatial_gaussian)
+
+    def to(self, device: torch.device) -> Reference:
+        return Reference(
+            pool=None if self.pool is None else self.pool.to(device),
+            radii=None if self.radii is None else self.radii.to(device),
+            gaussian=self.gaussian.to(device),
+            spatial=None if self.spatial is None else self.spatial.to(device),
+        )
 
 
 class Quality:
@@ -111,7 +121,8 @@ class Quality:
         self._file_statistics = self._read_file_statistics()
         self._parts: dict[str, list[dict[str, Tensor]]] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
-        # Computed from real images at the first `compute`, and kept for further sampling seeds.
+        # Computed from real images at the first `compute`, and kept for further sampling seeds. On the CPU: during
+        # training, the model needs the memory of the device between evaluations.
         self._reference: Reference | None = None
         self._floor: dict[str, Figure] | None = None
         self._held_out_distances: Tensor | None = None
@@ -216,7 +227,7 @@ class Quality:
     def _figures(self) -> dict[str, Figure]:
         generated, pool = self._sorted("generated"), self._pool("generated")
         require_full_rank(len(pool), self.extractor.num_features, name="generated images")
-        reference = self._open_reference()
+        reference = self._open_reference().to(self.extractor.device)
         figures = {"FD": frechet_figure(pool, reference.gaussian)}
         if "spatial" in generated and reference.spatial is not None:
             figures["sFD"] = frechet_figure(generated["spatial"].to(self.extractor.device), reference.spatial)
@@ -249,8 +260,8 @@ class Quality:
     def _copy_figures(self, pool: Tensor) -> dict[str, Figure]:
         training = self._pool("train")
         if self._held_out_distances is None:
-            self._held_out_distances, _ = nearest_distances(self._pool("held_out"), training)
-        held_out = self._held_out_distances
+            self._held_out_distances = nearest_distances(self._pool("held_out"), training)[0].cpu()
+        held_out = self._held_out_distances.to(self.extractor.device)
         distances, _ = nearest_distances(pool, training)
         return {
             "copies: closer than held-out": with_halves(lambda part: share_closer(part, held_out), distances),
@@ -262,9 +273,10 @@ class Quality:
     def _open_reference(self) -> Reference:
         if self._reference is None:
             if self.evaluation.reference is None:
-                require_full_rank(len(self._pool("train")), self.extractor.num_features, name="training images")
-                spatial = self._sorted("train").get("spatial")
-                self._reference = Reference.of_features(self._pool("train"), spatial)
+                train = self._sorted("train")
+                require_full_rank(len(train["pool"]), self.extractor.num_features, name="training images")
+                device = self.extractor.device
+                self._reference = Reference.of_features(train["pool"], train.get("spatial"), device=device)
             else:
                 self._reference = self._read_reference(self.evaluation.reference)
         return self._reference
@@ -277,11 +289,11 @@ class Quality:
             return Reference(None, None, gaussian, spatial_gaussian)
         batches = read_images(path, batch_size=READ_AT_A_TIME)
         features = join_features([self._extract_real(images) for images in batches])
-        pool = features.pool.to(self.extractor.device)
+        device = self.extractor.device
         if gaussian is not None:
-            return Reference(pool, real_radii(pool), gaussian, spatial_gaussian)
-        require_full_rank(len(pool), self.extractor.num_features, name=str(path))
-        return Reference.of_features(pool, features.spatial)
+            return Reference(features.pool, real_radii(features.pool.to(device)).cpu(), gaussian, spatial_gaussian)
+        require_full_rank(len(features.pool), self.extractor.num_features, name=str(path))
+        return Reference.of_features(features.pool, features.spatial, device=device)
 
     def _read_file_statistics(self) -> tuple[Gaussian | None, Gaussian | None]:
         path = self.evaluation.reference
@@ -293,12 +305,7 @@ class Quality:
             raise ConfigError(f"{path}: has neither images (arr_0) nor statistics (mu, sigma)")
         if pool is not None and len(pool.mean) != num_features:
             raise ConfigError(f"{path}: its statistics are of {len(pool.mean)} features, must be {num_features}")
-        device = self.extractor.device
-        moved = [
-            None if part is None else Gaussian(part.mean.to(device), part.covariance.to(device), part.count)
-            for part in found
-        ]
-        return moved[0], moved[1]
+        return found
 
     def _pool(self, source: Source) -> Tensor:
         """Sorted pooled features (N, D) of a source, on the device."""

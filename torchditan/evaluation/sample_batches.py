@@ -27,6 +27,8 @@ from torchditan.run.atomic_files import atomic_writer
 
 INCEPTION = "Inception-2015"
 """The extractor of a file that names none."""
+_DAMAGE = (OSError, KeyError, ValueError, EOFError, zlib.error, zipfile.BadZipFile)
+"""What zipfile and numpy raise for a file that is damaged or no archive."""
 
 
 def image_shape(path: Path) -> tuple[int, int, int]:
@@ -124,7 +126,7 @@ def read_statistics(path: Path, *, extractor: str) -> tuple[Gaussian | None, Gau
                 for mean, covariance in pairs
             )
             return pool, spatial
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (*_DAMAGE, RuntimeError) as error:  # RuntimeError: an encrypted entry, or an unknown compression
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: not an .npz file of images or statistics ({error})") from error
@@ -161,7 +163,7 @@ def _open_images(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, int, int, i
                 right = f"must be (N, H, W, 3) uint8, not {shape} {dtype}"
                 raise ConfigError(f"{path}: arr_0 {right}")
             yield file, (shape[0], shape[1], shape[2], shape[3])
-    except (OSError, KeyError, ValueError, zlib.error, zipfile.BadZipFile) as error:
+    except _DAMAGE as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: not an .npz file with images in arr_0 ({error})") from error

@@ -3,17 +3,19 @@
 
 Notable:
 - a part holds consecutive samples, `00000250-00000499.npz`: their numbers, 8-bit images and labels. It appears when it
-  is whole; its checksums are verified when it is read, and a damaged part is removed;
+  is whole; its checksums are verified when it is read. A damaged part is removed, one that cannot be read is kept;
 - the identity in `identity.json` says what the samples are. Samples with different identities never mix;
 - ranks read each other's parts: the folder must be on a file system that all of them see.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,9 +32,13 @@ from torchditan.evaluation.sample_batches import write_images
 from torchditan.run.atomic_files import atomic_writer, write_file
 
 IDENTITY_FILE = "identity.json"
+_PARTS_FOLDER = "parts"
 _PART = re.compile(r"(\d{8})-(\d{8})\.npz")
-_DAMAGE = (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile)
-"""What zipfile and numpy raise for a wrong byte, depending on its place."""
+_PARTIAL = re.compile(rf"\.({_PART.pattern}|{re.escape(IDENTITY_FILE)})\..+\.partial")
+"""Temporary files of `atomic_writer`."""
+_DAMAGE = (ValueError, KeyError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
+"""What zipfile and numpy raise for a wrong byte in memory, depending on its place: RuntimeError for a flag of an
+encrypted entry or an unknown compression."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +72,23 @@ class SampleParts:
         return found[0]
 
     def read(self, numbers: range) -> tuple[Tensor, Tensor | None] | None:
-        """Images (n, C, H, W) uint8 and labels (n,) int64 of a part; None if it is damaged, and then it is removed."""
+        """Images (n, C, H, W) uint8 and labels (n,) int64 of a part; None if it is damaged, and then it is removed.
+
+        Raises:
+            ConfigError: the file cannot be read, which says nothing about its content: it is kept.
+        """
         path = self._path(numbers)
         try:
-            with zipfile.ZipFile(path) as archive:
+            data = io.BytesIO(path.read_bytes())  # all errors from here on are of the content
+        except OSError as error:
+            right = "it is kept; run the same command again when the disk works"
+            raise ConfigError(f"{path} cannot be read: {error.strerror or error}; {right}") from None
+        try:
+            with zipfile.ZipFile(data) as archive:
                 is_whole = archive.testzip() is None  # before numpy trusts the shapes
             if is_whole:
-                with np.load(path, allow_pickle=False) as stored:
+                data.seek(0)
+                with np.load(data, allow_pickle=False) as stored:
                     images = torch.from_numpy(stored["images"])
                     labels = torch.from_numpy(stored["labels"]) if len(stored["labels"]) else None
                     is_whole = stored["numbers"].tolist() == list(numbers)
@@ -119,6 +135,23 @@ class SampleParts:
         with _one_line_for_the_disk(path):
             write_images(path, batches, shape=(num_samples, height, width))
 
+    def remove(self) -> None:
+        """Delete the parts, `identity.json` and stale temporary files, if this identity wrote them.
+
+        Then delete the folder, and its parent `parts`, if they are empty. Other files are kept. Only one rank calls it,
+        when all have finished reading.
+        """
+        # The identity goes last, and the first error ends it, so that what remains is still known.
+        with suppress(OSError):
+            if self._stored_identity() == self._plain_identity():
+                for path in list(self.folder.iterdir()):
+                    if _PART.fullmatch(path.name) or _PARTIAL.fullmatch(path.name):
+                        path.unlink(missing_ok=True)
+                (self.folder / IDENTITY_FILE).unlink(missing_ok=True)
+            self.folder.rmdir()
+            if self.folder.parent.name == _PARTS_FOLDER:
+                self.folder.parent.rmdir()
+
     def refuse(self, why: str) -> ConfigError:
         """The error for a folder with other samples."""
         return ConfigError(
@@ -133,12 +166,11 @@ class SampleParts:
 
     def _check_identity(self) -> None:
         path = self.folder / IDENTITY_FILE
-        identity = json.loads(json.dumps(self.identity))  # as it is read back: tuples become lists
+        identity = self._plain_identity()
         if path.exists():
-            try:
-                stored = json.loads(path.read_text())
-            except (OSError, ValueError):
-                raise self.refuse(f"{IDENTITY_FILE} is unreadable") from None
+            stored = self._stored_identity()
+            if stored is None:
+                raise self.refuse(f"{IDENTITY_FILE} is unreadable")
             for name in sorted(stored.keys() | identity.keys()):
                 if stored.get(name) != identity.get(name):
                     raise self.refuse(f"{name} {_shown(stored.get(name))}, now {_shown(identity.get(name))}")
@@ -147,9 +179,22 @@ class SampleParts:
         else:
             with _one_line_for_the_disk(path):
                 write_file(path, json.dumps(identity, indent=2).encode())
-        for stale in self.folder.glob(".*.partial"):  # of a killed process
-            with suppress(OSError):
-                stale.unlink(missing_ok=True)
+        for stale in list(self.folder.iterdir()):
+            if _PARTIAL.fullmatch(stale.name):  # of a killed process
+                with suppress(OSError):
+                    stale.unlink(missing_ok=True)
+
+    def _plain_identity(self) -> dict[str, Any]:
+        """As it is read back: tuples become lists."""
+        return json.loads(json.dumps(self.identity))
+
+    def _stored_identity(self) -> dict[str, Any] | None:
+        """None if there is none, or if it is unreadable."""
+        try:
+            stored = json.loads((self.folder / IDENTITY_FILE).read_text())
+        except (OSError, ValueError):
+            return None
+        return stored if isinstance(stored, dict) else None
 
     def _ranges(self) -> list[range]:
         """Ranges of the parts by name, in order. Two processes in the same folder may have drawn a sample twice: a part

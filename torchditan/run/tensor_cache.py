@@ -75,7 +75,9 @@ class TensorCache:
             for name, tensor in of_entry.items()
         }
         digest = hashlib.sha256(" ".join(sorted(entries)).encode()).hexdigest()[:16]
-        write_file(self.folder / f"{digest}{_SUFFIX}", save(tensors))
+        path = self.folder / f"{digest}{_SUFFIX}"
+        write_file(path, save(tensors))
+        self._readers.pop(path, None)  # if the same entries were written before, it maps the old file
         self.refresh()
 
     def _reader(self, path: Path) -> Any:

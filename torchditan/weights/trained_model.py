@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -208,22 +209,23 @@ class TrainedModel:
             prompts: texts, for a model of captions. None: those of `sampling.prompts`.
             samples_per_class: images of each class or prompt.
             num_samples: images of an unconditional model; None: `samples_per_class`.
-            seed: of the starting noise.
+            seed: of the starting noise, an integer.
             batch_size: images at once. It determines the memory, and may change the last bits of float32.
             **sampling: options of [sampling] for this call; the others are those of the run.
 
         Returns:
             (N, C, H, W) uint8 on the CPU, from 0 to 255; C is 1 (grey) or 3 (RGB). Videos are (N, 3, F, H, W). Latents
-            are decoded. The images of a class follow each other, in the order of `classes` or `prompts`.
+            are decoded. The images of a class follow each other, in the order of `classes` or `prompts`. NaN becomes
+            black; a line on stderr says how many images have values that are not finite.
 
         Raises:
             ConfigError: a class is out of range, the model has no classes or no prompts, or an option is wrong.
         """
         _check_names(sampling)
-        numbers = {"samples_per_class": samples_per_class, "num_samples": num_samples, "batch_size": batch_size}
-        for name, number in numbers.items():
-            if number is not None and number < 1:
-                raise option_error(name, number, "must be at least 1")
+        samples_per_class = _count("samples_per_class", samples_per_class)
+        num_samples = None if num_samples is None else _count("num_samples", num_samples)
+        batch_size = _count("batch_size", batch_size)
+        seed = _integer("seed", seed, "must be an integer")
         changed = {f"sampling.{name}": value for name, value in sampling.items()}
         drawing = replace(self, config=override(self.config, _plain(changed), sections=("sampling",)))
         if num_samples is not None and (self.takes_prompts or self.num_classes):
@@ -235,6 +237,9 @@ class TrainedModel:
         per_row = num_samples or samples_per_class
         samples = drawing.generate_rows(rows, samples_per_row=per_row, seed=seed, batch_size=batch_size)
         images = drawing.to_pixels(samples).flatten(0, 1)  # (N, C, H, W)
+        num_bad = int((~images.isfinite()).flatten(1).any(1).sum())
+        if num_bad:
+            print(f"warning: {num_bad} of {len(images)} images have values that are not finite", file=sys.stderr)
         return to_8_bit(images.nan_to_num(nan=-1.0)).byte()  # rounded as in the PNGs of grid_picture.py
 
     def _rows_of_prompts(self, classes: object, prompts: str | Iterable[str] | None) -> SampleRows:
@@ -254,12 +259,11 @@ class TrainedModel:
             return self._rows_of(range(min(self.config.sampling.max_classes, max(1, self.num_classes))))
         if not self.num_classes:
             raise option_error("classes", classes, "this run was trained without classes; give num_samples")
-        given = list(classes) if isinstance(classes, Iterable) else [classes]
         right = f"must be integers from 0 to {self.num_classes - 1}, such as 3 or [3, 5]"
-        try:
-            labels = [operator.index(label) for label in given]  # integers of numpy and torch too
-        except TypeError:
-            raise option_error("classes", classes, right) from None
+        # Scalars of numpy and torch are integers too, and have an __iter__ that fails.
+        is_list = isinstance(classes, Iterable) and getattr(classes, "ndim", 1) > 0
+        given = cast(Iterable[int], classes) if is_list else [cast(int, classes)]
+        labels = [_integer("classes", label, right, shown=classes) for label in given]
         if not labels or not all(0 <= label < self.num_classes for label in labels):
             raise option_error("classes", labels, right)
         if len(set(labels)) < len(labels):
@@ -433,6 +437,22 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
 
+def _integer(name: str, value: Any, right: str, *, shown: Any = None) -> int:
+    """An integer of Python, numpy or torch as one of Python; the error shows `shown`, or else the value."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise option_error(name, value if shown is None else shown, right) from None
+
+
+def _count(name: str, value: Any) -> int:
+    right = "must be an integer of at least 1"
+    count = _integer(name, value, right)
+    if count < 1:
+        raise option_error(name, count, right)
+    return count
+
+
 def _check_names(sampling: Mapping[str, Any]) -> None:
     """Refuse names that `TrainedModel.sample` does not take."""
     taken = SamplingOptions.__annotations__
@@ -444,13 +464,16 @@ def _check_names(sampling: Mapping[str, Any]) -> None:
 
 
 def _device(given: torch.device | str | None) -> torch.device:
-    """Raises ConfigError if torch does not know the device, or this machine does not have it."""
+    """Raises ConfigError if the device is neither a CPU nor a GPU of CUDA, or this machine does not have it."""
     if given is None:
         return Rank(0, 0, 1).device
+    right = "must be cpu, cuda or cuda:N"
     try:
         device = torch.device(given)
-    except RuntimeError:
-        raise option_error("device", str(given), "must be cpu, cuda or cuda:N") from None
+    except (RuntimeError, TypeError):
+        raise option_error("device", str(given), right) from None
+    if device.type not in ("cpu", "cuda"):
+        raise option_error("device", str(given), right)
     num_gpus = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise option_error("device", str(given), f"this machine has {num_gpus} CUDA devices")
