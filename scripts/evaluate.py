@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchditan.data_stream.datasets import ImageDataset
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.card import Card
+    from torchditan.evaluation.evaluator import Shown
     from torchditan.evaluation.metric import Metric, Pictures, Source
     from torchditan.weights.trained_model import TrainedModel
 
@@ -246,14 +247,33 @@ class Subject:
         return args.run / "evaluation" / "_".join([*words, f"{self.num_images}-samples", number])
 
 
+def show_real_images(
+    metrics: list[Metric], trained: TrainedModel | None, datasets: dict[Source, ImageDataset]
+) -> dict[Source, Shown]:
+    """Show this rank's part of all real images to its metrics."""
+    from torchditan.evaluation.evaluator import real_pictures, show
+
+    real: dict[Source, Shown] = {}
+    for source, dataset in datasets.items():
+        assert trained is not None
+        pictures = real_pictures(
+            dataset,
+            source,
+            to_pixels=real_to_pixels(trained),
+            has_labels=trained.num_classes > 0,
+            corrupt_images=trained.config.dataset.corrupt_images,
+        )
+        real[source] = show(metrics, pictures, source)
+    return real
+
+
 def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: Card | None) -> Card | None:
     """Evaluate and write the card; on other ranks than 0, None."""
     from torchditan.evaluation.card import ImageSet
     from torchditan.evaluation.card_comparison import check_repeatable
     from torchditan.evaluation.card_figures import card_figures
     from torchditan.evaluation.card_origin import file_hash, image_set
-    from torchditan.evaluation.card_tables import write_card
-    from torchditan.evaluation.evaluator import Shown, compute, real_pictures, show
+    from torchditan.evaluation.evaluator import compute, show
 
     started = time.perf_counter()
     trained = load(args, flags, rank) if args.run is not None else None
@@ -276,17 +296,7 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
     for metric in metrics:
         metric.check(counts, image_size=subject.image_size)
 
-    real: dict[Source, Shown] = {}
-    for source, dataset in datasets.items():
-        assert trained is not None
-        pictures = real_pictures(
-            dataset,
-            source,
-            to_pixels=real_to_pixels(trained),
-            has_labels=trained.num_classes > 0,
-            corrupt_images=trained.config.dataset.corrupt_images,
-        )
-        real[source] = show(metrics, pictures, source)
+    real = show_real_images(metrics, trained, datasets)
     is_decoded = trained is not None and trained.is_latent and not trained.config.autoencoder.online
     held_out = image_set("held_out", real.get("held_out"), is_decoded=is_decoded)
     reference = image_set("train", real.get("train"), is_decoded=is_decoded)
@@ -330,13 +340,7 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
         other=other,
         seconds=seconds,
     )
-    if args.save_images and args.images is None:
-        for seed in subject.seeds:
-            name = "samples.npz" if len(subject.seeds) == 1 else f"samples_seed-{seed}.npz"
-            subject.parts(seed).write_npz(subject.folder / name, num_samples=subject.num_images)
-    write_card(subject.folder, card)
-    for seed in subject.seeds if args.images is None else ():
-        subject.parts(seed).remove()
+    finish(subject, card)
     print(f"card: {subject.folder / 'card.json'}", file=sys.stderr)
     return card
 
@@ -344,6 +348,19 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
 def real_to_pixels(trained: TrainedModel) -> Any:
     """Decodes samples of the dataset."""
     return trained.real_to_pixels if trained.config.autoencoder.online else trained.open_decoder()
+
+
+def finish(subject: Subject, card: Card) -> None:
+    """Write the card, and the samples if they were asked for; then remove the parts."""
+    from torchditan.evaluation.card_tables import write_card
+
+    if subject.args.save_images:
+        for seed in subject.seeds:
+            name = "samples.npz" if len(subject.seeds) == 1 else f"samples_seed-{seed}.npz"
+            subject.parts(seed).write_npz(subject.folder / name, num_samples=subject.num_images)
+    write_card(subject.folder, card)
+    for seed in subject.seeds if subject.args.images is None else ():
+        subject.parts(seed).remove()
 
 
 def save_reference(

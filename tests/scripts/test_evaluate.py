@@ -285,8 +285,8 @@ def test_a_run_whose_data_is_gone_is_compared_with_a_file(
         (["--without_data"], "--without_data", ["--reference"]),
         (
             ["--without_data", "--reference={same_size}", "--metrics=classifier", "--class_balance=random"],
-            "classifier",
-            [],
+            "metric classifier",
+            ["training images"],
         ),
         (["--weights=mean"], "--weights", ["ema", "raw"]),
     ],

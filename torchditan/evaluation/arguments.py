@@ -69,6 +69,12 @@ def parse_arguments(argv: list[str], *, description: str | None) -> tuple[argpar
     )
     parser.add_argument("--card", type=Path, help="repeat the evaluation of this card, and say what differs")
     args, flags = parser.parse(argv)
+    _check(args, flags, parser)
+    args.class_balance = "balanced" if args.samples_per_class is not None else args.class_balance or "data"
+    return args, flags
+
+
+def _check(args: argparse.Namespace, flags: list[str], parser: RunParser) -> None:
     for name in args.metrics or ():
         if name not in METRICS:
             hint = f"; put the run first: evaluate.py {name} --metrics ..." if Path(name).is_dir() else ""
@@ -80,10 +86,8 @@ def parse_arguments(argv: list[str], *, description: str | None) -> tuple[argpar
         raise option_error("--without_data", True, "needs a --reference to compare with")
     if args.run is None and args.images is not None and args.reference is None:
         raise option_error("--reference", None, "must be given with --images, or give the run whose data is compared")
-    if args.samples_per_class is not None:
-        if args.class_balance not in (None, "balanced"):
-            raise option_error("--class_balance", args.class_balance, "--samples_per_class needs balanced")
-        args.class_balance = "balanced"
+    if args.samples_per_class is not None and args.class_balance not in (None, "balanced"):
+        raise option_error("--class_balance", args.class_balance, "--samples_per_class needs balanced")
     of_samples = (
         "samples_per_class",
         "num_samples",
@@ -99,7 +103,6 @@ def parse_arguments(argv: list[str], *, description: str | None) -> tuple[argpar
             raise option_error(f"--{option}", getattr(args, option), "has no effect with --images; leave it out")
     if args.images is not None and flags:
         raise ConfigError(f"{flags[0]} has no effect with --images; leave it out")
-    args.class_balance = args.class_balance or "data"
     if args.save_reference is not None:
         if args.reference is not None or args.run is None:
             right = "writes the training images of a run, which must be the reference"
@@ -107,4 +110,3 @@ def parse_arguments(argv: list[str], *, description: str | None) -> tuple[argpar
         check_output("--save_reference", args.save_reference)
     if args.out is not None:
         check_output("--out", args.out / "card.json")
-    return args, flags

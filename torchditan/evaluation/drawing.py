@@ -152,11 +152,8 @@ def draw_samples(
 
     batches = _missing_batches(len(plan), finished, batch_size=batch_size)
     num_passes = -(-len(batches) // world_size)
-    num_missing = sum(map(len, batches))
-    kept = f" ({len(plan) - num_missing:,} are finished)" if finished else ""
-    what = f"drawing {num_missing:,} samples{kept}"
-    total = num_passes * objective.num_evaluations(sampling)
     num_bad = 0
+    what, total = _description(len(plan), batches), num_passes * objective.num_evaluations(sampling)
     with report_progress(what, total=total, unit="model steps", say=say) as advance:
         for first in range(0, len(batches), world_size):
             is_padding = first + rank >= len(batches)
@@ -176,14 +173,24 @@ def draw_samples(
             if is_padding:
                 continue
             pixels = to_pixels(samples).cpu()
-            num_bad += len(pixels) - int(pixels.isfinite().flatten(1).all(1).sum())
+            num_bad += int((~pixels.isfinite()).flatten(1).any(1).sum())
             images = to_8_bit(pixels.nan_to_num(), rounding).byte()  # (B, 1 or 3, H, W)
             pictures = _pictures(plan, numbers_to_draw, images)
             if parts is not None:
                 _keep(parts, pictures)
             yield pictures
+    _warn_of(num_bad, say=say)
+
+
+def _description(num_samples: int, batches: list[list[int]]) -> str:
+    num_missing = sum(map(len, batches))
+    kept = f" ({num_samples - num_missing:,} are finished)" if num_missing < num_samples else ""
+    return f"drawing {num_missing:,} samples{kept}"
+
+
+def _warn_of(num_bad: int, *, say: Callable[[str], None] | None) -> None:
     if num_bad:
-        warning = f"warning: {num_bad} samples of rank {rank} have values that are not finite; they count as gray"
+        warning = f"warning: {num_bad} samples have values that are not finite; these values count as gray"
         (say or partial(print, file=sys.stderr))(warning)
 
 
