@@ -24,7 +24,7 @@ from torchditan.evaluation.extractors import GROUP, Extractor, Features, open_ef
 from torchditan.evaluation.feature_cache import CachedFeatures
 from torchditan.evaluation.inception import Inception2015
 from torchditan.evaluation.metric import Evaluation, Figure, Pictures, Source
-from torchditan.evaluation.neighbours import compare_neighbourhoods
+from torchditan.evaluation.neighbours import compare_with_halves
 from torchditan.evaluation.quality import InceptionQuality, inception_score
 from torchditan.evaluation.sample_batches import write_images, write_reference
 from torchditan.registry import METRICS, registered
@@ -83,11 +83,11 @@ def test_figures_are_those_of_the_features_with_their_names_and_halves() -> None
     assert found.value == pytest.approx(distance(generated.pool), rel=1e-9)
     halves = (distance(generated.pool[order[0::2]]), distance(generated.pool[order[1::2]]))
     assert found.halves == pytest.approx(halves, rel=1e-9)
-    expected = compare_neighbourhoods(generated.pool, train.pool)
+    expected, _ = compare_with_halves(generated.pool, train.pool)
     names = COMPARED[4:]
     assert [results[f"{name}-Pixels"].value for name in names] == pytest.approx(list(expected))
     for half in range(2):
-        expected = compare_neighbourhoods(generated.pool[order[half::2]], train.pool)
+        expected, _ = compare_with_halves(generated.pool[order[half::2]], train.pool)
         assert [results[f"{name}-Pixels"].halves[half] for name in names] == pytest.approx(list(expected))
     floor = results["held-out FD-Pixels"]
     assert floor == (pytest.approx(distance(held_out.pool), rel=1e-9), 20, None, "Pixels")

@@ -163,12 +163,6 @@ class InceptionScore:
         self.probabilities.index_add_(0, split, p)
         self.negative_entropies.index_add_(0, split, (p * log_p).sum(1))
 
-    def merge(self, other: InceptionScore) -> None:
-        """Add what another process has seen of the same set."""
-        self.counts += other.counts
-        self.probabilities += other.probabilities
-        self.negative_entropies += other.negative_entropies
-
     def scores(self) -> Tensor:
         """(splits,) float64; their mean is the score."""
         marginal = self.probabilities / self.counts[:, None]

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Precision, recall, density, coverage and a copy check: what the nearest neighbours of features say.
+"""Precision, recall, density, coverage and shares of copies: what the nearest neighbours of features say.
 
 Notable:
 - distances are computed in blocks that stay in the cache, so 50,000 x 50,000 of them need no memory;
@@ -38,23 +38,12 @@ class Neighbourhoods(NamedTuple):
     """Share of real images whose ball (fifth neighbour) contains a generated image."""
 
 
-def compare_neighbourhoods(generated: Tensor, real: Tensor) -> Neighbourhoods:
-    """Precision and recall (Kynkäänniemi et al. 2019, eq. 1-2), density and coverage (Naeem et al. 2020, eq. 5, 7).
-
-    Args:
-        generated, real: (N, D) and (M, D) float32.
-
-    Raises:
-        ConfigError: fewer images than neighbours.
-    """
-    return _compare([generated], real, real_radii(real))[0]
-
-
 def compare_with_halves(
     generated: Tensor, real: Tensor, *, radii: Tensor | None = None
 ) -> tuple[Neighbourhoods, tuple[Neighbourhoods, Neighbourhoods] | None]:
-    """`compare_neighbourhoods`, and the same for every second generated image from the first and from the second on.
+    """The figures, and the same for every second generated image from the first and from the second on.
 
+    Precision and recall (Kynkäänniemi et al. 2019, eq. 1-2), density and coverage (Naeem et al. 2020, eq. 5, 7).
     The halves reuse the distances between all images, so they add few percent to the time.
 
     Args:
@@ -128,48 +117,12 @@ def _radii_of_parts(parts: list[Tensor], *, centre: Tensor) -> tuple[list[Tensor
     return [nearest.amax(1) for nearest in within], [nearest.amax(1) for nearest in among_all]
 
 
-class CopyCheck(NamedTuple):
-    """How near generated images are to training images, against held-out images, which nobody copied."""
-
-    generated_distance: float
-    """Median distance of a generated image to its nearest training image."""
-    held_out_distance: float
-    """The same of a held-out image."""
-    share_closer: float
-    """P(a generated image is nearer than a held-out one): 0.5 where both are alike, above it where images are copied
-    (the statistic of Meehan et al. 2020, scaled to [0, 1]; ties count one half)."""
-    share_very_close: float
-    """Share of generated images nearer than 99% of held-out ones: 0.01 where both are alike."""
-    nearest: Tensor
-    """(N,) index of each generated image's nearest training image, to look at the pairs."""
-
-
-def check_copies(generated: Tensor, held_out: Tensor, training: Tensor) -> CopyCheck:
-    """Compare the distances of two sets to their nearest training images.
-
-    Args:
-        generated, held_out, training: (N, D), (M, D) and (T, D) float32. Held-out images must come from the
-            distribution of the training images; if they are of other subjects, every model seems to copy.
-
-    Raises:
-        ConfigError: there are no held-out or training images.
-    """
-    for name, features in (("held-out images", held_out), ("training images", training)):
-        if not len(features):
-            raise ConfigError(f"{name}: none; the copy check needs both held-out and training images")
-    of_generated, nearest = nearest_distances(generated, training)
-    of_held_out, _ = nearest_distances(held_out, training)
-    return CopyCheck(
-        generated_distance=of_generated.median().item(),
-        held_out_distance=of_held_out.median().item(),
-        share_closer=share_closer(of_generated, of_held_out),
-        share_very_close=share_very_close(of_generated, of_held_out),
-        nearest=nearest,
-    )
-
-
 def share_closer(generated: Tensor, held_out: Tensor) -> float:
-    """P(a distance of `generated` (N,) is below one of `held_out` (M,)); ties count one half."""
+    """P(a distance of `generated` (N,) is below one of `held_out` (M,)); ties count one half.
+
+    Of distances to the nearest training image it is 0.5 where both sets are alike, and more where images are copied
+    (the statistic of Meehan et al. 2020, scaled to [0, 1]).
+    """
     ordered, generated = held_out.sort().values, generated.contiguous()
     farther = len(ordered) - torch.searchsorted(ordered, generated, right=True)
     tied = len(ordered) - farther - torch.searchsorted(ordered, generated)
@@ -177,7 +130,7 @@ def share_closer(generated: Tensor, held_out: Tensor) -> float:
 
 
 def share_very_close(generated: Tensor, held_out: Tensor) -> float:
-    """Share of the distances `generated` (N,) below the first percentile of `held_out` (M,)."""
+    """Share of the distances `generated` (N,) below the first percentile of `held_out` (M,): 0.01 if both are alike."""
     return (generated < held_out.quantile(0.01)).double().mean().item()
 
 

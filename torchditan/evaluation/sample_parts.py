@@ -81,7 +81,7 @@ class SampleParts:
         try:
             data = io.BytesIO(path.read_bytes())  # all errors from here on are of the content
         except OSError as error:
-            right = "it is kept; run the same command again when the disk works"
+            right = "run the same command again; finished samples are kept"
             raise ConfigError(f"{path} cannot be read: {error.strerror or error}; {right}") from None
         try:
             with zipfile.ZipFile(data) as archive:
