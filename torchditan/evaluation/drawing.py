@@ -149,7 +149,6 @@ def draw_samples(
             else:
                 yield pictures
         finished = set(stored) - set(_of_all_ranks(damaged, world_size))
-
     batches = _missing_batches(len(plan), finished, batch_size=batch_size)
     num_passes = -(-len(batches) // world_size)
     num_bad = 0
