@@ -415,6 +415,23 @@ def test_unreadable_images_are_left_out_if_the_run_skips_them(
     assert card.reference.num_images == 79
 
 
+def test_sharded_ranks_evaluate_during_training_like_one_process(
+    run_distributed: RunDistributed, tmp_path: Path
+) -> None:
+    flags = ["--evaluation.freq=2", "--evaluation.num_samples=40", "--evaluation.metrics=pixels"]
+    flags += ["--metrics.sample_batch_size=16", "--training.mixed_precision_param=float32"]
+    alone = read_metrics(train(tmp_path / "alone", *flags))[-1]
+    script = tmp_path / "on_ranks.py"
+    script.write_text(ON_RANKS)
+    where = [f"--job.dump_folder={tmp_path / 'ranks'}", "--metrics.experiment_name=run"]
+    result = run_distributed([script, REPOSITORY / "train.py", *TINY, *where, *flags], 2)
+    assert result.returncode == 0, result.stderr
+    together = read_metrics(tmp_path / "ranks" / "run")[-1]
+    for name in [name for name in alone if name.endswith("-Pixels")]:
+        assert together[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6), name
+    assert "FD-Pixels" in together
+
+
 def test_statistics_alone_are_a_reference(evaluate: Evaluate, tmp_path: Path) -> None:
     from pixel_quality import PixelNetwork
 
