@@ -118,7 +118,13 @@ def choose_metrics(
     return chosen
 
 
-def build_metrics(args: argparse.Namespace, names: list[str], trained: TrainedModel | None, rank: Rank) -> list[Metric]:
+def build_metrics(
+    args: argparse.Namespace,
+    names: list[str],
+    trained: TrainedModel | None,
+    datasets: dict[Source, ImageDataset],
+    rank: Rank,
+) -> list[Metric]:
     """The metrics of this rank. Without a run, features of real images are not cached."""
     from torchditan.config.errors import option_error
     from torchditan.evaluation.evaluator import feature_cache_folder
@@ -134,8 +140,11 @@ def build_metrics(args: argparse.Namespace, names: list[str], trained: TrainedMo
             raise option_error("--metrics", name, right or f"{args.run} was trained without labels; leave it out")
     if args.save_reference is not None and not any(issubclass(cls, Quality) for cls in classes):
         raise option_error("--save_reference", str(args.save_reference), "needs --metrics effnet or inception")
+    class_names = [str(label) for label in range(num_classes)]
+    if num_classes and "train" in datasets:
+        class_names = datasets["train"].class_names
     evaluation = Evaluation(
-        class_names=[str(label) for label in range(num_classes)],
+        class_names=class_names,
         seed=args.seed,
         epochs=args.epochs,
         device=str(rank.device),
@@ -290,7 +299,7 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
     origin = origin_of(args, trained)
     if repeated is not None:
         check_repeatable(args.card, repeated, origin)
-    metrics = build_metrics(args, names, trained, rank)
+    metrics = build_metrics(args, names, trained, datasets, rank)
     counts: dict[Source, int] = {"train": 0, "held_out": 0, "generated": subject.num_images}
     counts |= {source: len(dataset) for source, dataset in datasets.items()}
     for metric in metrics:
