@@ -24,6 +24,7 @@ from torchditan.config import options
 from torchditan.config.errors import ConfigError
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.data_stream.order import BatchPlan
+from torchditan.evaluation.during_training import TrainingEvaluation
 from torchditan.evaluation.grid_picture import save_grid
 from torchditan.latents import latent_space
 from torchditan.latents.latent_space import build_sample_space, decode_latents
@@ -311,6 +312,12 @@ def test_a_decoder_that_only_the_latents_name_may_be_missing(latents: Path, tmp_
     save_grid(tmp_path / "grid.png", latents_themselves.repeat(3, 4, 1, 1, 1), None, ["a", "b", "c"], title="latents")
     assert not is_picture(tmp_path / "grid.png")
     refused("gone", dataset=dataset, name="patch", path=gone)
+    config = options.Config(autoencoder=space.config, evaluation=options.Evaluation(freq=1, metrics=["classifier"]))
+    unconditional: Any = None
+    with pytest.raises(ConfigError, match="gone"):  # an evaluation during training needs it, and says so before
+        TrainingEvaluation(
+            config, dataset=dataset, held_out=dataset, space=space, conditioning=unconditional, device=CPU
+        )
 
 
 def test_channels_that_disagree_with_the_model_are_refused(
