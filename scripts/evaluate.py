@@ -281,8 +281,9 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
     from torchditan.evaluation.card import ImageSet
     from torchditan.evaluation.card_comparison import check_repeatable
     from torchditan.evaluation.card_figures import card_figures
-    from torchditan.evaluation.card_origin import file_hash, image_set
+    from torchditan.evaluation.card_origin import image_set
     from torchditan.evaluation.evaluator import compute, show
+    from torchditan.evaluation.extractor_weights import sha256_of
 
     started = time.perf_counter()
     trained = load(args, flags, rank) if args.run is not None else None
@@ -310,7 +311,7 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
     held_out = image_set("held_out", real.get("held_out"), is_decoded=is_decoded)
     reference = image_set("train", real.get("train"), is_decoded=is_decoded)
     if args.reference is not None:
-        reference = ImageSet(source="file", path=str(args.reference), content=file_hash(args.reference))
+        reference = ImageSet(source="file", path=str(args.reference), content=sha256_of(args.reference))
     assert reference is not None
     if repeated is not None:
         check_repeatable(args.card, repeated, origin, reference=reference)
@@ -394,10 +395,11 @@ def origin_of(args: argparse.Namespace, trained: TrainedModel | None) -> Any:
     """The part of the card about the checkpoint, or the file of images."""
     from torchditan.diffusion.objectives import build_objective
     from torchditan.evaluation.card import ImageSet, Origin
-    from torchditan.evaluation.card_origin import evaluations_per_sample, file_hash, origin_of_run
+    from torchditan.evaluation.card_origin import evaluations_per_sample, origin_of_run
+    from torchditan.evaluation.extractor_weights import sha256_of
 
     if args.images is not None:
-        return Origin(images=ImageSet(source="file", path=str(args.images), content=file_hash(args.images)))
+        return Origin(images=ImageSet(source="file", path=str(args.images), content=sha256_of(args.images)))
     assert trained is not None
     config = trained.config
     objective = build_objective(config.diffusion, trained.spec)
@@ -471,7 +473,7 @@ def main() -> None:
 
     from torchditan.distributed.cpu_threads import set_cpu_threads
     from torchditan.distributed.process_group import Rank, check_devices, init_process_group
-    from torchditan.supervision.exit_status import is_out_of_memory
+    from torchditan.supervision.exit_status import OutOfMemory, is_out_of_memory
 
     set_cpu_threads()
     rank = Rank.from_environment()
@@ -489,8 +491,7 @@ def main() -> None:
         if not is_out_of_memory(error):
             raise
         right = "finished samples are kept; run the same command again, while drawing with a smaller --batch_size"
-        print(f"error: out of memory at --batch_size = {args.batch_size}: {right}", file=sys.stderr)
-        raise SystemExit(3) from None
+        raise OutOfMemory(f"out of memory at --batch_size = {args.batch_size}: {right}") from None
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def open_runs(args: argparse.Namespace, flags: list[str]) -> tuple[dict[str, SweptRun], dict[str, Config]]:
     """The runs with their checkpoints, and their configurations with the flags, both by label.
 
-    A sweep keeps its checkpoints if the training goes on.
+    A sweep keeps its checkpoints if training continues.
 
     Raises:
         ConfigError: a run or its checkpoint does not exist, or a flag is wrong.
@@ -251,11 +251,7 @@ def judge_point(ranks: Path, returncode: int, *, num_ranks: int, log: Path) -> V
     if returncode < 0:
         why = ", as by the system when memory runs out" if returncode == -signal.SIGKILL else ""
         killed = f"ended by {signal.Signals(-returncode).name}{why}"
-    statuses = read_rank_statuses(ranks)
-    verdict = judge_ranks(statuses, num_ranks=num_ranks, killed=killed)
-    if any(status["reason"] == "3" for status in statuses):
-        # evaluate.py has printed how to continue, and exited with 3.
-        verdict = Verdict("oom", 3, killed.removeprefix("error: "))
+    verdict = judge_ranks(read_rank_statuses(ranks), num_ranks=num_ranks, killed=killed)
     reason = verdict.reason.removeprefix("rank 0: ") if num_ranks == 1 else verdict.reason
     return verdict._replace(reason=reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}...")
 

@@ -96,15 +96,14 @@ class PeriodicTasks:
             self.validate()
         if config.metrics.enable_sampling and self.is_due(config.metrics.sample_freq):
             self.sample()
-        is_saved = False
-        if config.evaluation.freq and self.is_due(config.evaluation.freq):
+        is_evaluated = config.evaluation.freq > 0 and self.is_due(config.evaluation.freq)
+        if is_evaluated:
             if self.is_save_due():  # an evaluation that fails, or takes too long, must not cost the step
                 self.checkpoints.save()
-                is_saved = True
             self.evaluate()
         if is_first or self.extra_metrics or self.is_due(config.metrics.log_freq):
             self.log(result)
-        if self.is_save_due() and not is_saved:
+        if self.is_save_due() and not is_evaluated:
             self.checkpoints.save()
 
     def is_due(self, freq: int) -> bool:

@@ -542,3 +542,16 @@ if __name__ == "__main__":
 def test_the_last_classes_may_have_no_image() -> None:
     plan = plan_samples(10, num_classes=4, class_balance="data", class_counts=[3, 2], seed=0)
     assert plan.labels is not None and plan.labels.bincount(minlength=4).tolist() == [6, 4, 0, 0]
+
+
+def test_samples_that_are_not_finite_are_black_and_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    class Diverged(nn.Module):
+        def forward(self, x: Tensor, *_: Any) -> Tensor:
+            return torch.where(torch.arange(len(x)).view(-1, 1, 1, 1) == 1, torch.nan, x)
+
+    batches = list(draw(trained_model(), model=Diverged()))
+    (line,) = capfd.readouterr().err.splitlines()
+    num_bad = len(batches)  # the second sample of each batch
+    assert line.startswith(f"warning: {num_bad} samples") and "not finite" in line
+    assert all(pictures.images[1].max() == 0 for pictures in batches)
+    assert all(pictures.images[0].max() > 0 for pictures in batches)

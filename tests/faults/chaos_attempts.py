@@ -127,7 +127,7 @@ class Attempt:
 
 
 def launch(home: Path, layout: Layout, flags: Sequence[str]) -> Attempt:
-    """Start the run of folder `home`, or continue it; it goes on in the background."""
+    """Start or resume the run in folder `home`, in the background."""
     run, ranks = home / "run", home / "ranks"
     shutil.rmtree(ranks, ignore_errors=True)  # of the attempt before
     ranks.mkdir(parents=True)

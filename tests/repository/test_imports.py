@@ -47,6 +47,7 @@ OPTIONAL_PARTS = {
     "torchditan.evaluation.metric",
     "torchditan.evaluation.neighbours",
     "torchditan.evaluation.quality",
+    "torchditan.evaluation.ranks",
     "torchditan.evaluation.reconstruction",
     "torchditan.evaluation.sample_batches",
     "torchditan.evaluation.sample_parts",
@@ -204,6 +205,7 @@ def test_the_core_imports_no_optional_part_not_even_through_others(core: str) ->
     chosen = {
         "torchditan.distributed.float8",
         "torchditan.optim.loss_scaling",
+        "torchditan.evaluation.ranks",
         "torchditan.evaluation.reconstruction",
         "torchditan.autoencoders",
         "torchditan.autoencoders.autoencoder",

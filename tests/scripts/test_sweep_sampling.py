@@ -42,7 +42,7 @@ from cards import card, figure
 from torchditan.config.command_line import RunParser
 from torchditan.config.errors import option_error
 from torchditan.evaluation.card import save_json
-from torchditan.supervision.exit_status import run_job
+from torchditan.supervision.exit_status import OutOfMemory, run_job
 
 def parse(argv):
     parser = RunParser(None)
@@ -65,8 +65,7 @@ def main():
     if steps == 103:
         raise MemoryError("no memory for a batch")
     if steps == 106:
-        print("error: out of memory at --batch_size = 10: run the same command with a smaller --batch_size")
-        raise SystemExit(3)
+        raise OutOfMemory("out of memory at --batch_size = 10: run the same command with a smaller --batch_size")
     if steps == 104:
         raise RuntimeError("a tensor of the wrong shape | with a bar")
     if steps == 109:

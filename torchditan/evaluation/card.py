@@ -155,7 +155,7 @@ def read_card(path: str | Path) -> Card:
     """The card in a file, or in the folder of an evaluation.
 
     Raises:
-        ConfigError: the file does not exist, is no card, is damaged, or has another version.
+        ConfigError: the file does not exist, is not a card, is damaged, or has an unsupported version.
     """
     file = Path(path)
     if file.is_dir():
@@ -249,7 +249,7 @@ def _decode_number(value: Any, name: str) -> float:
 
 
 def _expect(kind: type, value: Any, name: str, description: str) -> Any:
-    if type(value) is not kind:  # a bool is no integer
+    if type(value) is not kind:  # isinstance would accept a bool as an int
         raise _mistyped(name, value, description)
     return value
 

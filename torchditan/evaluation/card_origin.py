@@ -90,15 +90,6 @@ def image_set(source: Literal["train", "held_out"], shown: Shown | None, *, is_d
     return ImageSet(source=source, num_images=shown.num_images, content=shown.content, is_decoded=is_decoded)
 
 
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def sampling_settings(sampling: Sampling) -> dict[str, Any]:
     """The `[sampling]` options that change the samples of an evaluation."""
     return {key: value for key, value in dataclasses.asdict(sampling).items() if key not in _NOT_EVALUATED}

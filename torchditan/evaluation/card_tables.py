@@ -15,7 +15,7 @@ from torchditan.run.atomic_files import write_file
 MAX_DIGITS = 6
 """Significant digits of a value whose interval is narrower still."""
 DIGITS_WITHOUT_INTERVAL = 4
-_COMPANIONS = ("recall", "coverage", "copies")
+COMPANIONS = ("recall", "coverage", "copies")
 """Shown directly after a Fréchet distance, which alone does not reveal missing or copied images."""
 _HASH_DIGITS = 12
 
@@ -88,7 +88,7 @@ def ordered_names(figures: Mapping[str, CardFigure]) -> list[str]:
     for name, figure in figures.items():
         names[name] = None
         if is_frechet(name):
-            for companion in _COMPANIONS:
+            for companion in COMPANIONS:
                 found = [other for other in figures if _is_companion(companion, other, figures[other], figure)]
                 names.update(dict.fromkeys(found or [f"{companion} ({figure.extractor or name})"]))
     return list(names)

@@ -26,6 +26,7 @@ from torchditan.config.options import Sampling
 from torchditan.diffusion.objectives import Objective
 from torchditan.evaluation.generate import draw_batch, noise_number
 from torchditan.evaluation.metric import Pictures
+from torchditan.evaluation.ranks import rank_and_world_size
 from torchditan.evaluation.reconstruction import Rounding, to_8_bit
 from torchditan.evaluation.sample_parts import SampleParts
 from torchditan.models.spec import Conditioning
@@ -138,7 +139,7 @@ def draw_samples(
     Raises:
         ConfigError: `parts` holds other samples, or cannot be written.
     """
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world_size = rank_and_world_size()
     finished: set[range] = set()
     if parts is not None and (stored := parts.open()):
         damaged: list[range] = []
@@ -173,7 +174,7 @@ def draw_samples(
                 continue
             pixels = to_pixels(samples).cpu()
             num_bad += int((~pixels.isfinite()).flatten(1).any(1).sum())
-            images = to_8_bit(pixels.nan_to_num(), rounding).byte()  # (B, 1 or 3, H, W)
+            images = to_8_bit(pixels.nan_to_num(nan=-1.0), rounding).byte()  # (B, 1 or 3, H, W)
             pictures = _pictures(plan, numbers_to_draw, images)
             if parts is not None:
                 _keep(parts, pictures)
@@ -189,7 +190,7 @@ def _description(num_samples: int, batches: list[list[int]]) -> str:
 
 def _warn_of(num_bad: int, *, say: Callable[[str], None] | None) -> None:
     if num_bad:
-        warning = f"warning: {num_bad} samples have values that are not finite; these values count as gray"
+        warning = f"warning: {num_bad} samples have values that are not finite; NaN counts as black"
         (say or partial(print, file=sys.stderr))(warning)
 
 

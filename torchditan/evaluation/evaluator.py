@@ -15,14 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.evaluation.metric import Figure, Metric, Pictures, Source, ToPixels, batches_of
+from torchditan.evaluation.ranks import from_rank_0, gather_on_rank_0, rank_and_world_size
 from torchditan.evaluation.reconstruction import to_8_bit
 from torchditan.run.progress import report_progress
 
@@ -53,16 +52,16 @@ def show(metrics: Sequence[Metric], batches: Iterable[Pictures], source: Source)
             hashes[number] = hashlib.sha256(image.data).digest()
         if pictures.labels is not None:
             counts.update(pictures.labels.tolist())
-    is_sender = _rank_and_world_size()[0] > 0  # a state is a copy
+    is_sender = rank_and_world_size()[0] > 0  # a state is a copy
     states = [metric.state(source) for metric in metrics] if is_sender else [{} for _ in metrics]
-    for gathered in _gather_on_rank_0([hashes, counts, *states]):
+    for gathered in gather_on_rank_0([hashes, counts, *states]):
         hashes |= gathered[0]
         counts.update(gathered[1])
         for metric, state in zip(metrics, gathered[2:], strict=True):
             metric.merge(state, source)
     content = hashlib.sha256(b"".join(hashes[number] for number in sorted(hashes))).hexdigest()
     class_counts = [counts[label] for label in range(max(counts) + 1)] if counts else None
-    return _from_rank_0(Shown(len(hashes), content, class_counts))
+    return from_rank_0(Shown(len(hashes), content, class_counts))
 
 
 def real_pictures(
@@ -75,7 +74,7 @@ def real_pictures(
     batch_size: int = 256,
 ) -> Iterator[Pictures]:
     """This rank's pictures of a dataset, decoded and in 8 bits."""
-    rank, world_size = _rank_and_world_size()
+    rank, world_size = rank_and_world_size()
     batches = batches_of(
         dataset, batch_size=batch_size, rank=rank, world_size=world_size, corrupt_images=corrupt_images
     )
@@ -99,7 +98,7 @@ def compute(metrics: Sequence[Metric]) -> dict[str, Any]:
     """Results of all metrics by name, computed on rank 0 and sent to all ranks, as is a mistake that it finds."""
     results: dict[str, Any] = {}
     error = None
-    if _rank_and_world_size()[0] == 0:
+    if rank_and_world_size()[0] == 0:
         try:
             for metric in metrics:
                 found = metric.compute()
@@ -107,7 +106,7 @@ def compute(metrics: Sequence[Metric]) -> dict[str, Any]:
                 results |= found
         except ConfigError as mistake:
             error = mistake
-    results, error = _from_rank_0((results, error))
+    results, error = from_rank_0((results, error))
     if error is not None:
         raise error
     return results
@@ -122,27 +121,3 @@ def numbers_of(results: Mapping[str, Any]) -> dict[str, float]:
 def feature_cache_folder(config: Config) -> Path:
     """Where features of real images are kept: in the cache folder that runs share."""
     return Path(config.cache.folder or Path(config.job.dump_folder) / "cache").expanduser() / "features"
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _from_rank_0(value: Any) -> Any:
-    """The value that rank 0 has, on all ranks."""
-    sent = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(sent, device=torch.device("cpu"))
-    return sent[0]
-
-
-def _gather_on_rank_0(mine: list[Any]) -> Iterator[list[Any]]:
-    """On rank 0: what each other rank has, one rank at a time, so that one copy is in memory."""
-    rank, world_size = _rank_and_world_size()
-    for sender in range(1, world_size):
-        if rank == sender:
-            dist.send_object_list(mine, dst=0, device=torch.device("cpu"))
-        elif rank == 0:
-            received: list[Any] = [None] * len(mine)
-            dist.recv_object_list(received, src=sender, device=torch.device("cpu"))
-            yield received

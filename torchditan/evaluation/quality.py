@@ -364,7 +364,7 @@ def with_halves(measure: Callable[[Tensor], float], rows: Tensor, *, smallest: i
     """`measure` of all rows, and of every second one from the first and from the second on.
 
     Args:
-        smallest: rows that `measure` needs; with fewer in a half, there are no halves.
+        smallest: minimum number of rows for `measure`. If a half has fewer, the figure has no halves.
     """
     halves = (measure(rows[0::2]), measure(rows[1::2])) if len(rows) // 2 >= smallest else None
     return Figure(measure(rows), len(rows), halves)

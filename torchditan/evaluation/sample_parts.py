@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchditan.config.errors import ConfigError
+from torchditan.evaluation.ranks import from_rank_0, rank_and_world_size
 from torchditan.evaluation.sample_batches import write_images
 from torchditan.run.atomic_files import atomic_writer, write_file
 
@@ -57,19 +57,17 @@ class SampleParts:
         Raises:
             ConfigError: the folder holds samples with another identity, or cannot be written.
         """
-        found: list[Any] = [None]
-        is_distributed = dist.is_initialized()
-        if not is_distributed or dist.get_rank() == 0:
+        found: Any = None
+        if rank_and_world_size()[0] == 0:
             try:
                 self._check_identity()
-                found = [self._ranges()]
+                found = self._ranges()
             except ConfigError as error:
-                found = [error]
-        if is_distributed:
-            dist.broadcast_object_list(found, src=0)
-        if isinstance(found[0], ConfigError):
-            raise found[0]
-        return found[0]
+                found = error
+        found = from_rank_0(found)
+        if isinstance(found, ConfigError):
+            raise found
+        return found
 
     def read(self, numbers: range) -> tuple[Tensor, Tensor | None] | None:
         """Images (n, C, H, W) uint8 and labels (n,) int64 of a part; None if it is damaged, and then it is removed.

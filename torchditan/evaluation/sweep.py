@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torchditan.config.errors import ConfigError
 from torchditan.evaluation.card import Card, CardFigure, read_card
+from torchditan.evaluation.card_tables import COMPANIONS, columns
 
 WHOLE_INTERVAL = (0.0, 1.0)
 _FIRST_CHOICES = ("FID", "FD-", "KID", "accuracy_generated")
@@ -277,11 +278,8 @@ def table(results: Sequence[Result], figure: str | None, *, best: Sequence[Point
         row += [point.sampler, str(point.num_steps), f"{result.model_evaluations:,}", point.guidance, point.weights]
         row += [_cell(result, figure), *(_number(result.value(name)) for name in further)]
         row.append(f"{result.card.num_samples:,}" if result.card else "")
-        rows.append([cell.replace("|", "\\|") for cell in row])
-    widths = [max(3, *(len(row[column]) for row in [header, *rows])) for column in range(len(header))]
-    rule = ["-" * width for width in widths]
-    lines = [header, rule, *rows]
-    return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
+        rows.append(row)
+    return columns(header, rows)
 
 
 def _cell(result: Result, figure: str | None) -> str:
@@ -302,7 +300,7 @@ def _further_figures(results: Sequence[Result], figure: str) -> list[str]:
     """Recall, coverage and the copy check of the same extractor, where the cards have them."""
     extractor = next((found.extractor for result in results if (found := result.figures.get(figure))), None)
     names: list[str] = []
-    for prefix in ("recall", "coverage", "copies"):
+    for prefix in COMPANIONS:
         of_prefix = (
             name
             for result in results

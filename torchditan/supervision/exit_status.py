@@ -44,6 +44,10 @@ class Interrupted(Exception):
     """All ranks stopped after the same step on request; the message contains the step and how to continue."""
 
 
+class OutOfMemory(MemoryError):
+    """No memory left, where one line says enough: it contains what is kept and how to continue."""
+
+
 class Verdict(NamedTuple):
     status: str
     exit_code: int
@@ -86,8 +90,7 @@ def run_job(main: Callable[[], None]) -> int:
         check_user_threads()
         main()
     except SystemExit as stop:
-        states: dict[Any, str] = {75: "interrupted", 3: "oom"}
-        state = states.get(stop.code, "error") if stop.code else "completed"
+        state = "interrupted" if stop.code == 75 else "error" if stop.code else "completed"
         write_rank_status(state, str(stop.code or "") or None)
         if stop.code and _may_wait_for_others():
             if not isinstance(stop.code, int):
@@ -107,6 +110,8 @@ def run_job(main: Callable[[], None]) -> int:
                 print(verdict.reason + ("; a traceback below is torchrun's own" if is_alone else ""), file=sys.stderr)
             if isinstance(error, Interrupted) and is_under_torchrun:
                 return 0  # torchrun restarts failed ranks; scripts/launch.sh exits with 75
+        elif isinstance(error, OutOfMemory):
+            print(f"error: {verdict.reason}", file=sys.stderr)
         else:
             traceback.print_exc()
         if _may_wait_for_others():
