@@ -272,6 +272,7 @@ def test_a_run_whose_data_is_gone_is_compared_with_a_file(
         (["--images={gone}"], "{gone}", ["arr_0"]),
         (["--images={larger}"], "training images", ["8 x 8", "16 x 16"]),
         (["--reference={larger}"], "{larger}", ["16 x 16", "8 x 8"]),
+        (["--reference={text}"], "{text}", [".npz"]),
         (["--reference={of_inception}"], "{of_inception}", ["Inception-2015"]),
         (["--metrics=inception", "--inception_weights={larger}"], "{larger}", ["SHA-256"]),
         (["--images={larger}", "--num_samples=40"], "--num_samples = 40", ["--images"]),
@@ -305,6 +306,8 @@ def test_a_mistake_is_one_line_before_anything_is_drawn(
     monkeypatch.setattr(drawing, "draw_batch", None)
     names = {"gone": tmp_path / "gone.npz", "larger": tmp_path / "16px.npz", "of_inception": tmp_path / "stats.npz"}
     write_images(names["larger"], [random_images(60, seed=1, size=16)], shape=(60, 16, 16))
+    names["text"] = tmp_path / "text.npz"
+    names["text"].write_text("no archive")
     names["same_size"] = tmp_path / "8px.npz"
     write_images(names["same_size"], [random_images(60, seed=1)], shape=(60, 8, 8))
     np.savez(names["of_inception"], mu=np.zeros(2048), sigma=np.eye(2048))
@@ -312,6 +315,7 @@ def test_a_mistake_is_one_line_before_anything_is_drawn(
     if not any(argument.startswith("--metrics") for argument in given):
         given.append("--metrics=pixels")
     line = refused(run_script, run, *given)
+    assert "pickle" not in line
     assert_refused(line, about.format_map(names), mentions)
     assert not (run / "evaluation").exists()
 

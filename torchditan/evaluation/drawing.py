@@ -91,7 +91,7 @@ def plan_samples(
                 right = "this dataset does not know how many images each class has; must be balanced or random"
                 raise option_error("--class_balance", class_balance, right)
             assert len(class_counts) <= num_classes, (len(class_counts), num_classes)
-            weights = [*class_counts, *[0] * (num_classes - len(class_counts))]  # the last classes may have no image
+            weights = list(class_counts)  # the last classes may have no image
         labels = _spread(_apportion(num_samples, np.array(weights, dtype=np.int64), seed=seed), seed=seed)
     order = np.argsort(labels, kind="stable")
     numbers = np.empty_like(order)

@@ -113,6 +113,8 @@ def read_statistics(path: Path, *, extractor: str) -> tuple[Gaussian | None, Gau
     Raises:
         ConfigError: the file is unreadable, or its statistics are of another extractor.
     """
+    if path.is_file() and not zipfile.is_zipfile(path):  # numpy would suggest to unpickle it
+        raise ConfigError(f"{path}: not an .npz file of images or statistics")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             names = set(arrays.files)
