@@ -68,6 +68,15 @@ AUTOENCODERS = {
 
 Published autoencoders of these kinds have their names in autoencoders/catalogue.py."""
 
+FORMATS = {
+    "dit": "torchditan.weights.formats.dit:convert_dit",
+    "sit": "torchditan.weights.formats.dit:convert_sit",
+    "repa": "torchditan.weights.formats.dit:convert_repa",
+    "lightningdit": "torchditan.weights.formats.lightningdit:convert",
+    "diffusers": "torchditan.weights.formats.diffusers_dit:convert",
+}
+"""`--format` of an import: functions that follow `torchditan.weights.formats.Convert` (docs/checkpoints.md)."""
+
 
 def registered(registry: Mapping[str, str], name: str) -> Any:
     """Import the class or function that a registry has under this name."""
