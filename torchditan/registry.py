@@ -25,7 +25,7 @@ BLOCKS = {
 
 OPTIMIZERS = {
     "AdamW": "torchditan.optim.optimizers:adamw",
-    "AdamW8bit": "torchditan.optim.optimizers:adamw_8bit",
+    "AdamW8bit": "torchditan.optim.adamw_8bit:adamw_8bit",
 }
 """`optimizer.name`: functions from the `[optimizer]` options to a list of `ParameterGroup` (optim/optimizers.py)."""
 

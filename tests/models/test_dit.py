@@ -224,6 +224,44 @@ def test_timestep_embedding_is_cosine_first_over_a_thousand_steps():
     torch.testing.assert_close(embedding[128:].double(), torch.sin(250 * frequency), atol=1e-4, rtol=0)
 
 
+def test_the_timestep_embedding_has_the_scale_and_the_frequencies_of_other_projects():
+    t = torch.tensor([0.7])
+    frequency = 10000.0 ** (-torch.arange(128, dtype=torch.float64) / 128)
+    unscaled = timestep_embedding(t, scale=1.0)[0]
+    torch.testing.assert_close(unscaled[:128].double(), torch.cos(0.7 * frequency), atol=1e-6, rtol=0)
+    frequency = 10000.0 ** (-torch.arange(128, dtype=torch.float64) / 127)
+    of_diffusers = timestep_embedding(t, frequencies="diffusers")[0]
+    torch.testing.assert_close(of_diffusers[128:].double(), torch.sin(700 * frequency), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{"timestep_scale": 1.0}, {"timestep_frequencies": "diffusers"}])
+def test_the_model_embeds_the_timestep_as_its_options_say(options):
+    config = tiny_config()
+    models = [DiT(config), DiT(dataclasses.replace(config, **options))]
+    for model in models:
+        model.init_weights(0)
+    t = torch.tensor([0.3, 0.9])
+    features = timestep_embedding(t, **{name.removeprefix("timestep_"): value for name, value in options.items()})
+    torch.testing.assert_close(models[1].t_embedder(t), models[0].t_embedder.mlp(features))
+    assert (models[1].t_embedder(t) - models[0].t_embedder(t)).abs().max() > 1e-3
+
+
+def test_rope_sincos_adds_the_table_and_rotates():
+    config = tiny_config(position="rope_sincos")
+    x_t, t, cond = inputs(config)
+    model = random_model(config)
+    predictions = {"rope_sincos": model(x_t, t, cond)}
+    for position in ("rope", "sincos"):
+        other = DiT(dataclasses.replace(config, position=position))
+        other.load_state_dict(model.state_dict(), strict="sincos" in position)
+        predictions[position] = other(x_t, t, cond)
+    assert (predictions["rope_sincos"] - predictions["rope"]).abs().max() > 1e-3
+    assert (predictions["rope_sincos"] - predictions["sincos"]).abs().max() > 1e-3
+    with torch.no_grad():
+        model.pos_embed.zero_()
+    torch.testing.assert_close(model(x_t, t, cond), predictions["rope"])
+
+
 def test_the_prediction_is_zero_at_initialisation_and_adaln_blocks_are_identities():
     config = tiny_config()
     model = DiT(config)

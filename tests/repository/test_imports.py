@@ -58,6 +58,7 @@ OPTIONAL_PARTS = {
     "torchditan.latents.latent_space",
     "torchditan.latents.shards",
     "torchditan.latents.writer",
+    "torchditan.optim.adamw_8bit",
     "torchditan.optim.loss_scaling",
     "torchditan.planner",
     "torchditan.report",
@@ -204,6 +205,7 @@ def test_the_core_imports_no_optional_part_not_even_through_others(core: str) ->
     # Chosen by an option inside a function: the two precisions, and the scores of a grid of captions.
     chosen = {
         "torchditan.distributed.float8",
+        "torchditan.optim.adamw_8bit",
         "torchditan.optim.loss_scaling",
         "torchditan.evaluation.ranks",
         "torchditan.evaluation.reconstruction",

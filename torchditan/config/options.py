@@ -48,7 +48,7 @@ class Model:
     path: str | None = None
     """Published weights: a folder saved by diffusers, a hub name or a .safetensors file. Default: random weights."""
     overrides: list[str] = field(default_factory=list)
-    """Sizes that replace the flavor's, by their names in its config.json: num_layers=2 num_single_layers=4."""
+    """Sizes that replace the flavor's: depth=24 width=1536 num_heads=24. For published models, names of config.json."""
     preset: Literal["torchditan", "official", "llama3_diffusion"] = "torchditan"
     """Architecture options: torchditan (RoPE, SwiGLU), official (Peebles and Xie 2023), or llama3_diffusion, which is
     torchditan with the sizes of the course project."""
@@ -68,10 +68,14 @@ class Model:
     """Normalize the queries and keys of every head. Default: the preset's."""
     mlp: Literal["swiglu", "gelu"] | None = None
     """Feed-forward layer. Default: the preset's."""
-    position: Literal["rope", "sincos"] | None = None
-    """Positions: axial 2D rotary embedding, or a fixed sin-cos table added to the patches. Default: the preset's."""
+    position: Literal["rope", "sincos", "rope_sincos"] | None = None
+    """Axial 2D rotary embedding, a fixed sin-cos table added to the patches, or both. Default: the preset's."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
+    timestep_scale: float = 1000.0
+    """Factor of the timestep in its embedding: 1000 as DiT, 1 as SiT and LightningDiT."""
+    timestep_frequencies: Literal["dit", "diffusers"] = "dit"
+    """Frequencies of that embedding: the paper's (dit), or slightly other ones that DiTs of diffusers compute."""
     learn_sigma: bool | None = None
     """Predict a variance in addition to the mean (twice the output channels). Default: the preset's."""
     text: Literal["in_context", "cross_attention"] | None = None

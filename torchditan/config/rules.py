@@ -7,6 +7,7 @@ Families of published models and objectives define their own rules; their files 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from operator import attrgetter
 from pathlib import PurePath
 from typing import Any
 
@@ -56,8 +57,8 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be greater than 0",
         lambda value: value > 0,
-        "model.rope_theta diffusion.logit_normal_std diffusion.timestep_shift optimizer.eps autotune.memory_limit_gib "
-        "lora.alpha",
+        "model.rope_theta model.timestep_scale diffusion.logit_normal_std diffusion.timestep_shift optimizer.eps "
+        "autotune.memory_limit_gib lora.alpha",
     ),
     (
         "must not be empty",
@@ -133,7 +134,7 @@ def _validate_model(config: Config) -> None:
     name, family = config.model.name, _family(config)
     if family is not None:
         _check_flavor(config.model.flavor, family.flavors, whose=f" for {name}")
-        _validate_published(config, family)
+        _raise_first(config, family.option_mistakes(config))
         return
     if name == "dit":  # other architectures in models/ check their own flavors
         _check_flavor(config.model.flavor, FLAVOR_NAMES)
@@ -154,7 +155,7 @@ def _family(config: Config) -> Any:
 _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
     (
         lambda config: config.model.name not in FAMILIES,
-        "model.path model.overrides lora.rank lora.alpha lora.target_modules lora.assistant_path",
+        "model.path lora.rank lora.alpha lora.target_modules lora.assistant_path",
         "applies only to published models; leave it out for {name}",
     ),
     (
@@ -165,8 +166,8 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
     (
         lambda config: config.model.name in FAMILIES,
         "model.preset model.block model.patch_size model.conditioning model.norm_type model.qk_norm model.mlp "
-        "model.position model.rope_theta model.learn_sigma model.text model.text_tokens model.text_width "
-        "model.pooled_width",
+        "model.position model.rope_theta model.timestep_scale model.timestep_frequencies model.learn_sigma model.text "
+        "model.text_tokens model.text_width model.pooled_width",
         "{name} defines its own; leave it out",
     ),
     (
@@ -232,30 +233,13 @@ def _refuse_without_effect(config: Config, table: list[tuple[Callable[[Config], 
 
 def _validate_own_model(config: Config) -> None:
     position = config.model.position or ("sincos" if config.model.preset == "official" else "rope")
-    if config.dataset.aspect_buckets and position == "sincos":
-        right = "sincos positions are a table for one size; set --model.position rope, or leave it out"
+    if config.dataset.aspect_buckets and position != "rope":
+        right = f"{position} positions are a table for one size; set --model.position rope, or leave it out"
         raise option_error("dataset.aspect_buckets", True, right)
     if config.quantize.base != "float32":
         raise option_error(
             "quantize.base", config.quantize.base, "applies only to the frozen weights under a LoRA; leave it out"
         )
-
-
-def _validate_published(config: Config, family: Any) -> None:
-    model, lora = config.model, config.lora
-    if config.diffusion.objective != family.objective:
-        right = f"{model.name} was trained with {family.objective}; set --diffusion.objective {family.objective}"
-        raise option_error("diffusion.objective", config.diffusion.objective, right)
-    if not lora.rank and config.quantize.base != "float32":
-        right = "applies only to the frozen weights under a LoRA; set lora.rank, or leave it out"
-        raise option_error("quantize.base", config.quantize.base, right)
-    if lora.rank and config.float8.enable_float8_linear:
-        right = "applies only to trained layers, and a LoRA freezes them; must be false"
-        raise option_error("float8.enable_float8_linear", True, right)
-    for text in model.overrides:
-        name, _, value = text.partition("=")
-        if not (name.isidentifier() and value):
-            raise option_error("model.overrides", text, "must be NAME=VALUE, for example num_layers=2")
 
 
 def _validate_image_size(config: Config) -> None:
@@ -346,5 +330,9 @@ def _validate_objective(config: Config) -> None:
     if objective.uses_teacher and not config.ema.enable:
         right = f"{config.diffusion.objective} uses the EMA model as its teacher; must be true"
         raise option_error("ema.enable", False, right)
-    for option, right in objective.option_mistakes(config, changed):
-        raise option_error(option, values[option], right)
+    _raise_first(config, objective.option_mistakes(config, changed))
+
+
+def _raise_first(config: Config, mistakes: Iterable[tuple[str, str]]) -> None:
+    for option, right in mistakes:
+        raise option_error(option, attrgetter(option)(config), right)

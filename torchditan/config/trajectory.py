@@ -20,6 +20,8 @@ VALUES_BEFORE: dict[str, Any] = {
     "dataset.bucket_order": "random",
     "lr_scheduler.decay_until": "last_step",
     "model.block": "dit",
+    "model.timestep_frequencies": "dit",
+    "model.timestep_scale": 1000.0,
 }
 """Options added since commit 36e2f02, each with the behavior of every run before the option existed.
 

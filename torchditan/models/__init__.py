@@ -10,8 +10,10 @@ May import: config, randomness, registry.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import pkgutil
+from typing import Any
 
 from torch import nn
 
@@ -61,12 +63,14 @@ def build_dit_spec(
         num_classes = 0  # a stand-in for captioned images may also have labels
     channels, height, width = sample_shape
     dit_config = DiTConfig(
-        **dataclasses.asdict(flavor_size(config.flavor, config.preset)),
+        **_sizes(config, str(options["position"])),
         patch_size=config.patch_size,
         input_channels=channels,
         image_size=(height, width),
         num_classes=num_classes,
         rope_theta=config.rope_theta,
+        timestep_scale=config.timestep_scale,
+        timestep_frequencies=config.timestep_frequencies,
         block=config.block,
         text=config.text,
         text_tokens=config.text_tokens or 0,
@@ -93,6 +97,22 @@ def build_dit_spec(
         condition_layers=_text_layers,
         features=[f"blocks.{i}" for i in range(dit_config.depth)],
     )
+
+
+def _sizes(config: torchditan.config.options.Model, position: str) -> dict[str, Any]:
+    """Depth, width and number of heads of the flavor, with the overrides."""
+    sizes = dataclasses.asdict(flavor_size(config.flavor, config.preset))
+    for text in config.overrides:
+        name, _, value = text.partition("=")
+        if name not in sizes or not value.isdecimal() or int(value) < 1:
+            right = f"must be one of {', '.join(sizes)} and a positive integer, such as depth=24"
+            raise option_error("model.overrides", text, right)
+        sizes[name] = int(value)
+    multiple = math.lcm(4, sizes["num_heads"]) if position == "sincos" else 4 * sizes["num_heads"]
+    if sizes["width"] % multiple:
+        right = f"with {sizes['num_heads']} heads, the width must be a multiple of {multiple}, not {sizes['width']}"
+        raise option_error("model.overrides", config.overrides, right)
+    return sizes
 
 
 def _check_text(config: torchditan.config.options.Model, *, conditioning: str) -> None:

@@ -3,7 +3,7 @@
 
 Notable:
 - full attention over the patches of any H and W divisible by the patch size, square or not;
-- positions: axial 2D rotary embedding, or the paper's fixed sin-cos table;
+- positions: axial 2D rotary embedding, the paper's fixed sin-cos table, or both;
 - conditioning: adaLN-zero with a modulated final layer, or timestep and label as extra tokens;
 - text, from precomputed embeddings: as tokens before the patches, or by cross-attention in every block. A pooled
   vector is added to the timestep's embedding; padding is masked;
@@ -32,7 +32,6 @@ from torchditan.registry import BLOCKS, registered
 
 NORM_EPS = 1e-6
 TIMESTEP_FREQUENCIES = 256
-TIMESTEP_SCALE = 1000.0  # the paper uses t in [0, 1000), this project t in [0, 1]
 TEXT_MASKS = ("prompt_attention_mask", "prompt_embeds_mask")
 
 
@@ -86,10 +85,14 @@ class DiTConfig:
     mlp: str = "swiglu"
     """swiglu or gelu."""
     position: str = "rope"
-    """rope or sincos."""
+    """rope, sincos or rope_sincos."""
     rope_theta: float = 10000.0
     block: str = "dit"
     """A name in `registry.BLOCKS`."""
+    timestep_scale: float = 1000.0
+    """Factor of t in its embedding. The paper's t is in [0, 1000), this project's in [0, 1]."""
+    timestep_frequencies: str = "dit"
+    """dit or diffusers; see `timestep_embedding`."""
     learn_sigma: bool = False
     """Predict twice the channels: mean and variance."""
     text: str | None = None
@@ -198,11 +201,14 @@ def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     return pairs.flatten(-2).type_as(x)
 
 
-def timestep_embedding(t: torch.Tensor) -> torch.Tensor:
-    """Sinusoidal features [cos, sin] of t in [0, 1], (B,) -> (B, 256) float32."""
+def timestep_embedding(t: torch.Tensor, *, scale: float = 1000.0, frequencies: str = "dit") -> torch.Tensor:
+    """Sinusoidal features [cos, sin] of scale t, (B,) -> (B, 256) float32.
+
+    The frequencies are 10000^(-i / 128) (dit), or 10000^(-i / 127) as in `DiTTransformer2DModel` of diffusers.
+    """
     half = TIMESTEP_FREQUENCIES // 2
-    exponent = torch.arange(half, dtype=torch.float32, device=t.device) / half
-    angle = (t.float() * TIMESTEP_SCALE).outer(torch.exp(-math.log(10000.0) * exponent))
+    exponent = torch.arange(half, dtype=torch.float32, device=t.device) / (half - (frequencies == "diffusers"))
+    angle = (t.float() * scale).outer(torch.exp(-math.log(10000.0) * exponent))
     return torch.cat([angle.cos(), angle.sin()], dim=-1)
 
 
@@ -231,13 +237,16 @@ class PatchEmbed(nn.Module):
 
 
 class TimestepEmbedder(nn.Module):
-    def __init__(self, width: int):
+    def __init__(self, config: DiTConfig):
         super().__init__()
+        self.scale, self.frequencies = config.timestep_scale, config.timestep_frequencies
+        width = config.width
         self.mlp = nn.Sequential(nn.Linear(TIMESTEP_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, t: torch.Tensor) -> torch.Tensor:
         weight: torch.Tensor = self.mlp[0].weight  # type: ignore[assignment]
-        return self.mlp(timestep_embedding(t).type_as(weight))  # (B, D)
+        features = timestep_embedding(t, scale=self.scale, frequencies=self.frequencies)
+        return self.mlp(features.type_as(weight))  # (B, D)
 
 
 class LabelEmbedder(nn.Module):
@@ -444,17 +453,17 @@ class DiT(nn.Module):
         super().__init__()
         assert config.width % config.num_heads == 0
         assert config.text != "cross_attention" or config.conditioning == "adaln"
-        assert config.position == "sincos" or config.width // config.num_heads % 4 == 0, "row and column pairs"
+        assert "rope" not in config.position or config.width // config.num_heads % 4 == 0, "row and column pairs"
         self.config = config
         self.x_embedder = PatchEmbed(config)
-        self.t_embedder = TimestepEmbedder(config.width)
+        self.t_embedder = TimestepEmbedder(config)
         if config.num_classes:
             self.y_embedder = LabelEmbedder(config.num_classes, config.width)
         if config.text is not None:
             self.text_embedder = TextEmbedder(config, config.text_width)
         if config.pooled_width:
             self.pooled_embedder = TextEmbedder(config, config.pooled_width)
-        if config.position == "sincos":
+        if "sincos" in config.position:
             # A frozen parameter, as in the released checkpoints; unlike a buffer, FSDP shards and casts it.
             table = torch.empty(1, config.num_patches, config.width)
             self.pos_embed = nn.Parameter(table, requires_grad=False)
@@ -482,7 +491,7 @@ class DiT(nn.Module):
 
         Args:
             x_t: (B, C, H, W), H and W multiples of the patch size.
-            t: (B,) float32 in [0, 1]; 0 is noise, 1 is data.
+            t: (B,) float32 in [0, 1]; 0 is noise and 1 is data, or the time that the objective gives it.
             cond: {"class_label": (B,) int64}, where `num_classes` is the null class; {} without classes. With text,
                 `prompt_embeds` (B, L, text_width), `pooled_prompt_embeds` (B, pooled_width) if the model has that
                 width, and optionally one of `TEXT_MASKS` (B, L): false for padding.
@@ -494,7 +503,7 @@ class DiT(nn.Module):
         """
         config, (height, width) = self.config, x_t.shape[-2:]
         x = self.x_embedder(x_t)  # (B, N, D)
-        if config.position == "sincos":
+        if "sincos" in config.position:
             x = x + self.pos_embed
         vector: torch.Tensor = self.t_embedder(t)  # (B, D)
         if config.pooled_width:
@@ -514,7 +523,7 @@ class DiT(nn.Module):
         if context:
             x = torch.cat([*context, x], dim=1)  # (B, context + N, D)
         # Computed in each forward: a few small kernels, and no buffer to fill, cast or move.
-        rope = rope_table(config, height, width, x_t.device) if config.position == "rope" else None
+        rope = rope_table(config, height, width, x_t.device) if "rope" in config.position else None
         found = {}
         for i, block in enumerate(self.blocks):
             x = block(x, c, rope, text, mask)

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchditan.config.errors import option_error
 from torchditan.config.options import LRScheduler
 from torchditan.config.options import Optimizer as OptimizerConfig
 from torchditan.registry import OPTIMIZERS, registered
@@ -160,60 +159,17 @@ def _state_bytes_on_meta(group: ParameterGroup, shape: tuple[int, ...]) -> int:
 
 def adamw(config: OptimizerConfig) -> list[ParameterGroup]:
     """AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101), fused."""
-    return [ParameterGroup(torch.optim.AdamW, {**_adam_options(config), "fused": True})]
+    return [ParameterGroup(torch.optim.AdamW, {**adam_options(config), "fused": True})]
 
 
-def _adam_options(config: OptimizerConfig) -> dict[str, Any]:
+def adam_options(config: OptimizerConfig) -> dict[str, Any]:
+    """Keyword arguments of the Adam family."""
     return {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
         "weight_decay": config.weight_decay,
     }
-
-
-def adamw_8bit(config: OptimizerConfig) -> list[ParameterGroup]:
-    """torchao's AdamW with 8-bit moments, a scale per block of 256 (Dettmers et al. 2022, arXiv 2110.02861).
-
-    Moments stay float32 for tensors or shards with fewer than 4096 elements or a partial block. The optimizer compiles
-    one update per parameter shape, which makes the first step slow.
-
-    Checkpoints store the 8-bit moments exactly. They load on another mesh if its shards also end at a block boundary,
-    as those of published models do.
-    """
-    return [ParameterGroup(_sharded_adamw_8bit, _adam_options(config), state_bytes=_state_bytes_of_8_bits)]
-
-
-def _state_bytes_of_8_bits(shape: tuple[int, ...]) -> int:
-    """Two moments of one byte, each with a scale for every 256 values and a table of 256 values; and the step."""
-    size, float32 = math.prod(shape), 4
-    if size < 4096 or size % 256:
-        return 2 * float32 * size + float32
-    return 2 * (size + float32 * (size // 256) + float32 * 256) + float32
-
-
-def _sharded_adamw_8bit(parameters: Any, **options: Any) -> torch.optim.Optimizer:
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError:
-        raise option_error("optimizer.name", "AdamW8bit", "needs torchao; pip install 'torchditan[float8]'") from None
-
-    class ShardedAdamW8bit(AdamW8bit):
-        def step(self, closure: Any = None) -> Any:
-            # AOTAutograd's disk cache uses the global shape of a sharded parameter as its key. Ranks with shards of
-            # different sizes would load each other's graphs. Inductor's own cache uses local shapes.
-            with torch._functorch.config.patch(enable_autograd_cache=False):
-                return super().step(closure)
-
-    optimizer: torch.optim.Optimizer = ShardedAdamW8bit(parameters, **options)
-
-    def as_tensors(*_: Any) -> None:
-        # With a number, the update would be compiled again for each learning rate. torchao refuses numbers.
-        for group in optimizer.param_groups:
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
-
-    optimizer.register_step_pre_hook(as_tensors)
-    return optimizer
 
 
 def parameters_without_decay(model: nn.Module) -> set[str]:

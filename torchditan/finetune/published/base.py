@@ -24,6 +24,7 @@ from torch import nn
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.optional_libraries import import_optional
+from torchditan.config.options import Config
 from torchditan.models.initialization import draw_normal, draw_xavier_uniform
 from torchditan.models.spec import Condition, TensorSpec
 
@@ -92,6 +93,21 @@ class PublishedModel(nn.Module):
         for module in set(self.modules()) - in_blocks:
             if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
                 module.register_forward_pre_hook(_cast_to_weight)
+
+    @classmethod
+    def option_mistakes(cls, config: Config) -> Iterator[tuple[str, str]]:
+        """(option, what would be right) for each option that does not fit a published model."""
+        if config.diffusion.objective != cls.objective:
+            right = f"{cls.name} was trained with {cls.objective}; set --diffusion.objective {cls.objective}"
+            yield "diffusion.objective", right
+        if not config.lora.rank and config.quantize.base != "float32":
+            yield "quantize.base", "applies only to the frozen weights under a LoRA; set lora.rank, or leave it out"
+        if config.lora.rank and config.float8.enable_float8_linear:
+            right = "applies only to trained layers, and a LoRA freezes them; must be false"
+            yield "float8.enable_float8_linear", right
+        for name, _, value in (text.partition("=") for text in config.model.overrides):
+            if not (name.isidentifier() and value):
+                yield "model.overrides", "must be NAME=VALUE, for example num_layers=2"
 
     @classmethod
     def latent_channels(cls, config: Mapping[str, Any]) -> int:
