@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Export the weights of a run to one safetensors file with its configuration, or import such a file as a run that can
-be sampled. Also exports a full fine-tune of a published model to a folder that diffusers opens.
+be sampled. Also exports a full fine-tune of a published model, or a DiT, to a folder that diffusers opens.
 
 python scripts/convert_checkpoint.py export outputs/quickstart quickstart.safetensors
 python scripts/convert_checkpoint.py export outputs/quickstart/checkpoint/step-00000400 raw.safetensors --weights raw
@@ -65,9 +65,9 @@ def export_file(argv: list[str]) -> None:
     options = {"step": arguments.step, "weights": arguments.weights, "dtype": DTYPES[arguments.dtype]}
     with report_progress(f"exporting {arguments.source}"):
         if is_folder:
-            from torchditan.finetune.pipeline_export import export_pipeline
+            from torchditan.weights.diffusers_export import export_to_diffusers
 
-            exported = export_pipeline(arguments.source, arguments.out, **options)
+            exported = export_to_diffusers(arguments.source, arguments.out, **options)
             stored, files = exported.weights, [path for path in arguments.out.rglob("*") if path.is_file()]
         else:
             from torchditan.weights.exported import export_weights
@@ -79,7 +79,7 @@ def export_file(argv: list[str]) -> None:
     )
     if is_folder:
         why = f" (the transformer alone: {exported.left_out})" if exported.left_out else ""
-        print(f"in diffusers: {exported.how_to_open}{why}")
+        print(f"in diffusers: {exported.how_to_open}{why}", *exported.notes, sep="\n")
 
 
 def import_file(argv: list[str]) -> None:

@@ -45,7 +45,7 @@ class _OtherParts:
 def export_pipeline(
     stored: StoredWeights, read: Callable[[str], Tensor], folder: Path, *, dtype: torch.dtype
 ) -> ExportedPipeline:
-    """Write a full fine-tune in diffusers' layout, atomically: the folder is complete or does not exist.
+    """`torchditan.weights.diffusers_export.export_to_diffusers` for a full fine-tune of a published model.
 
     Args:
         stored: weights of a published model, from `open_weights`.

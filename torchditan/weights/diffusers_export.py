@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Export a run of the native model as a folder that diffusers' DiTPipeline opens, where its options allow it.
+"""Export a run as a folder that diffusers opens; a run of the native model for DiTPipeline, if its options allow it.
 
-Notable:
+Notable about the native model:
 - DiTPipeline has one architecture, one objective and one sampler. A run with other options is refused, with their
   names and the right values;
 - its null class is 1000: the label table is written with 1001 rows, our null class last and zeros between;
@@ -26,14 +26,15 @@ from torch import Tensor
 from torchditan.autoencoders import kind_of
 from torchditan.autoencoders.published import FILES as VAE_FILES
 from torchditan.autoencoders.published import find_published
-from torchditan.config.errors import ConfigError
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict
 from torchditan.config.options import Config
 from torchditan.latents.latent_space import open_decoder
 from torchditan.models import ModelSpec
 from torchditan.models.dit import NORM_EPS, DiTConfig
+from torchditan.registry import FAMILIES
 from torchditan.weights.diffusers_folder import INDEX_FILE, WEIGHTS_FILE, ExportedPipeline, new_folder
-from torchditan.weights.exported import StoredWeights
+from torchditan.weights.exported import Kind, StoredWeights, open_weights
 from torchditan.weights.formats.diffusers_dit import (
     CLASS_NAME,
     LABEL_TABLE,
@@ -67,26 +68,44 @@ _VERSION = "0.42.0"
 """The version of diffusers that these files were written for and tested with."""
 
 
+def export_to_diffusers(
+    source: Path, folder: Path, *, step: int | None = None, weights: Kind | None = None, dtype: torch.dtype
+) -> ExportedPipeline:
+    """Write the weights of a run in diffusers' layout, atomically: the folder is complete or does not exist.
+
+    Args:
+        source: run directory, or the folder of a checkpoint.
+        folder: the folder to create; it must not exist.
+        step: of a run's checkpoint; None takes the newest.
+        weights: averaged or raw; None takes the averaged ones if the run kept them.
+        dtype: float32 or bfloat16, of the transformer. Other parts are copied unchanged.
+
+    Raises:
+        ConfigError: the run trained a LoRA or a model that diffusers does not have, or `folder` exists or cannot be
+            written.
+    """
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; choose another name")
+    stored, read = open_weights(source, step=step, weights=weights)
+    assert stored.config is not None
+    if stored.config["model"]["name"] in FAMILIES:
+        from torchditan.finetune.pipeline_export import export_pipeline
+
+        return export_pipeline(stored, read, folder, dtype=dtype)
+    return export_dit_pipeline(stored, read, folder, dtype=dtype)
+
+
 def export_dit_pipeline(
     stored: StoredWeights, read: Callable[[str], Tensor], folder: Path, *, dtype: torch.dtype
 ) -> ExportedPipeline:
-    """Write a run of the native model for DiTPipeline, atomically: the folder is complete or does not exist.
-
-    Args:
-        stored: weights of the native model, from `open_weights`.
-        read: reads one of them.
-        folder: the folder to create; it must not exist.
-        dtype: float32 or bfloat16, of the transformer. The autoencoder is copied unchanged.
-
-    Raises:
-        ConfigError: DiTPipeline does not compute this model, or `folder` exists or cannot be written.
-    """
+    """`export_to_diffusers` for the native model."""
     assert stored.config is not None
     config = from_dict(stored.config)
     spec = stored_spec(config)
     mistakes = list(_mistakes(config, spec))
     if mistakes:
-        raise ConfigError(f"{stored.path} does not fit diffusers' DiTPipeline, which needs {', '.join(mistakes)}")
+        right = f"DiTPipeline needs {', '.join(mistakes)}; must be torchditan"
+        raise option_error("--format", "diffusers", right)
     with torch.device("meta"):
         refuse_other_model(spec.build(), stored, [])
     assert isinstance(spec.config, DiTConfig)
@@ -105,8 +124,9 @@ def export_dit_pipeline(
     if isinstance(vae, str):
         parts = f'{CLASS_NAME}.from_pretrained("{folder}"), AutoencoderKL.from_pretrained("VAE"), '
         scheduler = f'DDIMScheduler.from_pretrained("{folder}", subfolder="scheduler")'
-        return ExportedPipeline(stored, f"DiTPipeline({parts}{scheduler})", left_out=vae)
-    return ExportedPipeline(stored, f'DiTPipeline.from_pretrained("{folder}")', left_out=None)
+        return ExportedPipeline(stored, f"DiTPipeline({parts}{scheduler})", left_out=vae, notes=_other_samples(config))
+    how_to_open = f'DiTPipeline.from_pretrained("{folder}")'
+    return ExportedPipeline(stored, how_to_open, left_out=None, notes=_other_samples(config))
 
 
 def _mistakes(config: Config, spec: ModelSpec) -> Iterator[str]:
@@ -180,14 +200,29 @@ def _transformer_config(model: DiTConfig) -> dict[str, Any]:
 
 def _scheduler_config(config: Config) -> dict[str, Any]:
     """A DDIMScheduler. It returns the predicted clean sample at the last level, as our sampler does."""
+    spacing = config.sampling.spacing
     return {
         "_class_name": "DDIMScheduler",
         "_diffusers_version": _VERSION,
         **NOISE_SCHEDULES[config.diffusion.noise_schedule or "linear"],
         "prediction_type": PREDICTIONS[config.diffusion.prediction or "epsilon"],
-        "timestep_spacing": _spacing(config),
+        # With linspace, a DDIMScheduler steps to other levels than it evaluates (huggingface/diffusers issue 11347).
+        "timestep_spacing": "trailing" if spacing == "linspace" else spacing,
         **SCHEDULER_LIKE_OURS,
     }
+
+
+def _other_samples(config: Config) -> tuple[str, ...]:
+    """The run's own options of [sampling] that DiTPipeline does not have, one phrase each."""
+    sampling = config.sampling
+    lacks = {
+        "spacing": sampling.spacing == "linspace",
+        "sampler": sampling.sampler == "ancestral",
+        "guidance_channels": sampling.guidance_channels not in (None, config.model.input_channels),
+        "guidance_interval": list(sampling.guidance_interval) != [0.0, 1.0],
+    }
+    own = [f"sampling.{key} {_shown(getattr(sampling, key))}" for key, is_lacking in lacks.items() if is_lacking]
+    return (f"the pipeline samples without {', '.join(own)} of this run",) if own else ()
 
 
 def _index(num_classes: int) -> dict[str, Any]:

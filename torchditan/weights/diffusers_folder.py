@@ -27,6 +27,8 @@ class ExportedPipeline:
     """A line of Python."""
     left_out: str | None
     """Reason why only the transformer was exported; None for a whole pipeline."""
+    notes: tuple[str, ...] = ()
+    """How the samples of the pipeline differ from those of the run."""
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ import torch
 from torch import Tensor
 
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.models.dit import FLAVORS, NORM_EPS, Size, sincos_position_table
+from torchditan.models.dit import NORM_EPS, sincos_position_table
 from torchditan.weights.formats import Converted, Given
+from torchditan.weights.formats.layout import Sizes, check_names, size_options
 
 CLASS_NAME = "DiTTransformer2DModel"
 REQUIRED = {
@@ -45,7 +45,7 @@ SPACINGS = ("trailing", "leading", "linspace")
 SCHEDULER_FILE = "scheduler/scheduler_config.json"
 
 _CLASS_NAMES = (CLASS_NAME, "Transformer2DModel")  # the second is the name before diffusers 0.28
-_SIZES = {
+_DEFAULT_SIZES = {
     "num_layers": 28,
     "num_attention_heads": 16,
     "attention_head_dim": 72,
@@ -103,22 +103,19 @@ def convert(tensors: dict[str, Tensor], *, content: Mapping[str, Any], given: Gi
     """
     if not content:
         raise ConfigError("is a file; must be the folder that diffusers saved, whose config.json describes the model")
-    sizes = _sizes(content)
-    channels, side, patch_size = (sizes[key] for key in ("in_channels", "sample_size", "patch_size"))
-    depth, num_heads = sizes["num_layers"], sizes["num_attention_heads"]
-    width = num_heads * sizes["attention_head_dim"]
+    sizes, side = _read_sizes(content)
     folder = Path(content["folder"])
     convention, convention_notes = _convention(folder, given)
-    autoencoder, autoencoder_notes = _autoencoder(folder, channels=channels)
-    ours = _rename(tensors, depth)
-    ours["pos_embed"] = sincos_position_table(width, side // patch_size, side // patch_size).unsqueeze(0)
-    num_classes = _drop_unused_classes(ours, sizes["num_embeds_ada_norm"], folder)
+    autoencoder, autoencoder_notes = _autoencoder(folder, channels=sizes.channels)
+    ours = _rename(tensors, sizes.depth)
+    cells = side // sizes.patch_size
+    ours["pos_embed"] = sincos_position_table(sizes.width, cells, cells).unsqueeze(0)
+    num_classes = _drop_unused_classes(ours, sizes.num_classes, folder)
     norm_eps = _number(content, "norm_eps", default=1e-5, file="config.json")
     options = {
         "model.preset": "official",
-        **_size_options(Size(depth, width, num_heads)),
-        "model.patch_size": patch_size,
-        "model.learn_sigma": content.get("out_channels") == 2 * channels,
+        **size_options(sizes),
+        "model.learn_sigma": sizes.output_channels > sizes.channels,
         "model.timestep_frequencies": "diffusers",
         "diffusion.objective": "ddpm",
         **convention,
@@ -127,18 +124,18 @@ def convert(tensors: dict[str, Tensor], *, content: Mapping[str, Any], given: Gi
         **autoencoder,
     }
     notes = [
-        "the frequencies of its timesteps are those of diffusers",
-        f"{depth} equal copies of the embedders became one",
-        "queries, keys and values were joined",
-        *([] if norm_eps == NORM_EPS else [f"norm3 adds {NORM_EPS:g} to the variance, not {norm_eps:g}"]),
+        "timestep frequencies of diffusers (model.timestep_frequencies diffusers)",
+        f"{sizes.depth} equal copies of the embedders became one",
+        "queries, keys and values joined",
+        *([] if norm_eps == NORM_EPS else [f"norm3 adds {NORM_EPS:g} to the variance here, {norm_eps:g} in diffusers"]),
         *convention_notes,
         *autoencoder_notes,
     ]
-    return Converted(ours, options, (channels, side, side), num_classes, tuple(notes))
+    return Converted(ours, options, (sizes.channels, side, side), num_classes, tuple(notes))
 
 
-def _sizes(content: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes in config.json.
+def _read_sizes(content: Mapping[str, Any]) -> tuple[Sizes, int]:
+    """The sizes in config.json, and the side of the model's input.
 
     Raises:
         ConfigError: it describes another architecture.
@@ -149,26 +146,27 @@ def _sizes(content: Mapping[str, Any]) -> dict[str, int]:
     for key, only in REQUIRED.items():
         if content.get(key, only) != only:
             raise ConfigError(f"has {key} = {content[key]!r} in config.json; a {CLASS_NAME} has {only!r}")
-    sizes = {key: content.get(key, default) for key, default in _SIZES.items()}
-    for key, value in sizes.items():
+    found = {key: content.get(key, default) for key, default in _DEFAULT_SIZES.items()}
+    for key, value in found.items():
         if type(value) is not int or value < 1:
             raise ConfigError(f"has {key} = {value!r} in config.json; must be a positive integer")
-    if sizes["sample_size"] % sizes["patch_size"]:
-        raise ConfigError(f"has patch_size = {sizes['patch_size']} in config.json; must divide sample_size")
-    channels, out_channels = sizes["in_channels"], content.get("out_channels")
-    if out_channels not in (None, channels, 2 * channels):
-        right = f"must be {channels}, or {2 * channels} with learned sigma"
-        raise ConfigError(f"has out_channels = {out_channels!r} in config.json; {right}")
-    return sizes
-
-
-def _size_options(size: Size) -> dict[str, Any]:
-    """The flavor of this size, or one with overrides."""
-    flavor = next((name for name, known in FLAVORS.items() if known == size), None)
-    if flavor is not None:
-        return {"model.flavor": flavor}
-    overrides = [f"{key}={value}" for key, value in asdict(size).items()]
-    return {"model.flavor": "DiT-XL", "model.overrides": overrides}
+    side, patch_size, channels = found["sample_size"], found["patch_size"], found["in_channels"]
+    if side % patch_size:
+        raise ConfigError(f"has patch_size = {patch_size} in config.json; must divide sample_size, {side}")
+    output_channels = content.get("out_channels") or channels
+    if output_channels not in (channels, 2 * channels):
+        right = f"must be {channels}, or {2 * channels} with a variance"
+        raise ConfigError(f"has out_channels = {output_channels!r} in config.json; {right}")
+    sizes = Sizes(
+        depth=found["num_layers"],
+        width=found["num_attention_heads"] * found["attention_head_dim"],
+        num_heads=found["num_attention_heads"],
+        patch_size=patch_size,
+        channels=channels,
+        output_channels=output_channels,
+        num_classes=found["num_embeds_ada_norm"],
+    )
+    return sizes, side
 
 
 def _rename(tensors: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
@@ -178,13 +176,7 @@ def _rename(tensors: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
         ConfigError: some are missing or unknown, or the embedders of two blocks differ.
     """
     names = names_in_diffusers(depth)
-    expected = {name for theirs in names.values() for name in theirs}
-    if missing := sorted(expected - tensors.keys()):
-        raise ConfigError(
-            f"lacks {len(missing)} of the {len(expected)} weights of its config.json, such as {missing[0]}"
-        )
-    if unknown := sorted(tensors.keys() - expected):
-        raise ConfigError(f"has {len(unknown)} weights that its config.json does not describe, such as {unknown[0]}")
+    check_names(tensors, {name for theirs in names.values() for name in theirs}, format="diffusers")
     ours = {}
     for name, theirs in names.items():
         first = tensors[theirs[0]]
@@ -224,8 +216,9 @@ def _convention(folder: Path, given: Given) -> tuple[dict[str, Any], list[str]]:
     stated = {"diffusion.noise_schedule": given.noise_schedule, "diffusion.prediction": given.prediction}
     if not scheduler:
         if None in stated.values():
-            right = "so add --noise_schedule and --prediction, or give the folder of the whole pipeline"
-            raise ConfigError(f"has no {SCHEDULER_FILE}, which says what the model predicts at which noise; {right}")
+            option = next(option for option, value in stated.items() if value is None)
+            right = f"must be given: there is no {SCHEDULER_FILE}, and the weights do not show what they predict"
+            raise option_error(f"--{option.removeprefix('diffusion.')}", None, right)
         return stated, []
     for key, only in _LEVELS.items():
         if scheduler.get(key, only) != only:
