@@ -43,10 +43,7 @@ _LOOKS = (
     (r"blocks\.0\.cross_attn\.", "a DiT with cross-attention to text, which has no converter"),
     (r"blocks\.0\.mlp\.fc1\.", "DiT or SiT; give --format dit or --format sit"),
     (r"double_blocks\.0\.", "FLUX in its publisher's names; see docs/finetune.md"),
-    (
-        r"(model\.diffusion_model\.)?joint_blocks\.0\.",
-        "Stable Diffusion 3 in its publisher's names; see docs/finetune.md",
-    ),
+    (r"(model\.diffusion_model\.)?joint_blocks\.0\.", "Stable Diffusion 3 in its publisher's names; see docs/finetune.md"),
     (r"(model\.diffusion_model\.)?input_blocks\.0\.", "a U-Net (ADM or Stable Diffusion), which has no converter"),
     (r"(first_stage_model\.)?(encoder|decoder)\.", "an autoencoder; give it as --autoencoder.path"),
     (r".*lora_", "a LoRA, not a model"),
