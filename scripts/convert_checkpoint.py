@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Export the weights of a run to one safetensors file with its configuration, or import such a file as a run that can
-be sampled. Also exports a full fine-tune of a published model, or a DiT, to a folder that diffusers opens.
+be sampled. Also exports a full fine-tune of a published model to a folder that diffusers opens.
 
 python scripts/convert_checkpoint.py export outputs/quickstart quickstart.safetensors
 python scripts/convert_checkpoint.py export outputs/quickstart/checkpoint/step-00000400 raw.safetensors --weights raw

@@ -37,6 +37,7 @@ from torchditan.weights.diffusers_folder import INDEX_FILE, WEIGHTS_FILE, Export
 from torchditan.weights.exported import Kind, StoredWeights, open_weights
 from torchditan.weights.formats.diffusers_dit import (
     CLASS_NAME,
+    EXPORT_FILE,
     LABEL_TABLE,
     NOISE_SCHEDULES,
     PREDICTIONS,
@@ -66,6 +67,14 @@ _NEEDED: dict[str, Any] = {
 """Options of [model] that DiTPipeline needs."""
 _VERSION = "0.42.0"
 """The version of diffusers that these files were written for and tested with."""
+_INDEX = {
+    "_class_name": "DiTPipeline",
+    "_diffusers_version": _VERSION,
+    "scheduler": ["diffusers", "DDIMScheduler"],
+    "transformer": ["diffusers", CLASS_NAME],
+    "vae": ["diffusers", "AutoencoderKL"],
+}
+"""model_index.json. It has no `id2label`, because a run does not store the names of its classes."""
 
 
 def export_to_diffusers(
@@ -111,22 +120,22 @@ def export_dit_pipeline(
     assert isinstance(spec.config, DiTConfig)
     tensors = _tensors(spec.config, stored, read, dtype)
     vae = _find_vae(config, channels=spec.sample_shape[0])
-    metadata = {"format": "pt", "step": str(stored.step), "weights": str(stored.weights)}
+    described = {"num_classes": spec.config.num_classes, "step": stored.step, "weights": stored.weights}
     with new_folder(folder) as new:
         inner = new if isinstance(vae, str) else new / "transformer"
         inner.mkdir(exist_ok=True)
         _write_json(inner / "config.json", _transformer_config(spec.config))
-        write_weights(inner / WEIGHTS_FILE, tensors, metadata)
+        write_weights(inner / WEIGHTS_FILE, tensors, {"format": "pt"})
         _write_json(new / SCHEDULER_FILE, _scheduler_config(config))
+        _write_json(new / EXPORT_FILE, described)
         if not isinstance(vae, str):
             _copy_vae(vae, new / "vae")
-            _write_json(new / INDEX_FILE, _index(spec.config.num_classes))
+            _write_json(new / INDEX_FILE, _INDEX)
+    how_to_open, left_out = f'DiTPipeline.from_pretrained("{folder}")', None
     if isinstance(vae, str):
-        parts = f'{CLASS_NAME}.from_pretrained("{folder}"), AutoencoderKL.from_pretrained("VAE"), '
         scheduler = f'DDIMScheduler.from_pretrained("{folder}", subfolder="scheduler")'
-        return ExportedPipeline(stored, f"DiTPipeline({parts}{scheduler})", left_out=vae, notes=_other_samples(config))
-    how_to_open = f'DiTPipeline.from_pretrained("{folder}")'
-    return ExportedPipeline(stored, how_to_open, left_out=None, notes=_other_samples(config))
+        how_to_open, left_out = f'DiTPipeline({CLASS_NAME}.from_pretrained("{folder}"), VAE, {scheduler})', vae
+    return ExportedPipeline(stored, how_to_open, left_out, notes=_other_samples(config))
 
 
 def _mistakes(config: Config, spec: ModelSpec) -> Iterator[str]:
@@ -157,19 +166,20 @@ def _tensors(
     """All tensors of the diffusers state dict, each with a function that reads it."""
     for name, theirs in names_in_diffusers(model.depth).items():
         shape = stored.shapes.get(name, ())
-        for part, their in enumerate(theirs):
+        for number, their in enumerate(theirs):
             if name == LABEL_TABLE:
-                size = (NULL_CLASS + 1, model.width)
-                yield TensorToWrite(their, size, dtype, partial(_label_table, model, read))
+                table_shape = (NULL_CLASS + 1, model.width)
+                yield TensorToWrite(their, table_shape, dtype, partial(_label_table, model, read))
             elif ".attn.qkv." in name:
-                size = (model.width, *shape[1:])
-                yield TensorToWrite(their, size, dtype, partial(_part, read, name, part))
+                part_shape = (model.width, *shape[1:])
+                yield TensorToWrite(their, part_shape, dtype, partial(_part, read, name, number))
             else:
                 yield TensorToWrite(their, shape, dtype, partial(read, name))
 
 
-def _part(read: Callable[[str], Tensor], name: str, part: int) -> Tensor:
-    return read(name).chunk(3)[part]
+def _part(read: Callable[[str], Tensor], name: str, number: int) -> Tensor:
+    """The weight of queries (0), keys (1) or values (2)."""
+    return read(name).chunk(3)[number]
 
 
 def _label_table(model: DiTConfig, read: Callable[[str], Tensor]) -> Tensor:
@@ -222,19 +232,7 @@ def _other_samples(config: Config) -> tuple[str, ...]:
         "guidance_interval": list(sampling.guidance_interval) != [0.0, 1.0],
     }
     own = [f"sampling.{key} {_shown(getattr(sampling, key))}" for key, is_lacking in lacks.items() if is_lacking]
-    return (f"the pipeline samples without {', '.join(own)} of this run",) if own else ()
-
-
-def _index(num_classes: int) -> dict[str, Any]:
-    """`id2label` gives the number of classes; a run does not store their names."""
-    return {
-        "_class_name": "DiTPipeline",
-        "_diffusers_version": _VERSION,
-        "id2label": {str(label): str(label) for label in range(num_classes)},
-        "scheduler": ["diffusers", "DDIMScheduler"],
-        "transformer": ["diffusers", CLASS_NAME],
-        "vae": ["diffusers", "AutoencoderKL"],
-    }
+    return (f"its samples differ from those of this run, which has {', '.join(own)}",) if own else ()
 
 
 @dataclass(frozen=True)

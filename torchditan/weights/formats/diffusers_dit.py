@@ -43,6 +43,8 @@ PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "x": "sample"}
 LABEL_TABLE = "y_embedder.embedding_table.weight"
 SPACINGS = ("trailing", "leading", "linspace")
 SCHEDULER_FILE = "scheduler/scheduler_config.json"
+EXPORT_FILE = "torchditan.json"
+"""What our export adds to a folder: the number of classes, and which weights of which step it has."""
 
 _CLASS_NAMES = (CLASS_NAME, "Transformer2DModel")  # the second is the name before diffusers 0.28
 _DEFAULT_SIZES = {
@@ -192,17 +194,20 @@ def _rename(tensors: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
 
 
 def _drop_unused_classes(ours: dict[str, Tensor], num_rows: int, folder: Path) -> int:
-    """Number of classes. A pipeline of ours names fewer than its label table has, and the other rows are zeros."""
-    labels = _read_json(folder, "model_index.json").get("id2label")
-    num_classes, name = len(labels) if isinstance(labels, dict) else num_rows, LABEL_TABLE
-    table = ours[name]
+    """Number of classes. Our export states it, because the null class of every DiTPipeline is 1000.
+
+    The rows between the last class and the null class are zeros.
+    """
+    num_classes, table = _read_json(folder, EXPORT_FILE).get("num_classes", num_rows), ours[LABEL_TABLE]
+    if type(num_classes) is not int or not 0 <= num_classes < num_rows:
+        return num_rows
     unused = table[num_classes:num_rows] if num_classes else table
-    if num_classes >= num_rows or unused.any():
+    if unused.any():
         return num_rows
     if num_classes:
-        ours[name] = torch.cat([table[:num_classes], table[num_rows:]])
+        ours[LABEL_TABLE] = torch.cat([table[:num_classes], table[num_rows:]])
     else:
-        del ours[name]
+        del ours[LABEL_TABLE]
     return num_classes
 
 
