@@ -39,6 +39,10 @@ class Given:
     """`--num_heads`."""
     sample_size: tuple[int, int] | None = None
     """`--sample_size`: height and width of the model's input, in pixels or latent cells."""
+    noise_schedule: str | None = None
+    """`--noise_schedule`: a value of `diffusion.noise_schedule`."""
+    prediction: str | None = None
+    """`--prediction`: a value of `diffusion.prediction`."""
 
 
 class Convert(Protocol):
@@ -49,7 +53,7 @@ class Convert(Protocol):
 
         Args:
             tensors: as stored, memory-mapped where possible, so keep those that do not change as they are.
-            content: config.json of a folder; {} for a file.
+            content: config.json of a folder, and the path as `folder`; {} for a file.
             given: what the user states.
 
         Raises:

@@ -39,7 +39,7 @@ class ForeignWeights:
     tensors: dict[str, Tensor]
     kind: Kind
     content: Mapping[str, Any] = field(default_factory=dict)
-    """config.json of a folder of diffusers; {} for a file."""
+    """config.json of a folder of diffusers, and the given path as `folder`; {} for a file."""
 
 
 def read_foreign_weights(path: Path, *, weights: Kind | None = None) -> ForeignWeights:
@@ -143,7 +143,7 @@ def _read_folder(path: Path, weights: Kind | None) -> ForeignWeights:
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(folder):
         tensors |= _tensors_of(file, _read_file(file))
-    return ForeignWeights(path, tensors, "ema", content)
+    return ForeignWeights(path, tensors, "ema", {**content, "folder": str(path)})
 
 
 def _weight_files(folder: Path) -> list[Path]:
