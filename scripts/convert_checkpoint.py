@@ -1,13 +1,15 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Export the weights of a run to one safetensors file with its configuration, or import such a file as a run that can
-be sampled. Also exports a full fine-tune of a published model to a folder that diffusers opens.
+"""Export the weights of a run to one safetensors file with its configuration, or import weights as a run that can be
+sampled, evaluated and continued: such a file, or a checkpoint of DiT, SiT, REPA, LightningDiT or diffusers
+(docs/checkpoints.md). Also exports a full fine-tune of a published model to a folder that diffusers opens.
 
 python scripts/convert_checkpoint.py export outputs/quickstart quickstart.safetensors
 python scripts/convert_checkpoint.py export outputs/quickstart/checkpoint/step-00000400 raw.safetensors --weights raw
-python scripts/convert_checkpoint.py import quickstart.safetensors outputs/from_a_friend
-python scripts/generate.py outputs/from_a_friend
 python scripts/convert_checkpoint.py export outputs/sd3_medium_full my_sd3 --format diffusers --dtype bfloat16
+python scripts/convert_checkpoint.py import quickstart.safetensors outputs/from_a_friend
+python scripts/convert_checkpoint.py import DiT-XL-2-256x256.pt outputs/dit_xl --format dit
+python scripts/generate.py outputs/from_a_friend
 
 `export --help` and `import --help` list the options. To start a new run from an exported file, train with
 --checkpoint.initial_load_path FILE.
@@ -15,6 +17,7 @@ python scripts/convert_checkpoint.py export outputs/sd3_medium_full my_sd3 --for
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -82,22 +85,87 @@ def export_file(argv: list[str]) -> None:
         print(f"in diffusers: {exported.how_to_open}{why}", *exported.notes, sep="\n")
 
 
-def import_file(argv: list[str]) -> None:
-    from torchditan.config.command_line import ScriptParser
+GIVEN = ("num_heads", "sample_size", "noise_schedule", "prediction")
+"""What the user states because some files do not contain it; fields of `formats.Given`."""
 
-    parser = ScriptParser(__doc__, options=("dataset.root_dir", "autoencoder.path"))
+
+def parse_import(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Arguments of `import`, and the remaining flags for the run's configuration."""
+    from torchditan.config.command_line import ScriptParser, count
+    from torchditan.config.errors import option_error
+    from torchditan.registry import FORMATS
+
+    is_foreign = any(argument.partition("=")[0] == "--format" for argument in argv)
+    sections = ("dataset", "autoencoder", "sampling")
+    parser = ScriptParser(__doc__, options=sections if is_foreign else ("dataset.root_dir", "autoencoder.path"))
     parser.prog = f"{parser.prog} import"
-    parser.add_argument("weights", type=Path, metavar="WEIGHTS.safetensors", help="a file that `export` wrote")
+    what = "a file that `export` wrote; with --format a .pt, .pth, .bin or .safetensors file, or a folder of diffusers"
+    parser.add_argument("path", type=Path, metavar="WEIGHTS", help=what)
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory to create")
     parser.add_argument("--overwrite", action="store_true", help="replace an imported run")
+    parser.add_argument(
+        "--format",
+        choices=tuple(FORMATS),
+        help="the project that trained these weights. The options below need it, and so do --dataset.key, "
+        "--autoencoder.key and --sampling.key",
+    )
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights of a training file (default: ema)")
+    parser.add_argument("--num_heads", type=count, help="attention heads, if the model has no published size")
+    parser.add_argument(
+        "--sample_size",
+        type=count,
+        nargs=2,
+        metavar=("HEIGHT", "WIDTH"),
+        help="size of the model's input in pixels or latent cells, if it is not square",
+    )
+    parser.add_argument("--num_classes", type=count, help="new label table for this number of other classes")
+    parser.add_argument("--noise_schedule", help="diffusion.noise_schedule, for a diffusers folder without scheduler/")
+    parser.add_argument("--prediction", help="diffusion.prediction, for a diffusers folder without scheduler/")
     arguments, flags = parser.parse(argv)
+    for name in ("weights", "num_classes", *GIVEN):
+        value = getattr(arguments, name)
+        if value is not None and not is_foreign:
+            raise option_error(f"--{name}", value, "has an effect only with --format; leave it out")
+    return arguments, flags
+
+
+def import_file(argv: list[str]) -> None:
+    arguments, flags = parse_import(argv)
 
     from torchditan.run.progress import report_progress
-    from torchditan.weights.imported_run import import_weights
 
-    with report_progress(f"importing {arguments.weights}"):
-        stored = import_weights(arguments.weights, arguments.run, flags=flags, overwrite=arguments.overwrite)
-    print(f"{arguments.run}: {stored.weights} weights of step {stored.step}, for scripts/generate.py and evaluate.py")
+    path, run, overwrite = arguments.path, arguments.run, arguments.overwrite
+    if arguments.format is None:
+        from torchditan.weights.imported_run import import_weights
+
+        with report_progress(f"importing {path}"):
+            stored = import_weights(path, run, flags=flags, overwrite=overwrite)
+        print(f"{run}: {stored.weights} weights of step {stored.step}, for scripts/generate.py and evaluate.py")
+        return
+    from torchditan.weights.formats import Given
+    from torchditan.weights.imported_format import import_format
+
+    start = time.perf_counter()
+    with report_progress(f"importing {path}"):
+        imported = import_format(
+            path,
+            run,
+            format=arguments.format,
+            weights=arguments.weights,
+            given=Given(**{name: getattr(arguments, name) for name in GIVEN}),
+            num_classes=arguments.num_classes,
+            flags=flags,
+            overwrite=overwrite,
+        )
+    print(
+        f"{run}: {imported.weights} weights of {path}, {imported.num_parameters / 1e6:,.1f}M parameters in "
+        f"{time.perf_counter() - start:.1f} s"
+    )
+    for note in imported.notes:
+        print(f"- {note}")
+    print(f"generate: python scripts/generate.py {run}")
+    print(f"evaluate: python scripts/evaluate.py {run} --dataset.root_dir IMAGES")
+    print(f"continue: python train.py --job.config_file {run / 'continue.toml'} --dataset.root_dir IMAGES")
 
 
 def main() -> None:

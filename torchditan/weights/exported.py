@@ -24,8 +24,9 @@ from torchditan.checkpoint.files import (
 from torchditan.checkpoint.loading import find_checkpoint, load_safely, read_progress
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.models.saved_weights import checkpoint_keys
+from torchditan.registry import FORMATS
 from torchditan.run.reading import read_config
-from torchditan.weights.safetensors_files import TensorToWrite, open_file, write_weights
+from torchditan.weights.safetensors_files import TensorToWrite, is_of_diffusers, is_pickle, open_file, write_weights
 
 FORMAT = "torchditan"
 
@@ -130,11 +131,17 @@ def read_weights_metadata(path: Path) -> StoredWeights:
     Raises:
         ConfigError: it cannot be read, is not a safetensors file, is truncated, or `export_weights` did not write it.
     """
+    formats = f"add --format {', '.join(FORMATS)} (docs/checkpoints.md)"
+    if path.is_file() and is_pickle(path):
+        raise ConfigError(f"{path} is a PyTorch file of another project; {formats}")
+    if is_of_diffusers(path):
+        raise ConfigError(f"{path} is a folder of diffusers; add --format diffusers")
     stored = describe_file(path)
     if stored.config is None:
         raise ConfigError(
             f"{path} has weights without a configuration; must be a file that scripts/convert_checkpoint.py exported. "
-            "A new run can start from other weights with checkpoint.initial_load_path"
+            f"For those of another project, {formats}. A new run can start from other weights with "
+            "checkpoint.initial_load_path"
         )
     return stored
 

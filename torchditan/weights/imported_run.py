@@ -2,7 +2,7 @@
 """Creates a run directory from an exported file of weights. It can be sampled and evaluated, not continued.
 
 The file may be untrusted. Before anything is written, its configuration passes the same checks as a user's, and its
-tensors must match the model of this configuration.
+tensors must match the model of this configuration. imported_format.py creates such a run from files of other projects.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchditan.checkpoint.files import ChecksummingWriter, read_back
@@ -54,13 +54,38 @@ def import_weights(path: Path, run: Path, *, flags: Sequence[str] = (), overwrit
             be written.
     """
     stored = read_weights_metadata(path)
-    _refuse_existing(run, overwrite=overwrite)
+    refuse_existing(run, overwrite=overwrite)
     config = _check_config(stored, flags)
-    refuse_other_model(_meta_model(config), stored, [])
+    with open_file(path) as file:
+        tensors = {name: file.get_tensor(name) for name in stored.shapes}  # memory-mapped until written
+        create_run(run, stored, config, tensors)
+    return stored
+
+
+def create_run(
+    run: Path, stored: StoredWeights, config: Config, tensors: Mapping[str, Tensor], *, files: Mapping[str, str] = {}
+) -> None:
+    """Create a run directory with these weights, completely or not at all.
+
+    Args:
+        run: the directory; `refuse_existing` allows to replace it.
+        stored: description of the weights, with their step and kind.
+        config: the run's configuration.
+        tensors: the weights, in the dtype to store.
+        files: name -> text of further files in the directory.
+
+    Raises:
+        ConfigError: the weights do not match the model of the configuration, or `run` cannot be written.
+    """
+    with torch.device("meta"):
+        model = stored_spec(config).build()
+    refuse_other_model(model, stored, [])
     partial = temporary_path(run)
     try:
         partial.mkdir(parents=True)
-        _write_run(partial, stored, config)
+        _write_run(partial, stored, config, tensors)
+        for name, text in files.items():
+            write_file(partial / name, text.encode())
         if run.exists():
             shutil.rmtree(run)
         os.replace(partial, run)
@@ -69,10 +94,9 @@ def import_weights(path: Path, run: Path, *, flags: Sequence[str] = (), overwrit
         raise ConfigError(f"{run} cannot be written: {error.strerror}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return stored
 
 
-def _refuse_existing(run: Path, *, overwrite: bool) -> None:
+def refuse_existing(run: Path, *, overwrite: bool) -> None:
     """Refuse to replace a run; an imported one may be replaced with `overwrite`, a trained one never."""
     if not run.exists() or (run.is_dir() and not any(run.iterdir())):
         return
@@ -99,16 +123,11 @@ def _check_config(stored: StoredWeights, flags: Sequence[str]) -> Config:
     return config.replace({"ema.enable": stored.weights == "ema"})  # tells the scripts which weights a run has
 
 
-def _meta_model(config: Config) -> nn.Module:
-    with torch.device("meta"):
-        return stored_spec(config).build()
-
-
-def _write_run(run: Path, stored: StoredWeights, config: Config) -> None:
+def _write_run(run: Path, stored: StoredWeights, config: Config, tensors: Mapping[str, Tensor]) -> None:
     assert stored.step is not None and stored.images_seen is not None
     origin = f"{stored.path.name} (to start a new run from it, use --checkpoint.initial_load_path)"
     identity = {**trajectory(config), "imported_from": origin}  # train.py never creates this key
-    _write_checkpoint(run / config.checkpoint.folder, stored, config, identity)
+    _write_checkpoint(run / config.checkpoint.folder, stored, config, identity, tensors)
     content = {
         "run_id": uuid4().hex[:8],
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -122,19 +141,20 @@ def _write_run(run: Path, stored: StoredWeights, config: Config) -> None:
     write_file(run / "config.json", json.dumps(content, indent=2, ensure_ascii=False).encode())
 
 
-def _write_checkpoint(folder: Path, stored: StoredWeights, config: Config, identity: dict[str, Any]) -> None:
-    """Write a checkpoint with weights only, in the dtype of the file."""
+def _write_checkpoint(
+    folder: Path, stored: StoredWeights, config: Config, identity: dict[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Write a checkpoint with weights only, in their dtype."""
     assert stored.step is not None and stored.images_seen is not None
     target = folder / f"step-{stored.step:08d}"
     partial = target.with_suffix(".partial")
     partial.mkdir(parents=True)
     writer = ChecksummingWriter(partial)
     try:
-        with open_file(stored.path) as file, warnings.catch_warnings():
+        with warnings.catch_warnings():
             # Saving in a single process is intended here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            weights = {name: file.get_tensor(name) for name in stored.shapes}  # memory-mapped until written
-            dcp.save({key_of(stored.weights): weights}, storage_writer=writer, no_dist=True)
+            dcp.save({key_of(stored.weights): dict(tensors)}, storage_writer=writer, no_dist=True)
     except CheckpointException as error:
         raise writer.error or RuntimeError(f"the checkpoint cannot be written: {error}") from None
     read_back(partial, writer.checksums)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,16 @@ from torchditan.config.trajectory import differences
 from torchditan.distributed.process_group import raise_on_all_ranks
 from torchditan.models.initialization import fill
 from torchditan.models.saved_weights import saved_parameters, saved_weights
+from torchditan.registry import FORMATS
 from torchditan.run.reading import similar_folder
 from torchditan.weights.exported import StoredWeights, describe_checkpoint, describe_file, find_weights
-from torchditan.weights.safetensors_files import open_file
+from torchditan.weights.safetensors_files import is_of_diffusers, is_pickle, open_file
 
 _NUM_SHOWN = 3
+_HOW_TO_IMPORT = (
+    "import weights of another project first: scripts/convert_checkpoint.py import WEIGHTS RUN --format "
+    f"{'|'.join(FORMATS)}, then start from RUN"
+)
 
 
 def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
@@ -87,28 +91,21 @@ def load_weights_file(model: nn.Module, path: Path) -> StoredWeights:
 
 def _describe(path: Path) -> StoredWeights:
     if path.is_file():
+        if is_pickle(path):
+            raise ConfigError(f"{path} is a PyTorch file, whose pickle may execute code; {_HOW_TO_IMPORT}")
         return describe_file(path)
     if not path.exists():
         right = (
             f"a .safetensors file, a run directory, or a checkpoint in one{similar_folder(path, mark='config.json')}"
         )
         raise ConfigError(f"{path} does not exist; must be {right}")
-    if _is_of_diffusers(path):
-        raise ConfigError(f"{path} is a folder that diffusers saved; give it as --model.path, with its --model.name")
+    if is_of_diffusers(path):
+        right = "give it as --model.path, with its --model.name; import a DiT with scripts/convert_checkpoint.py"
+        raise ConfigError(f"{path} is a folder that diffusers saved; {right} import {path} RUN --format diffusers")
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} has no config.json; must be a run directory, or a checkpoint in one")
     checkpoint = find_weights(path)
     return describe_checkpoint(checkpoint, CheckpointReader(checkpoint), weights=None)
-
-
-def _is_of_diffusers(path: Path) -> bool:
-    if (path / "model_index.json").is_file():
-        return True
-    try:
-        content = json.loads((path / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and "_class_name" in content
 
 
 def refuse_unknown_convention(stored: StoredWeights, config: Config) -> None:
@@ -127,8 +124,8 @@ def refuse_unknown_convention(stored: StoredWeights, config: Config) -> None:
         )
     raise ConfigError(
         f"{unknown}; add --checkpoint.initial_load_convention torchditan if t = 0 is noise and t = 1 is data (times "
-        "1000 in its embedding) and it predicts the velocity data - noise. Others cannot be loaded: SiT (unscaled "
-        "time), REPA (t = 1 is noise), DiT and other DDPMs (predict noise)"
+        "1000 in its embedding) and it predicts the velocity data - noise. Others differ: SiT and LightningDiT "
+        f"(unscaled time), REPA (t = 1 is noise), DiT and other DDPMs (predict noise); {_HOW_TO_IMPORT}"
     )
 
 

@@ -89,6 +89,23 @@ _OTHER_KINDS = (
 """(first bytes, message) of other files that users pass as safetensors files."""
 
 
+def is_pickle(path: Path) -> bool:
+    """Whether torch.save or pickle wrote a file."""
+    kind = other_kind(path)
+    return kind is not None and "pickle" in kind
+
+
+def is_of_diffusers(path: Path) -> bool:
+    """Whether a folder is a pipeline or a model that diffusers saved."""
+    if (path / "model_index.json").is_file():
+        return True
+    try:
+        content = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "_class_name" in content
+
+
 def other_kind(path: Path) -> str | None:
     """Message for a file that is not a safetensors file; None if its first bytes are unknown."""
     with path.open("rb") as file:

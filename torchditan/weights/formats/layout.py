@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.models.dit import FLAVORS, sincos_position_table
+from torchditan.models.dit import FLAVORS, TIMESTEP_FREQUENCIES, sincos_position_table
 from torchditan.weights.formats import Given
 
 _NUM_SHOWN = 3
@@ -36,19 +36,23 @@ FINAL_LAYER = (
 )
 
 _LOOKS = (
-    (r"transformer_blocks\.0\.attn1\.to_q\.", "a DiT of diffusers; give its folder with --format diffusers"),
-    (r"projectors\.0\.", "REPA; give --format repa"),
-    (r"feat_rope\.", "LightningDiT; give --format lightningdit"),
-    (r"blocks\.0\.mlp\.w12\.", "LightningDiT (--format lightningdit), or a model of TorchDiTan"),
-    (r"blocks\.0\.cross_attn\.", "a DiT with cross-attention to text, which has no converter"),
-    (r"blocks\.0\.mlp\.fc1\.", "DiT or SiT; give --format dit or --format sit"),
-    (r"double_blocks\.0\.", "FLUX in its publisher's names; see docs/finetune.md"),
-    (r"(model\.diffusion_model\.)?joint_blocks\.0\.", "Stable Diffusion 3 in its publisher's names; see docs/finetune.md"),
-    (r"(model\.diffusion_model\.)?input_blocks\.0\.", "a U-Net (ADM or Stable Diffusion), which has no converter"),
-    (r"(first_stage_model\.)?(encoder|decoder)\.", "an autoencoder; give it as --autoencoder.path"),
-    (r".*lora_", "a LoRA, not a model"),
+    (
+        r"transformer_blocks\.0\.attn1\.to_q\.",
+        "diffusers",
+        "diffusers; give the folder, --format diffusers",
+    ),
+    (r"projectors\.0\.", "REPA", "REPA; give --format repa"),
+    (r"feat_rope\.", "LightningDiT", "LightningDiT; give --format lightningdit"),
+    (r"blocks\.0\.mlp\.w12\.", "LightningDiT", "LightningDiT (--format lightningdit), or a model of TorchDiTan"),
+    (r"blocks\.0\.cross_attn\.", "", "a DiT with cross-attention to text, which has no converter"),
+    (r"blocks\.0\.mlp\.fc1\.", "DiT SiT REPA", "DiT or SiT; give --format dit or --format sit"),
+    (r"double_blocks\.0\.", "", "FLUX in its publisher's names; see docs/finetune.md"),
+    (r"(model\.diffusion_model\.)?joint_blocks\.0\.", "", "Stable Diffusion 3; see docs/finetune.md"),
+    (r"(model\.diffusion_model\.)?input_blocks\.0\.", "", "a U-Net, which has no converter"),
+    (r"(first_stage_model\.)?(encoder|decoder)\.", "", "an autoencoder; give it as --autoencoder.path"),
+    (r".*lora_", "", "a LoRA, not a model"),
 )
-"""(start of a name, what a file with such a name looks like)."""
+"""(start of a name, formats with such names, what a file with it looks like to other formats)."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,10 @@ class Sizes:
     num_classes: int
 
 
-def looks_like(names: Collection[str]) -> str:
-    """`; it looks like REPA; give --format repa`, or an empty string."""
-    found = next((text for pattern, text in _LOOKS if any(re.match(pattern, name) for name in names)), None)
+def looks_like(names: Collection[str], *, format: str) -> str:
+    """`; it looks like REPA; give --format repa`, or an empty string. Names that `format` has too do not count."""
+    others = ((pattern, text) for pattern, formats, text in _LOOKS if format not in formats.split())
+    found = next((text for pattern, text in others if any(re.match(pattern, name) for name in names)), None)
     return "" if found is None else f"; it looks like {found}"
 
 
@@ -76,13 +81,12 @@ def check_names(tensors: Mapping[str, Tensor], expected: Collection[str], *, for
     Raises:
         ConfigError: names are missing or unknown; the message lists some and says what the file looks like.
     """
-    missing = [name for name in expected if name not in tensors]
+    missing = sorted(name for name in expected if name not in tensors)
     unknown = [name for name in tensors if name not in expected]
     if missing or unknown:
         parts = [f"lacks {_first(missing)}"] * bool(missing) + [f"has {_first(unknown)}"] * bool(unknown)
-        # A name of this format must not be the reason for what it looks like, unless a name is missing.
-        other = looks_like(unknown) or (looks_like(tensors) if missing else "")
-        raise ConfigError(f"is not a checkpoint of {format}: it {' and '.join(parts)}{other}")
+        looks = looks_like(tensors, format=format)
+        raise ConfigError(f"is not a checkpoint of {format}: it {' and '.join(parts)}{looks}")
 
 
 def _first(names: list[str]) -> str:
@@ -127,8 +131,12 @@ def read_sizes(tensors: Mapping[str, Tensor], *, num_heads: int | None, given: G
         raise ConfigError(f"has patches of {patch_size} x {other_side}; must be square")
     output_channels, rest = divmod(outputs, patch_size**2)
     if rest or output_channels not in (channels, 2 * channels):
-        right = f"{patch_size**2 * channels}, or twice as many with a variance"
-        raise ConfigError(f"has final_layer.linear.weight with {outputs} rows; must be {right}")
+        right = f"must be {patch_size**2 * channels}, or twice as many with a variance"
+        raise ConfigError(f"has final_layer.linear.weight with {outputs} rows; {right}")
+    shapes = {"final_layer.linear.bias": [outputs], "t_embedder.mlp.0.weight": [width, TIMESTEP_FREQUENCIES]}
+    for name, expected in shapes.items():
+        if list(tensors[name].shape) != expected:
+            raise ConfigError(f"has {name} of shape {list(tensors[name].shape)}; must be {expected}")
     if rows < 2:
         raise ConfigError("has a label table of one row; must have a row per class and one for the null class")
     heads = _num_heads(depth, width, num_heads, given)
@@ -144,8 +152,8 @@ def _num_heads(depth: int, width: int, found: int | None, given: Given) -> int:
         raise option_error("--num_heads", None, right)
     heads = given.num_heads or found
     assert heads is not None
-    if width % heads or (width // heads) % 4:
-        raise option_error("--num_heads", heads, f"must divide the width {width} into heads of a multiple of 4")
+    if heads < 1 or width % heads:
+        raise option_error("--num_heads", heads, f"must divide the width {width}")
     return heads
 
 

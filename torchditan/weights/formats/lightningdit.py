@@ -26,7 +26,6 @@ from torchditan.weights.formats.layout import (
     check_position_table,
     check_table,
     drop_variance,
-    looks_like,
     read_sizes,
     sample_shape,
     shape_of,
@@ -90,8 +89,6 @@ def _names(tensors: Mapping[str, Tensor], *, norm_type: str, qk_norm: bool, mlp:
     in_block = [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
     has_norms = norm_type == "rmsnorm"
     in_block += ["norm1.weight", "norm2.weight"] * has_norms + ["attn.q_norm.weight", "attn.k_norm.weight"] * qk_norm
-    if not (_COS in tensors or looks_like([name for name in tensors if "mlp" not in name])):
-        raise ConfigError(f"has no {_COS}, which shows whether and how a LightningDiT rotates queries and keys")
     others = ["final_layer.norm_final.weight"] * has_norms + ["pos_embed"] * ("pos_embed" in tensors)
     return {*EMBEDDERS, _COS, _SIN, *block_names(tensors, in_block), *FINAL_LAYER, *others}
 
@@ -137,8 +134,9 @@ def _pad_hidden(tensors: dict[str, Tensor], sizes: Sizes) -> str | None:
         return None
     for number in range(sizes.depth):
         prefix, more = f"blocks.{number}.mlp", ours - hidden
-        if tensors[f"{prefix}.w12.weight"].shape[0] != 2 * hidden or tensors[f"{prefix}.w3.weight"].shape[1] != hidden:
-            raise ConfigError(f"has {prefix} of another hidden size than block 0")
+        shapes = [list(tensors[f"{prefix}.{name}"].shape) for name in ("w12.weight", "w12.bias", "w3.weight")]
+        if shapes != [[2 * hidden, sizes.width], [2 * hidden], [sizes.width, hidden]]:
+            raise ConfigError(f"has {prefix} of other sizes than block 0")
         halves = tensors[f"{prefix}.w12.weight"].unflatten(0, (2, hidden))  # gate, value
         tensors[f"{prefix}.w12.weight"] = F.pad(halves, (0, 0, 0, more)).flatten(0, 1)
         bias = tensors[f"{prefix}.w12.bias"].unflatten(0, (2, hidden))

@@ -1,0 +1,324 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Converters of other projects' checkpoints: our model computes what our own reading of theirs computes.
+
+No released weights can be used in a test. tests/weights/own_reading.py is an independent reading of each model; the
+weights are random and asymmetric. `test_a_wrong_conversion_is_seen` shows that the comparison would fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import own_reading
+import pytest
+import torch
+from own_reading import DIT, LIGHTNINGDIT, REPA, SIT, Model, Weights, forward, random_weights
+from refusals import refused
+from torch import Tensor
+
+from torchditan.config.errors import ConfigError
+from torchditan.config.options import Config
+from torchditan.models import build_model_spec
+from torchditan.registry import FORMATS, registered
+from torchditan.weights.formats import Converted, Given
+from torchditan.weights.formats.dit import reverse_time
+
+TOLERANCE = 1e-5
+TIMES = torch.tensor([0.0, 0.031, 0.25, 0.5, 0.777, 0.999])
+L_LIKE = replace(LIGHTNINGDIT, width=96, depth=2)
+
+CASES: dict[str, tuple[str, Model]] = {
+    "dit": ("dit", DIT),
+    "dit without variance": ("dit", replace(DIT, output_channels=4)),
+    "sit": ("sit", SIT),
+    "sit without variance": ("sit", replace(SIT, output_channels=4)),
+    "repa": ("repa", REPA),
+    "repa with two projectors": ("repa", replace(REPA, num_projectors=2, patch_size=4)),
+    "lightningdit": ("lightningdit", LIGHTNINGDIT),
+    "lightningdit of another width": ("lightningdit", L_LIKE),
+    "lightningdit, normalized queries": ("lightningdit", replace(LIGHTNINGDIT, qk_norm=True)),
+    "lightningdit, rope alone": ("lightningdit", replace(LIGHTNINGDIT, table=False)),
+    "lightningdit, gelu": ("lightningdit", replace(LIGHTNINGDIT, mlp="gelu")),
+    "lightningdit, layernorm": ("lightningdit", replace(LIGHTNINGDIT, norm="layernorm without parameters")),
+    "lightningdit, sigma": ("lightningdit", replace(LIGHTNINGDIT, output_channels=16)),
+}
+GIVEN = Given(num_heads=4)
+
+
+def convert(format: str, weights: Weights, given: Given = GIVEN) -> Converted:
+    converted: Converted = registered(FORMATS, format)(weights, content={}, given=given)
+    return converted
+
+
+def our_model(converted: Converted) -> torch.nn.Module:
+    """The model of the options, with the converted weights; its names are exactly those."""
+    options = {name: value for name, value in converted.options.items() if name.startswith("model.")}
+    config = Config().replace(options).model
+    spec = build_model_spec(config, sample_shape=converted.sample_shape, num_classes=converted.num_classes)
+    model = spec.build()
+    model.load_state_dict(converted.tensors, strict=True)
+    return model.eval().requires_grad_(False)
+
+
+def inputs(model: Model) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(len(TIMES), model.channels, model.side, model.side, generator=generator)
+    return x, torch.tensor([0, 3, 9, 10, 5, 1])  # 10 is the null class
+
+
+def expected(format: str, model: Model, weights: Weights) -> Tensor:
+    """What the project computes, in our convention: DiT's noise and variance, or the velocity data - noise."""
+    x, y = inputs(model)
+    if format == "dit":  # t = level / 1000
+        return forward(weights, model, x, (TIMES * 1000).round(), y)
+    if format == "repa":  # t = 1 is noise, velocity = noise - data
+        return -forward(weights, model, x, 1 - TIMES, y)
+    return forward(weights, model, x, TIMES, y)[:, : model.channels]
+
+
+def difference(format: str, model: Model, weights: Weights, converted: Converted) -> float:
+    x, y = inputs(model)
+    times = (TIMES * 1000).round() / 1000 if format == "dit" else TIMES
+    ours = our_model(converted)(x, times, {"class_label": y})
+    theirs = expected(format, model, weights)
+    assert theirs.std() > 0.3
+    return (ours - theirs).abs().max().item()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_our_model_computes_the_same(case: str) -> None:
+    format, model = CASES[case]
+    weights = random_weights(model)
+    assert all(tensor.abs().max() > 0 for tensor in weights.values())
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    converted = convert(format, weights)
+    assert difference(format, model, weights, converted) < TOLERANCE
+    assert converted.sample_shape == (model.channels, model.side, model.side)
+    assert converted.num_classes == model.num_classes
+    assert all(torch.equal(before[name], weights[name]) for name in before), "a converter changed the tensors it read"
+
+
+def swap_queries_and_keys(found: Converted) -> Converted:
+    swapped = {}
+    for name, tensor in found.tensors.items():
+        if ".attn.qkv." in name:
+            q, k, v = tensor.chunk(3)
+            swapped[name] = torch.cat([k, q, v])
+    return replace(found, tensors={**found.tensors, **swapped})
+
+
+def swap_halves_of_swiglu(found: Converted) -> Converted:
+    swapped = {name: torch.cat(tensor.chunk(2)[::-1]) for name, tensor in found.tensors.items() if ".w12." in name}
+    assert swapped
+    return replace(found, tensors={**found.tensors, **swapped})
+
+
+def keep_time(found: Converted) -> Converted:
+    """REPA's time, not reversed; for the others, time reversed where it should not be."""
+    tensors = dict(found.tensors)
+    reverse_time(tensors)
+    return replace(found, tensors=tensors)
+
+
+def other_time_scale(found: Converted) -> Converted:
+    right = found.options.get("model.timestep_scale", 1000.0)
+    return replace(found, options={**found.options, "model.timestep_scale": 1001.0 - right})
+
+
+def keep_velocity(found: Converted) -> Converted:
+    negated = {
+        f"final_layer.linear.{kind}": -found.tensors[f"final_layer.linear.{kind}"] for kind in ("weight", "bias")
+    }
+    return replace(found, tensors={**found.tensors, **negated})
+
+
+def without(option: str) -> Callable[[Converted], Converted]:
+    """The preset's value of an option in place of the converter's."""
+
+    def change(found: Converted) -> Converted:
+        kept = {name: value for name, value in found.options.items() if name != f"model.{option}"}
+        has_table = option != "position" and "pos_embed" in found.tensors
+        tensors = {name: tensor for name, tensor in found.tensors.items() if name != "pos_embed" or has_table}
+        return replace(found, options=kept, tensors=tensors)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("case", "mistake"),
+    [
+        *((case, swap_queries_and_keys) for case in ("dit", "sit", "repa", "lightningdit")),
+        *((case, other_time_scale) for case in ("dit", "sit", "repa", "lightningdit")),
+        *((case, keep_time) for case in ("sit", "repa", "lightningdit")),
+        *((case, keep_velocity) for case in ("sit", "repa", "lightningdit")),
+        ("lightningdit", swap_halves_of_swiglu),
+        ("lightningdit", without("position")),
+        ("dit", None),
+    ],
+)
+def test_a_wrong_conversion_is_seen(case: str, mistake: Callable[[Converted], Converted] | None) -> None:
+    """Each mistake gives a difference a thousand times the tolerance. None: DiT's time counted from noise to data."""
+    format, model = CASES[case]
+    weights = random_weights(model)
+    converted = convert(format, weights)
+    if mistake is None:
+        x, y = inputs(model)
+        flipped = our_model(converted)(x, 1 - TIMES, {"class_label": y})
+        assert (flipped - expected(format, model, weights)).abs().max() > 1000 * TOLERANCE
+        return
+    assert difference(format, model, weights, mistake(converted)) > 1000 * TOLERANCE
+
+
+def test_channels_of_the_variance_are_the_right_ones() -> None:
+    """DiT's order of outputs: the channels of a pixel follow each other, first the means, then the variances."""
+    weights = random_weights(SIT)
+    kept = convert("sit", weights).tensors["final_layer.linear.bias"]
+    rows = weights["final_layer.linear.bias"].view(2, 2, 8)
+    assert torch.equal(kept.view(2, 2, 4), rows[..., :4])
+
+
+def test_reversing_time_twice_changes_nothing() -> None:
+    weights = random_weights(REPA)
+    changed = dict(weights)
+    reverse_time(changed)
+    assert not torch.allclose(changed["t_embedder.mlp.0.weight"], weights["t_embedder.mlp.0.weight"], atol=0.1)
+    reverse_time(changed)
+    torch.testing.assert_close(changed, weights, rtol=0, atol=1e-6)
+
+
+def test_weights_in_half_precision_are_converted_in_float32() -> None:
+    halves = {name: tensor.bfloat16() for name, tensor in random_weights(REPA).items()}
+    converted = convert("repa", halves)
+    assert converted.tensors["t_embedder.mlp.0.weight"].dtype is torch.float32
+    assert converted.tensors["blocks.0.attn.qkv.weight"].dtype is torch.bfloat16
+    rounded = {name: tensor.float() for name, tensor in halves.items()}
+    as_float = replace(converted, tensors={name: tensor.float() for name, tensor in converted.tensors.items()})
+    assert difference("repa", REPA, rounded, as_float) < 0.05  # pos_embed is rounded
+
+
+@pytest.mark.parametrize(
+    ("width", "depth", "heads", "options"),
+    [
+        (384, 12, 6, {"model.flavor": "DiT-S"}),
+        (1152, 28, 16, {"model.flavor": "DiT-XL"}),
+        (1536, 24, 24, {"model.flavor": "DiT-1B", "model.overrides": ["depth=24"]}),
+        (1792, 28, 28, {"model.flavor": "DiT-1B", "model.overrides": ["depth=28", "width=1792", "num_heads=28"]}),
+    ],
+    ids=["S", "XL", "1p0B", "1p6B"],
+)
+def test_sizes_come_from_the_shapes(width: int, depth: int, heads: int, options: dict[str, Any]) -> None:
+    from torchditan.weights.formats.layout import read_sizes, size_options
+
+    shapes = {
+        "x_embedder.proj.weight": (width, 32, 1, 1),
+        "y_embedder.embedding_table.weight": (1001, width),
+        "final_layer.linear.weight": (32, width),
+        "final_layer.linear.bias": (32,),
+        "t_embedder.mlp.0.weight": (width, 256),
+        **{f"blocks.{number}.mlp.w3.weight": (width, 8) for number in range(depth)},
+    }
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    sizes = read_sizes(tensors, num_heads=None, given=Given())
+    assert (sizes.depth, sizes.width, sizes.num_heads, sizes.num_classes) == (depth, width, heads, 1000)
+    assert size_options(sizes) == {**options, "model.patch_size": 1}
+
+
+def test_a_size_that_is_not_published_needs_its_heads() -> None:
+    model = replace(SIT, width=96)
+    weights = random_weights(model)
+    with refused("--num_heads = none", "3", "96"):
+        convert("sit", weights, Given())
+    with refused("--num_heads = 5", "96"):
+        convert("sit", weights, Given(num_heads=5))
+    # LightningDiT's table of rotations shows the size of a head.
+    assert convert("lightningdit", random_weights(L_LIKE), Given()).options["model.overrides"]
+
+
+def test_an_input_that_is_not_square_needs_its_size() -> None:
+    weights = random_weights(SIT)
+    table = own_reading.sincos_table(replace(SIT, side=16))[:, : 8 * 4]
+    weights["pos_embed"] = table  # 8 x 4 patches are not the first rows of 8 x 8
+    with refused("--sample_size = none", "32", "square"):
+        convert("sit", weights)
+    with refused("--sample_size = [16, 16]", "32"):
+        convert("sit", weights, Given(num_heads=4, sample_size=(16, 16)))
+    with pytest.raises(ConfigError, match="pos_embed that is not the sin-cos table"):
+        convert("sit", weights, Given(num_heads=4, sample_size=(16, 8)))
+    assert convert("sit", weights, Given(num_heads=4, sample_size=(8, 16))).sample_shape == (4, 8, 16)
+
+
+def edit(name: str, tensor: Tensor | None) -> Callable[[Weights], None]:
+    def change(weights: Weights) -> None:
+        weights.pop(name, None)
+        if tensor is not None:
+            weights[name] = tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("format", "model", "change", "mentions"),
+    [
+        (
+            "dit",
+            LIGHTNINGDIT,
+            None,
+            ["lacks", "blocks.0.mlp.fc1.bias", "looks like LightningDiT", "--format lightningdit"],
+        ),
+        ("dit", REPA, None, ["has", "projectors.0.0.weight", "looks like REPA", "--format repa"]),
+        ("sit", REPA, None, ["projectors.0.0.weight", "--format repa"]),
+        ("lightningdit", DIT, None, ["lacks", "feat_rope.freqs_cos", "--format dit", "--format sit"]),
+        ("repa", LIGHTNINGDIT, None, ["--format lightningdit"]),
+        ("dit", DIT, edit("pos_embed", None), ["lacks pos_embed"]),
+        ("dit", DIT, edit("pos_embed", torch.randn(1, 16, 64)), ["pos_embed", "sin-cos"]),
+        ("dit", DIT, edit("blocks.1.attn.qkv.bias", None), ["lacks blocks.1.attn.qkv.bias"]),
+        (
+            "dit",
+            DIT,
+            edit("blocks.7.attn.qkv.bias", torch.ones(3)),
+            ["blocks.3.attn.proj.bias", "blocks.7.attn.qkv.bias"],
+        ),
+        ("dit", DIT, edit("x_embedder.proj.weight", torch.ones(64, 4, 2)), ["x_embedder.proj.weight", "[64, 4, 2]"]),
+        (
+            "dit",
+            DIT,
+            edit("x_embedder.proj.weight", torch.ones(64, 4, 0, 0)),
+            ["x_embedder.proj.weight", "[64, 4, 0, 0]"],
+        ),
+        ("dit", DIT, edit("x_embedder.proj.weight", torch.ones(64, 4, 1, 2)), ["patches of 1 x 2"]),
+        ("dit", DIT, edit("final_layer.linear.weight", torch.ones(33, 64)), ["final_layer.linear.weight", "33", "16"]),
+        ("dit", DIT, edit("final_layer.linear.bias", torch.ones(3)), ["final_layer.linear.bias", "[3]", "[32]"]),
+        ("repa", REPA, edit("t_embedder.mlp.0.weight", torch.ones(64, 128)), ["t_embedder.mlp.0.weight", "[64, 256]"]),
+        ("sit", SIT, edit("blocks.0.attn.q_norm.weight", torch.ones(16)), ["has blocks.0.attn.q_norm.weight"]),
+        (
+            "lightningdit",
+            LIGHTNINGDIT,
+            edit("blocks.0.adaLN_modulation.1.weight", torch.ones(256, 64)),
+            ["without shift", "4 chunks"],
+        ),
+        ("lightningdit", LIGHTNINGDIT, edit("feat_rope.freqs_cos", None), ["lacks feat_rope.freqs_cos"]),
+        (
+            "lightningdit",
+            LIGHTNINGDIT,
+            edit("feat_rope.freqs_cos", own_reading.rope_angles(LIGHTNINGDIT).flip(1).repeat_interleave(2, 1).cos()),
+            ["feat_rope.freqs_cos", "RoPE"],
+        ),
+        ("lightningdit", LIGHTNINGDIT, edit("blocks.0.mlp.w3.weight", torch.ones(64, 200)), ["200", "192"]),
+        (
+            "lightningdit",
+            LIGHTNINGDIT,
+            edit("blocks.1.mlp.w3.weight", torch.ones(64, 171)),
+            ["blocks.1.mlp", "block 0"],
+        ),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(
+    format: str, model: Model, change: Callable[[Weights], None] | None, mentions: list[str]
+) -> None:
+    weights = random_weights(model)
+    if change is not None:
+        change(weights)
+    with refused("", *mentions):
+        convert(format, weights)
