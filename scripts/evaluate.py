@@ -393,7 +393,6 @@ def save_reference(
 
 def origin_of(args: argparse.Namespace, trained: TrainedModel | None) -> Any:
     """The part of the card about the checkpoint, or the file of images."""
-    from torchditan.diffusion.objectives import build_objective
     from torchditan.evaluation.card import ImageSet, Origin
     from torchditan.evaluation.card_origin import evaluations_per_sample, origin_of_run
     from torchditan.evaluation.extractor_weights import sha256_of
@@ -402,7 +401,6 @@ def origin_of(args: argparse.Namespace, trained: TrainedModel | None) -> Any:
         return Origin(images=ImageSet(source="file", path=str(args.images), content=sha256_of(args.images)))
     assert trained is not None
     config = trained.config
-    objective = build_objective(config.diffusion, trained.spec)
     return origin_of_run(
         args.run,
         config,
@@ -410,7 +408,7 @@ def origin_of(args: argparse.Namespace, trained: TrainedModel | None) -> Any:
         images_seen=trained.images_seen,
         weights=trained.weights,
         model_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
-        model_evaluations=evaluations_per_sample(objective, trained.spec, config.sampling),
+        model_evaluations=evaluations_per_sample(trained.objective, trained.spec, config.sampling),
     )
 
 

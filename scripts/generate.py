@@ -156,7 +156,7 @@ def main() -> None:
         + (", without the LoRA" if args.without_lora else ""),
     )
     count = len(rows.names) * per_row
-    evaluations = sampling.num_steps * (2 if sampling.sampler == "heun" else 1)
+    evaluations = trained.objective.num_evaluations(sampling)
     print(
         f"{count} images in {seconds:.2f} s on {trained.device.type} ({torch.get_num_threads()} threads): "
         f"{seconds / count:.4f} s/image, {evaluations * -(-count // args.batch_size) / seconds:.1f} model steps/s at "

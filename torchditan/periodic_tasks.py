@@ -155,6 +155,7 @@ class PeriodicTasks:
                 self.model,
                 loss=self.loss,
                 uniform_loss=self.uniform_loss,
+                model_time=self.objective.model_time,
                 dataset=job.validation_dataset,
                 space=job.space,
                 num_images=self.config.validation.num_images,

@@ -515,6 +515,8 @@ def test_a_run_directory_fills_in_its_part_of_a_card(tmp_path: Path) -> None:
     assert found.sampling == {
         "sampler": "euler",
         "num_steps": 5,
+        "spacing": "trailing",
+        "timestep_shift": None,
         "guidance_scale": 2.0,
         "guidance_interval": [0.0, 1.0],
         "guidance_channels": None,

@@ -47,11 +47,14 @@ def dataset() -> ImageDataset:
     return build_dataset(options, split="validation", input_channels=1)
 
 
-def validate(dataset: ImageDataset, num_images: int, *, batch_size: int = 6, **losses: Any) -> dict[str, float]:
+def validate(
+    dataset: ImageDataset, num_images: int, *, batch_size: int = 6, model_time: Any = lambda t: t, **losses: Any
+) -> dict[str, float]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         return validation_losses(
             PredictsT(),
+            model_time=model_time,
             dataset=dataset,
             space=SampleSpace(dataset.sample_shape),
             num_images=num_images,
@@ -122,13 +125,15 @@ def test_a_bin_that_the_objective_never_reaches_is_left_out(dataset: ImageDatase
 def test_the_loss_in_the_bins_is_the_objectives_whatever_t_it_trains_on(objective: str, dataset: ImageDataset) -> None:
     spec = build_model_spec(Model(flavor="debugmodel", patch_size=2), sample_shape=SHAPE, num_classes=10)
     config = Diffusion(objective=objective, timestep_sampling="logit_normal", timestep_shift=3.0)
-    loss = build_objective(config, spec).loss
-    found = validate(dataset, 640, loss=loss, uniform_loss=loss_at_uniform_timesteps(config, spec, None))
+    built = build_objective(config, spec)
+    at_uniform = loss_at_uniform_timesteps(config, spec, None)
+    found = validate(dataset, 640, model_time=built.model_time, loss=built.loss, uniform_loss=at_uniform)
     expected: list[list[float]] = [[] for _ in BIN_KEYS]
     for row, u in enumerate(stratified_timesteps(640).tolist()):
         x, noise = dataset[row * len(dataset) // 640]["sample"], normal(0, "validation", [row], SHAPE)[0]
-        t, target = (u, x - noise) if objective == "flow_matching" else (1 - int(1000 * u) / 1000, noise)
-        expected[min(int(8 * t), 7)].append((t - target).square().mean().item())
+        level = int(1000 * u) / 1000  # 0 is data
+        t, output, target = (u, u, x - noise) if objective == "flow_matching" else (1 - level, level, noise)
+        expected[min(int(8 * t), 7)].append((output - target).square().mean().item())
     means = {key: sum(losses) / len(losses) for key, losses in zip(BIN_KEYS, expected, strict=True)}
     assert {key: found[key] for key in BIN_KEYS} == pytest.approx(means, rel=1e-5)
 

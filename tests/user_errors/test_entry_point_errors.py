@@ -151,9 +151,9 @@ ROWS: list[tuple[str, str, list[str]]] = [
         ["auto", "integer"],
     ),
     (
-        "train --diffusion.objective=ddpm",
-        'diffusion.objective = "ddpm"',
-        ["flow_matching"],
+        "train --diffusion.prediction=epsilon",
+        'diffusion.prediction = "epsilon"',
+        ["flow matching", "v"],
     ),
     (
         "train --diffusion.timestep_shift=0",

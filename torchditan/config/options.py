@@ -50,8 +50,7 @@ class Model:
     overrides: list[str] = field(default_factory=list)
     """Sizes that replace the flavor's: depth=24 width=1536 num_heads=24. For published models, names of config.json."""
     preset: Literal["torchditan", "official", "llama3_diffusion"] = "torchditan"
-    """Architecture options: torchditan (RoPE, SwiGLU), official (Peebles and Xie 2023), or llama3_diffusion, which is
-    torchditan with the sizes of the course project."""
+    """torchditan (RoPE, SwiGLU), official (Peebles and Xie 2023), or llama3_diffusion (the course project's sizes)."""
     block: Annotated[str, BLOCKS] = "dit"
     """The repeated block; dit is attention, then a feed-forward layer. To add another, see docs/extending.md."""
     patch_size: int = 2
@@ -173,7 +172,11 @@ class Diffusion:
     """The training objective and its timesteps."""
 
     objective: Annotated[str, OBJECTIVES] = "flow_matching"
-    """flow_matching: x_t = (1 - t) noise + t x, velocity target. ddpm: 1000 noise levels, noise target (sdxl)."""
+    """flow_matching: x_t = (1 - t) noise + t x, velocity target. ddpm: 1000 noise levels (the DiT paper, sdxl)."""
+    prediction: Literal["epsilon", "v", "x"] | None = None
+    """What the model predicts. Default: v for flow_matching, which has no other; epsilon (the noise) for ddpm."""
+    noise_schedule: Literal["linear", "cosine", "scaled_linear"] | None = None
+    """Noise levels of ddpm. Default: linear (0.0001 to 0.02), as DiT; scaled_linear for sdxl."""
     timestep_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
     """Distribution of the training timesteps (t = 0 is noise, t = 1 is data)."""
     logit_normal_mean: float = 0.0
@@ -292,8 +295,7 @@ class Float8:
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """Scaling granularity of torchao's float8 training."""
     emulate: bool = False
-    """Emulate float8 products in higher precision on devices without them, under CUDA's shape rules; slow, for
-    tests."""
+    """Emulate float8 products in higher precision, under CUDA's shape rules, on devices without them (slow)."""
 
 
 @dataclass(frozen=True)
@@ -350,10 +352,14 @@ class Metrics:
 class Sampling:
     """Sampling of images, during training and by scripts/generate.py."""
 
-    sampler: Literal["euler", "heun"] = "euler"
-    """ODE solver: euler (first order) or heun (second order)."""
+    sampler: Literal["euler", "heun", "ddim", "ancestral"] = "euler"
+    """flow_matching: euler (first order) or heun (second order). ddpm: ddim, which euler means too, or ancestral."""
     num_steps: int = 50
     """Solver steps from noise to image; heun evaluates the model twice per step."""
+    spacing: Literal["trailing", "leading", "linspace"] = "trailing"
+    """Levels of ddpm, for 10 steps: trailing 99, 199, ..., 999; leading 0, 100, ..., 900; linspace 0, 111, ..., 999."""
+    timestep_shift: float | None = None
+    """Shift towards noise in sampling, for flow_matching. Default: diffusion.timestep_shift."""
     guidance_scale: float = 2.0
     """Scale of classifier-free guidance; 1 disables it."""
     guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])

@@ -57,8 +57,8 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be greater than 0",
         lambda value: value > 0,
-        "model.rope_theta model.timestep_scale diffusion.logit_normal_std diffusion.timestep_shift optimizer.eps "
-        "autotune.memory_limit_gib lora.alpha",
+        "model.rope_theta model.timestep_scale diffusion.logit_normal_std diffusion.timestep_shift "
+        "sampling.timestep_shift optimizer.eps autotune.memory_limit_gib lora.alpha",
     ),
     (
         "must not be empty",
@@ -124,9 +124,6 @@ def validate(config: Config) -> None:
     _validate_evaluation(config)
     _validate_guidance_interval(config)
     _validate_activation_checkpoint(config)
-    _validate_rollback(config)
-    _validate_checkpoint(config)
-    _validate_optimizer(config)
     _validate_objective(config)
 
 
@@ -190,8 +187,28 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         "lora.alpha lora.target_modules lora.assistant_path",
         "has no effect with lora.rank 0, which trains all weights",
     ),
+    (
+        lambda config: not config.checkpoint.enable_checkpoint,
+        "training.on_nonfinite",
+        "needs checkpoint.enable_checkpoint to return to",
+    ),
+    (
+        lambda config: config.dataset.streaming,
+        "training.on_nonfinite",
+        "skips data, which dataset.streaming cannot do; must be stop",
+    ),
+    (
+        lambda config: config.checkpoint.enable_checkpoint,
+        "checkpoint.save_final",
+        "checkpoint.enable_checkpoint saves the last step too; leave it out, or set both to false",
+    ),
+    (
+        lambda config: config.optimizer.name == "AdamW8bit",
+        "checkpoint.async_mode",
+        "torch cannot stage the tensors of AdamW8bit for a background save; must be disabled",
+    ),
 ]
-"""(condition, options without effect under it, which must keep their default, the message). The first match raises."""
+"""(condition, options that must then keep their default, the message). The first match raises."""
 
 
 _WITHOUT_EFFECT_IF_GIVEN: list[tuple[Callable[[Config], bool], str, str]] = [
@@ -295,28 +312,6 @@ def _validate_activation_checkpoint(config: Config) -> None:
     if option != "op" and not (option.isascii() and option.isdigit() and int(option) >= 1):
         right = "must be an integer of at least 1, or op"
         raise option_error("activation_checkpoint.selective_ac_option", option, right)
-
-
-def _validate_rollback(config: Config) -> None:
-    if config.training.on_nonfinite != "rollback":
-        return
-    if not config.checkpoint.enable_checkpoint:
-        raise option_error("training.on_nonfinite", "rollback", "needs checkpoint.enable_checkpoint to return to")
-    if config.dataset.streaming:
-        right = "skips data, which dataset.streaming cannot do; must be stop"
-        raise option_error("training.on_nonfinite", "rollback", right)
-
-
-def _validate_checkpoint(config: Config) -> None:
-    if config.checkpoint.enable_checkpoint and not config.checkpoint.save_final:
-        right = "checkpoint.enable_checkpoint saves the last step too; leave it out, or set both to false"
-        raise option_error("checkpoint.save_final", False, right)
-
-
-def _validate_optimizer(config: Config) -> None:
-    if config.optimizer.name == "AdamW8bit" and config.checkpoint.async_mode != "disabled":
-        right = "torch cannot stage the tensors of AdamW8bit for a background save; must be disabled"
-        raise option_error("checkpoint.async_mode", config.checkpoint.async_mode, right)
 
 
 def _validate_objective(config: Config) -> None:

@@ -17,6 +17,8 @@ from torchditan.config.options import Config, flatten
 
 VALUES_BEFORE: dict[str, Any] = {
     "checkpoint.initial_load_convention": None,
+    "diffusion.noise_schedule": None,
+    "diffusion.prediction": None,
     "dataset.bucket_order": "random",
     "lr_scheduler.decay_until": "last_step",
     "model.block": "dit",

@@ -1,22 +1,32 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Denoising diffusion with a fixed table of noise levels and noise prediction (Ho et al. 2020, arXiv 2006.11239).
+"""Denoising diffusion with a fixed table of noise levels (Ho et al. 2020, arXiv 2006.11239).
 
-Level k of 1000 is t = 1 - k / 1000, so t = 1 is data here too. A sample of level k is a_k x + s_k noise, with
-a_k^2 = prod(1 - beta) up to k and a_k^2 + s_k^2 = 1. The betas are the squares of evenly spaced roots, from 0.00085 to
-0.012, as in Stable Diffusion (Rombach et al. 2022, arXiv 2112.10752; Podell et al. 2023, 2307.01952).
+Notable:
+- the model's time is that of the paper, level / 1000, so 0 is data. `DDPM.model_time` is the only conversion between
+  this time and t, which is 1 for data;
+- the model predicts the noise (epsilon), v = a noise - s x (Salimans and Ho 2022, arXiv 2202.00512), or x;
+- a model with twice the channels also predicts the variance of each step, which the variational bound trains (Nichol
+  and Dhariwal 2021, arXiv 2102.09672; Dhariwal and Nichol 2021, arXiv 2105.05233).
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
+from torchditan.diffusion.noise_schedules import (
+    NUM_LEVELS,
+    Levels,
+    Schedule,
+    levels_at,
+    levels_of,
+    spaced_levels,
+)
 from torchditan.diffusion.objectives import Objective
 from torchditan.diffusion.samplers import Prediction
 from torchditan.randomness import Randomness
@@ -26,89 +36,201 @@ if TYPE_CHECKING:
     from torchditan.config.options import Config, Diffusion, Sampling
     from torchditan.models.spec import Conditioning, ModelSpec
 
-NUM_LEVELS = 1000
-_BETAS = (0.00085, 0.012)
 _NOT_READ = (
     "diffusion.timestep_sampling",
     "diffusion.logit_normal_mean",
     "diffusion.logit_normal_std",
-    "sampling.sampler",
+    "sampling.timestep_shift",
 )
-
-
-def signal_and_noise(level: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a, s) float32 for levels 0 to 999, with the shape and device of `level`."""
-    is_counted = level.device.type == "meta"  # every trace of a step must contain the same operators
-    squared = (_squared_signal.__wrapped__ if is_counted else _squared_signal)(level.device)[level]
-    return squared.sqrt().float(), (1 - squared).sqrt().float()
-
-
-@functools.lru_cache(maxsize=4)
-def _squared_signal(device: torch.device) -> torch.Tensor:
-    """a^2 of every level, (1000,) float64. Cached, because a copy to a device makes the host wait."""
-    low, high = (beta**0.5 for beta in _BETAS)
-    betas = torch.linspace(low, high, NUM_LEVELS, dtype=torch.float64) ** 2
-    return torch.cumprod(1 - betas, dim=0).to(device)
+_MIN_PROBABILITY = 1e-12  # of a bin, as in ADM: limits the loss where a prediction is far off
 
 
 @dataclass(frozen=True)
 class DDPM(Objective):
-    """The model predicts the noise of a sample at a uniformly drawn level."""
+    """The model predicts the noise, v or x of a sample at a uniformly drawn level, and optionally a variance."""
+
+    uses_step_noise: ClassVar[bool] = True
 
     conditioning: Conditioning
     label_dropout: float
+    prediction: Literal["epsilon", "v", "x"]
+    schedule: Schedule
+    learn_sigma: bool
 
     @classmethod
     def build(cls, config: Diffusion, spec: ModelSpec) -> DDPM:
-        return cls(conditioning=spec.conditioning, label_dropout=config.label_dropout)
+        return cls(
+            conditioning=spec.conditioning,
+            label_dropout=config.label_dropout,
+            prediction=config.prediction or "epsilon",
+            schedule=config.noise_schedule or ("scaled_linear" if spec.name in FAMILIES else "linear"),
+            learn_sigma=spec.learn_sigma,
+        )
 
     @classmethod
     def option_mistakes(cls, config: Config, changed: Collection[str]) -> Iterator[tuple[str, str]]:
-        """Models trained with another objective, and options of other objectives' timesteps and samplers."""
-        if config.model.name not in FAMILIES:  # a family checks its own objective
-            yield "diffusion.objective", "applies only to models trained with it (sdxl); must be flow_matching"
+        """Options of other objectives' timesteps and samplers, and other conventions than a published model's."""
         for option in _NOT_READ:
             if option in changed:
                 yield option, "has no effect with ddpm, which has its own levels and sampler; leave it out"
         if config.diffusion.timestep_shift not in (None, 1):  # configurations are completed with 1
             yield "diffusion.timestep_shift", "has no effect with ddpm, which has its own levels; leave it out"
+        if config.model.name in FAMILIES:
+            for option, own in (("diffusion.prediction", "epsilon"), ("diffusion.noise_schedule", "scaled_linear")):
+                if option in changed and getattr(config.diffusion, option.removeprefix("diffusion.")) != own:
+                    yield option, f"{config.model.name} was trained with {own}; leave it out"
+        elif config.checkpoint.initial_load_convention is not None:
+            right = "such weights predict a velocity, which ddpm does not; leave it out, or train with flow_matching"
+            yield "checkpoint.initial_load_convention", right
+        sampling = config.sampling
+        if sampling.sampler == "heun":
+            yield "sampling.sampler", "ddpm has no second-order sampler; must be ddim or ancestral"
+        if sampling.num_steps > NUM_LEVELS:
+            yield "sampling.num_steps", f"ddpm has {NUM_LEVELS} levels; must be at most {NUM_LEVELS}"
+        if sampling.num_steps == 1 and sampling.spacing != "trailing":
+            yield "sampling.spacing", "with one step, only trailing starts at the noise; must be trailing"
+
+    def model_time(self, t: Any) -> Any:
+        return 1 - t
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness) -> torch.Tensor:
-        """Squared error of the predicted noise, averaged over the values of each sample: (B,) float32.
+        """Squared error of the prediction, averaged over the values of each sample: (B,) float32.
+
+        With a learned variance, plus the term of the variational bound at the same level, in bits per value. It trains
+        only the variance. 1000 times the mean term is the bound, so its weight of 0.001 in L_hybrid (equation 16 of
+        Nichol and Dhariwal 2021) is 1 here.
 
         Args:
-            model: `forward(x_t, t, cond)`, with t = 1 - level / 1000 (B,) float32.
+            model: `forward(x_k, k / 1000, cond)`, both float32.
             batch: `sample` (B, ...) float32 and the tensors of the condition.
-            randomness: noise, levels (from its timesteps) and caption dropout of the samples.
+            randomness: noise, levels (from its timesteps) and label dropout of the samples.
         """
         x, noise = batch["sample"], randomness.noise
         level = (randomness.timestep * NUM_LEVELS).long()  # (B,)
-        a, s = (value.view(-1, *[1] * (x.dim() - 1)) for value in signal_and_noise(level))
+        wide = (-1, *[1] * (x.dim() - 1))
+        at = Levels(*(value.view(wide) for value in levels_at(self.schedule, level)))
+        a, s = at.signal, at.noise
         cond = self.conditioning.from_batch(batch)
         cond = self.conditioning.drop(cond, randomness.label_dropout < self.label_dropout)
-        prediction = model(a * x + s * noise, 1 - level / NUM_LEVELS, cond).float()
-        return (prediction - noise).square().flatten(1).mean(1)
+        prediction, fraction = self._split(model(a * x + s * noise, level / NUM_LEVELS, cond).float())
+        targets = {"epsilon": noise, "v": a * noise - s * x, "x": x}
+        error = prediction - targets[self.prediction]
+        loss = error.square().flatten(1).mean(1)
+        if fraction is None:
+            return loss
+        factors: dict[str, Any] = {"epsilon": s / a, "v": s, "x": -1}
+        error = factors[self.prediction] * error.detach()  # x minus its prediction
+        bound = bound_term(x, error, fraction, is_first=level.view(wide) == 0, levels=at)
+        return loss + bound.flatten(1).mean(1)
 
-    def sample(self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling) -> torch.Tensor:
-        """Deterministic steps through evenly spaced levels (DDIM, Song et al. 2020, arXiv 2010.02502).
+    def sample(  # type: ignore[override]  # called with `sampler_with_noise`
+        self,
+        predict: Prediction,
+        noise: torch.Tensor,
+        *,
+        sampling: Sampling,
+        step_noise: Callable[[int], torch.Tensor],
+    ) -> torch.Tensor:
+        """Steps from the highest of the spaced levels to data.
+
+        euler and ddim are deterministic (DDIM with eta = 0, Song et al. 2020, arXiv 2010.02502). ancestral draws from
+        the Gaussians of the model, with the learned variance, or without one, that of the posterior.
 
         Args:
-            predict: (x (B, ...), t) -> predicted noise in x, including guidance.
-            noise: (B, ...) float32, the state at the highest level.
-            sampling: provides the number of steps.
+            predict: (x (B, C, ...), level / 1000) -> the model's output for x, including guidance.
+            noise: (B, C, ...) float32, the state at the highest level.
+            sampling: sampler, number of steps and spacing.
+            step_noise: (number of the step, from 0) -> its noise (B, C, ...), for ancestral.
         """
-        num_steps = sampling.num_steps
-        levels = [NUM_LEVELS * (num_steps - i) // num_steps - 1 for i in range(num_steps)] + [-1]
+        kept = spaced_levels(sampling.spacing, sampling.num_steps)
+        tables = zip(*(table.tolist() for table in levels_of(self.schedule, kept)), strict=True)
+        levels = [Levels(*values) for values in tables]  # of floats
         x = noise
-        for level, next_level in itertools.pairwise(levels):
-            predicted = predict(x, 1 - level / NUM_LEVELS)
-            a, s = (value.item() for value in signal_and_noise(torch.tensor(level)))
-            clean = (x - s * predicted) / a
-            if next_level < 0:
-                return clean
-            a, s = (value.item() for value in signal_and_noise(torch.tensor(next_level)))
-            x = a * clean + s * predicted
+        for step, i in enumerate(reversed(range(len(kept)))):
+            at = levels[i]
+            prediction, fraction = self._split(predict(x, kept[i] / NUM_LEVELS))
+            clean, predicted_noise = self._clean_and_noise(prediction, x, at)
+            if i == 0:
+                x = clean
+            elif sampling.sampler == "ancestral":
+                mean = at.posterior_of_sample * clean + at.posterior_of_state * x
+                x = mean + _deviation(fraction, at) * step_noise(step)
+            else:
+                x = levels[i - 1].signal * clean + levels[i - 1].noise * predicted_noise
         return x
 
     def num_evaluations(self, sampling: Sampling) -> int:
         return sampling.num_steps
+
+    def _split(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The prediction (B, C, ...), and the channels of the variance (B, C, ...) if the model has them."""
+        if not self.learn_sigma:
+            return output, None
+        prediction, fraction = output.chunk(2, dim=1)
+        return prediction, fraction
+
+    def _clean_and_noise(
+        self, prediction: torch.Tensor, x: torch.Tensor, at: Levels
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The predicted sample and noise in x at a level, from any kind of prediction."""
+        a, s = at.signal, at.noise
+        if self.prediction == "epsilon":
+            return (x - s * prediction) / a, prediction
+        if self.prediction == "v":
+            return a * x - s * prediction, s * x + a * prediction
+        return prediction, (x - a * prediction) / s
+
+
+def _log_variance(fraction: torch.Tensor, at: Levels) -> torch.Tensor:
+    """Between the posterior's variance (fraction = -1) and beta (fraction = 1), in the logarithm (ibid., eq. 15)."""
+    return at.log_posterior_variance + 0.5 * (fraction + 1) * (at.log_beta - at.log_posterior_variance)
+
+
+def _deviation(fraction: torch.Tensor | None, at: Any) -> Any:
+    """Standard deviation of an ancestral step."""
+    if fraction is None:
+        return math.exp(0.5 * at.log_posterior_variance)
+    return torch.exp(0.5 * _log_variance(fraction, at))
+
+
+def bound_term(
+    x: torch.Tensor, error: torch.Tensor, fraction: torch.Tensor, *, is_first: torch.Tensor, levels: Levels
+) -> torch.Tensor:
+    """One term of the variational bound, of each value, in bits (equations 4 to 7 of Nichol and Dhariwal 2021).
+
+    Args:
+        x: samples (B, ...) in [-1, 1].
+        error: x minus its prediction.
+        fraction: (B, ...), the predicted variance; see `_log_variance`.
+        is_first: whether x_k has level 0, and its predecessor is x; broadcasts over x.
+        levels: the tables at the level of each sample, broadcast over x.
+
+    Returns:
+        The divergence of the posterior from the model's Gaussian, or at level 0 -log p(x): (B, ...) float32.
+    """
+    log_variance = _log_variance(fraction, levels)
+    difference = levels.posterior_of_sample * error  # both means have the same part of x_k
+    divergence = gaussian_kl(difference, levels.log_posterior_variance, log_variance)
+    surprise = -discretized_log_likelihood(x, difference, log_variance)
+    return torch.where(is_first, surprise, divergence) / math.log(2)
+
+
+def gaussian_kl(difference: torch.Tensor, log_variance: torch.Tensor, other_log_variance: torch.Tensor) -> torch.Tensor:
+    """KL(N(m, exp(log_variance)) || N(m + difference, exp(other_log_variance))) in nats."""
+    ratio = log_variance - other_log_variance
+    return 0.5 * (torch.expm1(ratio) - ratio + difference.square() * torch.exp(-other_log_variance))
+
+
+def discretized_log_likelihood(x: torch.Tensor, difference: torch.Tensor, log_variance: torch.Tensor) -> torch.Tensor:
+    """Log probability, in nats, of the bin around x under a Gaussian with mean x - difference.
+
+    256 bins of width 2 / 255 cover [-1, 1]; the first and the last extend to infinity (section 3.3 of Ho et al. 2020).
+    A probability counts as at least 1e-12.
+    """
+    inverse_deviation = torch.exp(-0.5 * log_variance)
+    low = torch.where(x < -0.999, -math.inf, (difference - 1 / 255) * inverse_deviation)
+    high = torch.where(x > 0.999, math.inf, (difference + 1 / 255) * inverse_deviation)
+    is_upper = difference > 0  # there, the mirrored tail is the precise one
+    low, high = torch.where(is_upper, -high, low), torch.where(is_upper, -low, high)
+    probability = 0.5 * (torch.erfc(-high / math.sqrt(2)) - torch.erfc(-low / math.sqrt(2)))
+    return probability.clamp(min=_MIN_PROBABILITY).log()

@@ -46,13 +46,19 @@ class FlowMatching(Objective):
 
     @classmethod
     def option_mistakes(cls, config: Config, changed: Collection[str]) -> Iterator[tuple[str, str]]:
-        """A native model with a learned variance, which has no target here."""
+        """A native model with a learned variance, which has no target here, and options of ddpm."""
         model = config.model
         right = "flow matching does not predict a variance; set --model.learn_sigma=false"
         if model.name == "dit" and model.learn_sigma:
             yield "model.learn_sigma", right
         if model.name == "dit" and model.learn_sigma is None and model.preset == "official":
             yield "model.preset", f"learns sigma, and {right}"
+        if config.diffusion.prediction not in (None, "v"):
+            yield "diffusion.prediction", "flow matching predicts the velocity; must be v"
+        if config.sampling.sampler not in ("euler", "heun"):
+            yield "sampling.sampler", "applies only to ddpm; must be euler or heun"
+        for option in {"diffusion.noise_schedule", "sampling.spacing"}.intersection(changed):
+            yield option, "applies only to ddpm; leave it out"
 
     def target(self, x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """The target of the model's prediction, for samples x (B, ...) and noise (B, ...)."""
@@ -99,12 +105,13 @@ class FlowMatching(Objective):
         return (predicted - velocity).square().flatten(1).mean(1)
 
     def sample(self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling) -> torch.Tensor:
-        """Integrate `velocity` from t = 0 to t = 1, over timesteps shifted as in training."""
+        """Integrate `velocity` from t = 0 to t = 1."""
+        timesteps = self.timesteps.grid(sampling.num_steps, shift=sampling.timestep_shift)
 
         def velocity(x: torch.Tensor, t: float) -> torch.Tensor:
             return self.velocity(predict(x, t), x, torch.full((), t, device=x.device))
 
-        return solve(velocity, noise, timesteps=self.timesteps.grid(sampling.num_steps), method=sampling.sampler)
+        return solve(velocity, noise, timesteps=timesteps, method=sampling.sampler)
 
     def num_evaluations(self, sampling: Sampling) -> int:
         return sampling.num_steps * (2 if sampling.sampler == "heun" else 1)

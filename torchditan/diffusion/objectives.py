@@ -34,6 +34,8 @@ class Objective(Protocol):
     uses_teacher: ClassVar[bool] = False
     """If true, `loss` has a fourth argument `teacher`: the EMA model before the step's update. Call it like the model;
     it computes without gradients."""
+    uses_step_noise: ClassVar[bool] = False
+    """If true, `sample` has a keyword `step_noise`: (number of the step, from 0) -> standard normal (B, ...)."""
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -56,6 +58,10 @@ class Objective(Protocol):
             changed: names of the options whose value is not the default ("sampling.sampler").
         """
         ...
+
+    def model_time(self, t: Any) -> Any:
+        """t, a number or tensor (0 is noise, 1 is data), as the time that the model receives. Its own inverse."""
+        return t
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness) -> torch.Tensor:
         """Per-sample loss.
@@ -100,6 +106,13 @@ def loss_with_teacher(objective: Objective, teacher: nn.Module | None) -> Loss:
         return objective.loss
     assert teacher is not None
     return partial(cast(Any, objective.loss), teacher=teacher)
+
+
+def sampler_with_noise(objective: Objective, step_noise: Callable[[int], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Bind the noise of the steps to the sampler of an objective that uses it. Returns other samplers unchanged."""
+    if not objective.uses_step_noise:
+        return objective.sample
+    return partial(cast(Any, objective.sample), step_noise=step_noise)
 
 
 def loss_at_uniform_timesteps(config: Diffusion, spec: ModelSpec, teacher: nn.Module | None) -> Loss:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,9 +19,7 @@ Velocity = Callable[[torch.Tensor, float], torch.Tensor]
 """(x (B, ...) float32, t) -> dx/dt (B, ...) float32."""
 
 
-def solve(
-    velocity: Velocity, noise: torch.Tensor, *, timesteps: list[float], method: Literal["euler", "heun"]
-) -> torch.Tensor:
+def solve(velocity: Velocity, noise: torch.Tensor, *, timesteps: list[float], method: str) -> torch.Tensor:
     """Integrate the flow through these timesteps.
 
     Args:
@@ -57,8 +55,9 @@ def guided_prediction(
         conditioning: provides the null condition for `cond`.
         cond: the condition of every sample.
         guidance_scale: 1 disables guidance, which saves one of two evaluations.
-        guidance_interval: guidance applies for t in this closed interval (Kynkaanniemi et al. 2024, arXiv 2404.07724).
-        guidance_channels: guide only the first n channels, as the official DiT does (3); None guides all.
+        guidance_interval: model times with guidance, a closed interval (Kynkaanniemi et al. 2024, arXiv 2404.07724).
+        guidance_channels: guide only the first n channels, as the official DiT does (3); None guides those of x. A
+            learned variance in further channels is the conditional one.
     """
     low, high = guidance_interval
 
@@ -71,8 +70,7 @@ def guided_prediction(
         prediction = model(torch.cat([x, x]), t_batch.repeat(2), both).float()  # (2B, C, H, W)
         conditional, unconditional = prediction.chunk(2)
         guided = unconditional + guidance_scale * (conditional - unconditional)
-        if guidance_channels is None:
-            return guided
-        return torch.cat([guided[:, :guidance_channels], conditional[:, guidance_channels:]], dim=1)
+        n = min(guidance_channels or x.shape[1], x.shape[1])
+        return torch.cat([guided[:, :n], conditional[:, n:]], dim=1)
 
     return predict

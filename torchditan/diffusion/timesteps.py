@@ -41,7 +41,7 @@ class Timesteps:
             t = torch.sigmoid(self.mean + self.std * torch.special.ndtri(uniform))
         return shift_timesteps(t, self.shift)
 
-    def grid(self, num_steps: int) -> list[float]:
-        """num_steps + 1 timesteps from 0 (noise) to 1 (data)."""
+    def grid(self, num_steps: int, *, shift: float | None = None) -> list[float]:
+        """num_steps + 1 timesteps from 0 (noise) to 1 (data), with this shift instead of that of training."""
         even = torch.linspace(0, 1, num_steps + 1, dtype=torch.float64)
-        return shift_timesteps(even, self.shift).tolist()
+        return shift_timesteps(even, self.shift if shift is None else shift).tolist()

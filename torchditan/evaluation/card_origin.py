@@ -15,6 +15,7 @@ import torch
 from torchditan.config.loader import from_dict
 from torchditan.config.options import Config, Sampling
 from torchditan.config.trajectory import VALUES_BEFORE, trajectory
+from torchditan.diffusion.objectives import sampler_with_noise
 from torchditan.evaluation.card import Data, ImageSet, Origin
 from torchditan.models.spec import Unconditional
 from torchditan.run import provenance
@@ -128,7 +129,7 @@ def evaluations_per_sample(objective: Objective, spec: ModelSpec, sampling: Samp
     If guidance applies to a part of the timesteps only, the sampler runs once without a model to count them.
     """
     passes = objective.num_evaluations(sampling)
-    low, high = sampling.guidance_interval
+    low, high = sorted(map(objective.model_time, sampling.guidance_interval))
     if isinstance(spec.conditioning, Unconditional) or sampling.guidance_scale == 1:
         return passes
     if (low, high) == (0, 1):
@@ -139,7 +140,8 @@ def evaluations_per_sample(objective: Objective, spec: ModelSpec, sampling: Samp
         timesteps.append(t)
         return torch.cat([x, x], dim=1) if spec.learn_sigma else x
 
-    objective.sample(predict, torch.zeros(1, *spec.sample_shape), sampling=sampling)
+    noise = torch.zeros(1, *spec.sample_shape)
+    sampler_with_noise(objective, lambda step: noise)(predict, noise, sampling=sampling)
     return len(timesteps) + sum(low <= t <= high for t in timesteps)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from torchditan.config.options import Sampling
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
-from torchditan.diffusion.objectives import Objective
+from torchditan.diffusion.objectives import Objective, sampler_with_noise
 from torchditan.diffusion.samplers import guided_prediction
 from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.models.spec import Conditioning
@@ -93,7 +93,11 @@ def generate(
                 )
             )
     local = torch.cat(samples)  # (per_rank, C, H, W)
-    everything = _gather(local, world_size)[: len(wanted)].cpu()
+    parts = [local]
+    if world_size > 1:
+        parts = [torch.empty_like(local) for _ in range(world_size)]
+        dist.all_gather(parts, local)
+    everything = torch.cat(parts)[: len(wanted)].cpu()
     return everything.unflatten(0, (len(rows.names), samples_per_row))
 
 
@@ -120,7 +124,7 @@ def draw_batch(
     """
     conditioning = conditioning.with_guidance(sampling.embedded_guidance)
     batch = {**tensors, "index": torch.arange(len(noise_numbers))}
-    low, high = sampling.guidance_interval
+    low, high = sorted(map(objective.model_time, sampling.guidance_interval))
     predict = guided_prediction(
         model,
         conditioning=conditioning,
@@ -129,7 +133,9 @@ def draw_batch(
         guidance_interval=(low, high),
         guidance_channels=sampling.guidance_channels,
     )
-    noise = normal(seed, "sample", noise_numbers, sample_shape).to(device)  # (B, C, H, W)
+
+    def draw(purpose: str) -> torch.Tensor:
+        return normal(seed, purpose, noise_numbers, sample_shape).to(device)  # (B, C, H, W)
 
     def predict_and_count(x: torch.Tensor, t: float) -> torch.Tensor:
         predicted = predict(x, t)
@@ -138,15 +144,8 @@ def draw_batch(
 
     # Training compiled the blocks for its batch shape; other shapes run eagerly instead of recompiling.
     with torch.compiler.set_stance("force_eager"):
-        return objective.sample(predict_and_count, noise, sampling=sampling)
-
-
-def _gather(local: torch.Tensor, world_size: int) -> torch.Tensor:
-    if world_size == 1:
-        return local
-    parts = [torch.empty_like(local) for _ in range(world_size)]
-    dist.all_gather(parts, local)
-    return torch.cat(parts)
+        sample = sampler_with_noise(objective, lambda step: draw(f"sample step {step}"))
+        return sample(predict_and_count, draw("sample"), sampling=sampling)
 
 
 def real_samples(

@@ -9,7 +9,7 @@ CPU time instead of 1.1 s, and a training step takes 1.9 s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ def validation_losses(
     *,
     loss: Loss,
     uniform_loss: Loss | None,
+    model_time: Callable[[torch.Tensor], torch.Tensor],
     dataset: ImageDataset,
     space: SampleSpace,
     num_images: int,
@@ -56,6 +57,7 @@ def validation_losses(
         loss: returns the loss of each sample under the run's objective.
         uniform_loss: the same at uniform timesteps (`loss_at_uniform_timesteps`), for the bins; None omits them. A
             sample belongs to the bin of the t that the model receives, in its first call.
+        model_time: of the objective; converts the time that the model receives to t.
         dataset: held-out images.
         space: converts images to the model's samples.
         num_images: images to use, at most the dataset's.
@@ -89,7 +91,7 @@ def validation_losses(
                 assert uniform_loss is not None
                 with _recorded_timesteps(model) as recorded:
                     losses = uniform_loss(model, batch, randomness)
-                bins += _sums_in_bins(losses, recorded[0], real)
+                bins += _sums_in_bins(losses, model_time(recorded[0]), real)
     dist.all_reduce(total)
     dist.all_reduce(bins)
     means = {key: sum_ / number for key, sum_, number in zip(BIN_KEYS, *bins.tolist(), strict=True) if number}

@@ -23,7 +23,7 @@ from torchditan.checkpoint.loading import find_checkpoint, load_weights, read_pr
 from torchditan.config.errors import ConfigError, did_you_mean, option_error
 from torchditan.config.loader import from_dict, override
 from torchditan.config.options import Config
-from torchditan.diffusion.objectives import build_objective
+from torchditan.diffusion.objectives import Objective, build_objective
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.drawing import SamplePlan, draw_samples
 from torchditan.evaluation.generate import generate
@@ -51,8 +51,10 @@ _REPLACEABLE = ("sampling", "autoencoder", "text_encoder", "cache.folder", "data
 class SamplingOptions(TypedDict, total=False):
     """Options of [sampling] that `TrainedModel.sample` takes by name; config/options.py explains them."""
 
-    sampler: Literal["euler", "heun"]
+    sampler: Literal["euler", "heun", "ddim", "ancestral"]
     num_steps: int
+    spacing: Literal["trailing", "leading", "linspace"]
+    timestep_shift: float | None
     guidance_scale: float
     guidance_interval: Sequence[float]
     guidance_channels: int | None
@@ -288,7 +290,7 @@ class TrainedModel:
                 samples_per_row=samples_per_row,
                 sample_shape=self.sample_shape,
                 conditioning=self.spec.conditioning,
-                objective=build_objective(self.config.diffusion, self.spec),
+                objective=self.objective,
                 sampling=self.config.sampling,
                 seed=seed,
                 batch_size=batch_size,
@@ -311,7 +313,7 @@ class TrainedModel:
                 to_pixels=to_pixels,
                 sample_shape=self.sample_shape,
                 conditioning=self.spec.conditioning,
-                objective=build_objective(self.config.diffusion, self.spec),
+                objective=self.objective,
                 sampling=self.config.sampling,
                 device=self.device,
             )
@@ -355,6 +357,11 @@ class TrainedModel:
             cast(Any, self.model).init_weights(self.config.training.seed)
             return f"weights of {self.config.model.path}"
         return load_initial_weights(self.model, given, config=self.config)
+
+    @property
+    def objective(self) -> Objective:
+        """The training objective, which also samples."""
+        return build_objective(self.config.diffusion, self.spec)
 
     @property
     def takes_prompts(self) -> bool:

@@ -97,7 +97,7 @@ class SDXL(PublishedModel):
         return found
 
     def forward(self, x_t: torch.Tensor, t: torch.Tensor, cond: Condition) -> torch.Tensor:
-        """The noise (B, C, H, W) in x_t, at the levels k of t = 1 - k / 1000.
+        """The noise (B, C, H, W) in x_t, at the levels k of t = k / 1000.
 
         The model is also conditioned on the image size: the size of x_t, uncropped.
         """
@@ -107,7 +107,7 @@ class SDXL(PublishedModel):
         weights = self.transformer.conv_in.weight.dtype
         return self.transformer(
             x_t,
-            ((1 - t) * _NUM_LEVELS).round(),
+            (t * _NUM_LEVELS).round(),
             encoder_hidden_states=cond["prompt_embeds"].to(weights),  # the blocks do not cast it
             added_cond_kwargs={
                 "text_embeds": cond["pooled_prompt_embeds"],
