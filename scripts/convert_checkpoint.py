@@ -87,17 +87,17 @@ def export_file(argv: list[str]) -> None:
 
 GIVEN = ("num_heads", "sample_size", "noise_schedule", "prediction")
 """What the user states because some files do not contain it; fields of `formats.Given`."""
+PLACES = ("--dataset.root_dir", "--autoencoder.path")
+"""Options that depend on the machine; a file that `export` wrote has all others."""
 
 
 def parse_import(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of `import`, and the remaining flags for the run's configuration."""
     from torchditan.config.command_line import ScriptParser, count
-    from torchditan.config.errors import option_error
+    from torchditan.config.errors import ConfigError, option_error
     from torchditan.registry import FORMATS
 
-    is_foreign = any(argument.partition("=")[0] == "--format" for argument in argv)
-    sections = ("dataset", "autoencoder", "sampling")
-    parser = ScriptParser(__doc__, options=sections if is_foreign else ("dataset.root_dir", "autoencoder.path"))
+    parser = ScriptParser(__doc__, options=("dataset", "autoencoder", "sampling"))
     parser.prog = f"{parser.prog} import"
     what = "a file that `export` wrote; with --format a .pt, .pth, .bin or .safetensors file, or a folder of diffusers"
     parser.add_argument("path", type=Path, metavar="WEIGHTS", help=what)
@@ -106,8 +106,7 @@ def parse_import(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--format",
         choices=tuple(FORMATS),
-        help="the project that trained these weights. The options below need it, and so do --dataset.key, "
-        "--autoencoder.key and --sampling.key",
+        help="the project that trained these weights. The options below need it, and so do most options of train.py",
     )
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights of a training file (default: ema)")
     parser.add_argument("--num_heads", type=count, help="attention heads, if the model has no published size")
@@ -122,10 +121,16 @@ def parse_import(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--noise_schedule", help="diffusion.noise_schedule, for a diffusers folder without scheduler/")
     parser.add_argument("--prediction", help="diffusion.prediction, for a diffusers folder without scheduler/")
     arguments, flags = parser.parse(argv)
-    for name in ("weights", "num_classes", *GIVEN):
-        value = getattr(arguments, name)
-        if value is not None and not is_foreign:
-            raise option_error(f"--{name}", value, "has an effect only with --format; leave it out")
+    if arguments.format is None:
+        for name in ("weights", "num_classes", *GIVEN):
+            if getattr(arguments, name) is not None:
+                raise option_error(
+                    f"--{name}", getattr(arguments, name), "has an effect only with --format; see --help"
+                )
+        for flag in flags:
+            if flag.startswith("--") and flag.partition("=")[0] not in PLACES:
+                right = f"needs --format; for a file that `export` wrote must be {' or '.join(PLACES)}, see --help"
+                raise ConfigError(f"{flag.partition('=')[0]} {right}")
     return arguments, flags
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from torchditan.config.errors import ConfigError, option_error
+from torchditan.weights.safetensors_files import is_pickle, open_file, other_kind
 
 Kind = Literal["ema", "raw"]
 
@@ -73,24 +74,26 @@ def read_foreign_weights(path: Path, *, weights: Kind | None = None) -> ForeignW
 
 def _read_file(path: Path) -> dict[str, Any]:
     """The stored dictionary."""
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path)
     try:
         with path.open("rb") as file:
-            is_zip = file.read(4) == b"PK\x03\x04"  # older files cannot be memory-mapped
+            start = file.read(9)
+        if path.suffix == ".safetensors" or start[8:] == b"{":
+            return _read_safetensors(path)
+        if not is_pickle(path) and (kind := other_kind(path)) is not None:
+            raise ConfigError(f"{path} {kind}")
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip or None)
+            is_zip = start.startswith(b"PK")  # older files cannot be memory-mapped
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except pickle.UnpicklingError as error:
-        name = re.search(r"(?:GLOBAL|global) (\S+)", str(error))
-        contains = f"contains {name[1]}" if name else "contains more than tensors"
-        right = "weights are read without executing code; save its state dict alone"
-        raise ConfigError(f"{path} {contains}, which may execute code; {right}") from None
-    except MemoryError:
+    except (ConfigError, MemoryError):
         raise
-    except Exception:  # a damaged archive or pickle fails in many ways
+    except Exception as error:  # a damaged archive or pickle fails in many ways
+        name = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        if name is not None:
+            right = "which may execute code, so the file is not read; save its state dict alone"
+            raise ConfigError(f"{path} contains {name[1]}, {right}") from None
         raise ConfigError(f"{path} is not a file of torch.save, or is truncated; download it again") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path} holds a {type(found).__name__}; must be a dictionary of weights")
@@ -98,8 +101,6 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
-    from torchditan.weights.safetensors_files import open_file
-
     with open_file(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
 

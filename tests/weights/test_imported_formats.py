@@ -1,0 +1,335 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""`convert_checkpoint.py import --format`: from a file of another project to a run; and files that are refused."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import resource
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tomllib
+import torch
+from own_reading import LIGHTNINGDIT, REPA, SIT, Model, Weights, forward, guided_sit_samples, random_weights
+from refusals import assert_refused
+from safetensors.torch import save_file
+
+from torchditan import load
+from torchditan.checkpoint.loading import read_state
+from torchditan.evaluation.generate import noise_number
+from torchditan.randomness import normal
+from torchditan.run.reading import read_config
+from torchditan.weights.formats.foreign_files import read_foreign_weights
+from torchditan.weights.trained_model import TrainedModel
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+SCRIPT = "scripts/convert_checkpoint.py"
+TINY_SIT = replace(SIT, side=4)  # digits in latents of 4 x 4 x 4
+DIGITS = (
+    "--dataset.dataset_name=digits",
+    "--autoencoder.name=haar",
+    "--autoencoder.downsampling=2",
+    "--autoencoder.shift=0",
+    "--autoencoder.scale=1",
+)
+TRAIN = (
+    "--dataset.num_workers=0",
+    "--training.steps=2",
+    "--training.global_batch_size=4",
+    "--training.mixed_precision_param=float32",
+    "--metrics.enable_sampling=false",
+    "--checkpoint.enable_checkpoint",
+)
+
+
+def save(path: Path, content: Any) -> Path:
+    torch.save(content, path)
+    return path
+
+
+def training_file(path: Path, *, ema: Weights | None, raw: Weights) -> Path:
+    """What the projects' training scripts save."""
+    content = {"model": raw, "opt": {"state": {0: {"exp_avg": torch.ones(3)}}}, "args": argparse.Namespace(lr=1e-4)}
+    return save(path, content if ema is None else {**content, "ema": ema})
+
+
+def imported(path: Path, format: str, run_script: RunScript, *flags: object, run: str = "run") -> Path:
+    outcome = run_script(SCRIPT, "import", path, run, f"--format={format}", *flags)
+    assert (outcome.code, outcome.err) == (0, ""), outcome.err
+    return Path(run).resolve()
+
+
+def test_a_bare_file_becomes_a_run_that_says_what_to_do_next(tmp_path: Path, run_script: RunScript) -> None:
+    path = save(tmp_path / "SiT.pt", random_weights(SIT))
+    outcome = run_script(SCRIPT, "import", path, "run", "--format=sit")
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert lines[0].startswith(f"run: ema weights of {path}, 0.3M parameters in ")
+    assert lines[1].startswith("- time in [0, 1]")
+    assert [line.split(" ", 3)[:3] for line in lines[-3:]] == [
+        ["generate:", "python", "scripts/generate.py"],
+        ["evaluate:", "python", "scripts/evaluate.py"],
+        ["continue:", "python", "train.py"],
+    ]
+    config = read_config(tmp_path / "run")["config"]
+    assert config["autoencoder"]["name"] == "sd-vae" and config["autoencoder"]["online"]
+    assert (config["dataset"]["image_size"], config["dataset"]["num_classes"]) == ([64, 64], 10)
+    assert config["diffusion"]["timestep_sampling"] == "uniform" and config["model"]["timestep_scale"] == 1.0
+    assert config["ema"]["enable"] and config["sampling"]["guidance_channels"] == 3
+
+
+def test_samples_are_those_of_an_own_reading_of_the_sampler(tmp_path: Path, run_script: RunScript) -> None:
+    """SiT's Euler steps with guidance on three channels, in a loop of our reading, from the same noise."""
+    weights = random_weights(TINY_SIT)
+    run = imported(save(tmp_path / "SiT.pt", weights), "sit", run_script, *DIGITS)
+    flags = {"sampling.sampler": "euler", "sampling.num_steps": 6, "sampling.guidance_scale": 3.0}
+    trained = TrainedModel.load(run, flags=flags)
+    samples = trained.generate([3, 7], samples_per_label=1, seed=5, batch_size=2)[:, 0]
+    noise = normal(5, "sample", [noise_number(3, 0), noise_number(7, 0)], (4, 4, 4))
+    options: dict[str, Any] = {"num_steps": 6, "scale": 3.0}
+    theirs = guided_sit_samples(weights, TINY_SIT, noise, torch.tensor([3, 7]), **options, channels=3)
+    assert (samples - theirs).abs().max() < 1e-4
+    all_channels = guided_sit_samples(weights, TINY_SIT, noise, torch.tensor([3, 7]), **options, channels=4)
+    assert (samples - all_channels).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
+def test_either_set_of_a_training_file_is_read_under_any_prefix(
+    prefix: str, tmp_path: Path, run_script: RunScript
+) -> None:
+    sets = [{f"{prefix}{name}": value for name, value in random_weights(SIT, seed=i).items()} for i in (1, 2)]
+    path = training_file(tmp_path / "0050000.pt", ema=sets[0], raw=sets[1])
+    for kind, weights in (("ema", sets[0]), ("raw", sets[1])):
+        found = read_foreign_weights(path, weights=kind)  # type: ignore[arg-type]
+        assert torch.equal(found.tensors["pos_embed"], weights[f"{prefix}pos_embed"])
+        name = "blocks.0.attn.qkv.weight"
+        assert torch.equal(found.tensors[name], weights[f"{prefix}{name}"])
+    run = imported(path, "sit", run_script, "--weights=raw", *DIGITS)
+    assert not read_config(run)["config"]["ema"]["enable"]
+    state = read_state(run / "checkpoint" / "step-00000000", "model.")
+    assert torch.equal(state["model.blocks.0.attn.qkv.weight"], sets[1][f"{prefix}blocks.0.attn.qkv.weight"])
+
+
+def test_the_optimizer_of_a_training_file_is_not_read(tmp_path: Path) -> None:
+    """Tensors are memory-mapped: 120 MB of moments do not enter the memory of this process."""
+    path = tmp_path / "train.pt"
+    weights = {"a": torch.ones(4)}
+    save(path, {"model": weights, "ema": weights, "opt": {"exp_avg": torch.zeros(30_000_000)}})
+    before = resident_bytes()
+    found = read_foreign_weights(path)
+    assert resident_bytes() - before < 40_000_000
+    assert torch.equal(found.tensors["a"], weights["a"])
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "legacy"])
+def test_other_files_have_the_same_weights(kind: str, tmp_path: Path) -> None:
+    weights = random_weights(SIT)
+    path = tmp_path / ("a.safetensors" if kind == "safetensors" else "a.bin")
+    if kind == "safetensors":
+        save_file(weights, path)
+    else:
+        torch.save(weights, path, _use_new_zipfile_serialization=False)
+    found = read_foreign_weights(path)
+    assert found.kind == "ema" and found.tensors.keys() == weights.keys()
+    assert all(torch.equal(found.tensors[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize(("format", "model"), [("sit", TINY_SIT), ("repa", replace(REPA, side=4))])
+def test_training_continues_with_the_written_configuration(
+    format: str, model: Model, tmp_path: Path, run_script: RunScript
+) -> None:
+    weights = random_weights(model)
+    run = imported(save(tmp_path / "weights.pt", weights), format, run_script, *DIGITS)
+    outcome = run_script("train.py", f"--job.config_file={run}/continue.toml", *TRAIN, "--optimizer.lr=0")
+    assert outcome.code == 0, outcome.err
+    assert f"started from the weights of {run}, step 0 (ema)\n" in outcome.out  # no option differs
+    new = tmp_path / "outputs" / "run-continued"
+    after, before = (
+        read_state(new / "checkpoint" / "step-00000002", "model."),
+        read_state(run / "checkpoint" / "step-00000000", "ema."),
+    )
+    assert after.keys() == {name.replace("ema.", "model.") for name in before}
+    assert all(torch.equal(after[name.replace("ema.", "model.")], value) for name, value in before.items())
+    assert load(new).sample(classes=[1], num_steps=2).shape == (1, 1, 8, 8)
+
+
+def test_new_classes_start_as_the_null_class(tmp_path: Path, run_script: RunScript) -> None:
+    """A table of 12 classes, of which digits has 10; the null row stays the last one."""
+    weights = random_weights(TINY_SIT)
+    path = save(tmp_path / "weights.pt", weights)
+    run = imported(path, "sit", run_script, *DIGITS, "--num_classes=12")
+    trained = TrainedModel.load(run)
+    table = weights["y_embedder.embedding_table.weight"]
+    stored = trained.model.state_dict()["y_embedder.embedding_table.weight"]
+    assert torch.equal(stored, table[-1:].expand(13, -1))
+    x, t = torch.randn(2, 4, 4, 4), torch.tensor([0.2, 0.7])
+    found = trained.model(x, t, {"class_label": torch.tensor([4, 12])})
+    expected = forward(weights, TINY_SIT, x, t, torch.tensor([10, 10]))[:, :4]
+    assert (found - expected).abs().max() < 1e-5
+    outcome = run_script("train.py", f"--job.config_file={run}/continue.toml", *TRAIN)
+    assert outcome.code == 0, outcome.err
+
+
+def test_the_configuration_to_continue_states_every_convention(tmp_path: Path, run_script: RunScript) -> None:
+    run = imported(save(tmp_path / "weights.pt", random_weights(TINY_SIT)), "sit", run_script, *DIGITS)
+    stated, config = tomllib.loads((run / "continue.toml").read_text()), read_config(run)["config"]
+    for section in ("model", "diffusion", "autoencoder"):
+        assert stated[section] == {key: value for key, value in config[section].items() if value is not None}
+    assert stated["checkpoint"] == {"initial_load_path": str(run)}
+
+
+class Unpickled:
+    """A pickle that calls a function."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch executed",)
+
+
+def write_code(path: Path) -> None:
+    torch.save({"weight": Unpickled()}, path)
+
+
+def write_sit(path: Path) -> None:
+    torch.save(random_weights(SIT), path)
+
+
+def write_half(path: Path) -> None:
+    torch.save(random_weights(SIT), path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def write_without_ema(path: Path) -> None:
+    training_file(path, ema=None, raw=random_weights(SIT))
+
+
+def write_plain_pickle(path: Path) -> None:
+    path.write_bytes(pickle.dumps({"weight": 1}))
+
+
+def write_expanded(path: Path) -> None:
+    weights = random_weights(SIT)
+    weights["blocks.0.mlp.fc1.bias"] = torch.ones(1).expand(1 << 40)
+    torch.save(weights, path)
+
+
+Write = Callable[[Path], object]
+
+
+@pytest.mark.parametrize(
+    ("write", "format", "flags", "mentions"),
+    [
+        (write_code, "dit", [], ["posix.system", "execut", "code"]),
+        (write_half, "dit", [], ["truncated"]),
+        (write_without_ema, "sit", [], ["EMA", "raw"]),
+        (lambda path: path.write_bytes(b""), "dit", [], ["truncated"]),
+        (lambda path: path.write_bytes(b"<html>"), "dit", [], ["web page", "download it again"]),
+        (write_plain_pickle, "dit", [], ["truncated"]),
+        (lambda path: save(path, [1, 2]), "dit", [], ["list", "dictionary"]),
+        (lambda path: save(path, {}), "dit", [], ["no weights"]),
+        (lambda path: save(path, {"weight": 1}), "dit", [], ["weight", "int"]),
+        (lambda path: save(path, {"weight": torch.ones(2, dtype=torch.int8)}), "dit", [], ["weight", "int8"]),
+        (write_expanded, "sit", [], ["blocks.0.mlp.fc1.bias", "fewer values"]),
+        (write_sit, "sit", ["--weights=raw"], ["--weights", "one set"]),
+        (lambda path: save(path, random_weights(LIGHTNINGDIT)), "sit", [], ["LightningDiT", "--format lightningdit"]),
+        (write_sit, "sit", ["--prediction=v"], ["--prediction", "leave it out"]),
+        (
+            write_sit,
+            "sit",
+            ["--dataset.image_size=32"],
+            ["dataset.image_size", "64"],
+        ),
+        (
+            write_sit,
+            "sit",
+            ["--dataset.num_classes=3"],
+            ["dataset.num_classes", "10", "--num_classes"],
+        ),
+        (
+            write_sit,
+            "sit",
+            ["--autoencoder.name=flux"],
+            ["autoencoder.name", "16", "4"],
+        ),
+        (write_sit, "sit", ["--autoencoder.name=sdvae"], ["sd-vae?"]),
+        (
+            write_sit,
+            "sit",
+            ["--autoencoder.path=vae"],
+            ["autoencoder.name", "diffusers"],
+        ),
+        (
+            write_sit,
+            "sit",
+            ["--autoencoder.name=haar", "--autoencoder.downsampling=2"],
+            ["autoencoder.scale", "shift"],
+        ),
+        (
+            lambda path: save(path, random_weights(replace(SIT, channels=16, output_channels=16))),
+            "sit",
+            [],
+            ["--autoencoder.name", "16", "sd3", "flux"],
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    write: Write, format: str, flags: list[str], mentions: list[str], tmp_path: Path, run_script: RunScript
+) -> None:
+    path = tmp_path / "weights.pt"
+    write(path)
+    outcome = run_script(SCRIPT, "import", path, "new", f"--format={format}", *flags)
+    assert (outcome.code, outcome.out) == (2, ""), outcome.out
+    line = outcome.err.removesuffix("\n")
+    assert "\n" not in line and line.startswith("error: ")
+    assert [word for word in mentions if word not in line] == []
+    assert [file.name for file in tmp_path.iterdir()] == ["weights.pt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about", "mentions"),
+    [
+        (["gone.pt", "new", "--format=dit"], "gone.pt", [".pt", ".safetensors"]),
+        ([".", "new", "--format=diffusers"], "config.json", ["No such file"]),
+        (["gone.pt", "new", "--format=dot"], "", ["--format", "dit", "lightningdit", "diffusers"]),
+        (["a.safetensors", "new", "--num_heads=4"], "--num_heads = 4", ["--format"]),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    arguments: list[str], about: str, mentions: list[str], tmp_path: Path, run_script: RunScript
+) -> None:
+    outcome = run_script(SCRIPT, "import", *arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert_refused(outcome.err, about, mentions)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, run_script: RunScript) -> None:
+    path = save(tmp_path / "weights.pt", random_weights(SIT))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
+    try:
+        outcome = run_script(SCRIPT, "import", path, "new", "--format=sit")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert outcome.code == 2
+    assert_refused(outcome.err, "new", ["File too large"])
+    assert [file.name for file in tmp_path.iterdir()] == ["weights.pt"]
+
+
+def test_a_trained_run_is_never_replaced(tmp_path: Path, run_script: RunScript) -> None:
+    path = save(tmp_path / "weights.pt", random_weights(SIT))
+    run = imported(path, "sit", run_script)
+    outcome = run_script(SCRIPT, "import", path, run, "--format=sit")
+    assert outcome.code == 2
+    assert_refused(outcome.err, str(run), ["--overwrite"])
+    assert run_script(SCRIPT, "import", path, run, "--format=sit", "--overwrite").code == 0
