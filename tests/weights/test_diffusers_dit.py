@@ -456,7 +456,7 @@ def test_a_trained_run_is_exported_by_one_command(run_script: RunScript, tmp_pat
     outcome = run_script(SCRIPT, "export", "run", "out", "--format=diffusers")
     assert (outcome.code, outcome.err) == (0, "")
     opens = outcome.out.partition("in diffusers: ")[2].partition(" (the transformer alone: the run was trained on ")[0]
-    pipe = eval(opens, {**vars(diffusers), "VAE": diffusers.AutoencoderKL()})
+    pipe = eval(opens, {**vars(diffusers), "VAE": random_pipeline().vae})
     assert isinstance(pipe, diffusers.DiTPipeline)
     trained = TrainedModel.load(tmp_path / "run", device="cpu")
     x, t = torch.randn(2, 4, 8, 8), torch.tensor([999, 100])
