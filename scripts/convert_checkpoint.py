@@ -168,9 +168,12 @@ def import_file(argv: list[str]) -> None:
     )
     for note in imported.notes:
         print(f"- {note}")
+    dataset = imported.config.dataset
+    needs_images = dataset.root_dir is None and dataset.dataset_name in ("folder", "imagenet")
+    images = " --dataset.root_dir IMAGES" if needs_images else ""
     print(f"generate: python scripts/generate.py {run}")
-    print(f"evaluate: python scripts/evaluate.py {run} --dataset.root_dir IMAGES")
-    print(f"continue: python train.py --job.config_file {run / 'continue.toml'} --dataset.root_dir IMAGES")
+    print(f"evaluate: python scripts/evaluate.py {run}{images}")
+    print(f"continue: python train.py --job.config_file {run / 'continue.toml'}{images}")
 
 
 def main() -> None:

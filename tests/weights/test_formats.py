@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Converters of other projects' checkpoints: our model computes what our own reading of theirs computes.
 
-No released weights can be used in a test. tests/weights/own_reading.py is an independent reading of each model; the
+No released weights can be used in a test. tests/own_reading.py is an independent reading of each model; the
 weights are random and asymmetric. `test_a_wrong_conversion_is_seen` shows that the comparison would fail.
 """
 

@@ -1,0 +1,98 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The commands of docs/checkpoints.md run in order, as a user would type them, with small random weights and digits."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from own_reading import DIT, LIGHTNINGDIT, REPA, SIT, random_weights
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
+MODELS = {
+    "DiT": replace(DIT, side=4),
+    "SiT": replace(SIT, side=4),
+    "REPA": replace(REPA, side=4),
+    "LightningDiT": replace(LIGHTNINGDIT, side=4, channels=4, output_channels=4),
+}
+SMALL_DATA = (
+    "--dataset.dataset_name=digits",
+    "--autoencoder.name=haar",
+    "--autoencoder.downsampling=2",
+    "--autoencoder.shift=0",
+    "--autoencoder.scale=1",
+)
+SMALLER = {
+    "scripts/convert_checkpoint.py": SMALL_DATA,
+    "scripts/generate.py": ("--classes=2,3", "--sampling.num_steps=3", "--sampling.images_per_class=1"),
+    "scripts/evaluate.py": ("--metrics=classifier", "--num_samples=10", "--sampling.num_steps=2", "--epochs=1"),
+    "train.py": ("--training.steps=10", "--training.batch_size=4", "--dataset.num_workers=0", "--sampling.num_steps=2"),
+}
+"""Options in place of those of the page."""
+KEPT = ("--format", "--num_classes", "--job.config_file")
+"""Options of the page that stay."""
+
+
+def commands(section: str) -> list[list[str]]:
+    """The commands in a section of the page, as lists of words."""
+    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## )", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return [shlex.split(line) for line in "".join(blocks).replace("\\\n", " ").splitlines()]
+
+
+def made_small(words: list[str]) -> tuple[str, list[str]]:
+    """Script and arguments of a command, for small random weights and digits."""
+    assert words[0] == "python"
+    script, *rest = words[1:]
+    number = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
+    options = dict(zip(rest[number::2], rest[number + 1 :: 2], strict=True))
+    kept = [f"{name}={value}" for name, value in options.items() if name in KEPT]
+    return script, [*rest[:number], *kept, *SMALLER[script]]
+
+
+def run_commands(section: str, run_script: RunScript, *, scripts: Collection[str]) -> list[str]:
+    """Run the commands of a section that call these scripts, in the working folder; return the scripts."""
+    done = []
+    for words in commands(section):
+        script, arguments = made_small(words)
+        if script not in scripts:
+            continue
+        if arguments[0] == "import":
+            torch.save(random_weights(MODELS[section]), arguments[1])
+        outcome = run_script(script, *arguments)
+        assert outcome.code == 0, (words, outcome.err)
+        done.append(script)
+    return done
+
+
+@pytest.mark.parametrize("section", MODELS)
+def test_a_file_becomes_samples(section: str, tmp_path: Path, run_script: RunScript) -> None:
+    done = run_commands(section, run_script, scripts=("scripts/convert_checkpoint.py", "scripts/generate.py"))
+    assert set(done) == {"scripts/convert_checkpoint.py", "scripts/generate.py"}
+    (picture,) = tmp_path.glob("outputs/*/samples/generated_*.png")
+    assert picture.stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", MODELS)
+def test_a_file_becomes_a_card_and_further_training(section: str, tmp_path: Path, run_script: RunScript) -> None:
+    """All commands of the section: samples, a card, and 10 further training steps of each run."""
+    done = run_commands(section, run_script, scripts=SMALLER)
+    assert set(done) == SMALLER.keys()
+    (card,) = tmp_path.glob("outputs/*/evaluation/*/card.json")
+    assert json.loads(card.read_text(encoding="utf-8"))
+    runs = list(tmp_path.glob("outputs/*-continued"))
+    assert len(runs) == done.count("train.py")
+    for run in runs:
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        assert json.loads(lines[-1])["step"] == 10
