@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -21,9 +21,11 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("diffusers")
 
 import diffusers
+from random_dit import NUM_CLASSES, ddim, random_pipeline, random_transformer
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import build_config, from_dict, to_dict
+from torchditan.diffusion.noise_schedules import spaced_levels
 from torchditan.diffusion.objectives import build_objective
 from torchditan.diffusion.samplers import guided_prediction
 from torchditan.models import model_spec_of
@@ -43,53 +45,12 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 STATED = Given(noise_schedule="linear", prediction="epsilon")
 LEVELS = torch.tensor([0, 1, 250, 500, 998, 999])
 LABELS = torch.tensor([0, 3, 9, 10, 5, 6])
-NULL = 10  # the null class of ten
-SIZES: dict[str, Any] = {
-    "num_layers": 3,
-    "num_attention_heads": 4,
-    "attention_head_dim": 16,
-    "in_channels": 4,
-    "out_channels": 8,
-    "sample_size": 8,
-    "patch_size": 2,
-    "num_embeds_ada_norm": NULL,
-}
+NULL = NUM_CLASSES
 SCHEDULES: dict[str, dict[str, Any]] = {
     "linear": {},
     "scaled_linear": {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012},
     "cosine": {"beta_schedule": "squaredcos_cap_v2"},
 }
-
-
-def random_transformer(**options: Any) -> Any:
-    """All weights are drawn. The embedders of all blocks are equal, as in released models."""
-    model = diffusers.DiTTransformer2DModel(**{**SIZES, **options}).eval().requires_grad_(False)
-    generator = torch.Generator().manual_seed(0)
-    tensors = model.state_dict()
-    for name, tensor in tensors.items():
-        is_copy = ".norm1.emb." in name and not name.startswith("transformer_blocks.0.")
-        std = 0.2 if ".to_q." in name or ".to_k." in name else 0.05  # attention that is far from uniform
-        drawn = std * torch.randn(tensor.shape, generator=generator)
-        tensor.copy_(tensors["transformer_blocks.0." + name.split(".", 2)[2]] if is_copy else drawn)
-    return model
-
-
-def random_pipeline(scheduler: Any = None, **options: Any) -> Any:
-    """A DiTPipeline whose autoencoder makes latents of one half."""
-    torch.manual_seed(0)
-    vae = diffusers.AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 2,
-        up_block_types=["UpDecoderBlock2D"] * 2,
-        block_out_channels=[8, 8],
-        norm_num_groups=2,
-        latent_channels=4,
-        scaling_factor=0.5,
-    ).eval()
-    return diffusers.DiTPipeline(random_transformer(**options), vae, scheduler or ddim())
-
-
-def ddim(**options: Any) -> Any:
-    return diffusers.DDIMScheduler(**{"clip_sample": False, **options})
 
 
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -337,6 +298,18 @@ def test_the_exported_pipeline_draws_our_pictures(schedule: str, prediction: str
     assert (drawn(guidance_scale=2.0) - ours).abs().max() > 1e-3
     other = "trailing" if spacing == "leading" else "leading"
     assert (pictures(tmp_path / "run", [3, 7], noise, num_steps=10, spacing=other) - ours).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("spacing", "steps"), [("leading", (2, 3, 7, 30, 50, 300)), ("trailing", (1, 2, 10, 50, 250))])
+def test_the_exported_scheduler_steps_through_our_levels(
+    spacing: Literal["leading", "trailing"], steps: tuple[int, ...]
+) -> None:
+    scheduler = ddim(timestep_spacing=spacing)
+    for num_steps in steps:
+        scheduler.set_timesteps(num_steps)
+        levels = scheduler.timesteps.tolist()
+        assert levels == spaced_levels(spacing, num_steps)[::-1]
+        assert [level - 1000 // num_steps for level in levels[:-1]] == levels[1:]  # what `step` computes
 
 
 def test_the_exported_transformer_predicts_the_same_with_null_class_1000(imported: Path, tmp_path: Path) -> None:

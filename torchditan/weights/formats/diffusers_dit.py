@@ -245,6 +245,8 @@ def _convention(folder: Path, given: Given) -> tuple[dict[str, Any], list[str]]:
             key = option.removeprefix("diffusion.")
             raise option_error(f"--{key}", value, f"{SCHEDULER_FILE} says {found[option]}; leave it out")
     notes = [] if class_name == "DDIMScheduler" else [f"samples with DDIM, not with {class_name}"]
+    if spacing == "linspace" and not notes:
+        notes.append("samples differ from those of DDIMScheduler, which steps to other levels than it evaluates")
     other = [
         f"{key} = {scheduler[key]}" for key, ours in SCHEDULER_LIKE_OURS.items() if scheduler.get(key, ours) != ours
     ]
@@ -274,7 +276,7 @@ def _autoencoder(folder: Path, *, channels: int) -> tuple[dict[str, Any], list[s
         saved = f"AutoencoderKL.from_pretrained('{vae}').save_pretrained('{vae}')"
         raise ConfigError(f"has no vae/diffusion_pytorch_model.safetensors; diffusers writes it: {saved}")
     scale = _number(config, "scaling_factor", default=0.18215, file="vae/config.json")
-    options = {"name": "diffusers", "path": str(vae), "shift": [0.0], "scale": [scale]}
+    options = {"name": "diffusers", "path": str(vae), "shift": [0.0], "scale": [scale], "sample_posterior": True}
     return {f"autoencoder.{key}": value for key, value in options.items()}, ["its autoencoder decodes the samples"]
 
 
