@@ -29,6 +29,7 @@ from torchditan.diffusion.noise_schedules import spaced_levels
 from torchditan.diffusion.objectives import build_objective
 from torchditan.diffusion.samplers import guided_prediction
 from torchditan.models import model_spec_of
+from torchditan.models.dit import NORM_EPS
 from torchditan.weights.diffusers_export import export_dit_pipeline, export_to_diffusers
 from torchditan.weights.exported import open_weights
 from torchditan.weights.formats import Converted, Given
@@ -316,6 +317,7 @@ def test_the_exported_transformer_predicts_the_same_with_null_class_1000(importe
     export_to_diffusers(imported, tmp_path / "out", dtype=torch.float32)
     theirs = diffusers.DiTPipeline.from_pretrained(tmp_path / "out").transformer
     trained = TrainedModel.load(imported, device="cpu")
+    assert theirs.config.norm_eps == NORM_EPS
     assert difference(theirs, trained.model, null=1000) < 1e-5
     assert difference(theirs, trained.model, null=NULL) > 1e-3
     table = theirs.transformer_blocks[2].norm1.emb.class_embedder.embedding_table.weight
@@ -380,7 +382,7 @@ def test_other_options_are_refused_with_the_right_value(
         ({"shift": [0.1]}, "shift [0.1"),
         ({"scale": [0.5, 0.5, 0.5, 0.6]}, "only one factor"),
         ({"name": "patch"}, "is patch"),
-        ({"path": "missing"}, "missing"),
+        ({"path": "missing"}, "missing is not on this machine"),
         ({"fingerprint": "diffusers-0"}, "diffusers-0"),
     ],
 )

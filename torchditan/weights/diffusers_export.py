@@ -249,9 +249,12 @@ def _find_vae(config: Config, *, channels: int) -> _Vae | str:
     if kind_of(section.name) != "diffusers":
         return f"the run's autoencoder is {section.name}, and DiTPipeline has an AutoencoderKL"
     try:
-        decoder = open_decoder(section, channels=channels, device=torch.device("cpu"))
         folder = find_published(section)
-    except ConfigError as error:
+    except ConfigError:
+        return f"the run's autoencoder {section.path or section.name} is not on this machine"
+    try:
+        decoder = open_decoder(section, channels=channels, device=torch.device("cpu"))
+    except ConfigError as error:  # other weights than those of the run
         return str(error)
     assert decoder.shift is not None and decoder.scale is not None
     class_name = json.loads((folder / VAE_FILES[0]).read_bytes())["_class_name"]
