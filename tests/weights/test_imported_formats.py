@@ -79,7 +79,9 @@ def test_a_bare_file_becomes_a_run_that_says_what_to_do_next(tmp_path: Path, run
         ["evaluate:", "python", "scripts/evaluate.py"],
         ["continue:", "python", "train.py"],
     ]
-    config = read_config(tmp_path / "run")["config"]
+    content = read_config(tmp_path / "run")
+    config, origin = content["config"], content["imported"]
+    assert (origin["file"], origin["format"], origin["weights"]) == ("SiT.pt", "sit", "ema")
     assert config["autoencoder"]["name"] == "sd-vae" and config["autoencoder"]["online"]
     assert (config["dataset"]["image_size"], config["dataset"]["num_classes"]) == ([64, 64], 10)
     assert config["diffusion"]["timestep_sampling"] == "uniform" and config["model"]["timestep_scale"] == 1.0
@@ -165,6 +167,16 @@ def test_training_continues_with_the_written_configuration(
     assert load(new).sample(classes=[1], num_steps=2).shape == (1, 1, 8, 8)
 
 
+def test_an_imported_run_exports_like_any_other(tmp_path: Path, run_script: RunScript) -> None:
+    """Half precision in, one file of ours out, and the same pictures from it."""
+    weights = {name: tensor.half() for name, tensor in random_weights(TINY_SIT).items()}
+    run = imported(save(tmp_path / "weights.pt", weights), "sit", run_script, *DIGITS)
+    assert run_script(SCRIPT, "export", run, "mine.safetensors").code == 0
+    assert run_script(SCRIPT, "import", "mine.safetensors", "again").code == 0
+    first, second = (load(folder).sample(classes=[1, 2], num_steps=2) for folder in (run, "again"))
+    assert torch.equal(first, second)
+
+
 def test_new_classes_start_as_the_null_class(tmp_path: Path, run_script: RunScript) -> None:
     """A table of 12 classes, of which digits has 10; the null row stays the last one."""
     weights = random_weights(TINY_SIT)
@@ -219,6 +231,10 @@ def write_plain_pickle(path: Path) -> None:
     path.write_bytes(pickle.dumps({"weight": 1}))
 
 
+def write_twice(path: Path) -> None:
+    torch.save({"a": torch.ones(2), "module.a": torch.ones(2)}, path)
+
+
 def write_expanded(path: Path) -> None:
     weights = random_weights(SIT)
     weights["blocks.0.mlp.fc1.bias"] = torch.ones(1).expand(1 << 40)
@@ -241,6 +257,7 @@ Write = Callable[[Path], object]
         (lambda path: save(path, {}), "dit", [], ["no weights"]),
         (lambda path: save(path, {"weight": 1}), "dit", [], ["weight", "int"]),
         (lambda path: save(path, {"weight": torch.ones(2, dtype=torch.int8)}), "dit", [], ["weight", "int8"]),
+        (write_twice, "sit", [], ["a twice"]),
         (write_expanded, "sit", [], ["blocks.0.mlp.fc1.bias", "fewer values"]),
         (write_sit, "sit", ["--weights=raw"], ["--weights", "one set"]),
         (lambda path: save(path, random_weights(LIGHTNINGDIT)), "sit", [], ["LightningDiT", "--format lightningdit"]),
@@ -280,7 +297,7 @@ Write = Callable[[Path], object]
             lambda path: save(path, random_weights(replace(SIT, channels=16, output_channels=16))),
             "sit",
             [],
-            ["--autoencoder.name", "16", "sd3", "flux"],
+            ["--autoencoder.name", "16 channels"],
         ),
     ],
 )

@@ -93,7 +93,9 @@ def import_format(
         images_seen=0,
         weights=foreign.kind,
     )
-    create_run(run, stored, config, converted.tensors, files={CONTINUE_FILE: continue_toml(config, run)})
+    origin = {"format": format, "converted": converted.notes}
+    files = {CONTINUE_FILE: continue_toml(config, run)}
+    create_run(run, stored, config, converted.tensors, origin=origin, files=files)
     count = sum(tensor.numel() for tensor in converted.tensors.values())
     return ImportedFormat(foreign.kind, count, converted.notes, config)
 
@@ -158,9 +160,7 @@ def _complete_autoencoder(section: Autoencoder, channels: int, *, is_stored: boo
         if channels in _PIXEL_CHANNELS:
             return section
         if channels != PUBLISHED[_DEFAULT_AUTOENCODER].latent_channels:
-            fitting = [name for name, entry in PUBLISHED.items() if entry.latent_channels == channels]
-            such_as = f", such as {', '.join(fitting)}" if fitting else ""
-            right = f"must name the autoencoder of the {channels} latent channels{such_as}, with its path if it has one"
+            right = f"must name the autoencoder that encodes images to these {channels} channels (docs/data.md)"
             raise option_error("--autoencoder.name", None, right)
         section = dataclasses.replace(section, name=_DEFAULT_AUTOENCODER, sample_posterior=not is_stored)
     if section.name is None:
