@@ -216,7 +216,8 @@ def assert_same_grid(first: Path, second: Path) -> None:
 def test_the_official_recipe_resumes_samples_and_exports(
     official: Path, tmp_path: Path, train: Train, run_script: RunScript
 ) -> None:
-    flags = [*OFFICIAL, "--training.batch_size=16", "--checkpoint.enable_checkpoint", "--checkpoint.interval=10"]
+    flags = [*OFFICIAL, *VALIDATION, "--training.batch_size=16"]
+    flags += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=10"]
     assert train("run", "--training.steps=13", *flags).code == 0
     shutil.rmtree(tmp_path / "run/checkpoint/step-00000013")
     assert "resumed at step 10" in train("run", "--training.steps=20", *flags).out
