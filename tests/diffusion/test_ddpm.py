@@ -1,0 +1,515 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""DDPM against the papers' formulas, computed here in float64, and against the schedulers of diffusers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchditan.config.errors import ConfigError
+from torchditan.config.loader import load_config
+from torchditan.config.options import Sampling
+from torchditan.diffusion.ddpm import DDPM, discretized_log_likelihood, gaussian_kl
+from torchditan.diffusion.noise_schedules import betas, levels_at, levels_of, spaced_levels
+from torchditan.diffusion.samplers import guided_prediction
+from torchditan.evaluation.generate import draw_batch
+from torchditan.models import ClassLabels, Unconditional
+from torchditan.randomness import Randomness
+
+PREDICTIONS = ("epsilon", "v", "x")
+SCHEDULES = ("linear", "cosine", "scaled_linear")
+
+
+def ddpm(prediction: Any = "epsilon", schedule: Any = "linear", *, learn_sigma: bool = False) -> DDPM:
+    return DDPM(
+        conditioning=Unconditional(),
+        label_dropout=0.0,
+        prediction=prediction,
+        schedule=schedule,
+        learn_sigma=learn_sigma,
+    )
+
+
+class Answers(nn.Module):
+    """Answers with one tensor, and remembers its inputs."""
+
+    def __init__(self, answer: torch.Tensor) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, x_t: torch.Tensor, t: torch.Tensor, cond: Any) -> torch.Tensor:
+        self.x_t, self.t = x_t, t
+        return self.answer
+
+
+# An own reading of the papers, in NumPy and float64.
+
+
+def reference_betas(schedule: str) -> np.ndarray:
+    k = np.arange(1000)
+    if schedule == "linear":
+        return 1e-4 + (0.02 - 1e-4) * k / 999
+    if schedule == "scaled_linear":
+        return (math.sqrt(0.00085) + (math.sqrt(0.012) - math.sqrt(0.00085)) * k / 999) ** 2
+
+    def f(t: np.ndarray) -> np.ndarray:
+        return np.cos((t / 1000 + 0.008) / 1.008 * np.pi / 2) ** 2
+
+    return np.minimum(1 - f(k + 1.0) / f(k + 0.0), 0.999)
+
+
+def normal_cdf(z: np.ndarray) -> np.ndarray:
+    return np.vectorize(lambda value: 0.5 * math.erfc(-value / math.sqrt(2)))(z)
+
+
+def reference_loss(
+    prediction: str, schedule: str, x: np.ndarray, noise: np.ndarray, level: np.ndarray, output: np.ndarray
+) -> np.ndarray:
+    """The loss of each sample, (B,). x and noise are (B, C, H, W), the output has C or 2 C channels."""
+    beta = reference_betas(schedule)
+    alpha_bar = np.cumprod(1 - beta)
+    before = np.concatenate([[1.0], alpha_bar[:-1]])
+    losses = []
+    for x0, eps, k, out in zip(x, noise, level, output, strict=True):
+        a, s = math.sqrt(alpha_bar[k]), math.sqrt(1 - alpha_bar[k])
+        x_k = a * x0 + s * eps
+        mean_part = out[: len(x0)]
+        target, clean = {
+            "epsilon": (eps, (x_k - s * mean_part) / a),
+            "v": (a * eps - s * x0, a * x_k - s * mean_part),
+            "x": (x0, mean_part),
+        }[prediction]
+        loss = ((mean_part - target) ** 2).mean()
+        if len(out) > len(x0):
+            variances = beta * (1 - before) / (1 - alpha_bar)
+            lower, upper = math.log(variances[max(k, 1)]), math.log(beta[k])
+            log_variance = lower + (out[len(x0) :] + 1) / 2 * (upper - lower)
+            of_x = math.sqrt(before[k]) * beta[k] / (1 - alpha_bar[k])
+            of_state = math.sqrt(1 - beta[k]) * (1 - before[k]) / (1 - alpha_bar[k])
+            mean, true_mean = of_x * clean + of_state * x_k, of_x * x0 + of_state * x_k
+            if k == 0:
+                deviation = np.exp(0.5 * log_variance)
+                high = np.where(x0 > 0.999, 1.0, normal_cdf((x0 + 1 / 255 - mean) / deviation))
+                low = np.where(x0 < -0.999, 0.0, normal_cdf((x0 - 1 / 255 - mean) / deviation))
+                bound = -np.log(np.maximum(high - low, 1e-12))
+            else:
+                bound = 0.5 * (
+                    log_variance - lower - 1 + (math.exp(lower) + (true_mean - mean) ** 2) / np.exp(log_variance)
+                )
+            loss += bound.mean() / math.log(2)
+        losses.append(loss)
+    return np.array(losses)
+
+
+@pytest.mark.parametrize("learn_sigma", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_the_loss_is_that_of_an_independent_computation(prediction: str, schedule: str, learn_sigma: bool) -> None:
+    level = np.array([0, 0, 1, 2, 50, 317, 731, 998, 999])
+    draws = np.random.default_rng(0)
+    shape = (len(level), 2, 4, 4)
+    x = draws.uniform(-1, 1, shape)
+    x[:, 0, 0] = [-1, 1, -0.9995, 0.9995]  # the bins at the ends
+    noise = draws.normal(size=shape)
+    x, noise = x.astype(np.float32), noise.astype(np.float32)
+    # A trained model is nearly right at low levels; far off, both sides reach the limit of a bin's probability.
+    alpha_bar = np.cumprod(1 - reference_betas(schedule))[level].reshape(-1, 1, 1, 1)
+    a, s = np.sqrt(alpha_bar), np.sqrt(1 - alpha_bar)
+    target = {"epsilon": noise, "v": a * noise - s * x, "x": x}[prediction]
+    error = draws.normal(size=shape) * (s if prediction == "x" else 0.5)
+    fraction = draws.uniform(-1.2, 1.2, shape)
+    output = np.concatenate([target + error, fraction][: 1 + learn_sigma], axis=1).astype(np.float32)
+
+    timestep = torch.from_numpy(((level + 0.5) / 1000).astype(np.float32))
+    randomness = Randomness(torch.from_numpy(noise), timestep, torch.ones(len(level)))
+    objective = ddpm(prediction, schedule, learn_sigma=learn_sigma)
+    model = Answers(torch.from_numpy(output))
+    found = objective.loss(model, {"sample": torch.from_numpy(x)}, randomness)
+    assert found.dtype == model.x_t.dtype == model.t.dtype == torch.float32 and found.shape == (len(level),)
+    exact = reference_loss(prediction, schedule, *(values.astype(np.float64) for values in (x, noise)), level, output)
+    np.testing.assert_allclose(found.double().numpy(), exact, rtol=1e-5)
+    np.testing.assert_allclose(model.t.numpy() * 1000, level, atol=1e-4)
+    np.testing.assert_allclose(model.x_t.numpy(), a * x + s * noise, atol=1e-6)
+
+
+def test_the_bound_trains_the_variance_and_leaves_the_prediction_to_the_squared_error() -> None:
+    torch.manual_seed(0)
+    x, noise = torch.rand(4, 1, 4, 4) * 2 - 1, torch.randn(4, 1, 4, 4)
+    randomness = Randomness(noise, torch.tensor([0.0, 0.0015, 0.3, 0.9995]), torch.ones(4))
+    gradients = []
+    for learn_sigma in (False, True):
+        output = (0.1 * torch.ones(4, 1 + learn_sigma, 4, 4)).requires_grad_()
+        ddpm(learn_sigma=learn_sigma).loss(Answers(output), {"sample": x}, randomness).sum().backward()
+        gradients.append(output.grad)
+    assert torch.equal(gradients[0], gradients[1][:, :1])
+    assert (gradients[1][:, 1:].abs().flatten(1).sum(1) > 0).all() and gradients[1].isfinite().all()
+
+
+@pytest.mark.parametrize("kept", [None, [0, 111, 222, 333, 444, 555, 666, 777, 888, 999], [99, 499, 999]])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_posterior_is_that_of_bayes_on_a_grid(schedule: Any, kept: list[int] | None) -> None:
+    levels = levels_of(schedule, kept)
+    squared = np.cumprod(1 - reference_betas(schedule))[list(range(1000) if kept is None else kept)]
+    x, state = 0.7, -0.4
+    for i in {1, 2, len(squared) // 2, len(squared) - 2} - {0}:
+        a, s = math.sqrt(squared[i - 1]), math.sqrt(1 - squared[i - 1])
+        ratio = squared[i] / squared[i - 1]
+        center, width = a * x, min(s, math.sqrt((1 - ratio) / ratio))
+        grid = np.linspace(min(center, state) - 14 * s, max(center, state) + 14 * s, 400_001)
+        if width < 1e-3 * (grid[-1] - grid[0]):
+            continue
+        log_density = -((grid - center) ** 2) / (2 * s**2) - (state - math.sqrt(ratio) * grid) ** 2 / (2 * (1 - ratio))
+        density = np.exp(log_density - log_density.max())
+        density /= density.sum()
+        mean = (density * grid).sum()
+        variance = (density * (grid - mean) ** 2).sum()
+        found = levels.posterior_of_sample[i].item() * x + levels.posterior_of_state[i].item() * state
+        assert found == pytest.approx(mean, abs=2e-6)
+        assert math.exp(levels.log_posterior_variance[i].item()) == pytest.approx(variance, rel=1e-5)
+        assert math.exp(levels.log_beta[i].item()) == pytest.approx(1 - ratio, rel=1e-5)
+
+
+def test_the_first_level_takes_the_posterior_variance_of_the_second_and_its_mean_is_x() -> None:
+    for schedule in SCHEDULES:
+        levels = levels_of(schedule)  # type: ignore[arg-type]
+        assert levels.log_posterior_variance[0] == levels.log_posterior_variance[1]
+        assert (levels.posterior_of_sample[0], levels.posterior_of_state[0]) == (1, 0)
+        at = levels_at(schedule, torch.tensor([3, 999]))  # type: ignore[arg-type]
+        assert all(torch.equal(some, every[[3, 999]]) for some, every in zip(at, levels, strict=True))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_are_those_of_the_papers(schedule: Any) -> None:
+    found = betas(schedule).numpy()
+    np.testing.assert_allclose(found, reference_betas(schedule), rtol=1e-12)
+    ends = {"linear": (1e-4, 0.02), "scaled_linear": (0.00085, 0.012), "cosine": (found[0], 0.999)}[schedule]
+    assert (found[0], found[-1]) == pytest.approx(ends)
+    if schedule == "cosine":
+        squared = np.cumprod(1 - found)
+        t = (np.arange(1, 1001) / 1000 + 0.008) / 1.008 * np.pi / 2
+        np.testing.assert_allclose(squared[:998], (np.cos(t) ** 2 / np.cos(0.008 / 1.008 * np.pi / 2) ** 2)[:998])
+
+
+@pytest.mark.parametrize(("difference", "deviation", "other"), [(0.0, 1.0, 1.0), (0.3, 0.5, 0.8), (-1.2, 1.5, 0.4)])
+def test_the_divergence_of_gaussians_is_its_integral(difference: float, deviation: float, other: float) -> None:
+    z = np.linspace(-20, 20, 200_001)
+    density = np.exp(-(z**2) / (2 * deviation**2)) / (deviation * math.sqrt(2 * math.pi))
+    log_ratio = math.log(other / deviation) - z**2 / (2 * deviation**2) + (z - difference) ** 2 / (2 * other**2)
+    integral = (density * log_ratio).sum() * (z[1] - z[0])
+    logs = (torch.tensor(2 * math.log(value), dtype=torch.float64) for value in (deviation, other))
+    found = gaussian_kl(torch.tensor(difference, dtype=torch.float64), *logs)
+    assert found.item() == pytest.approx(integral, abs=1e-9)
+
+
+@pytest.mark.parametrize("mean", [-1.3, -0.999, 0.0, 0.4321, 0.98, 2.0])
+@pytest.mark.parametrize("deviation", [0.004, 0.03, 1.0])
+def test_the_probabilities_of_the_256_bins_are_integrals_and_sum_to_1(mean: float, deviation: float) -> None:
+    x = torch.arange(256, dtype=torch.float64) * 2 / 255 - 1
+    log_variance = torch.tensor(2 * math.log(deviation), dtype=torch.float64)
+    found = discretized_log_likelihood(x, x - mean, log_variance).exp()
+    assert found.sum().item() == pytest.approx(1, abs=1e-9)
+    z = np.linspace(-1 / 255, 1 / 255, 2001)[:-1] + 1 / 255 / 2000  # midpoints
+    for i in (1, 77, 200, 254):
+        density = np.exp(-((x[i].item() + z - mean) ** 2) / (2 * deviation**2)) / (deviation * math.sqrt(2 * math.pi))
+        assert found[i].item() == pytest.approx(max(density.mean() * 2 / 255, 1e-12), rel=1e-4)
+
+
+def test_a_bin_far_from_the_prediction_is_precise_in_float32_on_both_sides() -> None:
+    difference = torch.tensor([-0.05, 0.05, -0.5, 0.5])
+    found = discretized_log_likelihood(torch.zeros(4), difference, torch.full((4,), 2 * math.log(0.01)))
+    exact = discretized_log_likelihood(
+        torch.zeros(4).double(), difference.double(), torch.full((4,), 2 * math.log(0.01)).double()
+    )
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+    assert found[0] == found[1] and found[2].item() == pytest.approx(math.log(1e-12))
+
+
+def test_spacings_are_the_levels_of_the_papers() -> None:
+    assert spaced_levels("trailing", 10) == list(range(99, 1000, 100))
+    assert spaced_levels("leading", 10) == list(range(0, 1000, 100))
+    assert spaced_levels("linspace", 10) == list(range(0, 1000, 111))
+    assert spaced_levels("leading", 250) == list(range(0, 1000, 4))
+    assert spaced_levels("linspace", 4) == [0, 333, 666, 999]
+    for spacing, num_steps in itertools.product(("trailing", "leading", "linspace"), (2, 7, 27, 250, 999, 1000)):
+        levels = spaced_levels(spacing, num_steps)  # type: ignore[arg-type]
+        assert len(set(levels)) == num_steps and levels == sorted(levels) and levels[0] >= 0 and levels[-1] <= 999
+        assert levels[-1] == 999 or spacing == "leading"
+
+
+# Sampling of N(mean, variance) with its exact denoiser. Each step is then an affine map of x and its noise, so one
+# batch measures the distribution of the samples: rows with x = 0, x = 1, and with x = 0 and noise 1 in step j alone.
+
+MEAN, VARIANCE = 0.3, 0.25
+
+
+def exact_model(prediction: str, schedule: Any, kept: list[int], *, learn_sigma: bool) -> Callable[..., torch.Tensor]:
+    """The expectation of the prediction, and the variance of a step, for data from N(MEAN, VARIANCE)."""
+    squared = np.cumprod(1 - reference_betas(schedule))
+    before = dict(zip(kept, [1.0, *squared[kept[:-1]]], strict=True))
+
+    def predict(x: torch.Tensor, t: float) -> torch.Tensor:
+        k = round(1000 * t)
+        a, s = math.sqrt(squared[k]), math.sqrt(1 - squared[k])
+        total = squared[k] * VARIANCE + 1 - squared[k]
+        clean = MEAN + a * VARIANCE / total * (x - a * MEAN)
+        eps = (x - a * clean) / s
+        output = {"epsilon": eps, "v": a * eps - s * clean, "x": clean}[prediction]
+        if not learn_sigma:
+            return output
+        beta = 1 - squared[k] / before[k]
+        posterior = beta * (1 - before[k]) / (1 - squared[k])
+        of_x = math.sqrt(before[k]) * beta / (1 - squared[k])
+        variance = posterior + of_x**2 * VARIANCE * (1 - squared[k]) / total
+        fraction = 0.0 if k == kept[0] else 2 * math.log(variance / posterior) / math.log(beta / posterior) - 1
+        return torch.cat([output, torch.full_like(output, fraction)], dim=1)
+
+    return predict
+
+
+def distribution_of_samples(objective: DDPM, sampling: Sampling) -> tuple[float, float]:
+    """Mean and variance of the samples, exact but for float32 and float64 rounding."""
+    num_steps = sampling.num_steps
+    kept = spaced_levels(sampling.spacing, num_steps)
+    predict = exact_model(objective.prediction, objective.schedule, kept, learn_sigma=objective.learn_sigma)
+    start = torch.zeros(num_steps + 2, 1, 1, 1, dtype=torch.float64)
+    start[1] = 1
+
+    def step_noise(step: int) -> torch.Tensor:
+        noise = torch.zeros_like(start)
+        noise[2 + step] = 1
+        return noise
+
+    found = objective.sample(predict, start, sampling=sampling, step_noise=step_noise).flatten()
+    return found[0].item(), (found[1:] - found[0]).square().sum().item()
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_samplers_recover_the_mean_and_variance_of_a_gaussian(prediction: str, schedule: str) -> None:
+    for sampler, num_steps, learn_sigma, tolerance in (
+        ("ancestral", 1000, False, 0.01),
+        ("ancestral", 1000, True, 0.003),
+        ("ancestral", 250, True, 0.003),
+        ("ancestral", 10, True, 0.003),
+        ("ddim", 1000, False, 0.02),
+        ("euler", 1000, True, 0.02),
+    ):
+        sampling = Sampling(sampler=sampler, num_steps=num_steps, spacing="linspace")  # type: ignore[arg-type]
+        objective = ddpm(prediction, schedule, learn_sigma=learn_sigma)
+        mean, variance = distribution_of_samples(objective, sampling)
+        where = f"{sampler}, {num_steps} steps, learn_sigma {learn_sigma}"
+        assert mean == pytest.approx(MEAN, abs=tolerance), where
+        assert variance == pytest.approx(VARIANCE, rel=2 * tolerance), where
+
+
+def test_the_learned_variance_matters_with_few_steps() -> None:
+    """Without it, the samples of ten steps vary too little."""
+    sampling = Sampling(sampler="ancestral", num_steps=10, spacing="linspace")
+    _, variance = distribution_of_samples(ddpm(), sampling)
+    assert variance < 0.8 * VARIANCE
+
+
+# The schedulers of diffusers.
+
+
+def answer(x: torch.Tensor, t: float, *, learn_sigma: bool) -> torch.Tensor:
+    """A model output that depends on x and t."""
+    output = torch.sin(3 * x + 2 * t)
+    return torch.cat([output, torch.cos(2 * x - t)], dim=1) if learn_sigma else output
+
+
+def states_of(objective: DDPM, sampling: Sampling, x: torch.Tensor, noises: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The states before each step, and the sample."""
+    states: list[torch.Tensor] = []
+
+    def predict(x: torch.Tensor, t: float) -> torch.Tensor:
+        states.append(x)
+        return answer(x, t, learn_sigma=objective.learn_sigma)
+
+    sample = objective.sample(predict, x, sampling=sampling, step_noise=noises.__getitem__)
+    return [*states, sample]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize(("sampler", "learn_sigma"), [("ddim", False), ("ancestral", False), ("ancestral", True)])
+def test_steps_are_those_of_the_schedulers_of_diffusers(
+    schedule: str, prediction: str, sampler: str, learn_sigma: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    from diffusers.schedulers import scheduling_ddpm
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 4, 4, generator=generator)
+    noises = [torch.randn(2, 3, 4, 4, generator=generator) for _ in range(10)]
+    remaining: list[torch.Tensor] = []
+    monkeypatch.setattr(scheduling_ddpm, "randn_tensor", lambda *args, **kwargs: remaining.pop(0))
+    spacings = ("trailing", "leading") if sampler == "ddim" else ("trailing", "leading", "linspace")
+    for spacing in spacings:  # DDIMScheduler steps by 100 levels with linspace too
+        options = {
+            "beta_start": 0.00085 if schedule == "scaled_linear" else 1e-4,
+            "beta_end": 0.012 if schedule == "scaled_linear" else 0.02,
+            "beta_schedule": "squaredcos_cap_v2" if schedule == "cosine" else schedule,
+            "prediction_type": {"epsilon": "epsilon", "v": "v_prediction", "x": "sample"}[prediction],
+            "timestep_spacing": spacing,
+            "clip_sample": False,
+        }
+        if sampler == "ancestral":
+            options["variance_type"] = "learned_range" if learn_sigma else "fixed_small"
+        scheduler = (diffusers.DDIMScheduler if sampler == "ddim" else diffusers.DDPMScheduler)(**options)
+        scheduler.alphas_cumprod = torch.cumprod(1 - scheduler.betas.double(), dim=0)  # theirs is rounded
+        scheduler.set_timesteps(10)
+        assert sorted(scheduler.timesteps.tolist()) == spaced_levels(spacing, 10)  # type: ignore[arg-type]
+        remaining[:] = noises
+        sampling = Sampling(sampler=sampler, num_steps=10, spacing=spacing)  # type: ignore[arg-type]
+        states = states_of(ddpm(prediction, schedule, learn_sigma=learn_sigma), sampling, x, noises)
+        for step, level in enumerate(scheduler.timesteps):
+            if (sampler, spacing, step) == ("ancestral", "trailing", 9):
+                break  # the step from level 99 to data adds noise there
+            output = answer(states[step], level.item() / 1000, learn_sigma=learn_sigma)
+            theirs = scheduler.step(output, level, states[step]).prev_sample
+            error = (states[step + 1] - theirs).abs().max() / theirs.abs().max()
+            assert error < 1e-5, (spacing, step, error)
+
+
+def test_guidance_leaves_the_learned_variance_alone() -> None:
+    class OfLabel(nn.Module):
+        def forward(self, x_t: torch.Tensor, t: torch.Tensor, cond: dict[str, torch.Tensor]) -> torch.Tensor:
+            return cond["class_label"].float().view(-1, 1, 1, 1).expand(-1, 8, 2, 2)
+
+    def channels(guidance_channels: int | None) -> list[float]:
+        predict = guided_prediction(
+            OfLabel(),
+            conditioning=ClassLabels(10),
+            cond={"class_label": torch.tensor([1])},
+            guidance_scale=3.0,
+            guidance_channels=guidance_channels,
+        )
+        found: list[float] = predict(torch.zeros(1, 4, 2, 2), 0.5)[0, :, 0, 0].tolist()
+        return found
+
+    guided = 10 + 3 * (1 - 10)
+    assert channels(None) == [guided] * 4 + [1] * 4
+    assert channels(3) == [guided] * 3 + [1] * 5
+    assert channels(7) == [guided] * 4 + [1] * 4
+
+
+def drawn(model: nn.Module, sampling: Sampling, noise_numbers: list[int], *, learn_sigma: bool = False) -> torch.Tensor:
+    return draw_batch(
+        model,
+        noise_numbers=noise_numbers,
+        tensors={"class_label": torch.zeros(len(noise_numbers), dtype=torch.int64)},
+        sample_shape=(1, 4, 4),
+        conditioning=ClassLabels(10),
+        objective=ddpm(learn_sigma=learn_sigma),
+        sampling=sampling,
+        seed=7,
+        device=torch.device("cpu"),
+        advance=lambda number: None,
+    )
+
+
+class Waves(nn.Module):
+    """An output that depends on x and t alone, and the times at which the batch is doubled for guidance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+        self.guided: list[float] = []
+
+    def forward(self, x_t: torch.Tensor, t: torch.Tensor, cond: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.times.append(round(t[0].item(), 6))
+        if (cond["class_label"] == 10).any():
+            self.guided.append(self.times[-1])
+        return answer(x_t, t[0].item(), learn_sigma=True)
+
+
+def test_a_sample_depends_on_its_number_and_not_on_its_batch() -> None:
+    sampling = Sampling(sampler="ancestral", num_steps=5, guidance_scale=1.0)
+    together = drawn(Waves(), sampling, [4, 5, 1 << 32], learn_sigma=True)
+    apart = [drawn(Waves(), sampling, numbers, learn_sigma=True) for numbers in ([1 << 32], [5, 4])]
+    assert torch.equal(together, torch.cat([apart[1].flip(0), apart[0]]))
+    assert len({sample.sum().item() for sample in together}) == 3
+
+
+def test_the_noise_of_the_steps_differs_from_step_to_step() -> None:
+    seen: list[torch.Tensor] = []
+
+    class Recording(DDPM):
+        def sample(self, predict: Any, noise: torch.Tensor, *, sampling: Any, step_noise: Any) -> torch.Tensor:  # type: ignore[override]
+            seen.extend([noise, step_noise(0), step_noise(1), step_noise(0)])
+            return noise
+
+    draw_batch(
+        nn.Identity(),
+        noise_numbers=[3],
+        tensors={},
+        sample_shape=(1, 64, 64),
+        conditioning=Unconditional(),
+        objective=Recording(**vars(ddpm())),
+        sampling=Sampling(),
+        seed=0,
+        device=torch.device("cpu"),
+        advance=lambda number: None,
+    )
+    start, first, second, again = seen
+    assert torch.equal(first, again)
+    assert all((a * b).mean().abs() < 0.05 for a, b in itertools.combinations((start, first, second), 2))
+    assert all(abs(noise.std() - 1) < 0.05 for noise in seen)
+
+
+def test_the_guidance_interval_counts_t_1_as_data_although_the_model_counts_it_as_noise() -> None:
+    model = Waves()
+    drawn(model, Sampling(num_steps=10, spacing="leading", guidance_interval=[0.8, 1.0]), [0], learn_sigma=True)
+    assert model.times == [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
+    assert model.guided == [0.2, 0.1, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "about", "right"),
+    [
+        ("--diffusion.prediction=x --diffusion.objective=flow_matching", 'diffusion.prediction = "x"', "must be v"),
+        ("--diffusion.noise_schedule=cosine --diffusion.objective=flow_matching", "diffusion.noise_schedule", "ddpm"),
+        ("--sampling.sampler=ddim --diffusion.objective=flow_matching", 'sampling.sampler = "ddim"', "euler or heun"),
+        ("--sampling.sampler=ancestral --diffusion.objective=flow_matching", "sampling.sampler", "euler or heun"),
+        ("--sampling.spacing=leading --diffusion.objective=flow_matching", "sampling.spacing", "only to ddpm"),
+        ("--sampling.timestep_shift=0", "sampling.timestep_shift = 0.0", "greater than 0"),
+        ("--sampling.timestep_shift=3", "sampling.timestep_shift = 3.0", "its own levels"),
+        ("--sampling.sampler=heun", 'sampling.sampler = "heun"', "must be ddim or ancestral"),
+        ("--sampling.num_steps=1001", "sampling.num_steps = 1001", "at most 1000"),
+        ("--sampling.num_steps=1 --sampling.spacing=leading", "sampling.spacing", "must be trailing"),
+        ("--sampling.spacing=even", 'sampling.spacing = "even"', "trailing, leading, linspace"),
+        ("--diffusion.prediction=eps", 'diffusion.prediction = "eps"', "epsilon, v, x"),
+        ("--diffusion.noise_schedule=squared", "diffusion.noise_schedule", "linear, cosine, scaled_linear"),
+        ("--diffusion.timestep_sampling=uniform", "diffusion.timestep_sampling", "its own levels"),
+        (
+            "--checkpoint.initial_load_path=w.safetensors --checkpoint.initial_load_convention=torchditan",
+            "checkpoint.initial_load_convention",
+            "predict a velocity",
+        ),
+        (
+            "--model.name=sdxl --model.flavor=debugmodel --diffusion.prediction=v",
+            'diffusion.prediction = "v"',
+            "sdxl was trained with epsilon",
+        ),
+        (
+            "--model.name=sdxl --model.flavor=debugmodel --diffusion.noise_schedule=cosine",
+            "diffusion.noise_schedule",
+            "scaled_linear",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_are_one_line(flags: str, about: str, right: str) -> None:
+    if "sdxl" in flags:
+        pytest.importorskip("diffusers")
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--diffusion.objective=ddpm", *flags.split()])
+    message = str(caught.value)
+    assert message.startswith(about) and right in message and "\n" not in message
