@@ -14,9 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from own_reading import LIGHTNINGDIT, REPA, SIT, Model, Weights, forward, guided_sit_samples, random_weights
+from own_reading import (
+    DIT,
+    LIGHTNINGDIT,
+    REPA,
+    SIT,
+    Model,
+    Weights,
+    dit_samples,
+    euler_samples,
+    forward,
+    random_weights,
+    repa_samples,
+)
 from refusals import assert_refused
 from safetensors.torch import save_file
+from torch import Tensor
 
 from torchditan import load
 from torchditan.checkpoint.loading import read_state
@@ -88,19 +101,63 @@ def test_a_bare_file_becomes_a_run_that_says_what_to_do_next(tmp_path: Path, run
     assert config["ema"]["enable"] and config["sampling"]["guidance_channels"] == 3
 
 
-def test_samples_are_those_of_an_own_reading_of_the_sampler(tmp_path: Path, run_script: RunScript) -> None:
-    """SiT's Euler steps with guidance on three channels, in a loop of our reading, from the same noise."""
+LABELS = torch.tensor([3, 7])
+
+
+def draw(run: Path, **sampling: Any) -> tuple[Tensor, Tensor]:
+    """Samples of the imported run with the sampler and guidance that it came with, and the noise that they began as."""
+    trained = TrainedModel.load(run, flags={f"sampling.{name}": value for name, value in sampling.items()})
+    samples = trained.generate(LABELS.tolist(), samples_per_label=1, seed=5, batch_size=2)[:, 0]
+    noise = normal(5, "sample", [noise_number(label, 0) for label in LABELS.tolist()], trained.sample_shape)
+    return samples, noise
+
+
+def test_samples_of_sit_are_those_of_an_own_reading(tmp_path: Path, run_script: RunScript) -> None:
     weights = random_weights(TINY_SIT)
     run = imported(save(tmp_path / "SiT.pt", weights), "sit", run_script, *DIGITS)
-    flags = {"sampling.sampler": "euler", "sampling.num_steps": 6, "sampling.guidance_scale": 3.0}
-    trained = TrainedModel.load(run, flags=flags)
-    samples = trained.generate([3, 7], samples_per_label=1, seed=5, batch_size=2)[:, 0]
-    noise = normal(5, "sample", [noise_number(3, 0), noise_number(7, 0)], (4, 4, 4))
-    options: dict[str, Any] = {"num_steps": 6, "scale": 3.0}
-    theirs = guided_sit_samples(weights, TINY_SIT, noise, torch.tensor([3, 7]), **options, channels=3)
+    samples, noise = draw(run, sampler="euler", num_steps=6)
+    options: dict[str, Any] = {"num_steps": 6, "scale": 4.0}
+    theirs = euler_samples(weights, TINY_SIT, noise, LABELS, **options, channels=3)
     assert (samples - theirs).abs().max() < 1e-4
-    all_channels = guided_sit_samples(weights, TINY_SIT, noise, torch.tensor([3, 7]), **options, channels=4)
+    all_channels = euler_samples(weights, TINY_SIT, noise, LABELS, **options, channels=4)
     assert (samples - all_channels).abs().max() > 1e-2
+
+
+def test_samples_of_lightningdit_are_those_of_an_own_reading(tmp_path: Path, run_script: RunScript) -> None:
+    model = replace(LIGHTNINGDIT, side=4, channels=4, output_channels=4)
+    weights = random_weights(model)
+    run = imported(save(tmp_path / "weights.pt", weights), "lightningdit", run_script, *DIGITS)
+    samples, noise = draw(run, num_steps=9)
+    options: dict[str, Any] = {"num_steps": 9, "scale": 6.7, "channels": 3}
+    theirs = euler_samples(weights, model, noise, LABELS, **options, shift=0.3, guided_from=0.125)
+    assert (samples - theirs).abs().max() < 1e-4
+    for wrong in ({"shift": 1 / 0.3, "guided_from": 0.125}, {"shift": 0.3}):
+        assert (samples - euler_samples(weights, model, noise, LABELS, **options, **wrong)).abs().max() > 1e-2
+
+
+def test_samples_of_repa_are_those_of_an_own_reading(tmp_path: Path, run_script: RunScript) -> None:
+    model = replace(REPA, side=4)
+    weights = random_weights(model)
+    run = imported(save(tmp_path / "weights.pt", weights), "repa", run_script, *DIGITS)
+    samples, noise = draw(run, sampler="euler", num_steps=8)
+    theirs = repa_samples(weights, model, noise, LABELS, num_steps=8, scale=1.8, guided_until=0.7)
+    assert (samples - theirs).abs().max() < 1e-4
+    wrong = repa_samples(weights, model, noise, LABELS, num_steps=8, scale=1.8, guided_until=1.0)
+    assert (samples - wrong).abs().max() > 1e-2
+
+
+def test_samples_of_dit_are_those_of_an_own_reading(tmp_path: Path, run_script: RunScript) -> None:
+    """Ancestral steps with learned variance, guided on three channels, relative to their size."""
+    model = replace(DIT, side=4)
+    weights = random_weights(model)
+    run = imported(save(tmp_path / "weights.pt", weights), "dit", run_script, *DIGITS)
+    samples, noise = draw(run, num_steps=5)
+    numbers = [noise_number(label, 0) for label in LABELS.tolist()]
+    step_noise = [normal(5, f"sample step {step}", numbers, (4, 4, 4)) for step in range(5)]
+    theirs = dit_samples(weights, model, noise, LABELS, step_noise, scale=4.0)
+    assert (samples - theirs).abs().max() < 1e-4 * theirs.abs().max()
+    for wrong in ({"spacing": "leading"}, {"guidance_channels": 4}, {"sampler": "ddim"}):
+        assert (draw(run, num_steps=5, **wrong)[0] - theirs).abs().max() > 1e-2 * theirs.abs().max()
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
