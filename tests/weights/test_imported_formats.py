@@ -87,6 +87,7 @@ def test_a_bare_file_becomes_a_run_that_says_what_to_do_next(tmp_path: Path, run
     lines = outcome.out.splitlines()
     assert lines[0].startswith(f"run: ema weights of {path}, 0.3M parameters in ")
     assert lines[1].startswith("- time in [0, 1]")
+    assert lines[3] == "- 10 classes, images of 64 x 64, autoencoder sd-vae"
     assert [line.split(" ", 3)[:3] for line in lines[-3:]] == [
         ["generate:", "python", "scripts/generate.py"],
         ["evaluate:", "python", "scripts/evaluate.py"],
