@@ -18,6 +18,7 @@ python scripts/generate.py outputs/from_a_friend
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -148,7 +149,7 @@ def import_file(argv: list[str]) -> None:
         print(f"{run}: {stored.weights} weights of step {stored.step}, for scripts/generate.py and evaluate.py")
         return
     from torchditan.weights.formats import Given
-    from torchditan.weights.imported_format import import_format
+    from torchditan.weights.imported_format import CONTINUE_FILE, import_format
 
     start = time.perf_counter()
     with report_progress(f"importing {path}"):
@@ -171,9 +172,9 @@ def import_file(argv: list[str]) -> None:
     dataset = imported.config.dataset
     needs_images = dataset.root_dir is None and dataset.dataset_name in ("folder", "imagenet")
     images = " --dataset.root_dir IMAGES" if needs_images else ""
-    print(f"generate: python scripts/generate.py {run}")
-    print(f"evaluate: python scripts/evaluate.py {run}{images}")
-    print(f"continue: python train.py --job.config_file {run / 'continue.toml'}{images}")
+    print(f"generate: python scripts/generate.py {shlex.quote(str(run))}")
+    print(f"evaluate: python scripts/evaluate.py {shlex.quote(str(run))}{images}")
+    print(f"continue: python train.py --job.config_file {shlex.quote(str(run / CONTINUE_FILE))}{images}")
 
 
 def main() -> None:

@@ -45,6 +45,8 @@ def card(**changes: Any) -> Card:
         sampling={
             "sampler": "euler",
             "num_steps": 50,
+            "spacing": "trailing",
+            "timestep_shift": None,
             "guidance_scale": 2.0,
             "guidance_interval": [0.1, 0.9],
             "guidance_channels": None,

@@ -7,6 +7,7 @@ Sources: DiT, arXiv 2212.09748; SiT, 2401.08740; REPA, 2410.06940; LightningDiT,
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -188,16 +189,82 @@ def attention(weights: Weights, model: Model, block: str, qkv: Tensor) -> Tensor
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-def guided_sit_samples(
-    weights: Weights, model: Model, noise: Tensor, y: Tensor, *, num_steps: int, scale: float, channels: int
+def guided(conditional: Tensor, unconditional: Tensor, *, scale: float, channels: int) -> Tensor:
+    """Classifier-free guidance of the first channels; the others are the conditional ones."""
+    found = conditional.clone()
+    found[:, :channels] = (unconditional + scale * (conditional - unconditional))[:, :channels]
+    return found
+
+
+def euler_samples(
+    weights: Weights,
+    model: Model,
+    noise: Tensor,
+    y: Tensor,
+    *,
+    num_steps: int,
+    scale: float,
+    channels: int,
+    shift: float = 1.0,
+    guided_from: float = 0.0,
 ) -> Tensor:
-    """SiT's Euler steps of dx/dt = v from noise (t = 0) to data (t = 1), guided on the first channels only."""
+    """Euler's steps of SiT and LightningDiT: dx/dt = v from noise (t = 0) to data (t = 1).
+
+    Args:
+        noise: (B, C, H, W).
+        scale: of the guidance, for t of at least `guided_from`.
+        channels: number of guided channels.
+        shift: LightningDiT's, t -> shift t / (1 + (shift - 1) t).
+    """
+    x, null = noise, torch.full_like(y, model.num_classes)
+    times = torch.linspace(0, 1, num_steps + 1)
+    times = shift * times / (1 + (shift - 1) * times)
+    for t, later in itertools.pairwise(times):
+        both = [forward(weights, model, x, t.expand(len(x)), label)[:, : model.channels] for label in (y, null)]
+        velocity = guided(both[0], both[1], scale=scale, channels=channels) if t >= guided_from else both[0]
+        x = x + (later - t) * velocity
+    return x
+
+
+def repa_samples(
+    weights: Weights, model: Model, noise: Tensor, y: Tensor, *, num_steps: int, scale: float, guided_until: float
+) -> Tensor:
+    """REPA's Euler steps, from noise (t = 1) to data (t = 0), with guidance of all channels up to t = guided_until."""
     x, null = noise, torch.full_like(y, model.num_classes)
     for step in range(num_steps):
-        t = torch.full((len(x),), step / num_steps)
-        conditional, unconditional = (forward(weights, model, x, t, label)[:, : model.channels] for label in (y, null))
-        velocity = conditional.clone()
-        guided = unconditional + scale * (conditional - unconditional)
-        velocity[:, :channels] = guided[:, :channels]
-        x = x + velocity / num_steps
+        t = 1 - step / num_steps
+        both = [forward(weights, model, x, torch.full((len(x),), t), label) for label in (y, null)]
+        velocity = guided(both[0], both[1], scale=scale, channels=model.channels) if t <= guided_until else both[0]
+        x = x - velocity / num_steps
     return x
+
+
+def dit_samples(
+    weights: Weights, model: Model, noise: Tensor, y: Tensor, step_noise: list[Tensor], *, scale: float
+) -> Tensor:
+    """DiT's ancestral steps over evenly spaced levels, with learned variance (Nichol and Dhariwal 2021, 2102.09672).
+
+    Args:
+        noise: (B, C, H, W).
+        step_noise: noise of each step; their number is that of the steps.
+        scale: of the guidance of three channels.
+    """
+    num_steps, null = len(step_noise), torch.full_like(y, model.num_classes)
+    kept = [round(i * 999 / (num_steps - 1)) for i in range(num_steps)]
+    all_signals = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64), dim=0).tolist()
+    signal = [all_signals[level] for level in kept]
+    before = [1.0, *signal[:-1]]
+    beta = [1 - now / earlier for now, earlier in zip(signal, before, strict=True)]
+    x = noise
+    for step, i in enumerate(reversed(range(num_steps))):
+        both = [forward(weights, model, x, torch.full((len(x),), float(kept[i])), label) for label in (y, null)]
+        epsilon, fraction = guided(both[0], both[1], scale=scale, channels=3).chunk(2, dim=1)
+        clean = (x - math.sqrt(1 - signal[i]) * epsilon) / math.sqrt(signal[i])
+        if i == 0:
+            return clean
+        of_clean = math.sqrt(before[i]) * beta[i] / (1 - signal[i])
+        of_x = math.sqrt(1 - beta[i]) * (1 - before[i]) / (1 - signal[i])
+        low, high = math.log(beta[i] * (1 - before[i]) / (1 - signal[i])), math.log(beta[i])
+        share = (fraction + 1) / 2
+        x = of_clean * clean + of_x * x + (0.5 * (share * high + (1 - share) * low)).exp() * step_noise[step]
+    raise AssertionError("no steps")

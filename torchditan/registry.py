@@ -7,7 +7,7 @@ not import torch. config/options.py takes the choices of its options from it.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
@@ -53,10 +53,8 @@ METRICS = {
     "effnet": "torchditan.evaluation.quality:EffNetQuality",
     "inception": "torchditan.evaluation.quality:InceptionQuality",
 }
-"""`--metrics` of scripts/evaluate.py: classes that follow `torchditan.evaluation.metric.Metric`.
-
-A subclass of `torchditan.evaluation.quality.Quality` gives the Fréchet distance and its other figures over an
-extractor of yours."""
+"""`--metrics` of scripts/evaluate.py: classes that follow `evaluation.metric.Metric`. Subclasses of
+`evaluation.quality.Quality` give the Fréchet distance and its other figures over an extractor of yours."""
 
 AUTOENCODERS = {
     "haar": "torchditan.autoencoders.haar:open_haar",
@@ -64,9 +62,7 @@ AUTOENCODERS = {
     "cosmos": "torchditan.autoencoders.cosmos:open_cosmos",
     "diffusers": "torchditan.autoencoders.published:open_published",
 }
-"""`autoencoder.name`: functions from the `[autoencoder]` options to an `Autoencoder` (autoencoders/autoencoder.py).
-
-Published autoencoders of these kinds have their names in autoencoders/catalogue.py."""
+"""`autoencoder.name`: functions from `[autoencoder]` to an `Autoencoder`; autoencoders/catalogue.py has more names."""
 
 FORMATS = {
     "dit": "torchditan.weights.formats.dit:convert_dit",
@@ -80,5 +76,4 @@ FORMATS = {
 
 def registered(registry: Mapping[str, str], name: str) -> Any:
     """Import the class or function that a registry has under this name."""
-    module, _, attribute = registry[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return pkgutil.resolve_name(registry[name])

@@ -19,6 +19,7 @@ from torchditan.config.options import Sampling
 from torchditan.diffusion.ddpm import DDPM, discretized_log_likelihood, gaussian_kl
 from torchditan.diffusion.noise_schedules import betas, levels_at, levels_of, spaced_levels
 from torchditan.diffusion.samplers import guided_prediction
+from torchditan.evaluation.generate import draw_batch
 from torchditan.models import ClassLabels, Unconditional
 from torchditan.randomness import Randomness
 
@@ -398,6 +399,77 @@ def test_guidance_leaves_the_learned_variance_alone() -> None:
     assert channels(None) == [guided] * 4 + [1] * 4
     assert channels(3) == [guided] * 3 + [1] * 5
     assert channels(7) == [guided] * 4 + [1] * 4
+
+
+def drawn(model: nn.Module, sampling: Sampling, noise_numbers: list[int], *, learn_sigma: bool = False) -> torch.Tensor:
+    return draw_batch(
+        model,
+        noise_numbers=noise_numbers,
+        tensors={"class_label": torch.zeros(len(noise_numbers), dtype=torch.int64)},
+        sample_shape=(1, 4, 4),
+        conditioning=ClassLabels(10),
+        objective=ddpm(learn_sigma=learn_sigma),
+        sampling=sampling,
+        seed=7,
+        device=torch.device("cpu"),
+        advance=lambda number: None,
+    )
+
+
+class Waves(nn.Module):
+    """An output that depends on x and t alone, and the times at which the batch is doubled for guidance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+        self.guided: list[float] = []
+
+    def forward(self, x_t: torch.Tensor, t: torch.Tensor, cond: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.times.append(round(t[0].item(), 6))
+        if (cond["class_label"] == 10).any():
+            self.guided.append(self.times[-1])
+        return answer(x_t, t[0].item(), learn_sigma=True)
+
+
+def test_a_sample_depends_on_its_number_and_not_on_its_batch() -> None:
+    sampling = Sampling(sampler="ancestral", num_steps=5, guidance_scale=1.0)
+    together = drawn(Waves(), sampling, [4, 5, 1 << 32], learn_sigma=True)
+    apart = [drawn(Waves(), sampling, numbers, learn_sigma=True) for numbers in ([1 << 32], [5, 4])]
+    assert torch.equal(together, torch.cat([apart[1].flip(0), apart[0]]))
+    assert len({sample.sum().item() for sample in together}) == 3
+
+
+def test_the_noise_of_the_steps_differs_from_step_to_step() -> None:
+    seen: list[torch.Tensor] = []
+
+    class Recording(DDPM):
+        def sample(self, predict: Any, noise: torch.Tensor, *, sampling: Any, step_noise: Any) -> torch.Tensor:  # type: ignore[override]
+            seen.extend([noise, step_noise(0), step_noise(1), step_noise(0)])
+            return noise
+
+    draw_batch(
+        nn.Identity(),
+        noise_numbers=[3],
+        tensors={},
+        sample_shape=(1, 64, 64),
+        conditioning=Unconditional(),
+        objective=Recording(**vars(ddpm())),
+        sampling=Sampling(),
+        seed=0,
+        device=torch.device("cpu"),
+        advance=lambda number: None,
+    )
+    start, first, second, again = seen
+    assert torch.equal(first, again)
+    assert all((a * b).mean().abs() < 0.05 for a, b in itertools.combinations((start, first, second), 2))
+    assert all(abs(noise.std() - 1) < 0.05 for noise in seen)
+
+
+def test_the_guidance_interval_counts_t_1_as_data_although_the_model_counts_it_as_noise() -> None:
+    model = Waves()
+    drawn(model, Sampling(num_steps=10, spacing="leading", guidance_interval=[0.8, 1.0]), [0], learn_sigma=True)
+    assert model.times == [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
+    assert model.guided == [0.2, 0.1, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ from torch import nn
 from torchditan.config.command_line import RunParser
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict, override, to_dict
-from torchditan.config.options import Config, Sampling
+from torchditan.config.options import Config, Diffusion, Sampling
 from torchditan.config.trajectory import VALUES_BEFORE, trajectory
 from torchditan.diffusion.flow_matching import FlowMatching
-from torchditan.diffusion.samplers import guided_prediction
+from torchditan.diffusion.objectives import build_objective
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.evaluation.card import Card, CardFigure, ImageSet, Origin, arguments_of, read_card, settings_of
 from torchditan.evaluation.card_comparison import check_repeatable, differences
@@ -38,6 +38,7 @@ from torchditan.evaluation.card_origin import (
     trajectory_hash,
 )
 from torchditan.evaluation.card_tables import markdown, ordered_names, rounded, table, write_card
+from torchditan.evaluation.generate import draw_batch
 from torchditan.evaluation.metric import Figure
 from torchditan.models.spec import ClassLabels, ModelSpec, Unconditional
 
@@ -585,23 +586,39 @@ class Counter(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("sampler", ["euler", "heun"])
+def test_a_card_without_newer_sampling_options_reads_as_their_previous_behavior(tmp_path: Path) -> None:
+    path = tmp_path / "card.json"
+    write_card(tmp_path, card())
+    content = json.loads(path.read_text())
+    for option in ("spacing", "timestep_shift"):
+        del content["sampling"][option]
+    path.write_text(json.dumps(content))
+    assert read_card(path) == card()
+
+
+@pytest.mark.parametrize("sampler", ["euler", "heun", "ancestral"])
 @pytest.mark.parametrize("scale", [1.0, 2.0])
-@pytest.mark.parametrize("interval", [[0.0, 1.0], [0.3, 0.7]])
+@pytest.mark.parametrize("interval", [[0.0, 1.0], [0.3, 0.7], [0.85, 1.0]])
 @pytest.mark.parametrize("conditioning", [ClassLabels(3), Unconditional()])
 def test_model_evaluations_are_the_forward_passes_of_a_sample(
     sampler: Any, scale: float, interval: list[float], conditioning: Any
 ) -> None:
     sampling = Sampling(sampler=sampler, num_steps=10, guidance_scale=scale, guidance_interval=interval)
     timesteps = Timesteps(kind="uniform", mean=0.0, std=1.0, shift=3.0)
-    objective = FlowMatching(conditioning=conditioning, timesteps=timesteps, label_dropout=0.0)
+    objective: Any = FlowMatching(conditioning=conditioning, timesteps=timesteps, label_dropout=0.0)
+    if sampler == "ancestral":
+        objective = build_objective(Diffusion(objective="ddpm"), spec_of(conditioning))
     model = Counter()
-    predict = guided_prediction(
+    draw_batch(
         model,
+        noise_numbers=[0],
+        tensors={} if isinstance(conditioning, Unconditional) else {"class_label": torch.zeros(1, dtype=torch.int64)},
+        sample_shape=(1, 2, 2),
         conditioning=conditioning,
-        cond={} if isinstance(conditioning, Unconditional) else {"class_label": torch.zeros(1, dtype=torch.int64)},
-        guidance_scale=scale,
-        guidance_interval=(interval[0], interval[1]),
+        objective=objective,
+        sampling=sampling,
+        seed=0,
+        device=torch.device("cpu"),
+        advance=lambda number: None,
     )
-    objective.sample(predict, torch.zeros(1, 1, 2, 2), sampling=sampling)
     assert evaluations_per_sample(objective, spec_of(conditioning), sampling) == model.count

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+import torchditan
 from torchditan.evaluation.validation import BIN_KEYS
 from torchditan.run.reading import read_config, read_metrics, read_status
 
@@ -107,6 +109,28 @@ def one_process(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -
     return run
 
 
+OFFICIAL = [  # the DiT paper's recipe, with a grid of ancestral samples
+    "--model.preset=official",
+    "--diffusion.objective=ddpm",
+    "--metrics.enable_sampling=true",
+    "--sampling.sampler=ancestral",
+    "--sampling.spacing=linspace",
+    "--sampling.num_steps=4",
+    "--sampling.images_per_class=3",
+    "--sampling.max_classes=3",
+]
+GRID = "samples/step_00000020.png"
+
+
+@pytest.fixture(scope="module")
+def official(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same steps with DDPM and a learned variance."""
+    run = tmp_path_factory.mktemp("official") / "run"
+    flags = job(run, "--training.steps=20", "--training.batch_size=16", *OFFICIAL, *VALIDATION)
+    run_alone("train.py", *flags, cwd=run.parent)
+    return run
+
+
 NONE, FULL = "--activation_checkpoint.mode=none", "--activation_checkpoint.mode=full"
 NTH = "--activation_checkpoint.mode=selective"
 OP = "--activation_checkpoint.selective_ac_option=op"
@@ -119,8 +143,13 @@ PAIR = [  # DDP and FSDP
     [f"{REPLICATE}=1", "--training.batch_size=4", FULL],
     [f"{REPLICATE}=2", "--training.batch_size=2", NTH, OP],
     [f"{REPLICATE}=1", "--training.batch_size=8", NONE],
+    [f"{REPLICATE}=2", "--training.batch_size=8", NONE, *OFFICIAL],
+    [f"{REPLICATE}=1", "--training.batch_size=4", FULL, *OFFICIAL, "--metrics.sample_batch_size=2"],
 ]
-HSDP = [[f"{REPLICATE}=2", "--training.batch_size=2", NTH]]
+HSDP = [
+    [f"{REPLICATE}=2", "--training.batch_size=2", NTH],
+    [f"{REPLICATE}=2", "--training.batch_size=4", NTH, *OFFICIAL],
+]
 FOUR = [
     [f"{REPLICATE}=4", "--training.batch_size=4", FULL],
     [f"{REPLICATE}=4", "--training.batch_size=1", NONE],
@@ -150,6 +179,7 @@ def test_one_curve_in_every_mode(
     world_size: int,
     modes: list[list[str]],
     one_process: Path,
+    official: Path,
     tmp_path: Path,
     train: Train,
     run_distributed: RunDistributed,
@@ -163,11 +193,53 @@ def test_one_curve_in_every_mode(
         result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], world_size)
         assert result.returncode == 0, result.stderr
     for run, flags in zip(runs, modes, strict=True):
-        difference = largest_difference(curve(run), curve(one_process))
+        reference = official if OFFICIAL[0] in flags else one_process
+        difference = largest_difference(curve(run), curve(reference))
         print(f"{world_size} {flags}: largest relative difference {difference:.1e}")  # shown by pytest -s
         assert difference < 1e-5, flags
         validated = {key: read_metrics(run)[-1][key] for key in VALIDATED}
-        assert validated == pytest.approx({key: read_metrics(one_process)[-1][key] for key in VALIDATED}, rel=1e-5)
+        assert validated == pytest.approx({key: read_metrics(reference)[-1][key] for key in VALIDATED}, rel=1e-5)
+        if reference is official:
+            assert_same_grid(run / GRID, official / GRID)
+
+
+def assert_same_grid(first: Path, second: Path) -> None:
+    from PIL import Image, ImageChops
+
+    one, two = (Image.open(path).convert("L") for path in (first, second))
+    width, height = one.size
+    below_the_title = (0, height // 4, width, height)
+    difference = ImageChops.difference(one.crop(below_the_title), two.crop(below_the_title))
+    assert difference.getextrema()[1] <= 1
+
+
+def test_the_official_recipe_resumes_samples_and_exports(
+    official: Path, tmp_path: Path, train: Train, run_script: RunScript
+) -> None:
+    flags = [*OFFICIAL, *VALIDATION, "--training.batch_size=16"]
+    flags += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=10"]
+    assert train("run", "--training.steps=13", *flags).code == 0
+    shutil.rmtree(tmp_path / "run/checkpoint/step-00000013")
+    assert "resumed at step 10" in train("run", "--training.steps=20", *flags).out
+    assert curve(tmp_path / "run") == curve(official)
+    assert_same_grid(tmp_path / "run" / GRID, official / GRID)
+
+    sample = torchditan.load("run").sample
+    both = sample(classes=[0, 4], samples_per_class=2, seed=3)
+    alone = sample(classes=4, samples_per_class=2, seed=3, batch_size=1)
+    assert (both[2:].int() - alone.int()).abs().max() <= 1  # the last bits of float32 may round differently
+    assert not torch.equal(alone, sample(classes=4, samples_per_class=2, seed=3, spacing="leading"))
+    euler, ddim, ancestral = (sample(classes=4, sampler=sampler) for sampler in ("euler", "ddim", "ancestral"))
+    assert torch.equal(euler, ddim) and not torch.equal(ddim, ancestral)
+    outcome = run_script("scripts/generate.py", "run", "--classes=1", "--sampling.guidance_channels=1")
+    assert outcome.code == 0, outcome.err
+
+    assert run_script("scripts/convert_checkpoint.py", "export", "run", "weights.safetensors").code == 0
+    assert run_script("scripts/convert_checkpoint.py", "import", "weights.safetensors", "imported").code == 0
+    assert torch.equal(torchditan.load("imported").sample(classes=4, seed=3), sample(classes=4, seed=3))
+    flags = ["--training.steps=1", "--model.preset=official", "--diffusion.objective=ddpm", "--diffusion.prediction=v"]
+    started = train("v", *flags, "--checkpoint.initial_load_path=weights.safetensors")
+    assert "diffusion.prediction is None there and v here" in started.out, started.out + started.err
 
 
 def test_rerunning_the_command_continues_bitwise(one_process: Path, tmp_path: Path, train: Train) -> None:
@@ -355,13 +427,7 @@ def test_ranks_draw_the_same_samples_as_one_process(
     assert train("one", *flags, "--training.batch_size=16").code == 0
     result = run_distributed(["train.py", *job(tmp_path / "two", *flags, "--training.batch_size=8")], 2)
     assert result.returncode == 0, result.stderr
-    from PIL import Image, ImageChops
-
-    one, two = (Image.open(tmp_path / name / "samples" / "step_00000001.png").convert("L") for name in ("one", "two"))
-    width, height = one.size
-    below_the_title = (0, height // 4, width, height)
-    difference = ImageChops.difference(one.crop(below_the_title), two.crop(below_the_title))
-    assert difference.getextrema()[1] <= 1
+    assert_same_grid(*(tmp_path / name / "samples/step_00000001.png" for name in ("one", "two")))
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from own_reading import LIGHTNINGDIT, REPA, SIT, Model, Weights, forward, guided_sit_samples, random_weights
+from own_reading import (
+    DIT,
+    LIGHTNINGDIT,
+    REPA,
+    SIT,
+    Model,
+    Weights,
+    dit_samples,
+    euler_samples,
+    forward,
+    random_weights,
+    repa_samples,
+)
 from refusals import assert_refused
 from safetensors.torch import save_file
+from torch import Tensor
 
 from torchditan import load
 from torchditan.checkpoint.loading import read_state
@@ -74,31 +87,78 @@ def test_a_bare_file_becomes_a_run_that_says_what_to_do_next(tmp_path: Path, run
     lines = outcome.out.splitlines()
     assert lines[0].startswith(f"run: ema weights of {path}, 0.3M parameters in ")
     assert lines[1].startswith("- time in [0, 1]")
+    assert lines[3] == "- 10 classes, images of 64 x 64, autoencoder sd-vae"
     assert [line.split(" ", 3)[:3] for line in lines[-3:]] == [
         ["generate:", "python", "scripts/generate.py"],
         ["evaluate:", "python", "scripts/evaluate.py"],
         ["continue:", "python", "train.py"],
     ]
-    config = read_config(tmp_path / "run")["config"]
+    content = read_config(tmp_path / "run")
+    config, origin = content["config"], content["imported"]
+    assert (origin["file"], origin["format"], origin["weights"]) == ("SiT.pt", "sit", "ema")
     assert config["autoencoder"]["name"] == "sd-vae" and config["autoencoder"]["online"]
     assert (config["dataset"]["image_size"], config["dataset"]["num_classes"]) == ([64, 64], 10)
     assert config["diffusion"]["timestep_sampling"] == "uniform" and config["model"]["timestep_scale"] == 1.0
     assert config["ema"]["enable"] and config["sampling"]["guidance_channels"] == 3
 
 
-def test_samples_are_those_of_an_own_reading_of_the_sampler(tmp_path: Path, run_script: RunScript) -> None:
-    """SiT's Euler steps with guidance on three channels, in a loop of our reading, from the same noise."""
+LABELS = torch.tensor([3, 7])
+
+
+def draw(run: Path, **sampling: Any) -> tuple[Tensor, Tensor]:
+    """Samples of the imported run with the sampler and guidance that it came with, and the noise that they began as."""
+    trained = TrainedModel.load(run, flags={f"sampling.{name}": value for name, value in sampling.items()})
+    samples = trained.generate(LABELS.tolist(), samples_per_label=1, seed=5, batch_size=2)[:, 0]
+    noise = normal(5, "sample", [noise_number(label, 0) for label in LABELS.tolist()], trained.sample_shape)
+    return samples, noise
+
+
+def test_samples_of_sit_are_those_of_an_own_reading(tmp_path: Path, run_script: RunScript) -> None:
     weights = random_weights(TINY_SIT)
     run = imported(save(tmp_path / "SiT.pt", weights), "sit", run_script, *DIGITS)
-    flags = {"sampling.sampler": "euler", "sampling.num_steps": 6, "sampling.guidance_scale": 3.0}
-    trained = TrainedModel.load(run, flags=flags)
-    samples = trained.generate([3, 7], samples_per_label=1, seed=5, batch_size=2)[:, 0]
-    noise = normal(5, "sample", [noise_number(3, 0), noise_number(7, 0)], (4, 4, 4))
-    options: dict[str, Any] = {"num_steps": 6, "scale": 3.0}
-    theirs = guided_sit_samples(weights, TINY_SIT, noise, torch.tensor([3, 7]), **options, channels=3)
+    samples, noise = draw(run, sampler="euler", num_steps=6)
+    options: dict[str, Any] = {"num_steps": 6, "scale": 4.0}
+    theirs = euler_samples(weights, TINY_SIT, noise, LABELS, **options, channels=3)
     assert (samples - theirs).abs().max() < 1e-4
-    all_channels = guided_sit_samples(weights, TINY_SIT, noise, torch.tensor([3, 7]), **options, channels=4)
+    all_channels = euler_samples(weights, TINY_SIT, noise, LABELS, **options, channels=4)
     assert (samples - all_channels).abs().max() > 1e-2
+
+
+def test_samples_of_lightningdit_are_those_of_an_own_reading(tmp_path: Path, run_script: RunScript) -> None:
+    model = replace(LIGHTNINGDIT, side=4, channels=4, output_channels=4)
+    weights = random_weights(model)
+    run = imported(save(tmp_path / "weights.pt", weights), "lightningdit", run_script, *DIGITS)
+    samples, noise = draw(run, num_steps=9)
+    options: dict[str, Any] = {"num_steps": 9, "scale": 6.7, "channels": 3}
+    theirs = euler_samples(weights, model, noise, LABELS, **options, shift=0.3, guided_from=0.125)
+    assert (samples - theirs).abs().max() < 1e-4
+    for wrong in ({"shift": 1 / 0.3, "guided_from": 0.125}, {"shift": 0.3}):
+        assert (samples - euler_samples(weights, model, noise, LABELS, **options, **wrong)).abs().max() > 1e-2
+
+
+def test_samples_of_repa_are_those_of_an_own_reading(tmp_path: Path, run_script: RunScript) -> None:
+    model = replace(REPA, side=4)
+    weights = random_weights(model)
+    run = imported(save(tmp_path / "weights.pt", weights), "repa", run_script, *DIGITS)
+    samples, noise = draw(run, sampler="euler", num_steps=8)
+    theirs = repa_samples(weights, model, noise, LABELS, num_steps=8, scale=1.8, guided_until=0.7)
+    assert (samples - theirs).abs().max() < 1e-4
+    wrong = repa_samples(weights, model, noise, LABELS, num_steps=8, scale=1.8, guided_until=1.0)
+    assert (samples - wrong).abs().max() > 1e-2
+
+
+def test_samples_of_dit_are_those_of_an_own_reading(tmp_path: Path, run_script: RunScript) -> None:
+    """Ancestral steps with learned variance, guided on three channels, relative to their size."""
+    model = replace(DIT, side=4)
+    weights = random_weights(model)
+    run = imported(save(tmp_path / "weights.pt", weights), "dit", run_script, *DIGITS)
+    samples, noise = draw(run, num_steps=5)
+    numbers = [noise_number(label, 0) for label in LABELS.tolist()]
+    step_noise = [normal(5, f"sample step {step}", numbers, (4, 4, 4)) for step in range(5)]
+    theirs = dit_samples(weights, model, noise, LABELS, step_noise, scale=4.0)
+    assert (samples - theirs).abs().max() < 1e-4 * theirs.abs().max()
+    for wrong in ({"spacing": "leading"}, {"guidance_channels": 4}, {"sampler": "ddim"}):
+        assert (draw(run, num_steps=5, **wrong)[0] - theirs).abs().max() > 1e-2 * theirs.abs().max()
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
@@ -165,6 +225,16 @@ def test_training_continues_with_the_written_configuration(
     assert load(new).sample(classes=[1], num_steps=2).shape == (1, 1, 8, 8)
 
 
+def test_an_imported_run_exports_like_any_other(tmp_path: Path, run_script: RunScript) -> None:
+    """Half precision in, one file of ours out, and the same pictures from it."""
+    weights = {name: tensor.half() for name, tensor in random_weights(TINY_SIT).items()}
+    run = imported(save(tmp_path / "weights.pt", weights), "sit", run_script, *DIGITS)
+    assert run_script(SCRIPT, "export", run, "mine.safetensors").code == 0
+    assert run_script(SCRIPT, "import", "mine.safetensors", "again").code == 0
+    first, second = (load(folder).sample(classes=[1, 2], num_steps=2) for folder in (run, "again"))
+    assert torch.equal(first, second)
+
+
 def test_new_classes_start_as_the_null_class(tmp_path: Path, run_script: RunScript) -> None:
     """A table of 12 classes, of which digits has 10; the null row stays the last one."""
     weights = random_weights(TINY_SIT)
@@ -219,6 +289,10 @@ def write_plain_pickle(path: Path) -> None:
     path.write_bytes(pickle.dumps({"weight": 1}))
 
 
+def write_twice(path: Path) -> None:
+    torch.save({"a": torch.ones(2), "module.a": torch.ones(2)}, path)
+
+
 def write_expanded(path: Path) -> None:
     weights = random_weights(SIT)
     weights["blocks.0.mlp.fc1.bias"] = torch.ones(1).expand(1 << 40)
@@ -241,6 +315,7 @@ Write = Callable[[Path], object]
         (lambda path: save(path, {}), "dit", [], ["no weights"]),
         (lambda path: save(path, {"weight": 1}), "dit", [], ["weight", "int"]),
         (lambda path: save(path, {"weight": torch.ones(2, dtype=torch.int8)}), "dit", [], ["weight", "int8"]),
+        (write_twice, "sit", [], ["a twice"]),
         (write_expanded, "sit", [], ["blocks.0.mlp.fc1.bias", "fewer values"]),
         (write_sit, "sit", ["--weights=raw"], ["--weights", "one set"]),
         (lambda path: save(path, random_weights(LIGHTNINGDIT)), "sit", [], ["LightningDiT", "--format lightningdit"]),
@@ -280,7 +355,7 @@ Write = Callable[[Path], object]
             lambda path: save(path, random_weights(replace(SIT, channels=16, output_channels=16))),
             "sit",
             [],
-            ["--autoencoder.name", "16", "sd3", "flux"],
+            ["--autoencoder.name", "16 channels"],
         ),
     ],
 )

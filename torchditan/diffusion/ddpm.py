@@ -91,7 +91,8 @@ class DDPM(Objective):
             yield "sampling.spacing", "with one step, only trailing starts at the noise; must be trailing"
 
     def model_time(self, t: Any) -> Any:
-        return 1 - t
+        """1 - t. A number is rounded, so that t = 0.8 is level 200 and not the one before it."""
+        return 1 - t if isinstance(t, torch.Tensor) else round(1 - t, 9)
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness) -> torch.Tensor:
         """Squared error of the prediction, averaged over the values of each sample: (B,) float32.

@@ -25,6 +25,8 @@ from torchditan.run.directory import to_json
 VERSION = 1
 """Of the format, stored as `card`. Entries that are added later need a default value."""
 CARD_FILE = "card.json"
+SAMPLING_BEFORE = {"spacing": "trailing", "timestep_shift": None}
+"""Options of `[sampling]` that older cards do not have, with the behavior before they existed."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,8 @@ def read_card(path: str | Path) -> Card:
     if not isinstance(content, dict) or "card" not in content:
         raise ConfigError(f"{file} is not a card: it has no entry `card`; must be a {CARD_FILE} of scripts/evaluate.py")
     version = content.pop("card")
+    if isinstance(content.get("sampling"), dict) and content["sampling"]:  # a file of images has none
+        content["sampling"] = {**SAMPLING_BEFORE, **content["sampling"]}
     if version != VERSION or isinstance(version, bool):
         raise ConfigError(f"{file} is a card of version {json.dumps(version)}; this code reads version {VERSION}")
     try:

@@ -25,10 +25,9 @@ def check_folder(path: Path, *, mark: str, what: str) -> None:
     if not path.exists():
         raise ConfigError(f"{path} does not exist; must be {what}{similar_folder(path, mark=mark)}")
     if not path.is_dir():
-        is_inside = (path.parent / mark).is_file()
-        hint = f"; did you mean {path.parent}?" if is_inside else ""
-        if path.suffix == ".safetensors":
-            hint = "; scripts/convert_checkpoint.py import creates a run from exported weights"
+        hint = f"; did you mean {path.parent}?" if (path.parent / mark).is_file() else ""
+        if path.suffix in (".safetensors", ".pt", ".pth", ".bin"):
+            hint = "; scripts/convert_checkpoint.py import creates a run from such a file"
         raise ConfigError(f"{path} is a file; must be {what}{hint}")
     if not (path / mark).exists():
         raise ConfigError(f"{path} is not {what}: it has no {mark}")
@@ -63,8 +62,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{file} does not parse: {error}") from None
     config = content.get("config") if isinstance(content, dict) else None
     if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
-        step = re.fullmatch(r"step-0*(\d+)", Path(path).name)
-        if step:
+        if step := re.fullmatch(r"step-0*(\d+)", Path(path).name):
             run = Path(path).parent.parent
             raise ConfigError(f"{path} is a checkpoint; must be its run directory: {run} --step {step[1]}")
         raise ConfigError(f"{file} does not belong to a run: it contains no configuration")

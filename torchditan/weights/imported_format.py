@@ -31,6 +31,7 @@ from torchditan.weights.imported_run import create_run, refuse_existing
 CONTINUE_FILE = "continue.toml"
 _LABELS = "y_embedder.embedding_table.weight"
 _PIXEL_CHANNELS = (1, 3)
+_CROPPED = ("imagenet", "imagenet_hub", "folder")
 _DEFAULT_AUTOENCODER = "sd-vae"
 """Of 4 channels. DiT, SiT and REPA sample the latents from its posterior."""
 
@@ -93,9 +94,11 @@ def import_format(
         images_seen=0,
         weights=foreign.kind,
     )
-    create_run(run, stored, config, converted.tensors, files={CONTINUE_FILE: continue_toml(config, run)})
+    origin = {"format": format, "converted": converted.notes}
+    files = {CONTINUE_FILE: continue_toml(config, run)}
+    create_run(run, stored, config, converted.tensors, origin=origin, files=files)
     count = sum(tensor.numel() for tensor in converted.tensors.values())
-    return ImportedFormat(foreign.kind, count, converted.notes, config)
+    return ImportedFormat(foreign.kind, count, (*converted.notes, _describe_data(config)), config)
 
 
 def _check_given(given: Given, format: str) -> None:
@@ -136,6 +139,8 @@ def _config_of(converted: Converted, foreign: ForeignWeights, run: Path, flags: 
         options = {name: value for name, value in options.items() if not name.startswith("autoencoder.")}
     config = build_config({**defaults, **options, **fixed})
     config = override(config, flags, sections=("dataset", "autoencoder", "sampling"))
+    if config.dataset.dataset_name in _CROPPED and not any(flag.startswith("--dataset.crop") for flag in flags):
+        config = config.replace({"dataset.crop": "adm"})  # all of these projects crop ImageNet like ADM
     is_stored = config.dataset.dataset_name == "latents"
     section = _complete_autoencoder(config.autoencoder, channels, is_stored=is_stored)
     config = dataclasses.replace(config, autoencoder=section)
@@ -149,6 +154,16 @@ def _config_of(converted: Converted, foreign: ForeignWeights, run: Path, flags: 
     return override(config, {"dataset.image_size": size}, sections=("dataset",))
 
 
+def _describe_data(config: Config) -> str:
+    """Such as `1000 classes, images of 256 x 256, autoencoder sd-vae`."""
+    assert config.dataset.image_size is not None
+    height, width = config.dataset.image_size
+    name = config.autoencoder.name
+    autoencoder = "no autoencoder: the model's input is pixels" if name is None else f"autoencoder {name}"
+    what = "latents" if config.dataset.dataset_name == "latents" else "images"
+    return f"{config.dataset.num_classes} classes, {what} of {height} x {width}, {autoencoder}"
+
+
 def _complete_autoencoder(section: Autoencoder, channels: int, *, is_stored: bool) -> Autoencoder:
     """The section `[autoencoder]` for latents of this many channels; pixels need none.
 
@@ -158,9 +173,7 @@ def _complete_autoencoder(section: Autoencoder, channels: int, *, is_stored: boo
         if channels in _PIXEL_CHANNELS:
             return section
         if channels != PUBLISHED[_DEFAULT_AUTOENCODER].latent_channels:
-            fitting = [name for name, entry in PUBLISHED.items() if entry.latent_channels == channels]
-            such_as = f", such as {', '.join(fitting)}" if fitting else ""
-            right = f"must name the autoencoder of the {channels} latent channels{such_as}, with its path if it has one"
+            right = f"must name the autoencoder that encodes images to these {channels} channels (docs/data.md)"
             raise option_error("--autoencoder.name", None, right)
         section = dataclasses.replace(section, name=_DEFAULT_AUTOENCODER, sample_posterior=not is_stored)
     if section.name is None:
@@ -192,6 +205,7 @@ def _check_channels(section: Autoencoder, has: int, channels: int) -> None:
 
 
 _CONTINUED = ("model", "autoencoder", "diffusion", "sampling")
+_DATASET = ("dataset_name", "root_dir", "image_size", "num_classes", "crop")
 _HEAD = """\
 # Continue training from imported weights, in a new run. Add the images:
 # python train.py --job.config_file {file} --dataset.dataset_name folder --dataset.root_dir IMAGES
@@ -202,7 +216,7 @@ def continue_toml(config: Config, run: Path) -> str:
     """A configuration with which train.py continues from the imported run `run`, in a new run."""
     tree = to_dict(config)
     tables = {section: tree[section] for section in _CONTINUED}
-    tables["dataset"] = {key: tree["dataset"][key] for key in ("dataset_name", "root_dir", "image_size", "num_classes")}
+    tables["dataset"] = {key: tree["dataset"][key] for key in _DATASET}
     tables["checkpoint"] = {"initial_load_path": str(run.resolve())}
     tables["metrics"] = {"experiment_name": f"{config.metrics.experiment_name}-continued"}
     lines = [_HEAD.format(file=run / CONTINUE_FILE)]

@@ -63,7 +63,13 @@ def import_weights(path: Path, run: Path, *, flags: Sequence[str] = (), overwrit
 
 
 def create_run(
-    run: Path, stored: StoredWeights, config: Config, tensors: Mapping[str, Tensor], *, files: Mapping[str, str] = {}
+    run: Path,
+    stored: StoredWeights,
+    config: Config,
+    tensors: Mapping[str, Tensor],
+    *,
+    origin: Mapping[str, Any] = {},
+    files: Mapping[str, str] = {},
 ) -> None:
     """Create a run directory with these weights, completely or not at all.
 
@@ -72,6 +78,7 @@ def create_run(
         stored: description of the weights, with their step and kind.
         config: the run's configuration.
         tensors: the weights, in the dtype to store.
+        origin: what config.json says about the import, in addition to file, step and kind of weights.
         files: name -> text of further files in the directory.
 
     Raises:
@@ -83,7 +90,7 @@ def create_run(
     partial = temporary_path(run)
     try:
         partial.mkdir(parents=True)
-        _write_run(partial, stored, config, tensors)
+        _write_run(partial, stored, config, tensors, origin)
         for name, text in files.items():
             write_file(partial / name, text.encode())
         if run.exists():
@@ -123,10 +130,12 @@ def _check_config(stored: StoredWeights, flags: Sequence[str]) -> Config:
     return config.replace({"ema.enable": stored.weights == "ema"})  # tells the scripts which weights a run has
 
 
-def _write_run(run: Path, stored: StoredWeights, config: Config, tensors: Mapping[str, Tensor]) -> None:
+def _write_run(
+    run: Path, stored: StoredWeights, config: Config, tensors: Mapping[str, Tensor], origin: Mapping[str, Any]
+) -> None:
     assert stored.step is not None and stored.images_seen is not None
-    origin = f"{stored.path.name} (to start a new run from it, use --checkpoint.initial_load_path)"
-    identity = {**trajectory(config), "imported_from": origin}  # train.py never creates this key
+    source = f"{stored.path.name} (to start a new run from it, use --checkpoint.initial_load_path)"
+    identity = {**trajectory(config), "imported_from": source}  # train.py never creates this key
     _write_checkpoint(run / config.checkpoint.folder, stored, config, identity, tensors)
     content = {
         "run_id": uuid4().hex[:8],
@@ -135,7 +144,7 @@ def _write_run(run: Path, stored: StoredWeights, config: Config, tensors: Mappin
         "trajectory": identity,
         "versions": provenance.versions("torch", "torchditan"),
         "git_commit": stored.git_commit,
-        "imported": {"file": stored.path.name, "step": stored.step, "weights": stored.weights},
+        "imported": {"file": stored.path.name, "step": stored.step, "weights": stored.weights, **origin},
         "command": sys.argv,
     }
     write_file(run / "config.json", json.dumps(content, indent=2, ensure_ascii=False).encode())

@@ -26,6 +26,7 @@ from torchditan.weights.exported import StoredWeights, describe_checkpoint, desc
 from torchditan.weights.safetensors_files import is_of_diffusers, is_pickle, open_file
 
 _NUM_SHOWN = 3
+_OF_PREDICTION = ("objective", "prediction", "noise_schedule")
 _HOW_TO_IMPORT = (
     "import weights of another project first: scripts/convert_checkpoint.py import WEIGHTS RUN --format "
     f"{'|'.join(FORMATS)}, then start from RUN"
@@ -148,7 +149,7 @@ def refuse_other_model(model: nn.Module, stored: StoredWeights, differing_option
 
 
 def _other_options(stored: StoredWeights, config: Config) -> list[str]:
-    """Model options that differ between the weights and this run."""
+    """Options of the model and of its prediction that differ between the weights and this run."""
     if stored.config is None:
         return []
     here = to_dict(config)
@@ -156,7 +157,12 @@ def _other_options(stored: StoredWeights, config: Config) -> list[str]:
 
 
 def _model_options(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {"model": config.get("model"), "dataset": {"num_classes": config.get("dataset", {}).get("num_classes")}}
+    diffusion = config.get("diffusion", {})
+    return {
+        "model": config.get("model"),
+        "dataset": {"num_classes": config.get("dataset", {}).get("num_classes")},
+        "diffusion": {name: diffusion[name] for name in _OF_PREDICTION if name in diffusion},
+    }
 
 
 def _fill_from_file(model: nn.Module, path: Path) -> None:

@@ -122,6 +122,8 @@ def _tensors_of(path: Path, entries: Mapping[Any, Any]) -> dict[str, Tensor]:
             raise ConfigError(f"{path} has {name} as {tensor.dtype}; weights must be floating-point numbers")
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise ConfigError(f"{path} has {name} of shape {list(tensor.shape)}, and fewer values")
+        if name in found:
+            raise ConfigError(f"{path} has {name} twice, with different prefixes")
         found[name] = tensor.detach()
     if not found:
         raise ConfigError(f"{path} holds no weights")

@@ -96,8 +96,11 @@ def _first(names: list[str]) -> str:
 
 def block_names(tensors: Mapping[str, Tensor], in_block: Collection[str]) -> list[str]:
     """Names of the tensors of all blocks; their number is that of the different indices."""
-    depth = len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d{1,4})\.", name))})
-    return [f"blocks.{number}.{name}" for number in range(max(depth, 1)) for name in in_block]
+    return [f"blocks.{number}.{name}" for number in range(max(1, _depth(tensors))) for name in in_block]
+
+
+def _depth(tensors: Mapping[str, Tensor]) -> int:
+    return len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
 
 
 def shape_of(tensors: Mapping[str, Tensor], name: str, ndim: int) -> tuple[int, ...]:
@@ -126,7 +129,7 @@ def read_sizes(tensors: Mapping[str, Tensor], *, num_heads: int | None, given: G
     width, channels, patch_size, other_side = shape_of(tensors, "x_embedder.proj.weight", 4)
     rows, _ = shape_of(tensors, "y_embedder.embedding_table.weight", 2)
     outputs, _ = shape_of(tensors, "final_layer.linear.weight", 2)
-    depth = len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
+    depth = _depth(tensors)
     if patch_size != other_side:
         raise ConfigError(f"has patches of {patch_size} x {other_side}; must be square")
     output_channels, rest = divmod(outputs, patch_size**2)
