@@ -57,6 +57,7 @@ _DEFAULT_SIZES = {
     "num_embeds_ada_norm": 1000,
 }
 """Defaults of the class, for files that leave them out."""
+_MAX_SIZE, _MAX_ROWS = 100_000, 512  # the file may be untrusted, and memory follows from these numbers
 _LEVELS = {
     "num_train_timesteps": 1000,
     "trained_betas": None,
@@ -108,7 +109,7 @@ def convert(tensors: dict[str, Tensor], *, content: Mapping[str, Any], given: Gi
     sizes, side = _read_sizes(content)
     folder = Path(content["folder"])
     convention, convention_notes = _convention(folder, given)
-    autoencoder, autoencoder_notes = _autoencoder(folder, channels=sizes.channels)
+    autoencoder, autoencoder_notes = _autoencoder(folder)
     ours = _rename(tensors, sizes.depth)
     cells = side // sizes.patch_size
     ours["pos_embed"] = sincos_position_table(sizes.width, cells, cells).unsqueeze(0)
@@ -150,11 +151,12 @@ def _read_sizes(content: Mapping[str, Any]) -> tuple[Sizes, int]:
             raise ConfigError(f"has {key} = {content[key]!r} in config.json; a {CLASS_NAME} has {only!r}")
     found = {key: content.get(key, default) for key, default in _DEFAULT_SIZES.items()}
     for key, value in found.items():
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"has {key} = {value!r} in config.json; must be a positive integer")
+        if type(value) is not int or not 1 <= value <= _MAX_SIZE:
+            raise ConfigError(f"has {key} = {value!r} in config.json; must be an integer from 1 to {_MAX_SIZE}")
     side, patch_size, channels = found["sample_size"], found["patch_size"], found["in_channels"]
-    if side % patch_size:
-        raise ConfigError(f"has patch_size = {patch_size} in config.json; must divide sample_size, {side}")
+    if side % patch_size or side // patch_size > _MAX_ROWS:
+        right = f"must be at most {_MAX_ROWS} patches of {patch_size}"
+        raise ConfigError(f"has sample_size = {side} in config.json; {right}")
     output_channels = content.get("out_channels") or channels
     if output_channels not in (channels, 2 * channels):
         right = f"must be {channels}, or {2 * channels} with a variance"
@@ -260,24 +262,20 @@ def _has(scheduler: Mapping[str, Any], keys: Mapping[str, Any]) -> bool:
     return all(scheduler.get(key, NOISE_SCHEDULES["linear"].get(key)) == value for key, value in keys.items())
 
 
-def _autoencoder(folder: Path, *, channels: int) -> tuple[dict[str, Any], list[str]]:
-    """Options for the autoencoder of a pipeline, normalised as DiTPipeline does: by `scaling_factor` alone; and notes.
-
-    Raises:
-        ConfigError: its latents have other channels, or it has no safetensors file.
-    """
-    config, vae = _read_json(folder, "vae/config.json"), (folder / "vae").absolute()
+def _autoencoder(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Options for the autoencoder of a pipeline, with the normalisation of DiTPipeline (`scaling_factor` alone); notes."""
+    config = _read_json(folder, "vae/config.json")
     if not config:
         return {}, []
-    if config.get("_class_name") != "AutoencoderKL" or config.get("latent_channels", 4) != channels:
-        has = f"{config.get('_class_name')} of {config.get('latent_channels', 4)} channels"
-        raise ConfigError(f"has {has} in vae/; must be an AutoencoderKL of {channels}, as the transformer")
-    if not (vae / "diffusion_pytorch_model.safetensors").is_file():
-        saved = f"AutoencoderKL.from_pretrained('{vae}').save_pretrained('{vae}')"
-        raise ConfigError(f"has no vae/diffusion_pytorch_model.safetensors; diffusers writes it: {saved}")
     scale = _number(config, "scaling_factor", default=0.18215, file="vae/config.json")
-    options = {"name": "diffusers", "path": str(vae), "shift": [0.0], "scale": [scale], "sample_posterior": True}
-    return {f"autoencoder.{key}": value for key, value in options.items()}, ["its autoencoder decodes the samples"]
+    options = {
+        "autoencoder.name": "diffusers",
+        "autoencoder.path": str((folder / "vae").absolute()),
+        "autoencoder.shift": [0.0],
+        "autoencoder.scale": [scale],
+        "autoencoder.sample_posterior": True,
+    }
+    return options, [f"decoded by its vae/, with scaling_factor {scale:g}"]
 
 
 def _number(content: Mapping[str, Any], key: str, *, default: float, file: str) -> float:
