@@ -263,7 +263,7 @@ def _has(scheduler: Mapping[str, Any], keys: Mapping[str, Any]) -> bool:
 
 
 def _autoencoder(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Options for the autoencoder of a pipeline, normalised by its `scaling_factor` alone as in DiTPipeline; and notes."""
+    """Options for the autoencoder of a pipeline, and notes. As in DiTPipeline, `scaling_factor` alone normalises."""
     config = _read_json(folder, "vae/config.json")
     if not config:
         return {}, []
