@@ -219,18 +219,18 @@ class Subject:
         return SampleParts(self.folder / "parts" / f"seed-{seed}", {**self._settings(), "seed": seed})
 
     def _settings(self) -> dict[str, Any]:
-        """All that determines the samples but their seed. Newer options are left out at their previous behavior."""
-        from torchditan.evaluation.card import SAMPLING_BEFORE
+        """All that determines the samples but their seed, as older versions stored it."""
+        from torchditan.config.trajectory import stored_sampling
         from torchditan.evaluation.card_origin import sampling_settings
 
         args, trained = self.args, self.trained
         assert trained is not None
-        sampling = sampling_settings(trained.config.sampling)
+        sampling, stored = sampling_settings(trained.config.sampling), stored_sampling(trained.config.sampling)
         return {
             "run_id": trained.run_id,
             "step": trained.step,
             "weights": trained.weights,
-            "sampling": dict(option for option in sampling.items() if option not in SAMPLING_BEFORE.items()),
+            "sampling": {name: value for name, value in sampling.items() if name in stored},
             "autoencoder": asdict(trained.config.autoencoder),
             "model": trained.config.model.path,
             "num_samples": self.num_images,

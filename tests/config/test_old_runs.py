@@ -79,7 +79,8 @@ def test_every_trajectory_option_has_a_meaning_in_runs_of_commit_36e2f02(old_run
     """An option that was added since is in VALUES_BEFORE, or no run of before could resume."""
     sections = read_config(old_run)["config"]
     stored = {f"{section}.{key}" for section, keys in sections.items() for key in keys}
-    assert {option for option in TRAJECTORY_KEYS if option not in stored} == set(VALUES_BEFORE)
+    read = (*TRAJECTORY_KEYS, *(option for option in flatten(Config()) if option.startswith("sampling.")))
+    assert {option for option in read if option not in stored} == set(VALUES_BEFORE)
 
 
 def test_a_key_that_an_old_run_lacks_means_the_value_before_it_existed(monkeypatch: pytest.MonkeyPatch) -> None:

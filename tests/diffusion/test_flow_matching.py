@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchditan.config.errors import ConfigError
-from torchditan.config.options import Diffusion, Model
+from torchditan.config.options import Diffusion, Model, Sampling
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.objectives import build_objective
 from torchditan.diffusion.samplers import guided_prediction, solve
@@ -133,3 +133,17 @@ def test_an_objective_that_asks_for_features_is_refused_with_a_model_that_lacks_
         build_objective(Diffusion(), spec)
     with pytest.raises(ConfigError, match=r"asks for the features blocks.1, blocks.3, and dit debugmodel has none"):
         build_objective(Diffusion(), dataclasses.replace(spec, features=()))
+
+
+def test_sampling_may_have_another_shift_than_training() -> None:
+    timesteps = Timesteps(kind="uniform", shift=2.0)
+    objective = FlowMatching(conditioning=Unconditional(), timesteps=timesteps, label_dropout=0)
+    for given, shift in ((None, 2.0), (1.0, 1.0), (3.0, 3.0)):
+        seen: list[float] = []
+
+        def predict(x: torch.Tensor, t: float, seen: list[float] = seen) -> torch.Tensor:
+            seen.append(t)
+            return x
+
+        objective.sample(predict, torch.zeros(1), sampling=Sampling(num_steps=4, timestep_shift=given))
+        assert seen == [t / (t + shift * (1 - t)) for t in (0.0, 0.25, 0.5, 0.75)]

@@ -51,7 +51,7 @@ def test_each_combination_is_one_point_and_guidance_1_has_no_interval() -> None:
 
 
 def test_a_card_of_other_settings_does_not_finish_a_point(tmp_path: Path) -> None:
-    finished = card(step=4, weights="ema", sampling={**POINT.sampling, "guidance_channels": None})
+    finished = card(step=4, weights="ema", sampling={**card().sampling, **POINT.sampling})
     save_json(tmp_path / "card.json", finished)
     assert finished_card(tmp_path, POINT, step=4) == finished
     assert finished_card(tmp_path, POINT, step=5) is None

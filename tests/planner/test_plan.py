@@ -49,6 +49,7 @@ FULL = "--activation_checkpoint.mode=full"
 OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
 EVERY_SECOND = "--activation_checkpoint.mode=selective"
 OFFICIAL = ["--model.preset=official", "--model.learn_sigma=false"]
+DDPM = ["--model.preset=official", "--diffusion.objective=ddpm"]
 REPLICATE = "--training.data_parallel_replicate_degree"
 FRACTION = ["--activation_checkpoint.mode=fraction", "--activation_checkpoint.fraction=0.5"]
 FLOAT16 = "--training.mixed_precision_param=float16"
@@ -93,6 +94,7 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "op": OP,
         "float32": ["--training.mixed_precision_param=float32"],
         "official": OFFICIAL,
+        "official, DDPM": DDPM,
         "micro-batches": ["--training.global_batch_size=12", FULL],
         "no average": ["--ema.enable=false"],
         "flux": published("flux/debugmodel"),
@@ -122,6 +124,7 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "DDP teacher": [TEACHER, f"{REPLICATE}=2"],
         "FSDP full": [FULL],
         "FSDP official": OFFICIAL,
+        "FSDP official, DDPM": [*DDPM, FULL],
         "FSDP micro-batches": ["--training.global_batch_size=24"],
         "DDP": [f"{REPLICATE}=2"],
         "DDP full": [f"{REPLICATE}=2", FULL],

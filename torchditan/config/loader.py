@@ -31,7 +31,7 @@ from torchditan.config.errors import ConfigError, did_you_mean, nearest, option_
 from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy, adopt_names
 from torchditan.config.options import Config, flatten
 from torchditan.config.rules import validate, validate_flags
-from torchditan.config.trajectory import flatten_tree, with_values_before
+from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree
 from torchditan.run.directory import run_path
 from torchditan.run.reading import read_config
 
@@ -483,7 +483,7 @@ def _from_toml_text(words: Iterable[str]) -> Any:
 
 def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
     """The inverse of `to_dict`, for a run's config.json."""
-    return build_config(with_values_before(flatten_tree(values)))
+    return build_config({**VALUES_BEFORE, **flatten_tree(values)})
 
 
 def override(config: Config, flags: Sequence[str] | Mapping[str, Any], *, sections: Sequence[str]) -> Config:

@@ -152,7 +152,7 @@ def _family(config: Config) -> Any:
 _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
     (
         lambda config: config.model.name not in FAMILIES,
-        "model.path lora.rank lora.alpha lora.target_modules lora.assistant_path",
+        "model.path lora.rank lora.alpha lora.target_modules lora.assistant_path quantize.base",
         "applies only to published models; leave it out for {name}",
     ),
     (
@@ -253,10 +253,6 @@ def _validate_own_model(config: Config) -> None:
     if config.dataset.aspect_buckets and position != "rope":
         right = f"{position} positions are a table for one size; set --model.position rope, or leave it out"
         raise option_error("dataset.aspect_buckets", True, right)
-    if config.quantize.base != "float32":
-        raise option_error(
-            "quantize.base", config.quantize.base, "applies only to the frozen weights under a LoRA; leave it out"
-        )
 
 
 def _validate_image_size(config: Config) -> None:

@@ -13,21 +13,23 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from torchditan.config.options import Config, flatten
+from torchditan.config.options import Config, Sampling, flatten
 
 VALUES_BEFORE: dict[str, Any] = {
     "checkpoint.initial_load_convention": None,
+    "dataset.bucket_order": "random",
     "diffusion.noise_schedule": None,
     "diffusion.prediction": None,
-    "dataset.bucket_order": "random",
     "lr_scheduler.decay_until": "last_step",
     "model.block": "dit",
     "model.timestep_frequencies": "dit",
     "model.timestep_scale": 1000.0,
+    "sampling.spacing": "trailing",
+    "sampling.timestep_shift": None,
 }
 """Options added since commit 36e2f02, each with the behavior of every run before the option existed.
 
-Add a line for every new option of a trajectory section, in the commit that adds it. Never change a line.
+Add a line for every new option of [sampling] or a trajectory section, with the option. Never change a line.
 """
 
 _SECTIONS = (
@@ -100,9 +102,10 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def with_values_before(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete stored options (`{"training.steps": 10, ...}`) with `VALUES_BEFORE`."""
-    return {**VALUES_BEFORE, **values}
+def stored_sampling(sampling: Sampling) -> dict[str, Any]:
+    """The options of `[sampling]` as older versions stored them: without newer ones that behave as before."""
+    pairs = vars(sampling).items()
+    return {name: value for name, value in pairs if (f"sampling.{name}", value) not in VALUES_BEFORE.items()}
 
 
 def flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

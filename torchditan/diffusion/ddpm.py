@@ -114,8 +114,7 @@ class DDPM(Objective):
         cond = self.conditioning.from_batch(batch)
         cond = self.conditioning.drop(cond, randomness.label_dropout < self.label_dropout)
         prediction, fraction = self._split(model(a * x + s * noise, level / NUM_LEVELS, cond).float())
-        targets = {"epsilon": noise, "v": a * noise - s * x, "x": x}
-        error = prediction - targets[self.prediction]
+        error = prediction - self._target(x, noise, at)
         loss = error.square().flatten(1).mean(1)
         if fraction is None:
             return loss
@@ -169,6 +168,11 @@ class DDPM(Objective):
             return output, None
         prediction, fraction = output.chunk(2, dim=1)
         return prediction, fraction
+
+    def _target(self, x: torch.Tensor, noise: torch.Tensor, at: Levels) -> torch.Tensor:
+        if self.prediction == "epsilon":
+            return noise
+        return at.signal * noise - at.noise * x if self.prediction == "v" else x
 
     def _clean_and_noise(
         self, prediction: torch.Tensor, x: torch.Tensor, at: Levels

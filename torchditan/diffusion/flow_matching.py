@@ -48,7 +48,7 @@ class FlowMatching(Objective):
     def option_mistakes(cls, config: Config, changed: Collection[str]) -> Iterator[tuple[str, str]]:
         """A native model with a learned variance, which has no target here, and options of ddpm."""
         model = config.model
-        right = "flow matching does not predict a variance; set --model.learn_sigma=false"
+        right = "flow matching does not predict a variance; set --model.learn_sigma=false or --diffusion.objective=ddpm"
         if model.name == "dit" and model.learn_sigma:
             yield "model.learn_sigma", right
         if model.name == "dit" and model.learn_sigma is None and model.preset == "official":

@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchditan.config.errors import ConfigError
+from torchditan.config.trajectory import VALUES_BEFORE
 from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import to_json
 
 VERSION = 1
 """Of the format, stored as `card`. Entries that are added later need a default value."""
 CARD_FILE = "card.json"
-SAMPLING_BEFORE = {"spacing": "trailing", "timestep_shift": None}
+_SECTION = "sampling."
+_SAMPLING_BEFORE = {key.removeprefix(_SECTION): VALUES_BEFORE[key] for key in VALUES_BEFORE if key.startswith(_SECTION)}
 """Options of `[sampling]` that older cards do not have, with the behavior before they existed."""
 
 
@@ -176,7 +178,7 @@ def read_card(path: str | Path) -> Card:
         raise ConfigError(f"{file} is not a card: it has no entry `card`; must be a {CARD_FILE} of scripts/evaluate.py")
     version = content.pop("card")
     if isinstance(content.get("sampling"), dict) and content["sampling"]:  # a file of images has none
-        content["sampling"] = {**SAMPLING_BEFORE, **content["sampling"]}
+        content["sampling"] = {**_SAMPLING_BEFORE, **content["sampling"]}
     if version != VERSION or isinstance(version, bool):
         raise ConfigError(f"{file} is a card of version {json.dumps(version)}; this code reads version {VERSION}")
     try:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import zipfile
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchditan.config.options import Config
+from torchditan.config.trajectory import stored_sampling
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.evaluation.generate import real_samples
 from torchditan.evaluation.grid_picture import add_to_steps, save_grid, stills
@@ -142,7 +142,8 @@ class Grids:
 
     def _drawn(self) -> str:
         """All settings that determine the samples of a model."""
-        return json.dumps([asdict(self.config.sampling), self.config.training.seed, self.rows.names], sort_keys=True)
+        sampling = stored_sampling(self.config.sampling)
+        return json.dumps([sampling, self.config.training.seed, self.rows.names], sort_keys=True)
 
     def _real_images(self) -> Tensor | None:
         """Pixels (rows, k, C, H, W), or None."""

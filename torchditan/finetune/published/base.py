@@ -48,7 +48,7 @@ class Flavor:
 
 
 class PublishedModel(nn.Module):
-    """A transformer of diffusers: `forward(x_t, t, cond)`, with t = 0 noise and t = 1 data.
+    """A transformer of diffusers: `forward(x_t, t, cond)`, with t = 0 noise and t = 1 data, or `model_time` of t.
 
     Args:
         transformer: result of `build_transformer`.
