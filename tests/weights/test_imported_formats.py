@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import resource
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from torchditan.config.loader import read_toml
 from torchditan.config.trajectory import flatten_tree
 from torchditan.evaluation.generate import noise_number
 from torchditan.randomness import normal
+from torchditan.registry import FORMATS
 from torchditan.run.reading import read_config
 from torchditan.weights.formats.foreign_files import read_foreign_weights
 from torchditan.weights.trained_model import TrainedModel
@@ -263,6 +265,25 @@ def test_the_configuration_to_continue_states_every_convention(tmp_path: Path, r
         if option.split(".")[0] in ("model", "diffusion", "autoencoder"):
             assert stated.get(option) == value, option
     assert stated["checkpoint.initial_load_path"] == str(run)
+
+
+def test_a_registered_format_is_imported(
+    tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function and a line in FORMATS are enough: here for SiT under other names."""
+    code = """
+        from torchditan.weights.formats.dit import convert_sit
+
+        def convert(tensors, *, content, given):
+            renamed = {name.removeprefix("net."): value for name, value in tensors.items()}
+            return convert_sit(renamed, content=content, given=given)
+    """
+    (tmp_path / "my_sit.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(FORMATS, "mine", "my_sit:convert")
+    weights = {f"net.{name}": value for name, value in random_weights(TINY_SIT).items()}
+    outcome = run_script(SCRIPT, "import", save(tmp_path / "weights.pt", weights), "run", "--format=mine", *DIGITS)
+    assert outcome.code == 0, outcome.err
 
 
 class Unpickled:
