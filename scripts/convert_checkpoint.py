@@ -2,7 +2,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Export the weights of a run to one safetensors file with its configuration, or import weights as a run that can be
 sampled, evaluated and continued: such a file, or a checkpoint of DiT, SiT, REPA, LightningDiT or diffusers
-(docs/checkpoints.md). Also exports a full fine-tune of a published model to a folder that diffusers opens.
+(docs/checkpoints.md). Also exports a full fine-tune of a published model, or a DiT, to a folder that diffusers opens.
 
 python scripts/convert_checkpoint.py export outputs/quickstart quickstart.safetensors
 python scripts/convert_checkpoint.py export outputs/quickstart/checkpoint/step-00000400 raw.safetensors --weights raw
