@@ -2,7 +2,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Export the weights of a run to one safetensors file with its configuration, or import weights as a run that can be
 sampled, evaluated and continued: such a file, or a checkpoint of DiT, SiT, REPA, LightningDiT or diffusers
-(docs/checkpoints.md). Also exports a full fine-tune of a published model to a folder that diffusers opens.
+(docs/checkpoints.md). Also exports a full fine-tune of a published model, or a DiT, to a folder that diffusers opens.
 
 python scripts/convert_checkpoint.py export outputs/quickstart quickstart.safetensors
 python scripts/convert_checkpoint.py export outputs/quickstart/checkpoint/step-00000400 raw.safetensors --weights raw
@@ -69,9 +69,9 @@ def export_file(argv: list[str]) -> None:
     options = {"step": arguments.step, "weights": arguments.weights, "dtype": DTYPES[arguments.dtype]}
     with report_progress(f"exporting {arguments.source}"):
         if is_folder:
-            from torchditan.finetune.pipeline_export import export_pipeline
+            from torchditan.weights.diffusers_export import export_to_diffusers
 
-            exported = export_pipeline(arguments.source, arguments.out, **options)
+            exported = export_to_diffusers(arguments.source, arguments.out, **options)
             stored, files = exported.weights, [path for path in arguments.out.rglob("*") if path.is_file()]
         else:
             from torchditan.weights.exported import export_weights
@@ -83,7 +83,7 @@ def export_file(argv: list[str]) -> None:
     )
     if is_folder:
         why = f" (the transformer alone: {exported.left_out})" if exported.left_out else ""
-        print(f"in diffusers: {exported.how_to_open}{why}")
+        print(f"in diffusers: {exported.how_to_open}{why}", *exported.notes, sep="\n")
 
 
 GIVEN = ("num_heads", "sample_size", "noise_schedule", "prediction")

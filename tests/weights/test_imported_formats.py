@@ -35,7 +35,8 @@ from torch import Tensor
 
 from torchditan import load
 from torchditan.checkpoint.loading import read_state
-from torchditan.config.loader import read_toml
+from torchditan.config.loader import load_config, read_toml
+from torchditan.config.options import Config, flatten
 from torchditan.config.trajectory import flatten_tree
 from torchditan.evaluation.generate import noise_number
 from torchditan.randomness import normal
@@ -260,11 +261,21 @@ def test_new_classes_start_as_the_null_class(tmp_path: Path, run_script: RunScri
 
 def test_the_configuration_to_continue_states_every_convention(tmp_path: Path, run_script: RunScript) -> None:
     run = imported(save(tmp_path / "weights.pt", random_weights(TINY_SIT)), "sit", run_script, *DIGITS)
-    stated, config = read_toml(run / "continue.toml"), flatten_tree(read_config(run)["config"])
-    for option, value in config.items():
-        if option.split(".")[0] in ("model", "diffusion", "autoencoder"):
-            assert stated.get(option) == value, option
+    stated, config = flatten(load_config([f"--job.config_file={run}/continue.toml"])), read_config(run)["config"]
+    for option, value in flatten_tree(config).items():
+        if option.split(".")[0] in ("model", "diffusion", "autoencoder", "sampling"):
+            assert stated[option] == value, option
     assert stated["checkpoint.initial_load_path"] == str(run)
+    defaults = flatten(Config())
+    written = read_toml(run / "continue.toml")
+    assert all(value != defaults[option] for option, value in written.items() if option.startswith("model."))
+
+
+def test_a_path_alone_is_that_of_the_default_autoencoder(tmp_path: Path, run_script: RunScript) -> None:
+    path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
+    outcome = run_script(SCRIPT, "import", path, "run", "--format=sit", f"--autoencoder.path={tmp_path / 'missing'}")
+    assert outcome.code == 2
+    assert "autoencoder.path" in outcome.err and "missing" in outcome.err
 
 
 def test_a_registered_format_is_imported(

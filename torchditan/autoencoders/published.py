@@ -200,8 +200,13 @@ def open_published(
     config: options.Autoencoder, *, device: torch.device, image_channels: int | None
 ) -> DiffusersAutoencoder:
     """Open the autoencoder in a folder, in the `vae/` of a complete pipeline, or on the hub."""
+    entry = PUBLISHED.get(config.name or "")
+    return DiffusersAutoencoder.open(find_published(config), device=device, dtype=dtype_of(config), published=entry)
+
+
+def find_published(config: options.Autoencoder) -> Path:
+    """The folder with the `FILES` of this autoencoder. From the hub, they are downloaded once."""
     place = place_of(config, "a folder that diffusers saved, or a hub name such as stabilityai/sdxl-vae")
     entry = PUBLISHED.get(config.name or "")
     first = "" if entry is None else entry.subfolder
-    folder = find_weights(place, files=FILES, subfolders=list(dict.fromkeys([first, "", "vae"])))
-    return DiffusersAutoencoder.open(folder, device=device, dtype=dtype_of(config), published=entry)
+    return find_weights(place, files=FILES, subfolders=list(dict.fromkeys([first, "", "vae"])))

@@ -11,7 +11,6 @@ Notable:
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,32 +21,17 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict
 from torchditan.config.options import Config
 from torchditan.finetune.published import PublishedModel, family
 from torchditan.finetune.published.stored_weights import fetch, is_hub_name
 from torchditan.models.saved_weights import saved_weights
-from torchditan.registry import FAMILIES
-from torchditan.run.atomic_files import sync_folder, temporary_path
-from torchditan.weights.exported import Kind, StoredWeights, open_weights
+from torchditan.weights.diffusers_folder import INDEX_FILE, WEIGHTS_FILE, ExportedPipeline, new_folder
+from torchditan.weights.exported import StoredWeights
 from torchditan.weights.initial import refuse_other_model
 from torchditan.weights.safetensors_files import TensorToWrite, write_weights
 from torchditan.weights.trained_model import stored_spec
-
-_INDEX = "model_index.json"
-_WEIGHTS = "diffusion_pytorch_model.safetensors"
-
-
-@dataclass(frozen=True)
-class ExportedPipeline:
-    """Result of `export_pipeline`."""
-
-    weights: StoredWeights
-    how_to_open: str
-    """A line of Python."""
-    left_out: str | None
-    """Reason why only the transformer was exported; None for a whole pipeline."""
 
 
 @dataclass(frozen=True)
@@ -59,51 +43,36 @@ class _OtherParts:
 
 
 def export_pipeline(
-    source: Path, folder: Path, *, step: int | None = None, weights: Kind | None = None, dtype: torch.dtype
+    stored: StoredWeights, read: Callable[[str], Tensor], folder: Path, *, dtype: torch.dtype
 ) -> ExportedPipeline:
-    """Write a full fine-tune in diffusers' layout, atomically: the folder is complete or does not exist.
+    """`torchditan.weights.diffusers_export.export_to_diffusers` for a full fine-tune of a published model.
 
     Args:
-        source: run directory, or the folder of a checkpoint.
+        stored: weights of a published model, from `open_weights`.
+        read: reads one of them.
         folder: the folder to create; it must not exist.
-        step: of a run's checkpoint. None: the newest.
-        weights: averaged or raw. None: averaged if the run kept an average.
         dtype: float32 or bfloat16, of the transformer. Other parts are copied unchanged.
 
     Raises:
-        ConfigError: the run trained a LoRA or a model that is not published, or `folder` exists or cannot be written.
+        ConfigError: `folder` exists or cannot be written, or the weights are those of another model.
     """
-    if folder.exists():
-        raise ConfigError(f"{folder} exists; choose another name")
-    stored, read = open_weights(source, step=step, weights=weights)
     assert stored.config is not None
     config = from_dict(stored.config)
-    if config.model.name not in FAMILIES:
-        right = f"is for published models, and this run trained {config.model.name}; must be torchditan"
-        raise option_error("--format", "diffusers", right)
     cls, flavor = family(config.model.name), family(config.model.name).flavors[config.model.flavor]
     pipeline_class = flavor.pipeline_class or cls.pipeline_class
     with torch.device("meta"):
         model = cast(PublishedModel, stored_spec(config).build())
     refuse_other_model(model, stored, [])
     parts = _find_other_parts(config, pipeline_class=pipeline_class, subfolder=cls.subfolder)
-    partial_folder = temporary_path(folder)
-    try:
-        partial_folder.mkdir(parents=True)
-        inner = partial_folder
+    with new_folder(folder) as new:
+        inner = new
         if isinstance(parts, _OtherParts):
-            inner = partial_folder / cls.subfolder
-            shutil.copyfile(parts.index, partial_folder / _INDEX)
+            inner = new / cls.subfolder
+            shutil.copyfile(parts.index, new / INDEX_FILE)
             for name, part in parts.folders.items():
-                shutil.copytree(part, partial_folder / name)
+                shutil.copytree(part, new / name)
         model.transformer.save_config(inner)
-        write_weights(inner / _WEIGHTS, _transformer_tensors(model, stored, read, dtype), _metadata(stored, config))
-        os.replace(partial_folder, folder)
-        sync_folder(folder.parent)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(partial_folder, ignore_errors=True)
+        write_weights(inner / WEIGHTS_FILE, _transformer_tensors(model, stored, read, dtype), _metadata(stored, config))
     if isinstance(parts, _OtherParts):
         return ExportedPipeline(stored, f'{pipeline_class}.from_pretrained("{folder}")', left_out=None)
     base = config.text_encoder.path or config.model.path or flavor.hub_name or "BASE"
@@ -138,10 +107,10 @@ def _find_other_parts(config: Config, *, pipeline_class: str, subfolder: str) ->
         return "the run started from random weights, without a pipeline"
     try:
         folder = _local(place)
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
         found = index.get("_class_name")
     except (ConfigError, OSError, ValueError, AttributeError):
-        return f"{place} has no {_INDEX}"
+        return f"{place} has no {INDEX_FILE}"
     if found != pipeline_class:
         return f"{place} is a {found}"
     names = [
@@ -156,11 +125,11 @@ def _find_other_parts(config: Config, *, pipeline_class: str, subfolder: str) ->
             return f"{own_vae} is not on this machine"
         folders["vae"] = vae / "vae" if (vae / "vae/config.json").is_file() else vae
     missing = [name for name, path in folders.items() if not path.is_dir()]
-    return f"{folder} has no {missing[0]}/" if missing else _OtherParts(folder / _INDEX, folders)
+    return f"{folder} has no {missing[0]}/" if missing else _OtherParts(folder / INDEX_FILE, folders)
 
 
 def _local(place: str) -> Path:
     """A local folder, or the folder of a hub name in the local cache."""
     if is_hub_name(place):
-        return fetch(place, patterns=[_INDEX], what=_INDEX, option="model.path")
+        return fetch(place, patterns=[INDEX_FILE], what=INDEX_FILE, option="model.path")
     return Path(place).expanduser()

@@ -169,16 +169,14 @@ def _complete_autoencoder(section: Autoencoder, channels: int, *, is_stored: boo
 
     A published autoencoder is downloaded when it is used, any other one is opened here.
     """
-    if section.name is None and section.path is None:
-        if channels in _PIXEL_CHANNELS:
-            return section
+    if section.name is None and section.path is None and channels in _PIXEL_CHANNELS:
+        return section
+    if section.name is None:
         if channels != PUBLISHED[_DEFAULT_AUTOENCODER].latent_channels:
             right = f"must name the autoencoder that encodes images to these {channels} channels (docs/data.md)"
             raise option_error("--autoencoder.name", None, right)
         section = dataclasses.replace(section, name=_DEFAULT_AUTOENCODER, sample_posterior=not is_stored)
-    if section.name is None:
-        right = "must be given with autoencoder.path: diffusers, patch or cosmos"
-        raise option_error("--autoencoder.name", None, right)
+    assert section.name is not None
     check_name(section.name)
     entry = PUBLISHED.get(section.name)
     section = dataclasses.replace(section, online=not is_stored)
@@ -213,9 +211,13 @@ _HEAD = """\
 
 
 def continue_toml(config: Config, run: Path) -> str:
-    """A configuration with which train.py continues from the imported run `run`, in a new run."""
-    tree = to_dict(config)
-    tables = {section: tree[section] for section in _CONTINUED}
+    """A configuration with which train.py continues from the imported run `run`, in a new run: no default values."""
+    tree, defaults = to_dict(config), to_dict(Config())
+    changed = {
+        section: {key: value for key, value in keys.items() if value != defaults[section][key]}
+        for section, keys in tree.items()
+    }
+    tables = {section: changed[section] for section in _CONTINUED if changed[section]}
     tables["dataset"] = {key: tree["dataset"][key] for key in _DATASET}
     tables["checkpoint"] = {"initial_load_path": str(run.resolve())}
     tables["metrics"] = {"experiment_name": f"{config.metrics.experiment_name}-continued"}

@@ -1,0 +1,497 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""diffusers' DiTTransformer2DModel and DiTPipeline, imported and exported: both compute what our model computes.
+
+All weights are random and different, so that an exchange of two of them shows.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+import torch
+from refusals import assert_refused, refused
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("diffusers")
+
+import diffusers
+from random_dit import NUM_CLASSES, ddim, random_pipeline, random_transformer
+
+from torchditan.config.errors import ConfigError
+from torchditan.config.loader import build_config, from_dict, to_dict
+from torchditan.diffusion.noise_schedules import spaced_levels
+from torchditan.diffusion.objectives import build_objective
+from torchditan.diffusion.samplers import guided_prediction
+from torchditan.models import model_spec_of
+from torchditan.models.dit import NORM_EPS
+from torchditan.weights.diffusers_export import export_dit_pipeline, export_to_diffusers
+from torchditan.weights.exported import open_weights
+from torchditan.weights.formats import Converted, Given
+from torchditan.weights.formats.diffusers_dit import convert
+from torchditan.weights.formats.foreign_files import read_foreign_weights
+from torchditan.weights.imported_format import import_format
+from torchditan.weights.trained_model import TrainedModel
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+SCRIPT = "scripts/convert_checkpoint.py"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+STATED = Given(noise_schedule="linear", prediction="epsilon")
+LEVELS = torch.tensor([0, 1, 250, 500, 998, 999])
+LABELS = torch.tensor([0, 3, 9, 10, 5, 6])
+NULL = NUM_CLASSES
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "scaled_linear": {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012},
+    "cosine": {"beta_schedule": "squaredcos_cap_v2"},
+}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype and torch.equal(tensor, right[name]), name
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline with ten classes, which tests only read."""
+    folder = tmp_path_factory.mktemp("made") / "pipeline"
+    random_pipeline().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def imported(pipeline: Path) -> Path:
+    """A run of it, which tests only read."""
+    run = pipeline.parent / "run"
+    import_format(pipeline, run, format="diffusers")
+    return run
+
+
+@pytest.fixture
+def copied(pipeline: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(pipeline, tmp_path / "copied")
+
+
+def read(folder: Path, given: Given | None = None) -> Converted:
+    foreign = read_foreign_weights(folder)
+    return convert(foreign.tensors, content=foreign.content, given=given or Given())
+
+
+def build(converted: Converted, **changed: Any) -> torch.nn.Module:
+    of_model = {name: value for name, value in converted.options.items() if name.startswith("model.")}
+    config = build_config({**of_model, **changed})
+    with torch.device("meta"):
+        model = model_spec_of(config, sample_shape=converted.sample_shape, num_classes=converted.num_classes).build()
+    model.load_state_dict(converted.tensors, assign=True)
+    return model.eval().requires_grad_(False)
+
+
+def difference(theirs: Any, ours: torch.nn.Module, *, flipped: bool = False, null: int = NULL) -> float:
+    """The largest one over levels, labels and values."""
+    x = torch.randn(len(LEVELS), 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(x, LEVELS, LABELS.where(LABELS < NULL, null)).sample
+        t = LEVELS / 1000  # the time of the paper: 0 is data
+        found = ours(x, 1 - t if flipped else t, {"class_label": LABELS})
+    assert expected.std() > 0.1
+    return (found - expected).abs().max().item()
+
+
+def swapped(converted: Converted, layer: str, order: list[int]) -> Converted:
+    """With the parts of a layer in another order."""
+    tensors = dict(converted.tensors)
+    for name in (f"{layer}.weight", f"{layer}.bias"):
+        parts = tensors[name].chunk(len(order))
+        tensors[name] = torch.cat([parts[i] for i in order])
+    return replace(converted, tensors=tensors)
+
+
+@pytest.mark.parametrize("options", [{}, {"out_channels": 4}, {"norm_eps": 1e-6}, {"num_layers": 2, "patch_size": 4}])
+def test_an_imported_transformer_predicts_the_same(options: dict[str, Any], tmp_path: Path) -> None:
+    theirs = random_transformer(**options)
+    theirs.save_pretrained(tmp_path)
+    assert difference(theirs, build(read(tmp_path, STATED))) < 1e-5
+
+
+WRONG: dict[str, Callable[[Any, Converted], float]] = {
+    "the paper's frequencies": lambda theirs, converted: difference(
+        theirs, build(converted, **{"model.timestep_frequencies": "dit"})
+    ),
+    "unscaled time": lambda theirs, converted: difference(theirs, build(converted, **{"model.timestep_scale": 1.0})),
+    "flipped time": lambda theirs, converted: difference(theirs, build(converted), flipped=True),
+    "q and k": lambda theirs, converted: difference(theirs, build(swapped(converted, "blocks.1.attn.qkv", [1, 0, 2]))),
+    "shift and scale": lambda theirs, converted: difference(
+        theirs, build(swapped(converted, "final_layer.adaLN_modulation.1", [1, 0]))
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_conversion_would_show(wrong: str, pipeline: Path) -> None:
+    theirs = diffusers.DiTTransformer2DModel.from_pretrained(pipeline / "transformer")
+    assert WRONG[wrong](theirs, read(pipeline)) > 1e-3
+
+
+@pytest.mark.parametrize("options", [{"safe_serialization": False}, {"max_shard_size": "100KB"}])
+def test_pickles_and_shards_have_the_same_weights(options: dict[str, Any], pipeline: Path, tmp_path: Path) -> None:
+    model = diffusers.DiTTransformer2DModel.from_pretrained(pipeline / "transformer")
+    model.save_pretrained(tmp_path, **options)
+    assert not (tmp_path / WEIGHTS).exists()
+    assert_same(read(tmp_path, STATED).tensors, read(pipeline).tensors)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "expected"),
+    [
+        (ddim(), ("linear", "epsilon", "leading")),
+        (ddim(timestep_spacing="trailing", prediction_type="v_prediction"), ("linear", "v", "trailing")),
+        (ddim(**SCHEDULES["cosine"], prediction_type="sample"), ("cosine", "x", "leading")),
+        (diffusers.DDPMScheduler(**SCHEDULES["scaled_linear"]), ("scaled_linear", "epsilon", "leading")),
+        (diffusers.DPMSolverMultistepScheduler(), ("linear", "epsilon", "linspace")),
+    ],
+)
+def test_the_scheduler_determines_the_convention(scheduler: Any, expected: tuple[str, str, str], copied: Path) -> None:
+    scheduler.save_pretrained(copied / "scheduler")
+    options = read(copied).options
+    names = ("diffusion.noise_schedule", "diffusion.prediction", "sampling.spacing")
+    assert tuple(options[name] for name in names) == expected
+
+
+def test_files_of_2023_have_an_older_class_and_fewer_keys(copied: Path) -> None:
+    new = read(copied)
+    edit(copied / "transformer/config.json", {"_class_name": "Transformer2DModel", "num_vector_embeds": None})
+    scheduler = copied / "scheduler/scheduler_config.json"
+    kept = ("_class_name", "beta_start", "beta_end", "beta_schedule", "clip_sample", "prediction_type")
+    scheduler.write_text(json.dumps({key: json.loads(scheduler.read_text())[key] for key in kept}))
+    old = read(copied)
+    assert (old.options, old.notes) == (new.options, new.notes)
+
+
+def edit(file: Path, changed: dict[str, Any]) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+
+
+CONFIG, SCHEDULER, VAE = "transformer/config.json", "scheduler/scheduler_config.json", "vae/config.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "changed", "mentions"),
+    [
+        (CONFIG, {"_class_name": "PixArtTransformer2DModel"}, ["PixArtTransformer2DModel", "DiTTransformer2DModel"]),
+        (CONFIG, {"norm_type": "ada_norm_single"}, ["norm_type", "ada_norm_zero"]),
+        (CONFIG, {"norm_elementwise_affine": True}, ["norm_elementwise_affine", "False"]),
+        (CONFIG, {"num_layers": 4}, ["lacks", "transformer_blocks.3"]),
+        (CONFIG, {"num_layers": 2}, ["has", "transformer_blocks.2"]),
+        (CONFIG, {"num_layers": "3"}, ["num_layers", "integer"]),
+        (CONFIG, {"out_channels": 5}, ["out_channels", "4", "8"]),
+        (CONFIG, {"patch_size": 3}, ["sample_size", "patches of 3"]),
+        (CONFIG, {"sample_size": 2048}, ["sample_size", "512"]),
+        (CONFIG, {"num_layers": 10**9}, ["num_layers", "100000"]),
+        (CONFIG, {"attention_head_dim": 32}, ["t_embedder", "128"]),
+        (CONFIG, {"norm_eps": "small"}, ["norm_eps", "positive number"]),
+        (SCHEDULER, {"beta_end": 0.03}, ["beta_end 0.03", "squaredcos_cap_v2"]),
+        (SCHEDULER, {"prediction_type": "flow_prediction"}, ["prediction_type flow_prediction"]),
+        (SCHEDULER, {"rescale_betas_zero_snr": True}, ["rescale_betas_zero_snr", "False"]),
+        (SCHEDULER, {"trained_betas": [0.1]}, ["trained_betas", "None"]),
+        (SCHEDULER, {"num_train_timesteps": 500}, ["num_train_timesteps", "1000"]),
+        (VAE, {"_class_name": "VQModel"}, ["VQModel", "AutoencoderKL"]),
+        (VAE, {"latent_channels": 16}, ["does not match config.json"]),
+        (VAE, {"scaling_factor": 0}, ["scaling_factor", "positive number"]),
+    ],
+)
+def test_another_architecture_or_convention_is_refused(
+    file: str, changed: dict[str, Any], mentions: list[str], copied: Path, tmp_path: Path
+) -> None:
+    edit(copied / file, changed)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError) as caught:
+        import_format(copied, tmp_path / "run", format="diffusers")
+    assert "\n" not in str(caught.value) and str(copied) in str(caught.value)
+    assert [word for word in mentions if word not in str(caught.value)] == []
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_different_embedders_are_refused(pipeline: Path) -> None:
+    foreign = read_foreign_weights(pipeline)
+    name = "transformer_blocks.2.norm1.emb.timestep_embedder.linear_2.bias"
+    tensors = {**foreign.tensors, name: foreign.tensors[name] + 1e-6}
+    with pytest.raises(ConfigError, match=rf"transformer_blocks\.0\..* and {name}; .* must be equal"):
+        convert(tensors, content=foreign.content, given=Given())
+
+
+@pytest.mark.parametrize("given", [Given(), Given(prediction="epsilon"), Given(noise_schedule="linear")])
+def test_a_transformer_without_scheduler_has_no_known_convention(given: Given, pipeline: Path) -> None:
+    option = "--prediction" if given.noise_schedule else "--noise_schedule"
+    with refused(f"{option} = none", "scheduler/scheduler_config.json"):
+        read(pipeline / "transformer", given)
+    converted = read(pipeline / "transformer", Given(noise_schedule="cosine", prediction="v"))
+    assert converted.options["diffusion.noise_schedule"] == "cosine"
+    assert converted.options["diffusion.prediction"] == "v"
+    with refused('--prediction = "v"', "epsilon"):
+        read(pipeline, Given(prediction="v"))
+
+
+def test_the_autoencoder_normalises_as_in_the_pipeline(copied: Path) -> None:
+    edit(copied / VAE, {"shift_factor": 0.1})  # which DiTPipeline does not read
+    options = read(copied).options
+    assert (options["autoencoder.shift"], options["autoencoder.scale"]) == ([0.0], [0.5])
+
+
+def test_another_autoencoder_may_replace_that_of_the_pipeline(copied: Path, tmp_path: Path) -> None:
+    elsewhere = shutil.copytree(copied / "vae", tmp_path / "elsewhere")
+    (copied / "vae" / WEIGHTS).rename(copied / "vae/diffusion_pytorch_model.bin")
+    with refused(f'autoencoder.path = "{copied}/vae"', WEIGHTS):
+        import_format(copied, tmp_path / "run", format="diffusers")
+    flags = ["--autoencoder.name=diffusers", f"--autoencoder.path={elsewhere}"]
+    assert (
+        import_format(copied, tmp_path / "run", format="diffusers", flags=flags).config.autoencoder.scale == [0.5] * 4
+    )
+
+
+def test_the_imported_pipeline_generates_with_one_command_each(
+    pipeline: Path, run_script: RunScript, tmp_path: Path
+) -> None:
+    outcome = run_script(SCRIPT, "import", pipeline, "run", "--format=diffusers")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "equal copies of the embedders became one" in outcome.out
+    outcome = run_script("scripts/generate.py", "run", "--sampling.num_steps=2", "--sampling.max_classes=2")
+    assert outcome.code == 0, outcome.err
+    assert list((tmp_path / "run").rglob("*.png"))
+
+
+def pictures(run: Path, labels: list[int], noise: torch.Tensor, **sampling: Any) -> torch.Tensor:
+    """Our sampler and our decoder, from this noise; in [0, 1] as those of diffusers."""
+    trained = TrainedModel.load(run, device="cpu")
+    options = trained.config.replace({f"sampling.{key}": value for key, value in sampling.items()}).sampling
+    predict = guided_prediction(
+        trained.model,
+        conditioning=trained.spec.conditioning,
+        cond={"class_label": torch.tensor(labels)},
+        guidance_scale=options.guidance_scale,
+        guidance_channels=trained.sample_shape[0],
+    )
+    objective: Any = build_objective(trained.config.diffusion, trained.spec)
+    with torch.no_grad():
+        samples = objective.sample(predict, noise, sampling=options, step_noise=lambda step: torch.zeros_like(noise))
+    return (trained.to_pixels(samples) / 2 + 0.5).clamp(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "prediction", "spacing"),
+    [("linear", "epsilon", "leading"), ("scaled_linear", "v_prediction", "trailing"), ("cosine", "sample", "trailing")],
+)
+def test_the_exported_pipeline_draws_our_pictures(schedule: str, prediction: str, spacing: str, tmp_path: Path) -> None:
+    scheduler = ddim(**SCHEDULES[schedule], prediction_type=prediction, timestep_spacing=spacing)
+    random_pipeline(scheduler).save_pretrained(tmp_path / "theirs")
+    import_format(tmp_path / "theirs", tmp_path / "run", format="diffusers")
+    exported = export_to_diffusers(tmp_path / "run", tmp_path / "out", dtype=torch.float32)
+    assert (exported.left_out, exported.notes) == (None, ())
+    pipe = eval(f"diffusers.{exported.how_to_open}")
+    pipe.set_progress_bar_config(disable=True)
+
+    def drawn(guidance_scale: float = 4.0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        options = {"num_inference_steps": 10, "output_type": "pt", "guidance_scale": guidance_scale}
+        return pipe([3, 7], generator=generator, **options).images
+
+    noise = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    ours = pictures(tmp_path / "run", [3, 7], noise, num_steps=10)
+    assert ours.std() > 0.1
+    assert (drawn() - ours).abs().max() < 1e-4
+    assert (drawn(guidance_scale=2.0) - ours).abs().max() > 1e-3
+    other = "trailing" if spacing == "leading" else "leading"
+    assert (pictures(tmp_path / "run", [3, 7], noise, num_steps=10, spacing=other) - ours).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("spacing", "steps"), [("leading", (2, 3, 7, 30, 50, 300)), ("trailing", (1, 2, 10, 50, 250))])
+def test_the_exported_scheduler_steps_through_our_levels(
+    spacing: Literal["leading", "trailing"], steps: tuple[int, ...]
+) -> None:
+    scheduler = ddim(timestep_spacing=spacing)
+    for num_steps in steps:
+        scheduler.set_timesteps(num_steps)
+        levels = scheduler.timesteps.tolist()
+        assert levels == spaced_levels(spacing, num_steps)[::-1]
+        assert [level - 1000 // num_steps for level in levels[:-1]] == levels[1:]  # what `step` computes
+
+
+def test_the_exported_transformer_predicts_the_same_with_null_class_1000(imported: Path, tmp_path: Path) -> None:
+    export_to_diffusers(imported, tmp_path / "out", dtype=torch.float32)
+    theirs = diffusers.DiTPipeline.from_pretrained(tmp_path / "out").transformer
+    trained = TrainedModel.load(imported, device="cpu")
+    assert theirs.config.norm_eps == NORM_EPS
+    assert difference(theirs, trained.model, null=1000) < 1e-5
+    assert difference(theirs, trained.model, null=NULL) > 1e-3
+    table = theirs.transformer_blocks[2].norm1.emb.class_embedder.embedding_table.weight
+    assert table.shape == (1001, 64) and not table[NULL:1000].any()
+
+
+def test_export_then_import_gives_the_same_tensors(imported: Path, tmp_path: Path) -> None:
+    export_to_diffusers(imported, tmp_path / "out", dtype=torch.float32)
+    import_format(tmp_path / "out", tmp_path / "again", format="diffusers")
+    first, again = (TrainedModel.load(run, device="cpu") for run in (imported, tmp_path / "again"))
+    assert again.num_classes == NULL
+    assert_same(again.model.state_dict(), first.model.state_dict())
+    sections = [{**to_dict(trained.config), "metrics": None} for trained in (first, again)]
+    for section in sections:
+        section["autoencoder"] = {**section["autoencoder"], "path": None}
+    assert sections[0] == sections[1]
+    export_to_diffusers(tmp_path / "again", tmp_path / "twice", dtype=torch.bfloat16)
+    halves = load_file(tmp_path / "twice/transformer" / WEIGHTS)
+    expected = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "out/transformer" / WEIGHTS).items()}
+    assert_same(halves, expected)
+
+
+@pytest.mark.parametrize(
+    ("changed", "mentions"),
+    [
+        ({"model.conditioning": "in_context"}, ["model.conditioning adaln (in_context here)"]),
+        ({"model.norm_type": "rmsnorm"}, ["model.norm_type np_layernorm (rmsnorm here)"]),
+        ({"model.qk_norm": True}, ["model.qk_norm false (true here)"]),
+        ({"model.mlp": "swiglu"}, ["model.mlp gelu (swiglu here)"]),
+        ({"model.position": "rope_sincos"}, ["model.position sincos (rope_sincos here)"]),
+        ({"model.timestep_scale": 1.0}, ["model.timestep_scale 1000.0 (1.0 here)"]),
+        ({"model.timestep_frequencies": "dit"}, ["model.timestep_frequencies diffusers (dit here)"]),
+        ({"diffusion.objective": "flow_matching"}, ["diffusion.objective ddpm (flow_matching here)"]),
+        ({"model.sample_size": [8, 12]}, ["square samples (8 x 12 here)"]),
+        ({"dataset.num_classes": 1001}, ["at most 1000 classes (1001 here)"]),
+        (
+            {"model.preset": "torchditan"},
+            ["norm_type np_layernorm", "qk_norm false", "mlp gelu", "position sincos"],
+        ),
+        (
+            {"model.text": "in_context", "model.text_tokens": 4, "model.text_width": 8},
+            ["model.text none (in_context here)"],
+        ),
+    ],
+)
+def test_other_options_are_refused_with_the_right_value(
+    changed: dict[str, Any], mentions: list[str], imported: Path, tmp_path: Path
+) -> None:
+    stored, read_one = open_weights(imported)
+    assert stored.config is not None
+    config = to_dict(from_dict(stored.config).replace(changed))
+    with pytest.raises(ConfigError) as caught:
+        export_dit_pipeline(replace(stored, config=config), read_one, tmp_path / "out", dtype=torch.float32)
+    assert_refused(str(caught.value), '--format = "diffusers"', ["DiTPipeline", "torchditan"])
+    assert [text for text in mentions if text not in str(caught.value)] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"shift": [0.1]}, "shift [0.1"),
+        ({"scale": [0.5, 0.5, 0.5, 0.6]}, "only one factor"),
+        ({"name": "patch"}, "is patch"),
+        ({"path": "missing"}, "missing is not on this machine"),
+        ({"fingerprint": "diffusers-0"}, "diffusers-0"),
+    ],
+)
+def test_another_decoder_leaves_the_transformer_alone(
+    changed: dict[str, Any], why: str, imported: Path, tmp_path: Path
+) -> None:
+    stored, read_one = open_weights(imported)
+    assert stored.config is not None
+    config = from_dict(stored.config).replace({f"autoencoder.{key}": value for key, value in changed.items()})
+    out = tmp_path / "out"
+    exported = export_dit_pipeline(replace(stored, config=to_dict(config)), read_one, out, dtype=torch.float32)
+    assert exported.left_out is not None and why in exported.left_out
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", WEIGHTS, "scheduler", "torchditan.json"]
+    assert_same(read(out).tensors, read_tensors(imported))
+
+
+def read_tensors(run: Path) -> dict[str, torch.Tensor]:
+    return TrainedModel.load(run, device="cpu").model.state_dict()
+
+
+JOB = {
+    "model.flavor": "debugmodel",
+    "model.preset": "official",
+    "model.timestep_frequencies": "diffusers",
+    "model.input_channels": 4,
+    "diffusion.objective": "ddpm",
+    "dataset.dataset_name": "dummy",
+    "dataset.num_workers": 0,
+    "dataset.dummy_size": 8,
+    "dataset.image_size": 8,
+    "dataset.num_classes": 10,
+    "training.batch_size": 2,
+    "training.steps": 2,
+    "training.mixed_precision_param": "float32",
+    "optimizer.lr": 1e-2,
+    "metrics.enable_sampling": "false",
+    "checkpoint.enable_checkpoint": "true",
+    "job.dump_folder": ".",
+    "metrics.experiment_name": "run",
+}
+
+
+def test_a_trained_run_is_exported_by_one_command(run_script: RunScript, tmp_path: Path) -> None:
+    outcome = run_script("train.py", *(f"--{option}={value}" for option, value in JOB.items()))
+    assert outcome.code == 0, outcome.err
+    outcome = run_script(SCRIPT, "export", "run", "out", "--format=diffusers")
+    assert (outcome.code, outcome.err) == (0, "")
+    opens = outcome.out.partition("in diffusers: ")[2].partition(" (the transformer alone: the run was trained on ")[0]
+    pipe = eval(opens, {**vars(diffusers), "VAE": random_pipeline().vae})
+    assert isinstance(pipe, diffusers.DiTPipeline)
+    trained = TrainedModel.load(tmp_path / "run", device="cpu")
+    x, t = torch.randn(2, 4, 8, 8), torch.tensor([999, 100])
+    with torch.no_grad():
+        ours = trained.model(x, t / 1000, {"class_label": torch.tensor([1, 2])})
+        theirs = pipe.transformer(x, t, torch.tensor([1, 2])).sample
+    assert ours.abs().max() > 1e-4 and torch.allclose(ours, theirs, atol=1e-6)
+    assert_same(read(tmp_path / "out").tensors, trained.model.state_dict())
+
+
+def test_a_model_without_classes_has_an_empty_label_table(copied: Path, tmp_path: Path) -> None:
+    edit(copied / CONFIG, {"num_embeds_ada_norm": 1000})
+    tensors = load_file(copied / "transformer" / WEIGHTS)
+    tables = {name: torch.zeros(1001, 64) for name in tensors if name.endswith("embedding_table.weight")}
+    save_file({**tensors, **tables}, copied / "transformer" / WEIGHTS)
+    (copied / "torchditan.json").write_text('{"num_classes": 0}')
+    import_format(copied, tmp_path / "run", format="diffusers")
+    trained = TrainedModel.load(tmp_path / "run", device="cpu")
+    assert trained.num_classes == 0 and not hasattr(trained.model, "y_embedder")
+    export_to_diffusers(tmp_path / "run", tmp_path / "out", dtype=torch.float32)
+    assert_same(load_file(tmp_path / "out/transformer" / WEIGHTS), {**tensors, **tables})
+
+
+def test_an_ancestral_run_says_that_the_pipeline_samples_otherwise(imported: Path, tmp_path: Path) -> None:
+    stored, read_one = open_weights(imported)
+    assert stored.config is not None
+    changed = {"sampling.sampler": "ancestral", "sampling.spacing": "linspace", "sampling.guidance_channels": 3}
+    config = to_dict(from_dict(stored.config).replace(changed))
+    exported = export_dit_pipeline(replace(stored, config=config), read_one, tmp_path / "out", dtype=torch.float32)
+    assert [all(option in note for option in changed) for note in exported.notes] == [True]
+    scheduler = json.loads((tmp_path / "out" / SCHEDULER).read_text())
+    assert (scheduler["_class_name"], scheduler["timestep_spacing"]) == ("DDIMScheduler", "trailing")
+
+
+def test_a_full_disk_leaves_no_folder(imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torchditan.weights.diffusers_export.write_weights", fail)
+    with refused(str(tmp_path / "out"), "No space left on device"):
+        export_to_diffusers(imported, tmp_path / "out", dtype=torch.float32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_folder_is_one_line_and_leaves_nothing(copied: Path, run_script: RunScript, tmp_path: Path) -> None:
+    weights = copied / "transformer" / WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:-100])
+    before = sorted(tmp_path.rglob("*"))
+    outcome = run_script(SCRIPT, "import", copied, "run", "--format=diffusers")
+    assert outcome.code == 2
+    assert_refused(outcome.err, str(weights), ["truncated"])
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,303 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""`DiTTransformer2DModel` of diffusers, alone or in a DiTPipeline, and the names that the export shares.
+
+How it differs from the model of models/dit.py (read and measured in diffusers 0.42):
+- its timestep frequencies are 10000^(-i / 127), not the paper's 10000^(-i / 128): `model.timestep_frequencies`;
+- each block has its own embedders of timestep and label. Our model has one for all blocks, so all must be equal;
+- queries, keys and values are apart, and the table of positions is not stored;
+- the norm before the MLP adds `norm_eps` (default 1e-5) to the variance. Our model adds 1e-6.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchditan.config.errors import ConfigError, option_error
+from torchditan.models.dit import NORM_EPS, sincos_position_table
+from torchditan.weights.formats import Converted, Given
+from torchditan.weights.formats.layout import Sizes, check_names, size_options
+
+CLASS_NAME = "DiTTransformer2DModel"
+REQUIRED = {
+    "norm_type": "ada_norm_zero",
+    "activation_fn": "gelu-approximate",
+    "attention_bias": True,
+    "norm_elementwise_affine": False,
+}
+"""Values in config.json of the architecture that our model computes; all are the defaults of the class."""
+NOISE_SCHEDULES: dict[str, dict[str, Any]] = {
+    "linear": {"beta_schedule": "linear", "beta_start": 0.0001, "beta_end": 0.02},
+    "scaled_linear": {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012},
+    "cosine": {"beta_schedule": "squaredcos_cap_v2"},
+}
+"""`diffusion.noise_schedule` -> options of a scheduler."""
+PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "x": "sample"}
+"""`diffusion.prediction` -> `prediction_type` of a scheduler."""
+LABEL_TABLE = "y_embedder.embedding_table.weight"
+SPACINGS = ("trailing", "leading", "linspace")
+SCHEDULER_FILE = "scheduler/scheduler_config.json"
+EXPORT_FILE = "torchditan.json"
+"""What our export adds to a folder: the number of classes, and which weights of which step it has."""
+
+_CLASS_NAMES = (CLASS_NAME, "Transformer2DModel")  # the second is the name before diffusers 0.28
+_DEFAULT_SIZES = {
+    "num_layers": 28,
+    "num_attention_heads": 16,
+    "attention_head_dim": 72,
+    "in_channels": 4,
+    "patch_size": 2,
+    "sample_size": 32,
+    "num_embeds_ada_norm": 1000,
+}
+"""Defaults of the class, for files that leave them out."""
+_MAX_SIZE, _MAX_ROWS = 100_000, 512  # the file may be untrusted, and memory follows from these numbers
+_LEVELS = {
+    "num_train_timesteps": 1000,
+    "trained_betas": None,
+    "rescale_betas_zero_snr": False,
+    "use_flow_sigmas": False,
+}
+"""Options of a scheduler that change the noise levels, each with the only value that our schedules have."""
+SCHEDULER_LIKE_OURS = {"clip_sample": False, "thresholding": False, "steps_offset": 0, "set_alpha_to_one": True}
+"""Options of a scheduler that change only samples, each with the value that our sampler has."""
+_LEADING_BY_DEFAULT = ("DDIMScheduler", "DDPMScheduler", "PNDMScheduler")
+"""Schedulers with leading spacing if their file is older than `timestep_spacing`; the others have linspace."""
+
+
+def names_in_diffusers(depth: int) -> dict[str, list[str]]:
+    """Name of each of our weights -> its names in diffusers, except for `pos_embed`, which is not stored there.
+
+    Embedders have an equal copy in every block. `attn.qkv` is the concatenation of its three.
+    """
+    blocks = [f"transformer_blocks.{i}" for i in range(depth)]
+    table = "class_embedder.embedding_table.weight"
+    names = {LABEL_TABLE: [f"{block}.norm1.emb.{table}" for block in blocks]}
+    layers = {
+        "x_embedder.proj": ["pos_embed.proj"],
+        "t_embedder.mlp.0": [f"{block}.norm1.emb.timestep_embedder.linear_1" for block in blocks],
+        "t_embedder.mlp.2": [f"{block}.norm1.emb.timestep_embedder.linear_2" for block in blocks],
+        "final_layer.adaLN_modulation.1": ["proj_out_1"],
+        "final_layer.linear": ["proj_out_2"],
+    }
+    for i, block in enumerate(blocks):
+        layers |= {
+            f"blocks.{i}.attn.qkv": [f"{block}.attn1.to_{letter}" for letter in "qkv"],
+            f"blocks.{i}.attn.proj": [f"{block}.attn1.to_out.0"],
+            f"blocks.{i}.mlp.fc1": [f"{block}.ff.net.0.proj"],
+            f"blocks.{i}.mlp.fc2": [f"{block}.ff.net.2"],
+            f"blocks.{i}.adaLN_modulation.1": [f"{block}.norm1.linear"],
+        }
+    for ours, theirs in layers.items():
+        names |= {f"{ours}.{kind}": [f"{name}.{kind}" for name in theirs] for kind in ("weight", "bias")}
+    return names
+
+
+def convert(tensors: dict[str, Tensor], *, content: Mapping[str, Any], given: Given) -> Converted:
+    """Convert a `DiTTransformer2DModel`; see `torchditan.weights.formats.Convert`.
+
+    The scheduler of a pipeline determines noise schedule and prediction; the user states those of a bare transformer.
+    """
+    if not content:
+        raise ConfigError("is a file; must be the folder that diffusers saved, whose config.json describes the model")
+    sizes, side = _read_sizes(content)
+    folder = Path(content["folder"])
+    convention, convention_notes = _convention(folder, given)
+    autoencoder, autoencoder_notes = _autoencoder(folder)
+    ours = _rename(tensors, sizes.depth)
+    cells = side // sizes.patch_size
+    ours["pos_embed"] = sincos_position_table(sizes.width, cells, cells).unsqueeze(0)
+    num_classes = _drop_unused_classes(ours, sizes.num_classes, folder)
+    norm_eps = _number(content, "norm_eps", default=1e-5, file="config.json")
+    options = {
+        "model.preset": "official",
+        **size_options(sizes),
+        "model.learn_sigma": sizes.output_channels > sizes.channels,
+        "model.timestep_frequencies": "diffusers",
+        "diffusion.objective": "ddpm",
+        **convention,
+        "sampling.sampler": "ddim",
+        "sampling.guidance_scale": 4.0,
+        **autoencoder,
+    }
+    notes = [
+        "timestep frequencies of diffusers (model.timestep_frequencies diffusers)",
+        f"{sizes.depth} equal copies of the embedders became one",
+        "queries, keys and values joined",
+        *([] if norm_eps == NORM_EPS else [f"norm3 adds {NORM_EPS:g} to the variance here, {norm_eps:g} in diffusers"]),
+        *convention_notes,
+        *autoencoder_notes,
+    ]
+    return Converted(ours, options, (sizes.channels, side, side), num_classes, tuple(notes))
+
+
+def _read_sizes(content: Mapping[str, Any]) -> tuple[Sizes, int]:
+    """The sizes in config.json, and the side of the model's input.
+
+    Raises:
+        ConfigError: it describes another architecture.
+    """
+    class_name = content.get("_class_name")
+    if class_name not in _CLASS_NAMES:
+        raise ConfigError(f"has a config.json of {class_name or 'no class of diffusers'}; must be {CLASS_NAME}")
+    for key, only in REQUIRED.items():
+        if content.get(key, only) != only:
+            raise ConfigError(f"has {key} = {content[key]!r} in config.json; a {CLASS_NAME} has {only!r}")
+    found = {key: content.get(key, default) for key, default in _DEFAULT_SIZES.items()}
+    for key, value in found.items():
+        if type(value) is not int or not 1 <= value <= _MAX_SIZE:
+            raise ConfigError(f"has {key} = {value!r} in config.json; must be an integer from 1 to {_MAX_SIZE}")
+    side, patch_size, channels = found["sample_size"], found["patch_size"], found["in_channels"]
+    if side % patch_size or side // patch_size > _MAX_ROWS:
+        right = f"must be at most {_MAX_ROWS} patches of {patch_size}"
+        raise ConfigError(f"has sample_size = {side} in config.json; {right}")
+    output_channels = content.get("out_channels") or channels
+    if output_channels not in (channels, 2 * channels):
+        right = f"must be {channels}, or {2 * channels} with a variance"
+        raise ConfigError(f"has out_channels = {output_channels!r} in config.json; {right}")
+    sizes = Sizes(
+        depth=found["num_layers"],
+        width=found["num_attention_heads"] * found["attention_head_dim"],
+        num_heads=found["num_attention_heads"],
+        patch_size=patch_size,
+        channels=channels,
+        output_channels=output_channels,
+        num_classes=found["num_embeds_ada_norm"],
+    )
+    return sizes, side
+
+
+def _rename(tensors: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
+    """The weights under our names.
+
+    Raises:
+        ConfigError: some are missing or unknown, or the embedders of two blocks differ.
+    """
+    names = names_in_diffusers(depth)
+    check_names(tensors, {name for theirs in names.values() for name in theirs}, format="diffusers")
+    ours = {}
+    for name, theirs in names.items():
+        first = tensors[theirs[0]]
+        if ".attn.qkv." in name:
+            if len({tensors[part].shape for part in theirs}) > 1:
+                raise ConfigError(f"has {theirs[0]}, to_k and to_v of different shapes")
+            first = torch.cat([tensors[part] for part in theirs])
+        elif other := next((copy for copy in theirs[1:] if not torch.equal(tensors[copy], first)), None):
+            right = "this model has one embedder for all blocks, so they must be equal"
+            raise ConfigError(f"has different values in {theirs[0]} and {other}; {right}")
+        ours[name] = first
+    return ours
+
+
+def _drop_unused_classes(ours: dict[str, Tensor], num_rows: int, folder: Path) -> int:
+    """Number of classes. Our export states it, because the null class of every DiTPipeline is 1000.
+
+    The rows between the last class and the null class are zeros.
+    """
+    num_classes, table = _read_json(folder, EXPORT_FILE).get("num_classes", num_rows), ours[LABEL_TABLE]
+    if type(num_classes) is not int or not 0 <= num_classes < num_rows:
+        return num_rows
+    unused = table[num_classes:num_rows] if num_classes else table
+    if unused.any():
+        return num_rows
+    if num_classes:
+        ours[LABEL_TABLE] = torch.cat([table[:num_classes], table[num_rows:]])
+    else:
+        del ours[LABEL_TABLE]
+    return num_classes
+
+
+def _convention(folder: Path, given: Given) -> tuple[dict[str, Any], list[str]]:
+    """Options for the noise schedule, the prediction and the spacing of a pipeline's scheduler, and notes.
+
+    Raises:
+        ConfigError: the scheduler has other noise levels than ours, or there is none and the user states nothing.
+    """
+    scheduler = _read_json(folder, SCHEDULER_FILE)
+    stated = {"diffusion.noise_schedule": given.noise_schedule, "diffusion.prediction": given.prediction}
+    if not scheduler:
+        if None in stated.values():
+            option = next(option for option, value in stated.items() if value is None)
+            right = f"must be given: there is no {SCHEDULER_FILE}, and the weights do not show what they predict"
+            raise option_error(f"--{option.removeprefix('diffusion.')}", None, right)
+        return stated, []
+    for key, only in _LEVELS.items():
+        if scheduler.get(key, only) != only:
+            raise ConfigError(f"has {key} = {scheduler[key]!r} in {SCHEDULER_FILE}; must be {only!r}")
+    class_name = scheduler.get("_class_name")
+    spacing = scheduler.get("timestep_spacing", "leading" if class_name in _LEADING_BY_DEFAULT else "linspace")
+    schedule = next((name for name, keys in NOISE_SCHEDULES.items() if _has(scheduler, keys)), None)
+    prediction = next(
+        (ours for ours, theirs in PREDICTIONS.items() if _has(scheduler, {"prediction_type": theirs})), None
+    )
+    if schedule is None or prediction is None or spacing not in SPACINGS:
+        shown = ("beta_schedule", "beta_start", "beta_end", "prediction_type", "timestep_spacing")
+        described = ", ".join(f"{key} {scheduler[key]}" for key in shown if key in scheduler) or class_name
+        known = "linear (0.0001 to 0.02), scaled_linear (0.00085 to 0.012) and squaredcos_cap_v2"
+        raise ConfigError(f"has {described} in {SCHEDULER_FILE}; the schedules here are {known}")
+    found = {"diffusion.noise_schedule": schedule, "diffusion.prediction": prediction}
+    for option, value in stated.items():
+        if value not in (None, found[option]):
+            key = option.removeprefix("diffusion.")
+            raise option_error(f"--{key}", value, f"{SCHEDULER_FILE} says {found[option]}; leave it out")
+    notes = [] if class_name == "DDIMScheduler" else [f"samples with DDIM, not with {class_name}"]
+    if spacing == "linspace" and not notes:
+        notes.append("samples differ from those of DDIMScheduler, which steps to other levels than it evaluates")
+    other = [
+        f"{key} = {scheduler[key]}" for key, ours in SCHEDULER_LIKE_OURS.items() if scheduler.get(key, ours) != ours
+    ]
+    if other:
+        notes.append(f"its scheduler also has {' and '.join(other)}, which our sampler does not do")
+    return {**found, "sampling.spacing": spacing}, notes
+
+
+def _has(scheduler: Mapping[str, Any], keys: Mapping[str, Any]) -> bool:
+    """Whether a scheduler has these values. The defaults of diffusers' schedulers are those of `linear`."""
+    return all(scheduler.get(key, NOISE_SCHEDULES["linear"].get(key)) == value for key, value in keys.items())
+
+
+def _autoencoder(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Options for the autoencoder of a pipeline, and notes. As in DiTPipeline, `scaling_factor` alone normalises."""
+    config = _read_json(folder, "vae/config.json")
+    if not config:
+        return {}, []
+    scale = _number(config, "scaling_factor", default=0.18215, file="vae/config.json")
+    options = {
+        "autoencoder.name": "diffusers",
+        "autoencoder.path": str((folder / "vae").absolute()),
+        "autoencoder.shift": [0.0],
+        "autoencoder.scale": [scale],
+        "autoencoder.sample_posterior": True,
+    }
+    return options, [f"decoded by its vae/, with scaling_factor {scale:g}"]
+
+
+def _number(content: Mapping[str, Any], key: str, *, default: float, file: str) -> float:
+    """A positive number of a file; diffusers' default if the file is older than the option."""
+    value = content.get(key, default)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ConfigError(f"has {key} = {value!r} in {file}; must be a positive number")
+    return float(value)
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON file of the folder; {} if there is none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        content = json.loads((folder / name).read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise ConfigError(f"has a {name} that cannot be read; download it again")
+    return content
