@@ -474,11 +474,21 @@ def test_the_checkpoints_of_a_run_are_inside_it(run_script: RunScript, folder: s
     assert_refused(err, f'checkpoint.folder = "{folder}"', ["folder name", "inside the run directory"])
 
 
-def test_weights_to_import_are_never_unpickled(run_script: RunScript) -> None:
-    write("weights.safetensors", TORCH_PICKLE)
-    code, out, err = run_script("scripts/convert_checkpoint.py", "import", "weights.safetensors", "imported")
+@pytest.mark.parametrize(
+    ("name", "flags", "mentions"),
+    [
+        ("weights.safetensors", [], ["PyTorch", "--format"]),
+        ("weights.safetensors", ["--format=dit"], ["PyTorch", "safetensors"]),
+        ("weights.pt", ["--format=dit"], ["execute code"]),
+    ],
+)
+def test_weights_to_import_are_never_unpickled(
+    name: str, flags: list[str], mentions: list[str], run_script: RunScript
+) -> None:
+    write(name, TORCH_PICKLE)
+    code, out, err = run_script("scripts/convert_checkpoint.py", "import", name, "imported", *flags)
     assert (code, out) == (2, "")
-    assert_refused(err, "weights.safetensors", ["PyTorch", "safetensors"])
+    assert_refused(err, name, mentions)
     assert not Path(RAN).exists()
 
 

@@ -378,8 +378,8 @@ Write = Callable[[Path], object]
         (
             write_sit,
             "sit",
-            ["--autoencoder.path=vae"],
-            ["autoencoder.name", "diffusers"],
+            ["--autoencoder.path=vae"],  # of sd-vae
+            ["autoencoder.path", "config.json"],
         ),
         (
             write_sit,
