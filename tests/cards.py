@@ -46,6 +46,7 @@ def card(**changes: Any) -> Card:
             "sampler": "euler",
             "num_steps": 50,
             "spacing": "trailing",
+            "clip_sample": None,
             "timestep_shift": None,
             "guidance_scale": 2.0,
             "guidance_interval": [0.1, 0.9],

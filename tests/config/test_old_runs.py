@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from PIL import Image
 
-from torchditan.config.loader import from_dict
+from torchditan.config.loader import from_dict, load_config, to_dict
 from torchditan.config.options import Config, flatten
 from torchditan.config.trajectory import TRAJECTORY_KEYS, VALUES_BEFORE, differences, trajectory
 from torchditan.run.reading import read_config, read_metrics
@@ -162,3 +162,22 @@ def test_training_longer_is_refused_once_the_rate_decays_and_the_remedy_works(
     code, out, err = resume(run_script, "NAME", *flags, *remedy[:2])
     assert code == 0, err
     assert "outputs/short" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "stated"),
+    [
+        ("", "--diffusion.prediction=v"),
+        ("--diffusion.objective=ddpm", "--diffusion.prediction=epsilon --diffusion.noise_schedule=linear"),
+        ("--model.name=sdxl --diffusion.objective=ddpm", "--diffusion.noise_schedule=scaled_linear"),
+    ],
+)
+def test_stating_what_the_objective_does_anyway_is_the_same_run(flags: str, stated: str) -> None:
+    if "sdxl" in flags:
+        flags += " --model.flavor=debugmodel"
+    left_open, explicit = (load_config([*flags.split(), *more.split()]) for more in ("", stated))
+    assert trajectory(left_open) == trajectory(explicit)
+    for there, here in ((left_open, explicit), (explicit, left_open)):
+        assert differences(to_dict(there), to_dict(here)) == []
+    other = load_config([*flags.split(), "--diffusion.objective=ddpm", "--model.name=dit", "--diffusion.prediction=x"])
+    assert any("diffusion.prediction" in line for line in differences(to_dict(left_open), to_dict(other)))

@@ -158,6 +158,7 @@ def test_the_posterior_is_that_of_bayes_on_a_grid(schedule: Any, kept: list[int]
     levels = levels_of(schedule, kept)
     squared = np.cumprod(1 - reference_betas(schedule))[list(range(1000) if kept is None else kept)]
     x, state = 0.7, -0.4
+    num_checked = 0
     for i in {1, 2, len(squared) // 2, len(squared) - 2} - {0}:
         a, s = math.sqrt(squared[i - 1]), math.sqrt(1 - squared[i - 1])
         ratio = squared[i] / squared[i - 1]
@@ -165,6 +166,7 @@ def test_the_posterior_is_that_of_bayes_on_a_grid(schedule: Any, kept: list[int]
         grid = np.linspace(min(center, state) - 14 * s, max(center, state) + 14 * s, 400_001)
         if width < 1e-3 * (grid[-1] - grid[0]):
             continue
+        num_checked += 1
         log_density = -((grid - center) ** 2) / (2 * s**2) - (state - math.sqrt(ratio) * grid) ** 2 / (2 * (1 - ratio))
         density = np.exp(log_density - log_density.max())
         density /= density.sum()
@@ -174,6 +176,8 @@ def test_the_posterior_is_that_of_bayes_on_a_grid(schedule: Any, kept: list[int]
         assert found == pytest.approx(mean, abs=2e-6)
         assert math.exp(levels.log_posterior_variance[i].item()) == pytest.approx(variance, rel=1e-5)
         assert math.exp(levels.log_beta[i].item()) == pytest.approx(1 - ratio, rel=1e-5)
+
+    assert num_checked >= 1
 
 
 def test_the_first_level_takes_the_posterior_variance_of_the_second_and_its_mean_is_x() -> None:
@@ -307,6 +311,36 @@ def test_samplers_recover_the_mean_and_variance_of_a_gaussian(prediction: str, s
         where = f"{sampler}, {num_steps} steps, learn_sigma {learn_sigma}"
         assert mean == pytest.approx(MEAN, abs=tolerance), where
         assert variance == pytest.approx(VARIANCE, rel=2 * tolerance), where
+
+
+def test_clipped_samples_survive_an_error_of_the_prediction_where_there_is_almost_no_signal() -> None:
+    """At level 999 of the cosine schedule, x follows from the noise by a factor of 20,000."""
+    exact = exact_model("epsilon", "cosine", spaced_levels("trailing", 50), learn_sigma=False)
+    x, found = torch.randn(64, 1, 2, 2, generator=torch.Generator().manual_seed(0)), {}
+    for clip_sample in (None, True):
+        sampling = Sampling(sampler="ddim", num_steps=50, clip_sample=clip_sample)
+        found[clip_sample] = ddpm("epsilon", "cosine").sample(
+            lambda x, t: 1.01 * exact(x, t), x, sampling=sampling, step_noise=lambda step: x
+        )
+    assert found[True].abs().max() <= 1
+    assert found[True].std() < 1 < found[None].std()
+
+
+def test_clipping_moves_a_state_to_the_predicted_noise_of_the_clipped_sample() -> None:
+    x = torch.full((1, 1, 1, 1), 0.7)
+    sampling = Sampling(sampler="ddim", num_steps=2, clip_sample=True)
+    outputs = iter([torch.full_like(x, 3.0), torch.full_like(x, -0.2)])
+    seen = []
+
+    def predict(x: torch.Tensor, t: float) -> torch.Tensor:
+        seen.append(x)
+        return next(outputs)
+
+    assert ddpm("x").sample(predict, x, sampling=sampling, step_noise=lambda step: x).item() == pytest.approx(-0.2)
+    squared = np.cumprod(1 - reference_betas("linear"))
+    noise = (0.7 - math.sqrt(squared[999])) / math.sqrt(1 - squared[999])
+    expected = math.sqrt(squared[499]) + math.sqrt(1 - squared[499]) * noise
+    assert seen[1].item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_learned_variance_matters_with_few_steps() -> None:

@@ -517,6 +517,7 @@ def test_a_run_directory_fills_in_its_part_of_a_card(tmp_path: Path) -> None:
         "sampler": "euler",
         "num_steps": 5,
         "spacing": "trailing",
+        "clip_sample": None,
         "timestep_shift": None,
         "guidance_scale": 2.0,
         "guidance_interval": [0.0, 1.0],
@@ -590,7 +591,7 @@ def test_a_card_without_newer_sampling_options_reads_as_their_previous_behavior(
     path = tmp_path / "card.json"
     write_card(tmp_path, card())
     content = json.loads(path.read_text())
-    for option in ("spacing", "timestep_shift"):
+    for option in ("spacing", "clip_sample", "timestep_shift"):
         del content["sampling"][option]
     path.write_text(json.dumps(content))
     assert read_card(path) == card()

@@ -74,7 +74,7 @@ class Model:
     timestep_scale: float = 1000.0
     """Factor of the timestep in its embedding: 1000 as DiT, 1 as SiT and LightningDiT."""
     timestep_frequencies: Literal["dit", "diffusers"] = "dit"
-    """Frequencies of that embedding: the paper's (dit), or slightly other ones that DiTs of diffusers compute."""
+    """Frequencies of that embedding: the paper's (dit), or the slightly different ones of diffusers' DiT."""
     learn_sigma: bool | None = None
     """Predict a variance in addition to the mean (twice the output channels). Default: the preset's."""
     text: Literal["in_context", "cross_attention"] | None = None
@@ -358,6 +358,8 @@ class Sampling:
     """Solver steps from noise to image; heun evaluates the model twice per step."""
     spacing: Literal["trailing", "leading", "linspace"] = "trailing"
     """Levels of ddpm, for 10 steps: trailing 99, 199, ..., 999; leading 0, 100, ..., 900; linspace 0, 111, ..., 999."""
+    clip_sample: bool | None = None
+    """Clip the sample that ddpm predicts in each step to [-1, 1]. Default: for runs that train on pixels."""
     timestep_shift: float | None = None
     """Shift towards noise in sampling, for flow_matching. Default: diffusion.timestep_shift."""
     guidance_scale: float = 2.0

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchditan.config.options import Config, Sampling, flatten
+from torchditan.registry import FAMILIES
 
 VALUES_BEFORE: dict[str, Any] = {
     "checkpoint.initial_load_convention": None,
@@ -24,6 +25,7 @@ VALUES_BEFORE: dict[str, Any] = {
     "model.block": "dit",
     "model.timestep_frequencies": "dit",
     "model.timestep_scale": 1000.0,
+    "sampling.clip_sample": None,
     "sampling.spacing": "trailing",
     "sampling.timestep_shift": None,
 }
@@ -77,7 +79,16 @@ def trajectory(config: Config) -> dict[str, Any]:
     found = {option: values[option] for option in TRAJECTORY_KEYS}
     if not config.autoencoder.online:  # these only open the decoder, whose fingerprint is compared
         del found["autoencoder.name"], found["autoencoder.dtype"]
-    return found
+    return _left_open(found)
+
+
+def _left_open(values: dict[str, Any]) -> dict[str, Any]:
+    """Options that state the objective's own value mean the same as None."""
+    own = {
+        "diffusion.prediction": {"flow_matching": "v", "ddpm": "epsilon"}.get(values.get("diffusion.objective", "")),
+        "diffusion.noise_schedule": "scaled_linear" if values.get("model.name") in FAMILIES else "linear",
+    }
+    return {name: None if value == own.get(name) else value for name, value in values.items()}
 
 
 _UNKNOWN_IF_NONE = ("dataset.fingerprint",)
@@ -91,8 +102,9 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         there: stored options; `VALUES_BEFORE` fills in missing ones.
         here: options of this command.
     """
-    given = flatten_tree(json.loads(json.dumps(here, default=str)))
+    given = _left_open(flatten_tree(json.loads(json.dumps(here, default=str))))
     stored = {**{key: value for key, value in VALUES_BEFORE.items() if key in given}, **flatten_tree(there)}
+    stored = _left_open(stored)
     absent = "absent"
     unknown = [key for key in _UNKNOWN_IF_NONE if stored.get(key, absent) is None]
     return [

@@ -139,7 +139,7 @@ class DDPM(Objective):
         Args:
             predict: (x (B, C, ...), level / 1000) -> the model's output for x, including guidance.
             noise: (B, C, ...) float32, the state at the highest level.
-            sampling: sampler, number of steps and spacing.
+            sampling: sampler, number of steps, spacing, and whether to clip the predicted samples.
             step_noise: (number of the step, from 0) -> its noise (B, C, ...), for ancestral.
         """
         kept = spaced_levels(sampling.spacing, sampling.num_steps)
@@ -150,6 +150,9 @@ class DDPM(Objective):
             at = levels[i]
             prediction, fraction = self._split(predict(x, kept[i] / NUM_LEVELS))
             clean, predicted_noise = self._clean_and_noise(prediction, x, at)
+            if sampling.clip_sample:
+                clean = clean.clamp(-1, 1)
+                predicted_noise = (x - at.signal * clean) / at.noise
             if i == 0:
                 x = clean
             elif sampling.sampler == "ancestral":

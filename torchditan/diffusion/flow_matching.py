@@ -57,8 +57,9 @@ class FlowMatching(Objective):
             yield "diffusion.prediction", "flow matching predicts the velocity; must be v"
         if config.sampling.sampler not in ("euler", "heun"):
             yield "sampling.sampler", "applies only to ddpm; must be euler or heun"
-        for option in {"diffusion.noise_schedule", "sampling.spacing"}.intersection(changed):
-            yield option, "applies only to ddpm; leave it out"
+        for option in ("diffusion.noise_schedule", "sampling.spacing", "sampling.clip_sample"):
+            if option in changed:
+                yield option, "applies only to ddpm; leave it out"
 
     def target(self, x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """The target of the model's prediction, for samples x (B, ...) and noise (B, ...)."""

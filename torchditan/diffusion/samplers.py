@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from torchditan.config.errors import option_error
+
 if TYPE_CHECKING:
     from torchditan.models.spec import Condition, Conditioning
 
@@ -28,6 +30,8 @@ def solve(velocity: Velocity, noise: torch.Tensor, *, timesteps: list[float], me
         timesteps: increasing, from 0 to 1.
         method: euler (one evaluation per step) or heun (two evaluations in every step, including the last).
     """
+    if method not in ("euler", "heun"):
+        raise option_error("sampling.sampler", method, "must be euler or heun for this objective")
     x = noise
     for t, t_next in itertools.pairwise(timesteps):
         dt = t_next - t

@@ -11,11 +11,8 @@ PSNR and SSIM need a reference image for sample i:
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from torchditan.config.options import Config
@@ -25,10 +22,6 @@ from torchditan.evaluation.generate import real_samples
 from torchditan.evaluation.grid_picture import add_to_steps, save_grid, stills
 from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.latents.sample_space import SampleSpace
-from torchditan.run.atomic_files import atomic_writer
-
-ORIGINAL = "original.npz"
-"""In samples/: the samples of the original model before the first step, and how they were drawn."""
 
 
 class Grids:
@@ -63,29 +56,6 @@ class Grids:
         begins_trained = config.model.path is not None or config.checkpoint.initial_load_path is not None
         return begins_trained and config.sampling.at_start
 
-    @property
-    def why_no_scores(self) -> str | None:
-        """Why the user's own prompts have no PSNR and SSIM, and how to get them; None if they have."""
-        if not (self.config.sampling.prompts and self.shows_prompts) or self.has_original:
-            return None
-        missing = "PSNR and SSIM are not measured: sampling.prompts have no real images"
-        if self.config.model.path is None and self.config.checkpoint.initial_load_path is None:
-            return f"{missing}, and this run starts from random weights"
-        return f"{missing}; --sampling.at_start compares with the samples of the original model"
-
-    def why_no_original(self, folder: Path) -> str | None:
-        """Why a resumed run is not compared with the samples of its original model; None if it is.
-
-        Args:
-            folder: that of the grids.
-        """
-        if not self.has_original or not self.shows_prompts or self.rows.references is not None:
-            return None
-        if self._read_original(folder / ORIGINAL) is not None:
-            return None
-        why = f"{folder / ORIGINAL} is missing, or was drawn with other [sampling] options"
-        return f"no PSNR and SSIM to the original: {why}"
-
     def write(self, path: Path, generated: Tensor, *, step: int) -> dict[str, float]:
         """Write the grid of a step, and compare it with its reference images.
 
@@ -110,12 +80,13 @@ class Grids:
         save_grid(path, generated, real, rows.names, title=title, real_heading=self.space.real_heading)
         if self.shows_prompts:
             add_to_steps(path.parent, generated[:, 0], rows.names, step=step, title=name)
-        return self._scores(generated, path.parent / ORIGINAL, step=step)
+        return self._scores(generated, path.parent, step=step)
 
-    def _scores(self, generated: Tensor, original: Path, *, step: int) -> dict[str, float]:
+    def _scores(self, generated: Tensor, folder: Path, *, step: int) -> dict[str, float]:
         if not self.shows_prompts:
             return {}
-        from torchditan.evaluation.reconstruction import similarity, to_8_bit  # only runs on captions need it
+        from torchditan.evaluation.original_samples import ORIGINAL, read_original, write_original
+        from torchditan.evaluation.reconstruction import similarity
 
         if self.rows.references is not None:
             assert self._real is not None
@@ -123,24 +94,14 @@ class Grids:
         if not self.has_original:
             return {}
         if step == 0:
-            with atomic_writer(original) as file:
-                np.savez(file, pixels=to_8_bit(generated).byte().numpy(), drawn=np.array(self._drawn()))
+            write_original(folder / ORIGINAL, generated, drawn=self.drawn)
             return {}
-        pixels = self._read_original(original)
+        pixels = read_original(folder / ORIGINAL, drawn=self.drawn)
         scores = {} if pixels is None else similarity(generated, pixels)
         return {f"{name}_to_original": value for name, value in scores.items()}
 
-    def _read_original(self, path: Path) -> Tensor | None:
-        """Pixels (rows, k, C, H, W), or None if they were not drawn, or drawn in another way than these samples."""
-        try:
-            with np.load(path, allow_pickle=False) as stored:
-                if str(stored["drawn"]) != self._drawn():
-                    return None
-                return torch.from_numpy(stored["pixels"]).float() / 127.5 - 1
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            return None
-
-    def _drawn(self) -> str:
+    @property
+    def drawn(self) -> str:
         """All settings that determine the samples of a model."""
         sampling = stored_sampling(self.config.sampling)
         return json.dumps([sampling, self.config.training.seed, self.rows.names], sort_keys=True)

@@ -3,6 +3,6 @@
 
 optional_parts.py imports the parts that only some jobs need.
 
-May import: checkpoint, config, data_stream, diffusion, distributed, evaluation, latents, models, optim, run,
-supervision.
+May import: checkpoint, config, data_stream, diffusion, distributed, evaluation, latents, models, optim,
+registry, run, supervision.
 """

@@ -46,10 +46,10 @@ def opening(
     threads = job.threads_changed if progress.step and job.device.type == "cpu" else None
     weights = None if initial_weights is None else f"started from the {initial_weights}"
     scores = None
-    if config.metrics.enable_sampling:
-        scores = grids.why_no_scores
-        if progress.step:
-            scores = scores or grids.why_no_original(job.run_directory.sample_path(0).parent)
+    if config.metrics.enable_sampling and grids.shows_prompts:
+        from torchditan.evaluation.original_samples import why_no_scores
+
+        scores = why_no_scores(grids, job.run_directory.sample_path(0).parent, is_resumed=progress.step > 0)
     decoder = job.space.missing_decoder
     pictures = None if decoder is None else f"grids show latent channels, not pictures: {decoder}"
     messages = (

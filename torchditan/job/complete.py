@@ -25,6 +25,7 @@ from torchditan.distributed.process_group import Rank
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
 from torchditan.optim.optimizers import learning_rate
+from torchditan.registry import FAMILIES
 from torchditan.run.reading import read_config
 
 
@@ -103,7 +104,11 @@ def complete(
         check_steps(config, run)
     config = complete_batches(config, rank, tune_batch_size=tune_batch_size)
     spec = model_spec_of(config, sample_shape=space.sample_shape, num_classes=len(dataset.class_names))
-    return config.fill_in({"diffusion.timestep_shift": spec.timestep_shift}), spec
+    config = config.fill_in({"diffusion.timestep_shift": spec.timestep_shift})
+    is_own_ddpm = config.diffusion.objective == "ddpm" and config.model.name not in FAMILIES
+    if is_own_ddpm and config.autoencoder.name is None:  # pixels
+        config = config.fill_in({"sampling.clip_sample": True})
+    return config, spec
 
 
 def complete_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape: tuple[int, ...]) -> Config:

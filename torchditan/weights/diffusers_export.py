@@ -230,6 +230,7 @@ def _other_samples(config: Config) -> tuple[str, ...]:
         "sampler": sampling.sampler == "ancestral",
         "guidance_channels": sampling.guidance_channels not in (None, config.model.input_channels),
         "guidance_interval": list(sampling.guidance_interval) != [0.0, 1.0],
+        "clip_sample": bool(sampling.clip_sample),
     }
     own = [f"sampling.{key} {_shown(getattr(sampling, key))}" for key, is_lacking in lacks.items() if is_lacking]
     return (f"its samples differ from those of this run, which has {', '.join(own)}",) if own else ()

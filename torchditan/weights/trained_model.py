@@ -55,6 +55,7 @@ class SamplingOptions(TypedDict, total=False):
     num_steps: int
     spacing: Literal["trailing", "leading", "linspace"]
     timestep_shift: float | None
+    clip_sample: bool | None
     guidance_scale: float
     guidance_interval: Sequence[float]
     guidance_channels: int | None
