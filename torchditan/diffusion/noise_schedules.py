@@ -99,7 +99,8 @@ def spaced_levels(spacing: Spacing, num_steps: int) -> list[int]:
     """The increasing levels of a sampler with `num_steps` from 1 to 1000.
 
     For 10 steps: trailing 99, 199, ..., 999 (Lin et al. 2023, arXiv 2305.08891); leading 0, 100, ..., 900 (DDIM and
-    ADM's "ddim10"); linspace 0, 111, ..., 999 (ADM's and DiT's "10", "250").
+    ADM's "ddim10"); linspace 0, 111, ..., 999 (ADM's and DiT's "10", "250"). Where `num_steps` does not divide 1000,
+    trailing rounds down and leading has the stride 1000 // num_steps; other programs may differ by one level.
     """
     if spacing == "trailing":
         return [NUM_LEVELS * (i + 1) // num_steps - 1 for i in range(num_steps)]
