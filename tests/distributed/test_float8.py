@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchditan.config.options import Float8, Model
 from torchditan.distributed.float8 import convert_to_float8
-from torchditan.distributed.parallelize import CompileOptions, compile_advice, parallelize
+from torchditan.distributed.parallelize import CompileOptions, compile_advice, parallelize, precision_advice
 from torchditan.models import build_model_spec
 from torchditan.models.spec import ModelSpec
 
@@ -219,3 +219,20 @@ def test_float8_without_compile_warns_and_cuda_without_compile_gives_a_hint() ->
         assert compile_advice(compiles=True, float8=True, device=device) is None
     assert "--training.compile" in (compile_advice(compiles=False, float8=False, device=CUDA) or "")
     assert compile_advice(compiles=False, float8=False, device=CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "is_slow"),
+    [
+        ({"architecture": "x86_64", "amx_bf16": False, "avx512_bf16": False}, True),
+        ({"architecture": "x86_64", "amx_bf16": True, "avx512_bf16": False}, False),
+        ({"architecture": "x86_64", "avx512_bf16": True}, False),
+        ({"architecture": "aarch64"}, False),
+        ({}, False),
+    ],
+)
+def test_a_cpu_without_bfloat16_products_is_said(monkeypatch, capabilities, is_slow):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert ("float32" in (precision_advice("bfloat16", CPU) or "")) == is_slow
+    assert precision_advice("float32", CPU) is None
+    assert precision_advice("bfloat16", CUDA) is None

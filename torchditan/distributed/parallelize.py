@@ -99,6 +99,15 @@ def compile_advice(*, compiles: bool, float8: bool, device: torch.device) -> str
     return None
 
 
+def precision_advice(precision: str, device: torch.device) -> str | None:
+    """A message if bfloat16 is slow on this CPU, else None."""
+    found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    is_slow = found.get("architecture") == "x86_64" and not (found.get("amx_bf16") or found.get("avx512_bf16"))
+    if device.type == "cpu" and precision == "bfloat16" and is_slow:
+        return "hint: this CPU has no bfloat16 products; --training.mixed_precision_param float32 can be 4 times faster"
+    return None
+
+
 def compile_blocks(blocks: nn.ModuleList, *, options: CompileOptions) -> None:
     """Compile the forward of every block; blocks of one shape share one compiled graph."""
     import torch._dynamo

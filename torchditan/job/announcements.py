@@ -12,7 +12,7 @@ from torch import nn
 
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import SequentialDataset
-from torchditan.distributed.parallelize import compile_advice
+from torchditan.distributed.parallelize import compile_advice, precision_advice
 from torchditan.evaluation.sample_grids import Grids
 from torchditan.evaluation.validation import BIN_KEYS
 from torchditan.job.prepare import Job
@@ -43,6 +43,7 @@ def opening(
     advice = compile_advice(
         compiles=config.training.compile, float8=config.float8.enable_float8_linear, device=job.device
     )
+    precision = None if progress.step else precision_advice(config.training.mixed_precision_param, job.device)
     threads = job.threads_changed if progress.step and job.device.type == "cpu" else None
     weights = None if initial_weights is None else f"started from the {initial_weights}"
     scores = None
@@ -56,6 +57,7 @@ def opening(
         _describe_run(job, model, progress),
         float8_layers,
         advice,
+        precision,
         threads,
         weights,
         _what_is_left(config, progress),
@@ -126,7 +128,7 @@ def _describe_run(job: Job, model: nn.Module, progress: Progress) -> str:
 def _describe_model(job: Job, model: nn.Module) -> str:
     options, lora = job.config.model, job.config.lora
     if job.spec.name == "dit":
-        return f"{options.flavor}/{options.patch_size} ({options.preset})"
+        return " ".join([f"{options.flavor}/{options.patch_size}", *options.overrides, f"({options.preset})"])
     weights = "random weights" if options.path is None else options.path
     if lora.rank:
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
