@@ -241,6 +241,9 @@ def test_spacings_are_the_levels_of_the_papers() -> None:
     assert spaced_levels("linspace", 10) == list(range(0, 1000, 111))
     assert spaced_levels("leading", 250) == list(range(0, 1000, 4))
     assert spaced_levels("linspace", 4) == [0, 333, 666, 999]
+    assert spaced_levels("linspace", 1) == spaced_levels("trailing", 1) == [999]
+    assert spaced_levels("trailing", 7) == [141, 284, 427, 570, 713, 856, 999]
+    assert spaced_levels("leading", 7) == [0, 142, 284, 426, 568, 710, 852]
     for spacing, num_steps in itertools.product(("trailing", "leading", "linspace"), (2, 7, 27, 250, 999, 1000)):
         levels = spaced_levels(spacing, num_steps)  # type: ignore[arg-type]
         assert len(set(levels)) == num_steps and levels == sorted(levels) and levels[0] >= 0 and levels[-1] <= 999
@@ -516,9 +519,9 @@ def test_the_guidance_interval_counts_t_1_as_data_although_the_model_counts_it_a
         ("--sampling.spacing=leading --diffusion.objective=flow_matching", "sampling.spacing", "only to ddpm"),
         ("--sampling.timestep_shift=0", "sampling.timestep_shift = 0.0", "greater than 0"),
         ("--sampling.timestep_shift=3", "sampling.timestep_shift = 3.0", "its own levels"),
-        ("--sampling.sampler=heun", 'sampling.sampler = "heun"', "must be ddim or ancestral"),
+        ("--sampling.sampler=heun", 'sampling.sampler = "heun"', "must be ddim (or euler, the same) or ancestral"),
         ("--sampling.num_steps=1001", "sampling.num_steps = 1001", "at most 1000"),
-        ("--sampling.num_steps=1 --sampling.spacing=leading", "sampling.spacing", "must be trailing"),
+        ("--sampling.num_steps=1 --sampling.spacing=leading", "sampling.spacing", "must be trailing or linspace"),
         ("--sampling.spacing=even", 'sampling.spacing = "even"', "trailing, leading, linspace"),
         ("--diffusion.prediction=eps", 'diffusion.prediction = "eps"', "epsilon, v, x"),
         ("--diffusion.noise_schedule=squared", "diffusion.noise_schedule", "linear, cosine, scaled_linear"),

@@ -15,6 +15,8 @@ import pytest
 import torch
 from own_reading import DIT, LIGHTNINGDIT, REPA, SIT, random_weights
 
+from torchditan.config.options import Config, flatten
+
 if TYPE_CHECKING:
     from tests.conftest import RunScript
 
@@ -31,6 +33,7 @@ SMALL_DATA = (
     "--autoencoder.downsampling=2",
     "--autoencoder.shift=0",
     "--autoencoder.scale=1",
+    "--num_heads=4",
 )
 SMALLER = {
     "scripts/convert_checkpoint.py": SMALL_DATA,
@@ -73,6 +76,31 @@ def run_commands(section: str, run_script: RunScript, *, scripts: Collection[str
         assert outcome.code == 0, (words, outcome.err)
         done.append(script)
     return done
+
+
+def test_every_option_of_the_page_exists(run_script: RunScript) -> None:
+    """Other tests replace the page's values by small ones; this one reads each option as it is written."""
+    scripts = {
+        "scripts/convert_checkpoint.py": [["import", "--help"], ["export", "--help"]],
+        "scripts/generate.py": [["--help"]],
+        "scripts/evaluate.py": [["--help"]],
+        "train.py": [],
+    }
+    help_of = {
+        script: " ".join(run_script(script, *arguments).out for arguments in calls) for script, calls in scripts.items()
+    }
+    text = PAGE.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    lines = [shlex.split(line) for line in "".join(blocks).replace("\\\n", " ").splitlines()]
+    seen = 0
+    for words in lines:
+        for option in (word.partition("=")[0] for word in words if word.startswith("--")):
+            assert option[2:] in flatten(Config()) or f"{option} " in help_of[words[1]], (option, words)
+            seen += 1
+    assert seen > 40
+    for option in re.findall(r"`(--[a-z_.]+)", text):
+        if not option.endswith("."):  # such as --dataset.*
+            assert option[2:] in flatten(Config()) or any(f"{option} " in text for text in help_of.values()), option
 
 
 @pytest.mark.parametrize("section", MODELS)

@@ -35,14 +35,19 @@ from torch import Tensor
 
 from torchditan import load
 from torchditan.checkpoint.loading import read_state
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config, read_toml
 from torchditan.config.options import Config, flatten
 from torchditan.config.trajectory import flatten_tree
+from torchditan.evaluation.card_origin import origin_of_run
 from torchditan.evaluation.generate import noise_number
 from torchditan.randomness import normal
 from torchditan.registry import FORMATS
 from torchditan.run.reading import read_config
+from torchditan.weights.formats import Given
+from torchditan.weights.formats.dit import convert_repa
 from torchditan.weights.formats.foreign_files import read_foreign_weights
+from torchditan.weights.formats.layout import _num_heads
 from torchditan.weights.trained_model import TrainedModel
 
 if TYPE_CHECKING:
@@ -56,6 +61,7 @@ DIGITS = (
     "--autoencoder.downsampling=2",
     "--autoencoder.shift=0",
     "--autoencoder.scale=1",
+    "--num_heads=4",
 )
 TRAIN = (
     "--dataset.num_workers=0",
@@ -86,7 +92,7 @@ def imported(path: Path, format: str, run_script: RunScript, *flags: object, run
 
 def test_a_bare_file_becomes_a_run_that_says_what_to_do_next(tmp_path: Path, run_script: RunScript) -> None:
     path = save(tmp_path / "SiT.pt", random_weights(SIT))
-    outcome = run_script(SCRIPT, "import", path, "run", "--format=sit")
+    outcome = run_script(SCRIPT, "import", path, "run", "--format=sit", "--num_heads=4")
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
     assert lines[0].startswith(f"run: ema weights of {path}, 0.3M parameters in ")
@@ -273,7 +279,8 @@ def test_the_configuration_to_continue_states_every_convention(tmp_path: Path, r
 
 def test_a_path_alone_is_that_of_the_default_autoencoder(tmp_path: Path, run_script: RunScript) -> None:
     path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
-    outcome = run_script(SCRIPT, "import", path, "run", "--format=sit", f"--autoencoder.path={tmp_path / 'missing'}")
+    flags = ("--format=sit", "--num_heads=4", f"--autoencoder.path={tmp_path / 'missing'}")
+    outcome = run_script(SCRIPT, "import", path, "run", *flags)
     assert outcome.code == 2
     assert "autoencoder.path" in outcome.err and "missing" in outcome.err
 
@@ -329,6 +336,23 @@ def write_twice(path: Path) -> None:
     torch.save({"a": torch.ones(2), "module.a": torch.ones(2)}, path)
 
 
+def write_nan(path: Path) -> None:
+    weights = random_weights(SIT)
+    weights["final_layer.linear.bias"][0] = torch.nan
+    torch.save(weights, path)
+
+
+def write_large_table(path: Path) -> None:
+    weights = random_weights(SIT)
+    weights["pos_embed"] = torch.zeros(1, 4_000_000, 1)
+    torch.save(weights, path)
+
+
+def write_start(path: Path) -> None:
+    torch.save(random_weights(SIT), path)
+    path.write_bytes(path.read_bytes()[:4000])
+
+
 def write_expanded(path: Path) -> None:
     weights = random_weights(SIT)
     weights["blocks.0.mlp.fc1.bias"] = torch.ones(1).expand(1 << 40)
@@ -343,7 +367,11 @@ Write = Callable[[Path], object]
     [
         (write_code, "dit", [], ["posix.system", "execut", "code"]),
         (write_half, "dit", [], ["truncated"]),
-        (write_without_ema, "sit", [], ["EMA", "raw"]),
+        (write_without_ema, "sit", [], ["no EMA; add --weights raw"]),
+        (write_without_ema, "sit", ["--weights=ema"], ["--weights", "no EMA", "must be raw"]),
+        (write_nan, "sit", [], ["final_layer.linear.bias", "not finite"]),
+        (write_large_table, "sit", [], ["pos_embed", "not the sin-cos table"]),
+        (write_start, "dit", [], ["truncated"]),
         (lambda path: path.write_bytes(b""), "dit", [], ["truncated"]),
         (lambda path: path.write_bytes(b"<html>"), "dit", [], ["web page", "download it again"]),
         (write_plain_pickle, "dit", [], ["truncated"]),
@@ -400,7 +428,8 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 ) -> None:
     path = tmp_path / "weights.pt"
     write(path)
-    outcome = run_script(SCRIPT, "import", path, "new", f"--format={format}", *flags)
+    heads = () if format == "diffusers" else ("--num_heads=4",)
+    outcome = run_script(SCRIPT, "import", path, "new", f"--format={format}", *heads, *flags)
     assert (outcome.code, outcome.out) == (2, ""), outcome.out
     line = outcome.err.removesuffix("\n")
     assert "\n" not in line and line.startswith("error: ")
@@ -431,7 +460,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, run_script: RunScript) -> No
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
     try:
-        outcome = run_script(SCRIPT, "import", path, "new", "--format=sit")
+        outcome = run_script(SCRIPT, "import", path, "new", "--format=sit", "--num_heads=4")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert outcome.code == 2
@@ -441,8 +470,67 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, run_script: RunScript) -> No
 
 def test_a_trained_run_is_never_replaced(tmp_path: Path, run_script: RunScript) -> None:
     path = save(tmp_path / "weights.pt", random_weights(SIT))
-    run = imported(path, "sit", run_script)
-    outcome = run_script(SCRIPT, "import", path, run, "--format=sit")
+    run = imported(path, "sit", run_script, "--num_heads=4")
+    flags = ("--format=sit", "--num_heads=4")
+    outcome = run_script(SCRIPT, "import", path, run, *flags)
     assert outcome.code == 2
     assert_refused(outcome.err, str(run), ["--overwrite"])
-    assert run_script(SCRIPT, "import", path, run, "--format=sit", "--overwrite").code == 0
+    assert run_script(SCRIPT, "import", path, run, *flags, "--overwrite").code == 0
+
+
+def test_what_is_imported_is_not_deleted_with_the_run_that_it_replaces(tmp_path: Path, run_script: RunScript) -> None:
+    path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
+    run = imported(path, "sit", run_script, *DIGITS)
+    inside = path.rename(run / "weights.pt")
+    outcome = run_script(SCRIPT, "import", inside, run, "--format=sit", "--overwrite", *DIGITS)
+    assert outcome.code == 2 and f"{inside} is inside {run}" in outcome.err
+    assert inside.is_file()
+    assert run_script(SCRIPT, "export", run, run / "mine.safetensors").code == 0
+    outcome = run_script(SCRIPT, "import", run / "mine.safetensors", run, "--overwrite")
+    assert outcome.code == 2 and (run / "mine.safetensors").is_file()
+
+
+def test_a_symbolic_link_is_no_run(tmp_path: Path, run_script: RunScript) -> None:
+    path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    outcome = run_script(SCRIPT, "import", path, "link", "--format=sit", *DIGITS)
+    assert (outcome.code, outcome.err) == (2, "error: link is a symbolic link; choose another name\n")
+
+
+@pytest.mark.parametrize(("size", "is_published"), [((12, 384), True), ((3, 64), False), ((6, 192), False)])
+def test_the_number_of_heads_is_never_guessed(size: tuple[int, int], is_published: bool) -> None:
+    if is_published:
+        assert _num_heads(*size, None, Given()) == 6
+    else:
+        with pytest.raises(ConfigError, match="--num_heads = none: must be given"):
+            _num_heads(*size, None, Given())
+
+
+def test_the_card_of_an_imported_run_says_where_its_weights_come_from(tmp_path: Path, run_script: RunScript) -> None:
+    path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
+    run = imported(path, "sit", run_script, *DIGITS)
+    config = TrainedModel.load(run).config
+    found = origin_of_run(
+        run, step=0, images_seen=0, weights="ema", model_parameters=1, config=config, model_evaluations=1
+    )
+    assert found.imported is not None
+    assert (found.imported["file"], found.imported["format"]) == ("weights.pt", "sit")
+    assert (found.ema_decay, found.training_seed, found.training_versions) == (None, None, {})
+
+
+def test_new_classes_are_those_of_a_folder(tmp_path: Path, run_script: RunScript) -> None:
+    path = save(tmp_path / "weights.pt", random_weights(TINY_SIT))
+    outcome = run_script(SCRIPT, "import", path, "run", "--format=sit", "--num_heads=4", "--num_classes=1000")
+    assert outcome.code == 0, outcome.err
+    assert read_config(tmp_path / "run")["config"]["dataset"]["dataset_name"] == "folder"
+
+
+def test_older_files_of_repa_have_decoder_blocks() -> None:
+    weights = random_weights(replace(REPA, side=4))
+    older = {re.sub(r"^blocks\.2\.", "decoder_blocks.0.", name): tensor for name, tensor in weights.items()}
+    assert older.keys() != weights.keys()
+    given = Given(num_heads=4)
+    found, expected = (convert_repa(content, content={}, given=given) for content in (older, weights))
+    assert found.tensors.keys() == expected.tensors.keys()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())

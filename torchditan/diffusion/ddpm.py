@@ -84,11 +84,11 @@ class DDPM(Objective):
             yield "checkpoint.initial_load_convention", right
         sampling = config.sampling
         if sampling.sampler == "heun":
-            yield "sampling.sampler", "ddpm has no second-order sampler; must be ddim or ancestral"
+            yield "sampling.sampler", "ddpm has no second-order sampler; must be ddim (or euler, the same) or ancestral"
         if sampling.num_steps > NUM_LEVELS:
             yield "sampling.num_steps", f"ddpm has {NUM_LEVELS} levels; must be at most {NUM_LEVELS}"
-        if sampling.num_steps == 1 and sampling.spacing != "trailing":
-            yield "sampling.spacing", "with one step, only trailing starts at the noise; must be trailing"
+        if sampling.num_steps == 1 and sampling.spacing == "leading":
+            yield "sampling.spacing", "with one step, leading starts at the data; must be trailing or linspace"
 
     def model_time(self, t: Any) -> Any:
         """1 - t. A number is rounded, so that t = 0.8 is level 200 and not the one before it."""

@@ -106,4 +106,6 @@ def spaced_levels(spacing: Spacing, num_steps: int) -> list[int]:
         return [NUM_LEVELS * (i + 1) // num_steps - 1 for i in range(num_steps)]
     if spacing == "leading":
         return [i * (NUM_LEVELS // num_steps) for i in range(num_steps)]
+    if num_steps == 1:
+        return [NUM_LEVELS - 1]
     return [round(i * (NUM_LEVELS - 1) / (num_steps - 1)) for i in range(num_steps)]

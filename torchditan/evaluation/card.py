@@ -98,6 +98,8 @@ class Origin:
     training_commit: str | None = None
     training_versions: dict[str, str | None] = field(default_factory=dict)
     training_hardware: str | None = None
+    imported: dict[str, Any] | None = None
+    """Of weights of another project: file, format and conversions. How they were trained is unknown."""
     data: Data | None = None
     model: str | None = None
     """Architecture and flavor: "dit DiT-Ti"."""

@@ -56,26 +56,29 @@ def origin_of_run(
     content = read_config(run)
     stored = from_dict(content["config"])
     path = config.autoencoder.path
+    imported = content.get("imported")
+    is_foreign = isinstance(imported, dict) and "format" in imported
     return Origin(
         run=str(run),
         run_id=content.get("run_id"),
         step=step,
         images_seen=images_seen,
         weights=weights,
-        ema_decay=config.ema.decay if weights == "ema" else None,
-        training_seed=config.training.seed,
+        ema_decay=config.ema.decay if weights == "ema" and not is_foreign else None,
+        training_seed=None if is_foreign else config.training.seed,
         config_hash=_hash(content["config"]),
         trajectory_hash=trajectory_hash(stored),
         training_commit=content.get("git_commit"),
-        training_versions=content.get("versions") or {},
+        training_versions={} if is_foreign else content.get("versions") or {},
         training_hardware=_hardware_text(content.get("hardware")),
+        imported=imported if is_foreign else None,
         data=Data(
             name=config.dataset.dataset_name,
             fingerprint=config.dataset.fingerprint,
             image_size=config.dataset.image_size,
             num_classes=config.dataset.num_classes,
         ),
-        model=f"{config.model.name} {config.model.flavor}",
+        model=" ".join([config.model.name, config.model.flavor, *config.model.overrides]),
         model_parameters=model_parameters,
         decoder=config.autoencoder.fingerprint,
         autoencoder_path=path if path != stored.autoencoder.path else None,

@@ -26,7 +26,7 @@ from torchditan.registry import FORMATS, registered
 from torchditan.weights.exported import Kind, StoredWeights
 from torchditan.weights.formats import Converted, Given
 from torchditan.weights.formats.foreign_files import ForeignWeights, read_foreign_weights
-from torchditan.weights.imported_run import create_run, refuse_existing
+from torchditan.weights.imported_run import create_run, refuse_existing, refuse_sources_inside
 
 CONTINUE_FILE = "continue.toml"
 _LABELS = "y_embedder.embedding_table.weight"
@@ -85,7 +85,10 @@ def import_format(
         raise ConfigError(str(error) if is_option else f"{path} {error}") from None
     if num_classes is not None:
         converted = _with_new_classes(converted, num_classes)
+        flags = ["--dataset.dataset_name=folder", *flags]
+    _refuse_bad_values(path, converted)
     config = _config_of(converted, foreign, run, flags)
+    refuse_sources_inside(run, path, config)
     stored = StoredWeights(
         path=path,
         shapes={name: tuple(tensor.shape) for name, tensor in converted.tensors.items()},
@@ -99,6 +102,12 @@ def import_format(
     create_run(run, stored, config, converted.tensors, origin=origin, files=files)
     count = sum(tensor.numel() for tensor in converted.tensors.values())
     return ImportedFormat(foreign.kind, count, (*converted.notes, _describe_data(config)), config)
+
+
+def _refuse_bad_values(path: Path, converted: Converted) -> None:
+    for name, tensor in converted.tensors.items():
+        if not tensor.isfinite().all():
+            raise ConfigError(f"{path} has {name} with values that are not finite; such a model only draws NaN")
 
 
 def _check_given(given: Given, format: str) -> None:
@@ -205,8 +214,8 @@ def _check_channels(section: Autoencoder, has: int, channels: int) -> None:
 _CONTINUED = ("model", "autoencoder", "diffusion", "sampling")
 _DATASET = ("dataset_name", "root_dir", "image_size", "num_classes", "crop")
 _HEAD = """\
-# Continue training from imported weights, in a new run. Add the images:
-# python train.py --job.config_file {file} --dataset.dataset_name folder --dataset.root_dir IMAGES
+# Continues training from imported weights, in a new run: python train.py --job.config_file THIS_FILE, with the options
+# of your images and of the training (docs/checkpoints.md).
 """
 
 
@@ -221,7 +230,7 @@ def continue_toml(config: Config, run: Path) -> str:
     tables["dataset"] = {key: tree["dataset"][key] for key in _DATASET}
     tables["checkpoint"] = {"initial_load_path": str(run.resolve())}
     tables["metrics"] = {"experiment_name": f"{config.metrics.experiment_name}-continued"}
-    lines = [_HEAD.format(file=run / CONTINUE_FILE)]
+    lines = [_HEAD]
     for section, keys in tables.items():
         # JSON and TOML write numbers, texts, booleans and lists of them in the same way.
         texts = {key: json.dumps(value, ensure_ascii=False) for key, value in keys.items() if value is not None}

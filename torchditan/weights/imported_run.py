@@ -56,6 +56,7 @@ def import_weights(path: Path, run: Path, *, flags: Sequence[str] = (), overwrit
     stored = read_weights_metadata(path)
     refuse_existing(run, overwrite=overwrite)
     config = _check_config(stored, flags)
+    refuse_sources_inside(run, path, config)
     with open_file(path) as file:
         tensors = {name: file.get_tensor(name) for name in stored.shapes}  # memory-mapped until written
         create_run(run, stored, config, tensors)
@@ -98,13 +99,22 @@ def create_run(
         os.replace(partial, run)
         sync_folder(run.parent)
     except OSError as error:
-        raise ConfigError(f"{run} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{run} cannot be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def refuse_sources_inside(run: Path, path: Path, config: Config) -> None:
+    """Refuse to replace a run that contains the weights to import, or the autoencoder."""
+    for source in (path, config.autoencoder.path):
+        if source is not None and Path(source).resolve().is_relative_to(run.resolve()):
+            raise ConfigError(f"{source} is inside {run}, which the import would replace; choose another name")
+
+
 def refuse_existing(run: Path, *, overwrite: bool) -> None:
     """Refuse to replace a run; an imported one may be replaced with `overwrite`, a trained one never."""
+    if run.is_symlink():
+        raise ConfigError(f"{run} is a symbolic link; choose another name")
     if not run.exists() or (run.is_dir() and not any(run.iterdir())):
         return
     if not run.is_dir() or "imported" not in read_config(run):

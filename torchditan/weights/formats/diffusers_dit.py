@@ -234,7 +234,7 @@ def _convention(folder: Path, given: Given) -> tuple[dict[str, Any], list[str]]:
     spacing = scheduler.get("timestep_spacing", "leading" if class_name in _LEADING_BY_DEFAULT else "linspace")
     schedule = next((name for name, keys in NOISE_SCHEDULES.items() if _has(scheduler, keys)), None)
     prediction = next(
-        (ours for ours, theirs in PREDICTIONS.items() if _has(scheduler, {"prediction_type": theirs})), None
+        (ours for ours, theirs in PREDICTIONS.items() if scheduler.get("prediction_type", "epsilon") == theirs), None
     )
     if schedule is None or prediction is None or spacing not in SPACINGS:
         shown = ("beta_schedule", "beta_start", "beta_end", "prediction_type", "timestep_spacing")

@@ -8,6 +8,7 @@ predicts and in its time. Names and shapes do not show it, so you must name the 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -106,8 +107,16 @@ def convert_sit(tensors: dict[str, Tensor], *, content: Mapping[str, Any], given
 
 
 def convert_repa(tensors: dict[str, Tensor], *, content: Mapping[str, Any], given: Given) -> Converted:
-    """REPA's SiT: t = 1 is noise, and the model predicts noise - data. Both are reversed in the weights, exactly."""
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("projectors.")}
+    """REPA's SiT: t = 1 is noise, and the model predicts noise - data. Both are reversed in the weights, exactly.
+
+    Older files call the blocks after those of the encoder `decoder_blocks`.
+    """
+    depth = len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
+    kept = {
+        re.sub(r"^decoder_blocks\.(\d+)", lambda match: f"blocks.{depth + int(match[1])}", name): tensor
+        for name, tensor in tensors.items()
+        if not name.startswith("projectors.")
+    }
     read = _read(kept, given, format="REPA")
     notes = [
         "time reversed in t_embedder.mlp.0.weight: t = 1 is data here (model.timestep_scale 1)",

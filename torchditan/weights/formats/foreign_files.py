@@ -2,7 +2,8 @@
 """Reads weights that other projects saved: files of torch.save, safetensors files, and folders of diffusers.
 
 A pickle is read with `weights_only`, which executes no code. The only further type it may contain is the
-argparse.Namespace of the DiT training scripts. Tensors are memory-mapped: the optimizer's state is never read.
+argparse.Namespace of the DiT training scripts. Tensors are memory-mapped, so the optimizer's state is never read,
+except in files of the format before torch 1.6.
 """
 
 from __future__ import annotations
@@ -61,14 +62,17 @@ def read_foreign_weights(path: Path, *, weights: Kind | None = None) -> ForeignW
     found = _read_file(path)
     stored = {kind: found[key] for kind, key in _TRAINING_KEYS.items() if isinstance(found.get(key), dict)}
     if not stored:
+        if isinstance(found.get("state_dict"), dict):
+            found = found["state_dict"]
         if weights == "raw":
             raise option_error("--weights", weights, f"{path} holds one set of weights; leave it out")
         return ForeignWeights(path, _tensors_of(path, found), "ema")
     kind = weights or "ema"
     if kind not in stored:
-        other = next(iter(stored))
-        right = f"{path} has no {'EMA' if kind == 'ema' else 'raw weights'}; must be {other}"
-        raise option_error("--weights", kind, right)
+        other, lacks = next(iter(stored)), f"{path} has no {'EMA' if kind == 'ema' else 'raw weights'}"
+        if weights is None:
+            raise ConfigError(f"{lacks}; add --weights {other}")
+        raise option_error("--weights", kind, f"{lacks}; must be {other}")
     return ForeignWeights(path, _tensors_of(path, stored[kind]), kind)
 
 
@@ -77,6 +81,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             start = file.read(9)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    try:
         if path.suffix == ".safetensors" or start[8:] == b"{":
             return _read_safetensors(path)
         if not is_pickle(path) and (kind := other_kind(path)) is not None:
@@ -85,8 +92,6 @@ def _read_file(path: Path) -> dict[str, Any]:
             warnings.simplefilter("ignore")
             is_zip = start.startswith(b"PK")  # older files cannot be memory-mapped
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (ConfigError, MemoryError):
         raise
     except Exception as error:  # a damaged archive or pickle fails in many ways

@@ -148,8 +148,7 @@ def read_sizes(tensors: Mapping[str, Tensor], *, num_heads: int | None, given: G
 
 def _num_heads(depth: int, width: int, found: int | None, given: Given) -> int:
     """The number of heads: of the tensors, of a published size, or given."""
-    known = {(size.depth, size.width): size.num_heads for size in FLAVORS.values()} | _OTHER_SIZES
-    found = found or known.get((depth, width))
+    found = found or _PUBLISHED_SIZES.get((depth, width))
     if given.num_heads is None and found is None:
         right = f"must be given: {depth} blocks of width {width} are no published size"
         raise option_error("--num_heads", None, right)
@@ -160,8 +159,8 @@ def _num_heads(depth: int, width: int, found: int | None, given: Given) -> int:
     return heads
 
 
-_OTHER_SIZES = {(24, 1536): 24, (28, 1792): 28}
-"""Depth and width -> heads of LightningDiT-1p0B and -1p6B (Yao et al. 2025, arXiv 2501.01423)."""
+_PUBLISHED_SIZES = {(12, 384): 6, (12, 768): 12, (24, 1024): 16, (28, 1152): 16, (24, 1536): 24, (28, 1792): 28}
+"""Depth and width -> heads: S, B, L and XL, and LightningDiT's 1p0B and 1p6B (Yao et al. 2025, arXiv 2501.01423)."""
 
 
 def size_options(sizes: Sizes) -> dict[str, Any]:
@@ -211,8 +210,10 @@ def check_position_table(table: Tensor, sizes: Sizes, shape: tuple[int, int, int
         ConfigError: it differs.
     """
     rows, columns = shape[1] // sizes.patch_size, shape[2] // sizes.patch_size
-    ours = sincos_position_table(sizes.width, rows, columns)
-    check_table("pos_embed", table, ours.unsqueeze(0), what="the sin-cos table of DiT (a learned or another one)")
+    what = "the sin-cos table of DiT (a learned or another one)"
+    if tuple(table.shape) != (1, rows * columns, sizes.width):  # before ours takes as much memory as the file claims
+        raise ConfigError(f"has pos_embed that is not {what}; it cannot be imported")
+    check_table("pos_embed", table, sincos_position_table(sizes.width, rows, columns).unsqueeze(0), what=what)
 
 
 def check_table(name: str, table: Tensor, ours: Tensor, *, what: str) -> None:
