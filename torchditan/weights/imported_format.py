@@ -212,6 +212,7 @@ def _check_channels(section: Autoencoder, has: int, channels: int) -> None:
 
 
 _CONTINUED = ("model", "autoencoder", "diffusion", "sampling")
+_NORMALISATION = ("shift", "scale")
 _DATASET = ("dataset_name", "root_dir", "image_size", "num_classes", "crop")
 _HEAD = """\
 # Continues training from imported weights, in a new run: python train.py --job.config_file THIS_FILE, with the options
@@ -226,6 +227,10 @@ def continue_toml(config: Config, run: Path) -> str:
         section: {key: value for key, value in keys.items() if value != defaults[section][key]}
         for section, keys in tree.items()
     }
+    if config.dataset.dataset_name == "latents":  # their index has the normalisation
+        changed["autoencoder"] = {
+            key: value for key, value in changed["autoencoder"].items() if key not in _NORMALISATION
+        }
     tables = {section: changed[section] for section in _CONTINUED if changed[section]}
     tables["dataset"] = {key: tree["dataset"][key] for key in _DATASET}
     tables["checkpoint"] = {"initial_load_path": str(run.resolve())}
