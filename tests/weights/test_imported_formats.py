@@ -534,3 +534,13 @@ def test_older_files_of_repa_have_decoder_blocks() -> None:
     found, expected = (convert_repa(content, content={}, given=given) for content in (older, weights))
     assert found.tensors.keys() == expected.tensors.keys()
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())
+
+
+def test_training_continues_on_stored_latents(tmp_path: Path, run_script: RunScript) -> None:
+    encoded = run_script("scripts/encode_latents.py", "latents", *DIGITS[:3])
+    assert encoded.code == 0, encoded.err
+    data = ("--dataset.dataset_name=latents", f"--dataset.root_dir={tmp_path / 'latents'}", *DIGITS[1:])
+    run = imported(save(tmp_path / "weights.pt", random_weights(TINY_SIT)), "sit", run_script, *data)
+    outcome = run_script("train.py", f"--job.config_file={run}/continue.toml", *TRAIN)
+    assert outcome.code == 0, outcome.err
+    assert "started from the weights" in outcome.out

@@ -212,7 +212,6 @@ def _check_channels(section: Autoencoder, has: int, channels: int) -> None:
 
 
 _CONTINUED = ("model", "autoencoder", "diffusion", "sampling")
-_NORMALISATION = ("shift", "scale")
 _DATASET = ("dataset_name", "root_dir", "image_size", "num_classes", "crop")
 _HEAD = """\
 # Continues training from imported weights, in a new run: python train.py --job.config_file THIS_FILE, with the options
@@ -228,9 +227,8 @@ def continue_toml(config: Config, run: Path) -> str:
         for section, keys in tree.items()
     }
     if config.dataset.dataset_name == "latents":  # their index has the normalisation
-        changed["autoencoder"] = {
-            key: value for key, value in changed["autoencoder"].items() if key not in _NORMALISATION
-        }
+        kept = changed["autoencoder"].keys() - {"shift", "scale"}
+        changed["autoencoder"] = {key: changed["autoencoder"][key] for key in sorted(kept)}
     tables = {section: changed[section] for section in _CONTINUED if changed[section]}
     tables["dataset"] = {key: tree["dataset"][key] for key in _DATASET}
     tables["checkpoint"] = {"initial_load_path": str(run.resolve())}
