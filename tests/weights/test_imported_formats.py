@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from cards import card
 from own_reading import (
     DIT,
     LIGHTNINGDIT,
@@ -40,6 +41,7 @@ from torchditan.config.loader import load_config, read_toml
 from torchditan.config.options import Config, flatten
 from torchditan.config.trajectory import flatten_tree
 from torchditan.evaluation.card_origin import origin_of_run
+from torchditan.evaluation.card_tables import markdown
 from torchditan.evaluation.generate import noise_number
 from torchditan.randomness import normal
 from torchditan.registry import FORMATS
@@ -517,6 +519,8 @@ def test_the_card_of_an_imported_run_says_where_its_weights_come_from(tmp_path: 
     assert found.imported is not None
     assert (found.imported["file"], found.imported["format"]) == ("weights.pt", "sit")
     assert (found.ema_decay, found.training_seed, found.training_versions) == (None, None, {})
+    text = markdown(replace(card(), imported=found.imported), tmp_path / "card.json")
+    assert re.search(r"imported file +\| weights.pt", text) and re.search(r"imported format +\| sit", text)
 
 
 def test_new_classes_are_those_of_a_folder(tmp_path: Path, run_script: RunScript) -> None:

@@ -31,6 +31,7 @@ def markdown(card: Card, path: Path) -> str:
     settings = [[name, shown(name, value)] for name, value in settings_of(card).items() if value is not None]
     about = {
         "run": card.run,
+        **{f"imported {name}": (card.imported or {}).get(name) for name in ("file", "format")},
         "training hardware": card.training_hardware,
         **{f"training {name}": version for name, version in card.training_versions.items()},
         "ranks": card.ranks,
