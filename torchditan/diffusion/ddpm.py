@@ -50,6 +50,7 @@ class DDPM(Objective):
     """The model predicts the noise, v or x of a sample at a uniformly drawn level, and optionally a variance."""
 
     uses_step_noise: ClassVar[bool] = True
+    table_bytes: ClassVar[int] = 4 * NUM_LEVELS * len(Levels._fields)
 
     conditioning: Conditioning
     label_dropout: float

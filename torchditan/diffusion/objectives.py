@@ -37,6 +37,9 @@ class Objective(Protocol):
     uses_step_noise: ClassVar[bool] = False
     """If true, `sample` has a keyword `step_noise`: (number of the step, from 0) -> standard normal (B, ...)."""
 
+    table_bytes: ClassVar[int] = 0
+    """Bytes of the tables that `loss` keeps on each device, for the planner."""
+
     @property
     def features(self) -> tuple[str, ...]:
         """Names from `ModelSpec.features` that `loss` requests from the model or the teacher."""

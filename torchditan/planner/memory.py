@@ -69,7 +69,7 @@ class Parameters:
     blocks: list[list[Weight]]
     root: list[Weight]
     buffer_bytes: int = 0
-    """Position tables and other buffers, unsharded on every rank."""
+    """Position tables, other buffers and the tables of the objective, unsharded on every rank."""
 
     @property
     def all(self) -> list[Weight]:

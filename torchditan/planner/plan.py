@@ -371,7 +371,9 @@ class TracedModel:
         self.kernels: Kernels = kernels
         self.diffusion = diffusion
         self.objective = build_objective(diffusion, spec)
-        self.parameters: Parameters = model_parameters(spec)
+        parameters = model_parameters(spec)
+        buffer_bytes = parameters.buffer_bytes + self.objective.table_bytes
+        self.parameters: Parameters = dataclasses.replace(parameters, buffer_bytes=buffer_bytes)
         self._traces: dict[Checkpointing, list[StepTrace]] = {}
         self.looks_inside = bool(self.objective.features) or self.objective.uses_teacher
 
