@@ -104,7 +104,7 @@ class Metric(Protocol):
     def compute(self) -> dict[str, Any]:
         """Results by name, called after all pictures were added.
 
-        A result is a `Figure`, a number, a dictionary of numbers, or a string that explains why there is no number.
+        A result is a `Figure`, a number, a dictionary of numbers, or the reason, as a string, if it cannot be computed.
         """
 
 

@@ -8,8 +8,6 @@ tensors must match the model of this configuration. imported_format.py creates s
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -30,12 +28,13 @@ from torchditan.config.loader import from_dict, override, to_dict
 from torchditan.config.options import Config
 from torchditan.config.trajectory import trajectory
 from torchditan.run import provenance
-from torchditan.run.atomic_files import sync_folder, temporary_path, write_file
+from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import check_folders
 from torchditan.run.reading import read_config
 from torchditan.run.training_progress import Progress
 from torchditan.weights.exported import StoredWeights, key_of, read_weights_metadata
 from torchditan.weights.initial import refuse_other_model
+from torchditan.weights.new_folder import new_folder
 from torchditan.weights.safetensors_files import open_file
 from torchditan.weights.trained_model import stored_spec
 
@@ -88,20 +87,10 @@ def create_run(
     with torch.device("meta"):
         model = stored_spec(config).build()
     refuse_other_model(model, stored, [])
-    partial = temporary_path(run)
-    try:
-        partial.mkdir(parents=True)
+    with new_folder(run, replace=True) as partial:
         _write_run(partial, stored, config, tensors, origin)
         for name, text in files.items():
             write_file(partial / name, text.encode())
-        if run.exists():
-            shutil.rmtree(run)
-        os.replace(partial, run)
-        sync_folder(run.parent)
-    except OSError as error:
-        raise ConfigError(f"{run} cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def refuse_sources_inside(run: Path, path: Path, config: Config) -> None:

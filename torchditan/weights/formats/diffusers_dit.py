@@ -224,7 +224,7 @@ def _convention(folder: Path, given: Given) -> tuple[dict[str, Any], list[str]]:
     if not scheduler:
         if None in stated.values():
             option = next(option for option, value in stated.items() if value is None)
-            right = f"must be given: there is no {SCHEDULER_FILE}, and the weights do not show what they predict"
+            right = f"must be given: the folder has no {SCHEDULER_FILE}, and weights do not show their prediction"
             raise option_error(f"--{option.removeprefix('diffusion.')}", None, right)
         return stated, []
     for key, only in _LEVELS.items():

@@ -150,7 +150,7 @@ def _num_heads(depth: int, width: int, found: int | None, given: Given) -> int:
     """The number of heads: of the tensors, of a published size, or given."""
     found = found or _PUBLISHED_SIZES.get((depth, width))
     if given.num_heads is None and found is None:
-        right = f"must be given: {depth} blocks of width {width} are no published size"
+        right = f"must be given: no published model has {depth} blocks of width {width}"
         raise option_error("--num_heads", None, right)
     heads = given.num_heads or found
     assert heads is not None
