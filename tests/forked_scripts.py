@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from multiprocessing import forkserver
@@ -80,7 +81,15 @@ def _launch(arguments: list[str], world_size: int | None, env: dict[str, str], c
         max_restarts=0,
         start_method="fork",
     )
-    elastic_launch(config, _run_script)(arguments)
+    elastic_launch(config, _run_rank)(arguments)
+
+
+def _run_rank(arguments: list[str]) -> None:
+    # The agent's handlers raise. If it ended this rank while the rank exits, its traceback would follow the reason.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _run_script(arguments)
 
 
 def _run_script(arguments: list[str]) -> None:
