@@ -67,7 +67,8 @@ def verdict_section(verdicts: Sequence[Verdict]) -> str:
     text = (
         "<p>Two settings are compared seed by seed. The difference is the mean over the seeds that both have, and its "
         "interval comes from Student's t. A verdict is better or worse only if p, corrected for all comparisons of the "
-        f"grid (Holm), is at most {LEVEL:g}. Further seeds would decide a comparison with a probability of 80% if the "
+        f"grid (Holm), is at most {LEVEL:g}. The interval is that of one comparison alone, so it can exclude zero "
+        "where the verdict is inconclusive. Further seeds would decide a comparison with a probability of 80% if the "
         "measured difference and spread are the true ones. FLOPs and time per image and peak memory are ratios, after "
         "over before.</p>"
     )
@@ -136,7 +137,7 @@ def _table(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
     """Headers and rows; the column of other settings only if it has an entry."""
     rows = []
     for verdict, (change, others) in zip(verdicts, _names(verdicts), strict=True):
-        half, cost = verdict.half_width, verdict.cost
+        cost, half = verdict.cost, _precision(verdict)
         seeds = str(len(verdict.seeds))
         seeds += f" of {len(verdict.seeds) + len(verdict.missing)}" if verdict.missing else ""
         is_known = bool(verdict.seeds)
@@ -160,17 +161,24 @@ def _table(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
     return [_HEADERS[number] for number in shown], [[row[number] for number in shown] for row in rows]
 
 
+def _precision(verdict: Verdict) -> float | None:
+    """A difference is shown with one digit more than its interval supports: most are small against the spread."""
+    return verdict.half_width / 10 if verdict.half_width else None
+
+
 def _signed(verdict: Verdict) -> str:
-    half = verdict.half_width
-    text = significant(verdict.difference, 3) if half is None else rounded(verdict.difference, half)
+    precision = _precision(verdict)
+    text = significant(verdict.difference, 3) if precision is None else rounded(verdict.difference, precision)
     return f"+{text}" if verdict.difference > 0 else text
 
 
 def _interval(verdict: Verdict) -> str:
-    half = verdict.half_width
+    half, precision = verdict.half_width, _precision(verdict)
     if half is None:
         return ""
-    return f"{rounded(verdict.difference - half, half)} to {rounded(verdict.difference + half, half)}"
+    if not half:
+        return "no spread"
+    return " to ".join(rounded(verdict.difference + sign * half, precision) for sign in (-1, 1))
 
 
 def _further(verdict: Verdict) -> str:
