@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from refusals import assert_refused
 from scipy.stats import ttest_rel
-from test_analysis import Row, row, write_grid, write_losses
+from test_analysis import Row, finding, row, write_grid, write_losses
 
 from torchditan.ablation.grid import COMPILE
 from torchditan.ablation.ledger import QUALITY
@@ -269,7 +269,10 @@ def test_tables_average_over_the_seeds(tmp_path: Path) -> None:
     assert first[f"{THROUGHPUT.column}_half"] == pytest.approx(4.303 * 10 / math.sqrt(3), rel=1e-3)
     assert first["run_name"] == "bs4_cFalse_seed-0,1,2"
     (compiling,) = analysis.same_batch
-    assert compiling.change(THROUGHPUT)[:2] == (2, pytest.approx(50)), "two batches, whatever the number of seeds"
+    change = compiling.change(THROUGHPUT)
+    assert change[:2] == (2, pytest.approx(50)), "two batches, whatever the number of seeds"
+    assert change.noise == pytest.approx(100 * math.sqrt(2) * 4.303 * 10 / math.sqrt(3) / 110, rel=1e-3)
+    assert "165 images/s (± 37, 95% over 3 seeds)" in finding(analysis, "What was fastest?").sentences[0]
     assert "3 training seeds, averaged: 0, 1, 2." in report_html(analysis)
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _COLUMNS = columns(())
 _AFTER_AXES = _COLUMNS[_COLUMNS.index("num_devices") :]
 _NUMBERS = tuple(name for name in (*_AFTER_AXES, *QUALITY) if column_type(name) is not str)
-_WITH_INTERVAL = ("images_per_second_mean", "images_per_second_per_device_mean", "peak_memory_gib")
+_WITH_INTERVAL = ("images_per_second_mean", "images_per_second_per_device_mean", "mfu_mean", "peak_memory_gib")
 # Zero or less is a measurement error, and ratios to it are meaningless.
 _POSITIVE = (
     "step_time_s_mean",

@@ -455,6 +455,10 @@ def _origin_section(analysis: Analysis) -> str:
 
 def _method_section(analysis: Analysis) -> str:
     effects = len(analysis.results.effects)
+    seeds = (
+        "<p>Training seeds are repetitions: after the repeats, the seeds of a setting are averaged, each with the same "
+        "weight. The noise of a pair is then at least the 95% interval of its difference over seeds.</p>"
+    )
     return (
         "<p>A run is used as data if it completed and has a throughput. Repeats of a setting are averaged first. Pairs "
         f"are formed for each of the {count(effects, 'setting')} that vary in addition to the batch. The runs of a "
@@ -466,7 +470,7 @@ def _method_section(analysis: Analysis) -> str:
         "of the pairs has one sign and the median exceeds the noise. With few pairs, read the single pairs in "
         "pairs.csv. The tables are in effects.csv, in the same folder.</p>"
         "<p>The start-up cost of compiling is compile_s of the compiled run minus that of its eager pair. It is repaid "
-        "after this time divided by the time saved per step.</p>"
+        "after this time divided by the time saved per step.</p>" + (seeds if len(analysis.results.seeds) > 1 else "")
     )
 
 
