@@ -81,7 +81,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     """`2 better, 1 worse, 9 inconclusive, of 12 comparisons.`"""
     counts = Counter(verdict.word for verdict in verdicts)
     if set(counts) <= {ONE_SEED, NOT_MEASURED}:
-        return "One seed: no verdict."
+        return "One seed: no verdict." if counts[ONE_SEED] else "No figure was measured on both sides of a comparison."
     words = (BETTER, WORSE, INCONCLUSIVE, ONE_SEED, NOT_MEASURED)
     parts = [f"{counts[word]:,} {word}" for word in words if counts[word] or word in words[:3]]
     return f"{', '.join(parts)}, of {count(len(verdicts), 'comparison')}."
