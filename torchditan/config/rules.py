@@ -38,7 +38,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "sampling.guidance_channels sampling.images_per_class sampling.max_classes validation.num_images "
         "evaluation.num_samples "
         "profiling.profile_freq comm.init_timeout_seconds comm.train_timeout_seconds text_encoder.max_length "
-        "training.max_rollbacks autotune.batch_size_multiple autotune.max_batch_size",
+        "training.max_rollbacks autotune.batch_size_multiple autotune.max_batch_size optimizer.ns_steps",
     ),
     (
         "must be at least 2: the first step warms up",
@@ -49,7 +49,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "must be 0 or more",
         lambda value: value >= 0,
         "dataset.num_classes dataset.num_workers dataset.shuffle_tags dataset.held_out training.max_norm optimizer.lr "
-        "optimizer.weight_decay "
+        "optimizer.weight_decay optimizer.adamw_lr "
         "lr_scheduler.warmup_steps checkpoint.keep_latest_k metrics.sample_freq sampling.guidance_scale lora.rank "
         "diffusion.embedded_guidance sampling.embedded_guidance "
         "validation.freq evaluation.freq evaluation.seed comm.trace_buf_size",
@@ -83,7 +83,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be 0 or more and below 1",
         lambda value: 0 <= value < 1,
-        "optimizer.beta1 optimizer.beta2 ema.decay autotune.memory_margin",
+        "optimizer.beta1 optimizer.beta2 optimizer.momentum ema.decay autotune.memory_margin",
     ),
     (
         "must be 0 or more and below 2^63",
@@ -189,6 +189,12 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         lambda config: config.lora.rank == 0,
         "lora.alpha lora.target_modules lora.assistant_path",
         "has no effect with lora.rank 0, which trains all weights",
+    ),
+    (
+        lambda config: config.optimizer.name in ("AdamW", "AdamW8bit"),
+        "optimizer.adjust_lr_fn optimizer.adamw_lr optimizer.momentum optimizer.nesterov optimizer.ns_steps "
+        "optimizer.ns_dtype",
+        "applies only to optimizer.name Muon; leave it out",
     ),
 ]
 """(condition, options without effect under it, which must keep their default, the message). The first match raises."""
@@ -317,6 +323,11 @@ def _validate_optimizer(config: Config) -> None:
     if config.optimizer.name == "AdamW8bit" and config.checkpoint.async_mode != "disabled":
         right = "torch cannot stage the tensors of AdamW8bit for a background save; must be disabled"
         raise option_error("checkpoint.async_mode", config.checkpoint.async_mode, right)
+    if config.optimizer.name == "Muon" and config.model.name in FAMILIES:
+        right = "knows the matrices of our own blocks; must be AdamW or AdamW8bit for {name}"
+        raise option_error("optimizer.name", "Muon", right.format(name=config.model.name))
+    if config.optimizer.adamw_lr is not None and config.optimizer.lr == 0:
+        raise option_error("optimizer.lr", 0, "must be greater than 0 with optimizer.adamw_lr")
 
 
 def _validate_objective(config: Config) -> None:

@@ -22,6 +22,12 @@ VALUES_BEFORE: dict[str, Any] = {
     "model.block": "dit",
     "model.timestep_frequencies": "dit",
     "model.timestep_scale": 1000.0,
+    "optimizer.adamw_lr": None,
+    "optimizer.adjust_lr_fn": "match_rms_adamw",
+    "optimizer.momentum": 0.95,
+    "optimizer.nesterov": True,
+    "optimizer.ns_dtype": "bfloat16",
+    "optimizer.ns_steps": 5,
 }
 """Options added since commit 36e2f02, each with the behavior of every run before the option existed.
 
