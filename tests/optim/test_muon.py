@@ -36,6 +36,7 @@ from torchditan.optim.optimizers import (
 from torchditan.planner.memory import model_parameters, model_state
 from torchditan.planner.plan import plan_run
 from torchditan.run.reading import read_metrics
+from torchditan.trainer import Trainer
 
 if TYPE_CHECKING:
     from tests.conftest import Outcome, RunDistributed, RunScript
@@ -204,7 +205,10 @@ def closed_form(spec: Any) -> int:
     return int(5 * depth * (4 * square + 3 * rectangle))
 
 
-@pytest.mark.parametrize(("flavor", "shares"), [("DiT-S", {16: 0.35, 256: 0.022}), ("DiT-XL", {256: 0.07})])
+@pytest.mark.parametrize(
+    ("flavor", "shares"),
+    [("DiT-S", {16: 0.35, 256: 0.022}), pytest.param("DiT-XL", {256: 0.07}, marks=pytest.mark.slow)],
+)
 def test_its_flops_are_those_of_the_closed_form(flavor: str, shares: dict[int, float]) -> None:
     """`shares`: batch size -> FLOPs of the optimizer over those of forward and backward."""
     spec = build_model_spec(Model(flavor=flavor), sample_shape=(4, 32, 32), num_classes=1000)
@@ -301,6 +305,35 @@ def test_it_resumes_to_the_bit_also_from_a_background_save(train: Train, tmp_pat
     assert sum("momentum_buffer" in name for name in left) == 3 * 4
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def test_a_rollback_returns_to_the_momentum_of_the_checkpoint(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, torch.Tensor]] = []
+
+    def momentum(trainer: Trainer) -> dict[str, torch.Tensor]:
+        states = [state for part in optimizer_parts(trainer.optimizer) for state in part.state.values()]
+        return {f"{i}.{k}": v.to_local().clone() for i, s in enumerate(states) for k, v in s.items() if k != "step"}
+
+    class Spied(Trainer):
+        def train_step(self, batches: Any) -> Any:
+            calls.append(momentum(self))
+            loss = self.loss
+            if len(calls) == 4:
+                self.loss = lambda *arguments: loss(*arguments) * float("nan")
+            try:
+                return super().train_step(batches)
+            finally:
+                self.loss = loss
+
+    monkeypatch.setattr("torchditan.trainer.Trainer", Spied)
+    keep = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2", "--training.on_nonfinite=rollback"]
+    train("run", "--training.steps=4", *keep)
+    assert len(calls) == 6  # steps 1 to 4, then 3 and 4 again
+    assert sum("momentum_buffer" in name for name in calls[2]) == 3 * 4
+    assert [name for name in calls[2] if not torch.equal(calls[2][name], calls[4][name])] == []
+    assert any(not torch.equal(calls[2][name], calls[3][name]) for name in calls[2])
 
 
 def test_offload_and_micro_batches_follow_the_curve_and_flops_count(train: Train, tmp_path: Path) -> None:
