@@ -26,6 +26,7 @@ BLOCKS = {
 OPTIMIZERS = {
     "AdamW": "torchditan.optim.optimizers:adamw",
     "AdamW8bit": "torchditan.optim.adamw_8bit:adamw_8bit",
+    "Muon": "torchditan.optim.muon:muon",
 }
 """`optimizer.name`: functions from the `[optimizer]` options to a list of `ParameterGroup` (optim/optimizers.py)."""
 

@@ -138,7 +138,7 @@ class Trainer:
         self.rollback = Rollback(
             config, global_batch_size=self.plan.global_batch_size, guard=self.guard, checkpoints=self.checkpoints
         )
-        self.logger = build_logger(job, self.progress)
+        self.logger = build_logger(job, self.model, self.progress)
         supervision.log_with(self.logger)
         self.tasks = PeriodicTasks(
             job,

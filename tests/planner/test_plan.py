@@ -54,6 +54,7 @@ REPLICATE = "--training.data_parallel_replicate_degree"
 FRACTION = ["--activation_checkpoint.mode=fraction", "--activation_checkpoint.fraction=0.5"]
 FLOAT16 = "--training.mixed_precision_param=float16"
 LORA = ["--lora.rank=4", "--ema.enable=false"]
+MUON = "--optimizer.name=Muon"
 INT8 = [*LORA, "--quantize.base=int8"]
 
 
@@ -97,6 +98,7 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "official, DDPM": DDPM,
         "micro-batches": ["--training.global_batch_size=12", FULL],
         "no average": ["--ema.enable=false"],
+        "Muon": [MUON],
         "flux": published("flux/debugmodel"),
         "flux full": published("flux/debugmodel", FULL),
         "flux fraction, float16": published("flux/debugmodel", FLOAT16, *FRACTION),
@@ -125,6 +127,7 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "FSDP full": [FULL],
         "FSDP official": OFFICIAL,
         "FSDP official, DDPM": [*DDPM, FULL],
+        "FSDP Muon": [MUON, FULL],
         "FSDP micro-batches": ["--training.global_batch_size=24"],
         "DDP": [f"{REPLICATE}=2"],
         "DDP full": [f"{REPLICATE}=2", FULL],
@@ -137,6 +140,7 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "FSDP": [],
         "flux, fraction": published("flux/debugmodel", *FRACTION),
         "HSDP": [f"{REPLICATE}=2"],
+        "HSDP Muon": [MUON, f"{REPLICATE}=2"],
         "HSDP full, many parameters": [f"{REPLICATE}=2", FULL, "--model.flavor=DiT-Ti", "--training.batch_size=2"],
         "DDP": [f"{REPLICATE}=4", *OP],
     },
@@ -192,7 +196,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     from torchditan.distributed.parallelize import parallelize
     from torchditan.optim.divergence import DivergenceGuard
     from torchditan.optim.ema import EMA
-    from torchditan.optim.optimizers import build_optimizer, clip_grad_norm
+    from torchditan.optim.optimizers import build_optimizer, clip_grad_norm, optimizer_parts
     from torchditan.randomness import draw
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -257,7 +261,8 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
         step(1)
         census.peak = 0
         step(2)
-    moments = [value for state in optimizer.state.values() for value in state.values()]
+    states = [state for part in optimizer_parts(optimizer) for state in part.state.values()]
+    moments = [value for state in states for value in state.values()]
     state = {
         "parameters": num_bytes(model.parameters()),
         "gradients": gradients,
@@ -299,6 +304,7 @@ def test_state_is_exact_and_the_peak_within_three_tenths_of_a_percent_of_real_ru
             num_shards=plan.shard,
             shard_rank=shard_rank,
             ema=("trained" if config.lora.rank else "all") if config.ema.enable else "none",
+            optimizer=config.optimizer,
         )
         assert row["state"] == state, (name, row["rank"])
         if row["rank"] == 0:  # the fullest

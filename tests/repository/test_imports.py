@@ -61,6 +61,7 @@ OPTIONAL_PARTS = {
     "torchditan.latents.writer",
     "torchditan.optim.adamw_8bit",
     "torchditan.optim.loss_scaling",
+    "torchditan.optim.muon",
     "torchditan.planner",
     "torchditan.report",
     "torchditan.run.tensor_cache",

@@ -234,7 +234,7 @@ class Optimizer:
     """The optimizer and its hyperparameters."""
 
     name: Annotated[str, OPTIMIZERS] = "AdamW"
-    """AdamW, or torchao's AdamW with 8-bit moments. Norms, biases and embeddings are not decayed."""
+    """AdamW, torchao's AdamW with 8-bit moments, or Muon for the matrices of the blocks and AdamW for the rest."""
     lr: float = 1e-4
     """Peak learning rate."""
     beta1: float = 0.9
@@ -244,7 +244,19 @@ class Optimizer:
     eps: float = 1e-8
     """Added to the denominator of the update."""
     weight_decay: float = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay, not of norms, biases and embeddings."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """Muon: factor of lr for a matrix, sqrt(max(1, rows / columns)) or 0.2 sqrt(max(rows, columns))."""
+    adamw_lr: float | None = None
+    """Muon: peak learning rate of the AdamW part; by default lr, which suits match_rms_adamw."""
+    momentum: float = 0.95
+    """Muon: decay rate of the momentum."""
+    nesterov: bool = True
+    """Muon: Nesterov's momentum."""
+    ns_steps: int = 5
+    """Muon: number of Newton-Schulz iterations."""
+    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Muon: dtype of the iterations. float32 is faster on a CPU without bfloat16 instructions."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torchditan.job.prepare import Job
 from torchditan.models.flops import count_model_flops, peak_flops
 from torchditan.optim.divergence import LossSpikes
 from torchditan.optim.ema import EMA
+from torchditan.optim.optimizers import optimizer_flops
 from torchditan.run.metrics import MetricsLogger
 from torchditan.run.training_progress import Progress
 from torchditan.supervision.supervision import Supervision
@@ -158,14 +159,16 @@ def initial_weights_loader(job: Job, model: nn.Module) -> Callable[[], str] | No
     return partial(job.load_initial_weights, model, path, config=job.config)
 
 
-def build_logger(job: Job, progress: Progress) -> MetricsLogger:
-    """The logger of a run at position `progress`."""
+def build_logger(job: Job, model: nn.Module, progress: Progress) -> MetricsLogger:
+    """The logger of a run at position `progress`. FLOPs of the optimizer (Muon's) count as those of training."""
+    trained = [(name, tuple(weight.shape)) for name, weight in model.named_parameters() if weight.requires_grad]
+    optimizer = optimizer_flops(job.config.optimizer, trained)
     return MetricsLogger(
         job.config.metrics,
         job.run_directory,
         world_size=job.rank.world_size,
         device=job.device,
-        flops_per_image=count_model_flops(job.spec).total,
+        flops_per_image=count_model_flops(job.spec).total + optimizer / job.plan.global_batch_size,
         peak_flops=peak_flops(torch.cuda.get_device_name()) if job.device.type == "cuda" else None,
         total_steps=job.config.training.steps,
         tokens_per_image=job.spec.num_tokens,

@@ -8,7 +8,7 @@ Notable:
   With shards or frozen weights, one block and the all-gather of the next are in memory at a time. Otherwise all blocks
   are, from forward to backward. Gradients are reduced in float32 through a copy that the next block's reduction frees;
 - the optimizer state is counted from the tensors the optimizer creates on the meta device, or declares
-  (optim/optimizers.py);
+  (optimizer_cost.py);
 - the optimizer, clipping and EMA work in place: the optimizer step is never the peak;
 - frozen weights have no gradient and no moments, and are stored in their own dtype. int8 weights are gathered as int8.
 
@@ -26,7 +26,7 @@ import torch
 
 from torchditan.config.options import Optimizer
 from torchditan.models.spec import ModelSpec
-from torchditan.optim.optimizers import optimizer_state_bytes
+from torchditan.planner.optimizer_cost import optimizer_state_bytes
 from torchditan.planner.trace import StepTrace
 
 FLOAT32 = 4
@@ -74,6 +74,11 @@ class Parameters:
     @property
     def all(self) -> list[Weight]:
         return [*self.root, *(tensor for block in self.blocks for tensor in block)]
+
+    @property
+    def trained_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and full shapes of the trained parameters."""
+        return [(weight.name, weight.shape) for weight in self.all if weight.is_trained]
 
 
 def model_parameters(spec: ModelSpec) -> Parameters:

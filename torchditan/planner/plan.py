@@ -32,6 +32,7 @@ from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.finetune.resolutions import latent_channels
 from torchditan.models import ModelSpec, model_spec_of
 from torchditan.models.flops import count_model_flops
+from torchditan.optim.optimizers import optimizer_flops
 from torchditan.planner.devices import Device, device_named
 from torchditan.planner.memory import Instant, Layout, Parameters, model_parameters, model_state, timeline
 from torchditan.planner.step_time import Speed, StepTime, step_time
@@ -82,6 +83,8 @@ class Plan:
     activations: float
     """Bytes kept from forward to backward."""
     time: StepTime | None
+    optimizer_flops: int = 0
+    """FLOPs of the matrix products of an optimizer step, on all devices together: Muon's."""
 
     @property
     def num_parameters(self) -> int:
@@ -93,8 +96,12 @@ class Plan:
 
     @property
     def flops_per_image(self) -> int:
-        """Model FLOPs, forward and backward (models/flops.py). Counted on first use, which takes seconds for 7B."""
-        return self.model.flops_per_image
+        """Training FLOPs: the model's, forward and backward (models/flops.py), and the optimizer's.
+
+        Counted on first use, which takes seconds for 7B.
+        """
+        images = self.batch_size * self.num_micro_batches * self.num_devices
+        return self.model.flops_per_image + self.optimizer_flops // images
 
     @property
     def parts(self) -> dict[str, float]:
@@ -339,6 +346,7 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         peak=max(instants, key=lambda instant: instant.total),
         activations=sum(trace.forward.left(training.batch_size) for trace in traces),
         time=time,
+        optimizer_flops=optimizer_flops(config.optimizer, model.parameters.trained_shapes),
     )
 
 
