@@ -9,7 +9,8 @@ import pytest
 
 from torchditan.config.options import Model
 from torchditan.models import ModelSpec, build_model_spec
-from torchditan.models.flops import count_model_flops, peak_flops
+from torchditan.models.flops import count_model_flops
+from torchditan.models.peak_flops import peak_flops
 
 PUBLISHED_GMACS = {
     ("DiT-S", 2): 6.06,
