@@ -91,6 +91,11 @@ def test_context_tokens_count_as_condition():
     assert flops.per_token == 6 * blocks_per_token + 4 * 16 * width + 6 * 16 * width
 
 
+def test_in_context_conditioning_has_the_published_gmacs():
+    flops = count_model_flops(official("DiT-XL", 2, conditioning="in_context"))
+    assert flops.forward_gmacs == pytest.approx(119.4, rel=1e-3)
+
+
 def test_frozen_weights_cost_forward_and_input_gradient():
     spec = official("DiT-S", 4)
 
