@@ -20,6 +20,7 @@ OBJECTIVES = {
 
 BLOCKS = {
     "dit": "torchditan.models.dit:DiTBlock",
+    "value_residual": "torchditan.models.value_residual:ValueResidualBlock",
 }
 """`model.block`: subclasses of `torchditan.models.dit.Block`."""
 

@@ -38,7 +38,7 @@ from torchditan.planner.devices import DEVICES, device_named
 from torchditan.planner.memory import Parameters, Weight, model_parameters, model_state
 from torchditan.planner.plan import largest_batch, plan_run
 from torchditan.planner.step_time import LINK_EFFICIENCY, collective_seconds
-from torchditan.planner.trace import StepTrace, keep_three_of_each_row, trace_step
+from torchditan.planner.trace import StepTrace, keep_three_of_each_row, trace_blocks
 from torchditan.registry import FAMILIES, registered
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -50,6 +50,8 @@ OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selecti
 EVERY_SECOND = "--activation_checkpoint.mode=selective"
 OFFICIAL = ["--model.preset=official", "--model.learn_sigma=false"]
 DDPM = ["--model.preset=official", "--diffusion.objective=ddpm"]
+VALUE_RESIDUAL, ADALN_SINGLE = "--model.block=value_residual", "--model.conditioning=adaln_single"
+IN_CONTEXT = "--model.conditioning=in_context"
 REPLICATE = "--training.data_parallel_replicate_degree"
 FRACTION = ["--activation_checkpoint.mode=fraction", "--activation_checkpoint.fraction=0.5"]
 FLOAT16 = "--training.mixed_precision_param=float16"
@@ -96,6 +98,12 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "float32": ["--training.mixed_precision_param=float32"],
         "official": OFFICIAL,
         "official, DDPM": DDPM,
+        "value residual": [VALUE_RESIDUAL],
+        "value residual full": [VALUE_RESIDUAL, FULL],
+        "value residual op": [VALUE_RESIDUAL, *OP],
+        "adaLN-single": [ADALN_SINGLE],
+        "adaLN-single full": [ADALN_SINGLE, FULL],
+        "in context": [IN_CONTEXT],
         "micro-batches": ["--training.global_batch_size=12", FULL],
         "no average": ["--ema.enable=false"],
         "Muon": [MUON],
@@ -128,6 +136,8 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "FSDP official": OFFICIAL,
         "FSDP official, DDPM": [*DDPM, FULL],
         "FSDP Muon": [MUON, FULL],
+        "FSDP value residual full": [VALUE_RESIDUAL, FULL],
+        "FSDP adaLN-single": [ADALN_SINGLE],
         "FSDP micro-batches": ["--training.global_batch_size=24"],
         "DDP": [f"{REPLICATE}=2"],
         "DDP full": [f"{REPLICATE}=2", FULL],
@@ -318,7 +328,7 @@ BLOCK = build_model_spec(Model(flavor="DiT-L"), sample_shape=(16, 32, 32), num_c
 
 @functools.cache
 def block_trace(checkpointing: Any) -> StepTrace:
-    return trace_step(BLOCK, dtype=torch.bfloat16, checkpointing=checkpointing, kernels="cuda")
+    return trace_blocks(BLOCK, dtype=torch.bfloat16, checkpointing=checkpointing, kernels="cuda")[1]
 
 
 def activations_by_hand(checkpointing: str) -> int:
@@ -357,7 +367,7 @@ def test_activations_of_a_block_are_those_counted_by_hand(checkpointing: Any) ->
 def test_a_cpu_block_keeps_what_its_trace_says(checkpointing: Any, preset: Any, dtype: torch.dtype) -> None:
     config = config_of(f"--model.preset={preset}", "--model.learn_sigma=false")
     spec, batch_size = spec_of(config), 5
-    trace = trace_step(spec, dtype=dtype, checkpointing=checkpointing, kernels="cpu")
+    trace = trace_blocks(spec, dtype=dtype, checkpointing=checkpointing, kernels="cpu")[1]
 
     model = spec.build().to(dtype)
     block = spec.blocks(model)[0]
@@ -399,7 +409,7 @@ def test_saved_tensors_of_a_cpu_block_are_the_activations() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         block(x, c, rope)
-    trace = trace_step(spec, dtype=torch.float32, checkpointing="none", kernels="cpu")
+    trace = trace_blocks(spec, dtype=torch.float32, checkpointing="none", kernels="cpu")[1]
     assert sum(storage.nbytes() for storage in saved.values()) == trace.forward.left(batch_size)
 
 

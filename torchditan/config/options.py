@@ -52,15 +52,17 @@ class Model:
     preset: Literal["torchditan", "official", "llama3_diffusion"] = "torchditan"
     """torchditan (RoPE, SwiGLU), official (Peebles and Xie 2023), or llama3_diffusion (the course project's sizes)."""
     block: Annotated[str, BLOCKS] = "dit"
-    """The repeated block; dit is attention, then a feed-forward layer. To add another, see docs/extending.md."""
+    """The repeated block: attention, then a feed-forward layer (dit); or with the first block's values mixed into those
+    of all blocks (value_residual). To add another, see docs/extending.md."""
     patch_size: int = 2
     """Side of a square patch, in pixels or latent cells. Image height and width must be multiples of it."""
     input_channels: int | None = None
     """Channels of a sample (3 for RGB pixels, 16 for Cosmos latents). Default: the dataset's."""
     sample_size: list[int] | None = None
     """[Frames,] height and width of the model's input, in pixels or latent cells; filled in from the data."""
-    conditioning: Literal["adaln", "in_context"] | None = None
-    """Conditioning on timestep and label: adaLN-zero modulation, or extra tokens. Default: the preset's."""
+    conditioning: Literal["adaln", "adaln_single", "in_context"] | None = None
+    """Conditioning on timestep and label: adaLN-zero modulation by each block or shared by all (adaln_single), or extra
+    tokens. Default: the preset's."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] | None = None
     """Norm of the blocks; np_layernorm has no parameters, fused_rmsnorm means rmsnorm. Default: the preset's."""
     qk_norm: bool | None = None

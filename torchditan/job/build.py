@@ -18,7 +18,7 @@ from torchditan.distributed.host_memory import keep_freed_memory
 from torchditan.distributed.parallelize import CompileOptions, parallelize
 from torchditan.distributed.process_group import init_process_group
 from torchditan.job.prepare import Job
-from torchditan.models.flops import count_model_flops, peak_flops
+from torchditan.models.flops import count_model_flops
 from torchditan.optim.divergence import LossSpikes
 from torchditan.optim.ema import EMA
 from torchditan.optim.optimizers import optimizer_flops
@@ -169,13 +169,21 @@ def build_logger(job: Job, model: nn.Module, progress: Progress) -> MetricsLogge
         world_size=job.rank.world_size,
         device=job.device,
         flops_per_image=count_model_flops(job.spec).total + optimizer / job.plan.global_batch_size,
-        peak_flops=peak_flops(torch.cuda.get_device_name()) if job.device.type == "cuda" else None,
+        peak_flops=_peak_flops(job.device),
         total_steps=job.config.training.steps,
         tokens_per_image=job.spec.num_tokens,
         start_step=progress.step,
         images_seen=progress.images_seen,
         elapsed_s=progress.elapsed_s,
     )
+
+
+def _peak_flops(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    from torchditan.models.peak_flops import peak_flops
+
+    return peak_flops(torch.cuda.get_device_name())
 
 
 def set_determinism(seed: int, *, deterministic: bool) -> None:

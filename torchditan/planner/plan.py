@@ -36,7 +36,7 @@ from torchditan.optim.optimizers import optimizer_flops
 from torchditan.planner.devices import Device, device_named
 from torchditan.planner.memory import Instant, Layout, Parameters, model_parameters, model_state, timeline
 from torchditan.planner.step_time import Speed, StepTime, step_time
-from torchditan.planner.trace import Checkpointing, Kernels, StepTrace, trace_blocks, trace_step
+from torchditan.planner.trace import Checkpointing, Kernels, StepTrace, trace_blocks
 from torchditan.registry import FAMILIES, registered
 
 GIB = 1024**3
@@ -383,7 +383,6 @@ class TracedModel:
         buffer_bytes = parameters.buffer_bytes + self.objective.table_bytes
         self.parameters: Parameters = dataclasses.replace(parameters, buffer_bytes=buffer_bytes)
         self._traces: dict[Checkpointing, list[StepTrace]] = {}
-        self.looks_inside = bool(self.objective.features) or self.objective.uses_teacher
 
     @classmethod
     def of(cls, config: Config, kernels: Kernels) -> TracedModel:
@@ -422,16 +421,13 @@ class TracedModel:
     def _trace(self, kind: Checkpointing) -> list[StepTrace]:
         """Traces of all blocks, with the same checkpointing for each."""
         if kind not in self._traces:
-            trace = functools.partial(
-                trace_step if self.spec.name == "dit" and not self.looks_inside else trace_blocks,
+            self._traces[kind] = trace_blocks(
                 self.spec,
                 dtype=self.dtype,
                 checkpointing=kind,
                 kernels=self.kernels,
                 diffusion=self.diffusion,
             )
-            found = trace()
-            self._traces[kind] = found if isinstance(found, list) else [found] * len(self.parameters.blocks)
         return self._traces[kind]
 
 
