@@ -18,6 +18,7 @@ from torchditan.config.options import Config, flatten
 VALUES_BEFORE: dict[str, Any] = {
     "checkpoint.initial_load_convention": None,
     "dataset.bucket_order": "random",
+    "ema.post_hoc_widths": [],
     "lr_scheduler.decay_until": "last_step",
     "model.block": "dit",
     "model.timestep_frequencies": "dit",
@@ -41,6 +42,7 @@ _SECTIONS = (
 )
 
 _NOT_TRAJECTORY = (
+    "ema.post_hoc_interval",
     "dataset.root_dir",  # a moved dataset is the same data
     "dataset.num_workers",
     "dataset.prefetch_factor",

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Weights outside checkpoints: export, import, and opening a trained run (trained_model.py).
 
-May import: checkpoint, config, diffusion, distributed, evaluation, finetune, job, latents, models, run.
+May import: checkpoint, config, diffusion, distributed, evaluation, finetune, job, latents, models, optim, run.
 """

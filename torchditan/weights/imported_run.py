@@ -54,13 +54,29 @@ def import_weights(path: Path, run: Path, *, flags: Sequence[str] = (), overwrit
             be written.
     """
     stored = read_weights_metadata(path)
-    _refuse_existing(run, overwrite=overwrite)
+    refuse_existing(run, overwrite=overwrite)
     config = _check_config(stored, flags)
     refuse_other_model(_meta_model(config), stored, [])
+    create_run(run, stored, config, record={"file": path.name, "step": stored.step, "weights": stored.weights})
+    return stored
+
+
+def create_run(run: Path, stored: StoredWeights, config: Config, *, record: dict[str, Any]) -> None:
+    """Create a run directory with a checkpoint of these weights only, or replace one that `refuse_existing` accepted.
+
+    Args:
+        run: the directory.
+        stored: a file with the weights.
+        config: the complete configuration of their model.
+        record: stored as `imported` in the run's config.json.
+
+    Raises:
+        ConfigError: the directory cannot be written.
+    """
     partial = temporary_path(run)
     try:
         partial.mkdir(parents=True)
-        _write_run(partial, stored, config)
+        _write_run(partial, stored, config, record)
         if run.exists():
             shutil.rmtree(run)
         os.replace(partial, run)
@@ -69,10 +85,9 @@ def import_weights(path: Path, run: Path, *, flags: Sequence[str] = (), overwrit
         raise ConfigError(f"{run} cannot be written: {error.strerror}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return stored
 
 
-def _refuse_existing(run: Path, *, overwrite: bool) -> None:
+def refuse_existing(run: Path, *, overwrite: bool) -> None:
     """Refuse to replace a run; an imported one may be replaced with `overwrite`, a trained one never."""
     if not run.exists() or (run.is_dir() and not any(run.iterdir())):
         return
@@ -104,7 +119,7 @@ def _meta_model(config: Config) -> nn.Module:
         return stored_spec(config).build()
 
 
-def _write_run(run: Path, stored: StoredWeights, config: Config) -> None:
+def _write_run(run: Path, stored: StoredWeights, config: Config, record: dict[str, Any]) -> None:
     assert stored.step is not None and stored.images_seen is not None
     origin = f"{stored.path.name} (to start a new run from it, use --checkpoint.initial_load_path)"
     identity = {**trajectory(config), "imported_from": origin}  # train.py never creates this key
@@ -116,7 +131,7 @@ def _write_run(run: Path, stored: StoredWeights, config: Config) -> None:
         "trajectory": identity,
         "versions": provenance.versions("torch", "torchditan"),
         "git_commit": stored.git_commit,
-        "imported": {"file": stored.path.name, "step": stored.step, "weights": stored.weights},
+        "imported": record,
         "command": sys.argv,
     }
     write_file(run / "config.json", json.dumps(content, indent=2, ensure_ascii=False).encode())
