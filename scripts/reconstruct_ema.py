@@ -5,7 +5,7 @@ Each average becomes a run directory for generate.py and evaluate.py (docs/post_
 
 python scripts/reconstruct_ema.py outputs/imagenet --width 0.075
 python scripts/generate.py outputs/imagenet_ema_0.075
-python scripts/reconstruct_ema.py outputs/imagenet --width 0.03 0.05 0.075 0.1 0.15 --step 200000
+python scripts/reconstruct_ema.py outputs/imagenet --width 0.03 0.05 0.1 0.15
 python scripts/sweep_sampling.py outputs/imagenet_ema_* --guidance_scale 1 1.5
 """
 
@@ -47,8 +47,9 @@ def main() -> None:
 
     run = arguments.run
     stem = arguments.out or run.resolve().parent / f"{run.resolve().name}_ema"
+    step = "" if arguments.step is None else f"_step_{arguments.step}"
     for width in arguments.width:
-        out = stem.with_name(f"{stem.name}_{width:g}")
+        out = stem.with_name(f"{stem.name}_{width:g}{step}")
         with report_progress(f"computing the average of width {width:g}"):
             made = reconstruct(run, out, width=width, step=arguments.step, overwrite=arguments.overwrite)
         print(
