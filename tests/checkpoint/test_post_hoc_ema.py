@@ -335,9 +335,49 @@ def test_damaged_snapshots_are_left_out_and_named(
     assert_refused(refusal.err, "--step = 40", [str(snapshots[40]), "damaged"])
 
 
+def test_a_lora_is_averaged_alone(tmp_path: Path, run_script: RunScript) -> None:
+    pytest.importorskip("diffusers")
+    pytest.importorskip("peft")
+    from torchditan.ablation.grid import as_flags
+    from torchditan.finetune.resolutions import published_options
+
+    flags = [*as_flags(published_options("flux/debugmodel", None)), "--dataset.dataset_name=dummy", "--lora.rank=2"]
+    flags += ["--training.batch_size=2", "--training.steps=2", "--ema.post_hoc_interval=1", "--optimizer.lr=0.01"]
+    common = [flag for flag in job(tmp_path) if not flag.startswith(("--model", "--optimizer", "--training"))]
+    result = run_script("train.py", *common, *flags)
+    assert result.code == 0, result.err
+    run = tmp_path / "run"
+    assert run_script(RECONSTRUCT, run, "--width=0.1").code == 0
+    stored = read_state(snapshots_of(run)[2])
+    model = torchditan.load(tmp_path / "run_ema_0.1", device="cpu", dtype=torch.float32).model
+    weights = saved_weights(model)
+    averages = {key.removeprefix("post_hoc_ema.1."): value for key, value in stored.items() if ".1." in key[:15]}
+    assert averages and all("lora" in name for name in averages) and len(stored) == 2 * len(averages)
+    assert_same({name: weights[name] for name in averages}, averages)
+
+
+def test_the_commands_of_the_page_work(tmp_path: Path, run_script: RunScript) -> None:
+    """With a smaller model and fewer steps."""
+    page = (REPOSITORY / "docs" / "post_hoc_ema.md").read_text()
+    block = page.partition("```\n")[2].partition("\n```")[0]
+    small = ["--training.steps=4", "--model.flavor=debugmodel", "--training.global_batch_size=2"]
+    small += ["--dataset.num_workers=0", "--metrics.enable_sampling=false", "--validation.freq=0"]
+    extra = {
+        "train.py": [*small, "--ema.post_hoc_interval=1"],
+        "scripts/generate.py": ["--sampling.num_steps=1", "--sampling.max_classes=1"],
+    }
+    commands = [line.split() for line in block.splitlines()]
+    assert [command[1] for command in commands] == ["train.py", RECONSTRUCT, "scripts/generate.py"]
+    for _, script, *arguments in commands:
+        code, _, err = run_script(script, *arguments, *extra.get(script, []))
+        assert code == 0, (script, err)
+    assert list((tmp_path / "outputs" / "quickstart_ema_0.075" / "samples").glob("*.png"))
+
+
 @pytest.mark.parametrize(
     ("flags", "about", "mentions"),
     [
+        (["--width=nan"], "--width = NaN", ["0.2887"]),
         (["--width=0.3"], "--width = 0.3", ["0.2887"]),
         (["--width=0.1", "--step=5"], "--step = 5", ["4", "40"]),
         (["--width=0.1", "--steps=5"], "--steps", ["--step?"]),
@@ -375,8 +415,8 @@ def test_a_run_without_stored_averages_is_refused(trained: tuple[Path, State], t
         (["--ema.post_hoc_widths=0"], "ema.post_hoc_widths = [0.0]", ["above 0"]),
         (["--ema.post_hoc_interval=0"], "ema.post_hoc_interval = 0", ["at least 1"]),
         (
-            ["--ema.post_hoc_widths=", "--ema.post_hoc_interval=50"],
-            "ema.post_hoc_interval = 50",
+            ["--ema.post_hoc_widths=", "--ema.post_hoc_interval=5"],
+            "ema.post_hoc_interval = 5",
             ["ema.post_hoc_widths"],
         ),
     ],

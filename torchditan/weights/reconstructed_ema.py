@@ -6,8 +6,7 @@ profile of another width is approximated by a linear combination of these profil
 the time of training. The same combination of the stored averages approximates the average of that width.
 
 Two details differ from the paper. The coefficients must sum to 1, so that weights that stand still are reproduced
-exactly. This reduces the error by a factor of 1 to 7 where snapshots are few. Averages whose coefficients sum to less
-than 1e-7 are not read.
+exactly. Averages whose coefficients sum to less than 1e-7 are not read.
 """
 
 from __future__ import annotations
@@ -196,6 +195,7 @@ def _combine_complete(
         for path, damage in damages.items():
             if step == step_of(path):
                 raise option_error("--step", step, f"{path} is damaged: {damage}")
+        for path, damage in damages.items():
             print(f"warning: {path} is not used: {damage}", file=sys.stderr)
         complete |= used - damages.keys()
         snapshots = [path for path in snapshots if path not in damages]
