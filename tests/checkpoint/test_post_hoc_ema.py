@@ -24,7 +24,7 @@ from torchditan.run.reading import read_config, read_status
 from torchditan.weights.exported import open_weights
 
 if TYPE_CHECKING:
-    from tests.conftest import RunDistributed, RunScript
+    from tests.conftest import RunScript
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -130,56 +130,6 @@ def test_a_rollback_replaces_the_snapshots_behind_it(
     assert all(tensor.isfinite().all() for path in snapshots.values() for tensor in read_state(path).values())
     end = read_state(tmp_path / "run" / "checkpoint" / "step-00000006", "post_hoc_ema.")
     assert_same(end, read_state(snapshots[6], "post_hoc_ema."))
-
-
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, {repository!r})
-sys.argv = ["train.py", *sys.argv[1:]]
-import train
-from torchditan.periodic_tasks import PeriodicTasks
-from torchditan.supervision.exit_status import run_job
-
-run_periodic_tasks = PeriodicTasks.run_periodic_tasks
-
-def killed(self, *arguments, **options):
-    if self.progress.step == 6:
-        os.kill(os.getpid(), signal.SIGKILL)
-    run_periodic_tasks(self, *arguments, **options)
-
-PeriodicTasks.run_periodic_tasks = killed
-sys.exit(run_job(train.main))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("replicate", [1, 2], ids=["FSDP", "DDP"])
-def test_killed_ranks_resume_to_the_bit_and_other_ranks_continue(
-    replicate: int, tmp_path: Path, run_distributed: RunDistributed, run_script: RunScript
-) -> None:
-    """SIGKILL on 2 ranks; then 2 ranks continue to the bit, and 4 (HSDP) or 1 within rounding."""
-    flags = ["--training.steps=9", "--checkpoint.interval=4", "--ema.post_hoc_interval=3"]
-    degree = f"--training.data_parallel_replicate_degree={replicate}"
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED.format(repository=str(REPOSITORY)))
-    for name in ("same", "four", "one"):
-        assert run_distributed([script, *job(tmp_path / name, *flags, degree)], 2).returncode != 0
-        assert list(snapshots_of(tmp_path / name / "run")) == [3, 6]
-    assert run_distributed(["train.py", *job(tmp_path / "whole", *flags, degree)], 2).returncode == 0
-    assert run_distributed(["train.py", *job(tmp_path / "same", *flags, degree)], 2).returncode == 0
-    hybrid = "--training.data_parallel_replicate_degree=2"
-    assert run_distributed(["train.py", *job(tmp_path / "four", *flags, hybrid)], 4).returncode == 0
-    assert run_script("train.py", *job(tmp_path / "one", *flags)).code == 0
-    whole = {step: read_state(path) for step, path in snapshots_of(tmp_path / "whole" / "run").items()}
-    assert list(whole) == [3, 6, 9]
-    for name in ("same", "four", "one"):
-        snapshots = {step: read_state(path) for step, path in snapshots_of(tmp_path / name / "run").items()}
-        assert list(snapshots) == [3, 6, 9]
-        for step, state in snapshots.items():
-            if name == "same":
-                assert_same(state, whole[step])
-            for key, tensor in state.items():
-                torch.testing.assert_close(tensor, whole[step][key], rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture
@@ -333,27 +283,6 @@ def test_damaged_snapshots_are_left_out_and_named(
     refusal = run_script(RECONSTRUCT, run, "--width=0.075", "--step=40")
     assert refusal.code == 2
     assert_refused(refusal.err, "--step = 40", [str(snapshots[40]), "damaged"])
-
-
-def test_a_lora_is_averaged_alone(tmp_path: Path, run_script: RunScript) -> None:
-    pytest.importorskip("diffusers")
-    pytest.importorskip("peft")
-    from torchditan.ablation.grid import as_flags
-    from torchditan.finetune.resolutions import published_options
-
-    flags = [*as_flags(published_options("flux/debugmodel", None)), "--dataset.dataset_name=dummy", "--lora.rank=2"]
-    flags += ["--training.batch_size=2", "--training.steps=2", "--ema.post_hoc_interval=1", "--optimizer.lr=0.01"]
-    common = [flag for flag in job(tmp_path) if not flag.startswith(("--model", "--optimizer", "--training"))]
-    result = run_script("train.py", *common, *flags)
-    assert result.code == 0, result.err
-    run = tmp_path / "run"
-    assert run_script(RECONSTRUCT, run, "--width=0.1").code == 0
-    stored = read_state(snapshots_of(run)[2])
-    model = torchditan.load(tmp_path / "run_ema_0.1", device="cpu", dtype=torch.float32).model
-    weights = saved_weights(model)
-    averages = {key.removeprefix("post_hoc_ema.1."): value for key, value in stored.items() if ".1." in key[:15]}
-    assert averages and all("lora" in name for name in averages) and len(stored) == 2 * len(averages)
-    assert_same({name: weights[name] for name in averages}, averages)
 
 
 def test_the_commands_of_the_page_work(tmp_path: Path, run_script: RunScript) -> None:
