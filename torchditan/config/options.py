@@ -450,6 +450,10 @@ class EMA:
     """Decay per step after warmup; 0.9999 suits a global batch of 256."""
     warmup: bool = True
     """Average over fewer steps at the start: decay min(decay, (1 + step) / (10 + step))."""
+    post_hoc_widths: list[float] = field(default_factory=list)
+    """Relative widths of averages to store for a reconstruction of other widths: [0.05, 0.1] (docs/post_hoc_ema.md)."""
+    post_hoc_interval: int = 1000
+    """Steps between two snapshots of the averages of post_hoc_widths; there is one of the last step too."""
 
 
 @dataclass(frozen=True)

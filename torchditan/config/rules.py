@@ -34,7 +34,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "dataset.bucket_step dataset.num_frames "
         "training.batch_size training.global_batch_size training.steps training.gc_freq "
         "training.data_parallel_replicate_degree "
-        "checkpoint.interval metrics.log_freq metrics.sample_batch_size sampling.num_steps "
+        "checkpoint.interval ema.post_hoc_interval metrics.log_freq metrics.sample_batch_size sampling.num_steps "
         "sampling.guidance_channels sampling.images_per_class sampling.max_classes validation.num_images "
         "evaluation.num_samples "
         "profiling.profile_freq comm.init_timeout_seconds comm.train_timeout_seconds text_encoder.max_length "
@@ -69,6 +69,11 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "must be greater than 0",
         lambda values: min(values, default=0) > 0,
         "autoencoder.scale",
+    ),
+    (
+        "must be different numbers above 0 and below 0.2887, the width of a uniform average",
+        lambda values: all(0 < value < 0.2887 for value in values) and len({*values}) == len(values),
+        "ema.post_hoc_widths",
     ),
     (
         "must be above 1, or 0 for none",
@@ -181,6 +186,11 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         lambda config: not config.metrics.enable_tensorboard,
         "metrics.legacy_tags",
         "has no effect without TensorBoard; set --metrics.enable_tensorboard, or leave it out",
+    ),
+    (
+        lambda config: not config.ema.post_hoc_widths,
+        "ema.post_hoc_interval",
+        "has no effect without ema.post_hoc_widths; leave it out",
     ),
     (
         lambda config: config.lora.rank == 0,

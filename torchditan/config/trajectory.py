@@ -21,6 +21,7 @@ VALUES_BEFORE: dict[str, Any] = {
     "dataset.bucket_order": "random",
     "diffusion.noise_schedule": None,
     "diffusion.prediction": None,
+    "ema.post_hoc_widths": [],
     "lr_scheduler.decay_until": "last_step",
     "model.block": "dit",
     "model.timestep_frequencies": "dit",
@@ -53,6 +54,7 @@ _SECTIONS = (
 )
 
 _NOT_TRAJECTORY = (
+    "ema.post_hoc_interval",
     "dataset.root_dir",  # a moved dataset is the same data
     "dataset.num_workers",
     "dataset.prefetch_factor",

@@ -19,7 +19,7 @@ from torchditan.distributed.parallelize import CompileOptions, parallelize
 from torchditan.distributed.process_group import init_process_group
 from torchditan.job.prepare import Job
 from torchditan.models.flops import count_model_flops
-from torchditan.optim.divergence import LossSpikes
+from torchditan.optim.divergence import DivergenceGuard, LossSpikes
 from torchditan.optim.ema import EMA
 from torchditan.optim.optimizers import optimizer_flops
 from torchditan.run.metrics import MetricsLogger
@@ -28,6 +28,7 @@ from torchditan.supervision.supervision import Supervision
 from torchditan.supervision.watchdog import record_collectives
 
 if TYPE_CHECKING:
+    from torchditan.checkpoint.post_hoc_ema import PostHocEMA
     from torchditan.data_stream.streamed import SequentialStream
     from torchditan.optim.loss_scaling import LossScaler
 
@@ -122,6 +123,17 @@ def build_ema(config: Config, model: nn.Module, teacher: nn.Module | None) -> EM
     if not options.enable:
         return None
     return EMA(model, decay=options.decay, warmup=options.warmup, only_trained=config.lora.rank > 0, teacher=teacher)
+
+
+def build_post_hoc_ema(
+    job: Job, model: nn.Module, supervision: Supervision, guard: DivergenceGuard
+) -> PostHocEMA | None:
+    """The averages of `ema.post_hoc_widths`; None without widths."""
+    if not job.config.ema.post_hoc_widths:
+        return None
+    from torchditan.checkpoint.post_hoc_ema import PostHocEMA
+
+    return PostHocEMA(model, config=job.config, run_folder=job.run_directory.path, supervision=supervision, guard=guard)
 
 
 def build_stream(job: Job) -> TrainingStream | SequentialStream:

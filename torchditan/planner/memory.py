@@ -107,6 +107,7 @@ def model_state(
     num_shards: int,
     shard_rank: int = 0,
     ema: Literal["none", "all", "trained"] = "all",
+    num_averages: int = 1,
     optimizer: Optimizer = _ADAMW,
 ) -> dict[str, int]:
     """Bytes of one rank's local tensors: parameters, gradients, the optimizer's state, EMA.
@@ -115,7 +116,8 @@ def model_state(
         parameters: of the model.
         num_shards: ranks the parameters are sharded over, 1 in DDP.
         shard_rank: rank of the shard; the first has the most.
-        ema: weights that have an average.
+        ema: weights that have averages.
+        num_averages: of each of these weights.
         optimizer: options of the optimizer.
     """
     sizes = {tensor: tensor.local(num_shards, shard_rank) for tensor in parameters.all}
@@ -126,7 +128,8 @@ def model_state(
         "optimizer": optimizer_state_bytes(
             optimizer, [(tensor.name, tensor.shape, tensor.rows(num_shards, shard_rank)) for tensor in trained]
         ),
-        "ema": sum(tensor.itemsize * size for tensor, size in sizes.items() if ema == "all" or tensor.is_trained)
+        "ema": num_averages
+        * sum(tensor.itemsize * size for tensor, size in sizes.items() if ema == "all" or tensor.is_trained)
         if ema != "none"
         else 0,
     }
@@ -144,9 +147,11 @@ class Layout:
     """Bytes of a gradient while it is reduced."""
     num_micro_batches: int
     ema: Literal["none", "all", "trained"]
-    """Weights that have an average."""
+    """Weights that have averages."""
     cpu_offload: bool
     optimizer: Optimizer
+    num_averages: int = 1
+    """Averages of each of these weights: the EMA, and those of `ema.post_hoc_widths`."""
     uses_teacher: bool = False
     """Whether the objective calls the EMA model. Its parameters are the average, gathered block by block."""
 
@@ -226,7 +231,13 @@ class _Step:
         self.root = _unit(parameters.root, layout)
         state = dict.fromkeys(("parameters", "gradients", "optimizer", "ema"), 0)
         if not layout.cpu_offload:
-            state = model_state(parameters, num_shards=layout.num_shards, ema=layout.ema, optimizer=layout.optimizer)
+            state = model_state(
+                parameters,
+                num_shards=layout.num_shards,
+                ema=layout.ema,
+                num_averages=layout.num_averages,
+                optimizer=layout.optimizer,
+            )
         self.constant: dict[str, float] = {name: state[name] for name in ("parameters", "optimizer", "ema")}
         self.constant |= {"buffers": parameters.buffer_bytes, "batch": batch_bytes, "libraries": workspace}
         has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in block)

@@ -309,6 +309,7 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         reduce_bytes=_DTYPES[training.mixed_precision_reduce].itemsize,
         num_micro_batches=global_batch_size // (training.batch_size * num_devices),
         ema=_ema(config),
+        num_averages=config.ema.enable + len(config.ema.post_hoc_widths),
         cpu_offload=training.enable_cpu_offload,
         optimizer=config.optimizer,
         uses_teacher=model.objective.uses_teacher,
@@ -342,7 +343,13 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         batch_size=training.batch_size,
         num_micro_batches=layout.num_micro_batches,
         model=model,
-        state=model_state(model.parameters, num_shards=dims.shard, ema=layout.ema, optimizer=layout.optimizer),
+        state=model_state(
+            model.parameters,
+            num_shards=dims.shard,
+            ema=layout.ema,
+            num_averages=layout.num_averages,
+            optimizer=layout.optimizer,
+        ),
         peak=max(instants, key=lambda instant: instant.total),
         activations=sum(trace.forward.left(training.batch_size) for trace in traces),
         time=time,
@@ -359,7 +366,7 @@ def _mode(dims: ParallelDims) -> str:
 
 
 def _ema(config: Config) -> Literal["none", "all", "trained"]:
-    if not config.ema.enable:
+    if not config.ema.enable and not config.ema.post_hoc_widths:
         return "none"
     return "trained" if config.lora.rank else "all"
 

@@ -127,7 +127,8 @@ def step_time(
         exposed += root_gather + gather[0] + is_last * (scatter[0] + replicas[0] + root_reduce)
     local = sum(weight.local(layout.num_shards, 0) for weight in parameters.all if weight.is_trained)
     state = model_state(parameters, num_shards=layout.num_shards, optimizer=layout.optimizer)
-    update_bytes = local * (_UPDATE_BYTES + (_EMA_BYTES if layout.ema != "none" else 0)) + 2 * state["optimizer"]
+    averages = 0 if layout.ema == "none" else layout.num_averages
+    update_bytes = local * (_UPDATE_BYTES + _EMA_BYTES * averages) + 2 * state["optimizer"]
     update = update_bytes / speed.bytes_per_s + _whole_updates_seconds(parameters, layout, speed.device)
     return StepTime(compute=compute, update=update, communication=communication, exposed=exposed)
 
