@@ -25,7 +25,6 @@ from torchditan.optim.optimizers import optimizer_flops
 from torchditan.run.metrics import MetricsLogger
 from torchditan.run.training_progress import Progress
 from torchditan.supervision.supervision import Supervision
-from torchditan.supervision.watchdog import record_collectives
 
 if TYPE_CHECKING:
     from torchditan.checkpoint.post_hoc_ema import PostHocEMA
@@ -41,7 +40,10 @@ def open_process_group(job: Job, supervision: Supervision) -> None:
     if job.device.type == "cpu":
         keep_freed_memory()
     set_determinism(config.training.seed, deterministic=config.training.deterministic)
-    record_collectives(job.run_directory.folder("flight_recorder"), buffer_size=config.comm.trace_buf_size)
+    if job.rank.world_size > 1:
+        from torchditan.supervision.watchdog import record_collectives
+
+        record_collectives(job.run_directory.folder("flight_recorder"), buffer_size=config.comm.trace_buf_size)
     init_process_group(job.rank, timeout_seconds=config.comm.init_timeout_seconds)
     supervision.connect(timeout_seconds=config.comm.init_timeout_seconds)
 
