@@ -19,8 +19,11 @@ from torchditan.registry import FAMILIES
 VALUES_BEFORE: dict[str, Any] = {
     "checkpoint.initial_load_convention": None,
     "dataset.bucket_order": "random",
+    "diffusion.loss_weighting": "none",
+    "diffusion.min_snr_gamma": 5.0,
     "diffusion.noise_schedule": None,
     "diffusion.prediction": None,
+    "diffusion.timestep_shift_base": None,
     "ema.post_hoc_widths": [],
     "lr_scheduler.decay_until": "last_step",
     "model.block": "dit",
