@@ -196,7 +196,9 @@ def test_min_snr_weights_the_predictions_of_ddpm(prediction: Any, learn_sigma: b
     snr = squared / (1 - squared)
     output = np.random.default_rng(1).normal(size=(len(x), 2 * (1 + learn_sigma), 4, 4))
     plain, weighted = (
-        loss_of(DDPM(Unconditional(), 0.0, prediction, "linear", learn_sigma, gamma), output, x, randomness)
+        loss_of(
+            DDPM(Unconditional(), 0.0, prediction, "linear", learn_sigma, min_snr_gamma=gamma), output, x, randomness
+        )
         for gamma in (None, GAMMA)
     )
     a, s = (np.sqrt(value)[:, None, None, None] for value in (squared, 1 - squared))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -58,7 +58,7 @@ class DDPM(Objective):
     prediction: Literal["epsilon", "v", "x"]
     schedule: Schedule
     learn_sigma: bool
-    min_snr_gamma: float | None = None
+    min_snr_gamma: float | None = field(default=None, kw_only=True)
     """Of the weights of Hang et al. (2023, arXiv 2303.09556); None: no weights."""
 
     @classmethod

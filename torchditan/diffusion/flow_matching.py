@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -31,8 +31,8 @@ class FlowMatching(Objective):
     conditioning: Conditioning
     timesteps: Timesteps
     label_dropout: float
-    prediction: Literal["epsilon", "v", "x"] = "v"
-    min_snr_gamma: float | None = None
+    prediction: Literal["epsilon", "v", "x"] = field(default="v", kw_only=True)
+    min_snr_gamma: float | None = field(default=None, kw_only=True)
     """None: no weights."""
 
     @classmethod
