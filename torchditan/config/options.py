@@ -256,7 +256,7 @@ class Optimizer:
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     """Muon: factor of lr for a matrix, sqrt(max(1, rows / columns)) or 0.2 sqrt(max(rows, columns))."""
     adamw_lr: float | None = None
-    """Muon: peak learning rate of the AdamW part; by default lr, which suits match_rms_adamw."""
+    """Muon: peak learning rate of the AdamW part. Default with match_rms_adamw: lr. original needs it."""
     momentum: float = 0.95
     """Muon: decay rate of the momentum."""
     nesterov: bool = True

@@ -234,6 +234,11 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         "knows the matrices of our own blocks only; must be AdamW or AdamW8bit for a published model",
     ),
     (lambda config: config.optimizer.lr == 0, "optimizer.adamw_lr", "needs an optimizer.lr greater than 0"),
+    (
+        lambda config: config.optimizer.adamw_lr is None,
+        "optimizer.adjust_lr_fn",
+        "needs optimizer.adamw_lr, because a rate of Muon is too high for the weights that AdamW updates",
+    ),
 ]
 """(condition, options that must then keep their default, the message). The first match raises."""
 
