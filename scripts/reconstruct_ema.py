@@ -58,7 +58,7 @@ def main() -> None:
         )
         if made.error > LARGE_ERROR:
             right = "take a width nearer to those of ema.post_hoc_widths, or train with a shorter ema.post_hoc_interval"
-            print(f"warning: the snapshots cannot give this width accurately; {right}", file=sys.stderr)
+            print(f"warning: the snapshots cannot give the width {width:g} accurately; {right}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -136,6 +136,9 @@ def _write_run(
     source = f"{stored.path.name} (to start a new run from it, use --checkpoint.initial_load_path)"
     identity = {**trajectory(config), "imported_from": source}  # train.py never creates this key
     _write_checkpoint(run / config.checkpoint.folder, stored, config, identity, tensors)
+    imported = {"file": stored.path.name, "step": stored.step, "weights": stored.weights}
+    if stored.ema_width is not None:
+        imported["ema_width"] = stored.ema_width
     content = {
         "run_id": uuid4().hex[:8],
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -143,7 +146,7 @@ def _write_run(
         "trajectory": identity,
         "versions": provenance.versions("torch", "torchditan"),
         "git_commit": stored.git_commit,
-        "imported": {"file": stored.path.name, "step": stored.step, "weights": stored.weights, **origin},
+        "imported": {**imported, **origin},
         "command": sys.argv,
     }
     write_file(run / "config.json", json.dumps(content, indent=2, ensure_ascii=False).encode())

@@ -122,7 +122,7 @@ def reconstruct(
         shapes, read, progress = _open(newest, terms)
     except DamagedCheckpointError as error:
         raise ConfigError(f"{newest} cannot be read: {error}") from None
-    origin = {"run": str(run), "run_id": content.get("run_id"), "width": width}
+    origin = {"run": str(run), "run_id": content.get("run_id")}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".partial", dir=out.parent) as folder:
@@ -131,7 +131,7 @@ def reconstruct(
             write_weights(path, tensors, {})
             commit = content.get("git_commit")
             stored = StoredWeights(
-                path, shapes, to_dict(config), progress.step, progress.images_seen, "ema", git_commit=commit
+                path, shapes, to_dict(config), progress.step, progress.images_seen, "ema", commit, ema_width=width
             )
             with open_file(path) as file:
                 averages = {name: file.get_tensor(name) for name in shapes}  # memory-mapped until written
