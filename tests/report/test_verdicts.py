@@ -308,7 +308,7 @@ def test_a_run_that_diverged_keeps_its_own_curve(tmp_path: Path) -> None:
     for entry in rows:
         write_losses(folder, entry, [entry["loss_mean"]] * 250)
     averaged, failed = loss_curves(analyse([folder]).results)
-    assert (averaged.losses[0], averaged.run_name) == (1.5, "bs4_cFalse_seed-0 and 1 more seeds")
+    assert (averaged.losses[0], averaged.run_name) == (1.5, "bs4_cFalse_seed-0 and 1 more seed")
     assert (failed.status, failed.losses[0], failed.half_widths) == ("error", 3, [])
 
 

@@ -84,9 +84,10 @@ def create_run(
     Raises:
         ConfigError: the weights do not match the model of the configuration, or `run` cannot be written.
     """
-    with torch.device("meta"):
-        model = stored_spec(config).build()
-    refuse_other_model(model, stored, [])
+    if not config.lora.rank:  # a LoRA is stored without the model that it changes
+        with torch.device("meta"):
+            model = stored_spec(config).build()
+        refuse_other_model(model, stored, [])
     with new_folder(run, replace=True) as partial:
         _write_run(partial, stored, config, tensors, origin)
         for name, text in files.items():
@@ -122,6 +123,8 @@ def _check_config(stored: StoredWeights, flags: Sequence[str]) -> Config:
         raise ConfigError(f"{stored.path} has a configuration that is not valid here: {error}") from None
     if None in (config.dataset.image_size, config.dataset.num_classes, config.model.input_channels):
         raise ConfigError(f"{stored.path} has a configuration that does not set image size, classes or channels")
+    if config.lora.rank:
+        raise ConfigError(f"{stored.path} has the configuration of a LoRA, which cannot be imported")
     config = override(config, list(flags), sections=("dataset", "autoencoder"))
     if config.autoencoder.name is None and config.autoencoder.path is not None:
         right = "these weights were trained on pixels, so there is nothing to decode; leave it out"

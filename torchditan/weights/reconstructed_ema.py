@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,7 +115,7 @@ def reconstruct(
     """
     content = read_config(run)
     config = from_dict(content["config"]).replace({"ema.enable": True})
-    snapshots = _find_snapshots(run, config, step)
+    snapshots = _find_snapshots(run, content, config, step)
     refuse_existing(out, overwrite=overwrite)
     widths = config.ema.post_hoc_widths
     newest, terms, combination = _combine_complete(snapshots, widths, width=width, step=step)
@@ -153,8 +154,10 @@ class _Term:
     coefficient: float
 
 
-def _find_snapshots(run: Path, config: Config, step: int | None) -> list[Path]:
+def _find_snapshots(run: Path, content: dict[str, Any], config: Config, step: int | None) -> list[Path]:
     """The snapshots up to `step`, oldest first."""
+    if "imported" in content:
+        raise option_error("RUN", str(run), "was computed or imported; must be a run of train.py with snapshots")
     if not config.ema.post_hoc_widths:
         right = "stored no averages; train with --ema.post_hoc_widths 0.05,0.1"
         raise option_error("RUN", str(run), right)
