@@ -6,7 +6,7 @@ Each average becomes a run directory for generate.py and evaluate.py (docs/post_
 python scripts/reconstruct_ema.py outputs/imagenet --width 0.075
 python scripts/generate.py outputs/imagenet_ema_0.075
 python scripts/reconstruct_ema.py outputs/imagenet --width 0.03 0.05 0.1 0.15
-python scripts/sweep_sampling.py outputs/imagenet_ema_* --guidance_scale 1 1.5
+python scripts/sweep_sampling.py outputs/imagenet_ema_* --guidance_scale 1 1.5 --out outputs/widths
 """
 
 from __future__ import annotations
@@ -43,13 +43,18 @@ def main() -> None:
             raise option_error("--width", width, "must be above 0 and below 0.2887, the width of a uniform average")
 
     from torchditan.run.progress import report_progress
+    from torchditan.weights.imported_run import refuse_existing
     from torchditan.weights.reconstructed_ema import LARGE_ERROR, reconstruct
 
     run = arguments.run
     stem = arguments.out or run.resolve().parent / f"{run.resolve().name}_ema"
     step = "" if arguments.step is None else f"_step_{arguments.step}"
-    for width in arguments.width:
-        out = stem.with_name(f"{stem.name}_{width:g}{step}")
+    outs = {width: stem.with_name(f"{stem.name}_{width:g}{step}") for width in arguments.width}
+    if len({*outs.values()}) < len(arguments.width):
+        raise option_error("--width", arguments.width, "two of these give the same folder; leave one out")
+    for out in outs.values():
+        refuse_existing(out, overwrite=arguments.overwrite)
+    for width, out in outs.items():
         with report_progress(f"computing the average of width {width:g}"):
             made = reconstruct(run, out, width=width, step=arguments.step, overwrite=arguments.overwrite)
         print(
@@ -58,7 +63,7 @@ def main() -> None:
         )
         if made.error > LARGE_ERROR:
             right = "take a width nearer to those of ema.post_hoc_widths, or train with a shorter ema.post_hoc_interval"
-            print(f"warning: the snapshots cannot give this width accurately; {right}", file=sys.stderr)
+            print(f"warning: the snapshots cannot give the width {width:g} accurately; {right}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torchditan.run.reading import read_config, read_status
 from torchditan.weights.exported import open_weights
 
 if TYPE_CHECKING:
-    from tests.conftest import RunScript
+    from tests.conftest import RunDistributed, RunScript
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -255,14 +255,27 @@ def test_a_reconstruction_is_a_run_that_can_be_loaded_exported_and_replaced(
         assert_same(saved_weights(model.model), averages)
     assert model.sample(classes=[3], num_steps=2).shape == (1, 1, 8, 8)
     content = read_config(made)["imported"]
-    assert {key: content[key] for key in ("width", "step", "run")} == {"width": 0.1, "step": 36, "run": str(run)}
+    assert {key: content[key] for key in ("ema_width", "step", "run")} == {
+        "ema_width": 0.1,
+        "step": 36,
+        "run": str(run),
+    }
     export = run_script("scripts/convert_checkpoint.py", "export", made, tmp_path / "weights.safetensors")
     assert export.code == 0, export.err
+    back = tmp_path / "back"
+    assert run_script("scripts/convert_checkpoint.py", "import", tmp_path / "weights.safetensors", back).code == 0
+    assert read_config(back)["imported"]["ema_width"] == 0.1
     again = run_script(RECONSTRUCT, run, "--width=0.1", "--step=36", f"--out={out}")
     assert again.code == 2
     assert_refused(again.err, str(made), ["exists", "--overwrite"])
     assert run_script(RECONSTRUCT, run, "--width=0.1", "--step=36", f"--out={out}", "--overwrite").code == 0
     assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    nothing_new = run_script(RECONSTRUCT, run, "--width", "0.2", "0.1", "--step=36", f"--out={out}")
+    assert nothing_new.code == 2 and str(made) in nothing_new.err
+    assert not (tmp_path / f"{out.name}_0.2_step_36").exists()
+    again = run_script(RECONSTRUCT, made, "--width=0.1")
+    assert again.code == 2
+    assert_refused(again.err, f'RUN = "{made}"', ["train.py"])
 
 
 def test_damaged_snapshots_are_left_out_and_named(
@@ -308,6 +321,7 @@ def test_the_commands_of_the_page_work(tmp_path: Path, run_script: RunScript) ->
     [
         (["--width=nan"], "--width = NaN", ["0.2887"]),
         (["--width=0.3"], "--width = 0.3", ["0.2887"]),
+        (["--width", "0.1", "0.1"], "--width = [0.1, 0.1]", ["same folder"]),
         (["--width=0.1", "--step=5"], "--step = 5", ["4", "40"]),
         (["--width=0.1", "--steps=5"], "--steps", ["--step?"]),
         ([], "", ["--width"]),
@@ -380,3 +394,74 @@ def test_the_start_of_a_run_says_how_much_disk_space_the_snapshots_take(
     code, out, _ = run_script("train.py", *job(run.parent, "--training.steps=40", "--ema.post_hoc_interval=4"))
     assert code == 0
     assert f"10 snapshots of {size / 1e9:,.3f} GB, {10 * size / 1e9:,.3f} GB in all, in {run}" in out
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {repository!r})
+sys.argv = ["train.py", *sys.argv[1:]]
+import train
+from torchditan.periodic_tasks import PeriodicTasks
+from torchditan.supervision.exit_status import run_job
+
+run_periodic_tasks = PeriodicTasks.run_periodic_tasks
+
+def killed(self, *arguments, **options):
+    if self.progress.step == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    run_periodic_tasks(self, *arguments, **options)
+
+PeriodicTasks.run_periodic_tasks = killed
+sys.exit(run_job(train.main))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicate", [1, 2], ids=["FSDP", "DDP"])
+def test_killed_ranks_resume_to_the_bit_and_other_ranks_continue(
+    replicate: int, tmp_path: Path, run_distributed: RunDistributed, run_script: RunScript
+) -> None:
+    """SIGKILL on 2 ranks; then 2 ranks continue to the bit, and 4 (HSDP) or 1 within rounding."""
+    flags = ["--training.steps=9", "--checkpoint.interval=4", "--ema.post_hoc_interval=3"]
+    degree = f"--training.data_parallel_replicate_degree={replicate}"
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(repository=str(REPOSITORY)))
+    for name in ("same", "four", "one"):
+        assert run_distributed([script, *job(tmp_path / name, *flags, degree)], 2).returncode != 0
+        assert list(snapshots_of(tmp_path / name / "run")) == [3, 6]
+    assert run_distributed(["train.py", *job(tmp_path / "whole", *flags, degree)], 2).returncode == 0
+    assert run_distributed(["train.py", *job(tmp_path / "same", *flags, degree)], 2).returncode == 0
+    hybrid = "--training.data_parallel_replicate_degree=2"
+    assert run_distributed(["train.py", *job(tmp_path / "four", *flags, hybrid)], 4).returncode == 0
+    assert run_script("train.py", *job(tmp_path / "one", *flags)).code == 0
+    whole = {step: read_state(path) for step, path in snapshots_of(tmp_path / "whole" / "run").items()}
+    assert list(whole) == [3, 6, 9]
+    for name in ("same", "four", "one"):
+        snapshots = {step: read_state(path) for step, path in snapshots_of(tmp_path / name / "run").items()}
+        assert list(snapshots) == [3, 6, 9]
+        for step, state in snapshots.items():
+            if name == "same":
+                assert_same(state, whole[step])
+            for key, tensor in state.items():
+                torch.testing.assert_close(tensor, whole[step][key], rtol=1e-5, atol=1e-6)
+
+
+def test_a_lora_is_averaged_alone(tmp_path: Path, run_script: RunScript) -> None:
+    pytest.importorskip("diffusers")
+    pytest.importorskip("peft")
+    from torchditan.ablation.grid import as_flags
+    from torchditan.finetune.resolutions import published_options
+
+    flags = [*as_flags(published_options("flux/debugmodel", None)), "--dataset.dataset_name=dummy", "--lora.rank=2"]
+    flags += ["--training.batch_size=2", "--training.steps=2", "--ema.post_hoc_interval=1", "--optimizer.lr=0.01"]
+    common = [flag for flag in job(tmp_path) if not flag.startswith(("--model", "--optimizer", "--training"))]
+    result = run_script("train.py", *common, *flags)
+    assert result.code == 0, result.err
+    run = tmp_path / "run"
+    assert run_script(RECONSTRUCT, run, "--width=0.1").code == 0
+    stored = read_state(snapshots_of(run)[2])
+    model = torchditan.load(tmp_path / "run_ema_0.1", device="cpu", dtype=torch.float32).model
+    weights = saved_weights(model)
+    averages = {key.removeprefix("post_hoc_ema.1."): value for key, value in stored.items() if ".1." in key[:15]}
+    assert averages and all("lora" in name for name in averages) and len(stored) == 2 * len(averages)
+    assert_same({name: weights[name] for name in averages}, averages)

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -544,6 +546,21 @@ def test_only_a_decoder_that_was_given_is_part_of_the_card(tmp_path: Path) -> No
 def test_a_run_imported_from_weights_has_a_card(tmp_path: Path) -> None:
     run = stored_run(tmp_path / "run", Config(), hardware=None, versions=None, git_commit=None)
     assert origin(run, Config()).training_hardware is None
+
+
+def test_an_average_of_another_width_has_its_width_in_the_card_and_not_the_decay_of_training(tmp_path: Path) -> None:
+    imported = {"file": "average", "step": 3, "weights": "ema", "ema_width": 0.075}
+    run = stored_run(tmp_path / "run", Config(), imported=imported)
+    other = stored_run(tmp_path / "other", Config(), imported={**imported, "ema_width": 0.1})
+    found = origin(run, Config())
+    assert (found.ema_decay, found.ema_width, found.training_seed) == (None, 0.075, Config().training.seed)
+    evaluated = card(**{**vars(found), "run_id": "12ab34cd"})
+    text = markdown(evaluated, tmp_path / "card.json")
+    assert re.search(r"\| ema_width +\| 0.075 +\|", text) and "ema_decay" not in text
+    require_same_weights = partial(check_repeatable, tmp_path / "card.json", evaluated)
+    require_same_weights(found)
+    with pytest.raises(ConfigError, match=r"an average of width 0\.075, and this is an average of width 0\.1"):
+        require_same_weights(origin(other, Config()))
 
 
 def test_the_trajectory_hash_is_equal_for_seeds_of_one_recipe_and_for_older_runs(tmp_path: Path) -> None:

@@ -368,16 +368,16 @@ def test_loss_is_drawn_by_precision_and_learning_rate(tmp_path: Path) -> None:
     write_losses(folder, rows[2], [2.0, 3.0, None, 4.0])
     analysis = analyse([folder])
     curves = loss_curves(analysis.results)
-    assert [(curve.precision, curve.learning_rate, len(curve.steps)) for curve in curves] == [
-        ("bfloat16", "0.001", 84),
-        ("bfloat16", "0.0001", 84),
-        ("float16", "0.001", 3),
+    assert [(curve.precision, curve.setting, len(curve.steps)) for curve in curves] == [
+        ("bfloat16", "learning rate 0.001", 84),
+        ("bfloat16", "learning rate 0.0001", 84),
+        ("float16", "learning rate 0.001", 3),
     ]
     assert (curves[0].steps[0], curves[0].losses[0]) == (2, pytest.approx(0.249))  # the mean of three steps
     assert (curves[2].steps, curves[2].losses) == ([1, 2, 4], [2.0, 3.0, 4.0])
     table = {
-        "0.0001": {"float16": "0.001", "bfloat16": "0.001"},
-        "0.001": {"float16": "error", "bfloat16": "0.01"},
+        "learning rate 0.0001": {"float16": "0.001", "bfloat16": "0.001"},
+        "learning rate 0.001": {"float16": "error", "bfloat16": "0.01"},
     }
     assert final_losses(analysis.results) == table
     figure = loss_figure(curves)

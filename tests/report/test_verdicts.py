@@ -21,13 +21,14 @@ from torchditan.ablation.grid import COMPILE
 from torchditan.ablation.ledger import QUALITY
 from torchditan.evaluation.sweep import higher_is_better
 from torchditan.report.analysis import Analysis, analyse
+from torchditan.report.grid_results import read_grids
 from torchditan.report.loss_plot import loss_figure
 from torchditan.report.losses import final_losses, loss_curves
 from torchditan.report.pairs import MEMORY, THROUGHPUT
 from torchditan.report.plots import batch_figure, frontier_figure
 from torchditan.report.report import report_html
-from torchditan.report.verdict_tables import summary, verdict_figure, verdict_text, verdicts_csv
-from torchditan.report.verdicts import Verdict, holm, paired_tests, seeds_needed
+from torchditan.report.verdict_tables import summary, verdict_figure, verdict_finding, verdict_text, verdicts_csv
+from torchditan.report.verdicts import Verdict, holm, judge, paired_tests, seeds_needed
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -193,7 +194,9 @@ def test_a_seed_that_one_side_lacks_is_left_out_and_named(tmp_path: Path) -> Non
     found = analysis_of(tmp_path, rows).verdicts
     assert {(verdict.seeds, verdict.missing) for verdict in find(found, MLP, FD)} == {(("0", "1", "2"), ("3",))}
     assert find(found, MLP, FD)[0].difference == pytest.approx(-3, abs=0.2)
-    assert "3 of 4" in verdict_text(found)
+    text = verdict_text(found)
+    assert "3 of 4" in text and "2 comparisons without some seeds: a run of one side failed or is missing." in text
+    assert ", 3 of 4 seeds: better" in verdict_finding(found).sentences[0]
 
 
 def test_what_was_not_measured_has_no_verdict(tmp_path: Path) -> None:
@@ -216,6 +219,41 @@ def test_costs_are_ratios_of_the_cells(tmp_path: Path) -> None:
     ]
     (verdict,) = analysis_of(tmp_path, rows).verdicts
     assert (verdict.cost.flops, verdict.cost.time, verdict.cost.memory) == pytest.approx((1.2, 1.25, 1.2))
+    assert verdict.cost.time_interval == pytest.approx((1.25, 1.25)), "all seeds have the same ratio"
+    rows[0]["images_per_second_mean"] *= 2
+    (verdict,) = analysis_of(tmp_path, rows).verdicts
+    ratios = np.log([2.5, 1.25, 1.25])
+    half = 4.303 * ratios.std(ddof=1) / math.sqrt(3)
+    assert verdict.cost.time == pytest.approx(np.exp(ratios.mean()))
+    assert verdict.cost.time_interval == pytest.approx(np.exp([ratios.mean() - half, ratios.mean() + half]), rel=1e-3)
+    assert "| 1.57 (0.58 to 4.26) |" in verdict_text([verdict])
+
+
+def test_one_change_at_a_time_is_compared_with_the_baseline_only(tmp_path: Path) -> None:
+    """Also where the baseline is not the smallest value, and where neighbours would be compared otherwise."""
+    rate = "optimizer.lr"
+    values = [("swiglu", 1e-3), ("gelu", 1e-3), *(("swiglu", value) for value in (1e-4, 3e-4, 3e-3, 1e-2))]
+    rows = []
+    for seed, (mlp, lr) in itertools.product(range(2), values):
+        rows.append(cell(mlp, False, seed, **{FD: noise(mlp, lr, seed)}) | {rate: lr})
+        rows[-1]["run_name"] += f"_lr-{lr}"
+    folder = write_grid(tmp_path / "grid", rows, axes=(MLP, NORM, rate, SEED), one_at_a_time=True)
+    found = [(verdict.axis, verdict.from_value, verdict.to_value) for verdict in analyse([folder]).verdicts]
+    others = [("optimizer.lr", "0.001", value) for value in ("0.0001", "0.0003", "0.003", "0.01")]
+    assert sorted(found) == [(MLP, "swiglu", "gelu"), *others]
+
+
+def test_grids_of_pure_noise_get_verdicts_as_seldom_as_promised(tmp_path: Path) -> None:
+    """From ledgers to words: 20 grids of 8 comparisons without any effect. 5 decided grids have a chance of 0.3%."""
+    generator = np.random.default_rng(5)
+    folders = []
+    for number in range(20):
+        rows = square(3, **{FD: lambda *_: generator.normal(), RECALL: lambda *_: generator.normal()})
+        folders.append(write_grid(tmp_path / f"grid{number}", rows, axes=(MLP, NORM, SEED)))
+    found = judge(read_grids(folders))
+    assert len(found) == 20 * 8
+    decided = {verdict.source for verdict in found if verdict.word in ("better", "worse")}
+    assert len(decided) < 5
 
 
 def test_losses_are_not_compared_where_the_loss_itself_changes(tmp_path: Path) -> None:
@@ -308,7 +346,7 @@ def test_a_run_that_diverged_keeps_its_own_curve(tmp_path: Path) -> None:
     for entry in rows:
         write_losses(folder, entry, [entry["loss_mean"]] * 250)
     averaged, failed = loss_curves(analyse([folder]).results)
-    assert (averaged.losses[0], averaged.run_name) == (1.5, "bs4_cFalse_seed-0 and 1 more seeds")
+    assert (averaged.losses[0], averaged.run_name) == (1.5, "bs4_cFalse_seed-0 and 1 more seed")
     assert (failed.status, failed.losses[0], failed.half_widths) == ("error", 3, [])
 
 

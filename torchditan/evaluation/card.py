@@ -89,7 +89,9 @@ class Origin:
     images_seen: int | None = None
     weights: Literal["ema", "raw"] | None = None
     ema_decay: float | None = None
-    """None for raw weights."""
+    """None for raw weights, and for an average that was computed after training."""
+    ema_width: float | None = None
+    """Relative width of an average that was computed after training."""
     training_seed: int | None = None
     config_hash: str | None = None
     """SHA-256 of the canonical JSON of the stored configuration."""
@@ -276,6 +278,7 @@ def settings_of(card: Card) -> dict[str, Any]:
         "step": card.step,
         "images_seen": card.images_seen,
         "ema_decay": card.ema_decay,
+        "ema_width": card.ema_width,
         "run_id": card.run_id,
         "training_seed": card.training_seed,
         "trajectory_hash": card.trajectory_hash,

@@ -57,14 +57,17 @@ def origin_of_run(
     stored = from_dict(content["config"])
     path = config.autoencoder.path
     imported = content.get("imported")
-    is_foreign = isinstance(imported, dict) and "format" in imported
+    if not isinstance(imported, dict):
+        imported = {}
+    is_foreign, ema_width = "format" in imported, imported.get("ema_width")
     return Origin(
         run=str(run),
         run_id=content.get("run_id"),
         step=step,
         images_seen=images_seen,
         weights=weights,
-        ema_decay=config.ema.decay if weights == "ema" and not is_foreign else None,
+        ema_decay=config.ema.decay if weights == "ema" and not is_foreign and ema_width is None else None,
+        ema_width=ema_width,
         training_seed=None if is_foreign else config.training.seed,
         config_hash=_hash(content["config"]),
         trajectory_hash=trajectory_hash(stored),

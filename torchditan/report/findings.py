@@ -21,6 +21,7 @@ from torchditan.ablation.grid import (
     PRECISION,
 )
 from torchditan.ablation.ledger import STATUSES
+from torchditan.evaluation.card_tables import significant
 from torchditan.finetune.resolutions import MODEL, RESOLUTION
 from torchditan.report.analysis import Analysis, Effect, fastest, repayment
 from torchditan.report.grid_results import parallel_mode
@@ -229,7 +230,8 @@ def _fastest_finding(analysis: Analysis) -> Finding:
         text += f"{_work_name(cell)}, {count(int(cell['num_devices']), 'device')}: "
         text += f"{cell[THROUGHPUT.column]:,.4g} images/s"
         if cell["num_seeds"] > 1:
-            text += f" (± {cell[f'{THROUGHPUT.column}_half']:,.2g}, 95% over {cell['num_seeds']} seeds)"
+            half = significant(cell[f"{THROUGHPUT.column}_half"], 2)
+            text += f" (± {half}, 95% over {cell['num_seeds']} seeds)"
         text += f", MFU {cell[MFU.column]:.1f}%" if cell[MFU.column] == cell[MFU.column] else ""
         text += f", {cell[MEMORY.column]:.3g} GiB" if cell[MEMORY.column] == cell[MEMORY.column] else ""
         sentences.append(f"{text} with {cell['run_name']}.")

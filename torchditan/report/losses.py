@@ -12,11 +12,12 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from torchditan.ablation.grid import PRECISION, SEED
+from torchditan.ablation.grid import FLAVOR, PATCH_SIZE, PRECISION, SEED, STANDARD_AXES
 from torchditan.ablation.maker import RUNS_FOLDER
 from torchditan.evaluation.card_figures import spread_of
 from torchditan.evaluation.card_tables import rounded
 from torchditan.report.grid_results import GridResults, ordered_values
+from torchditan.report.sanity import count
 from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ LEARNING_RATE = "optimizer.lr"
 FEWEST_STEPS = 100
 """Minimum number of steps of a run whose loss is shown. Random latents of short benchmarks cannot be learned."""
 _MOST_POINTS = 100
+_MOST_SETTINGS = 16
+"""With more, colours and dashes cannot tell the curves apart."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,8 @@ class LossCurve:
     source: str
     status: str
     precision: str
-    learning_rate: str
-    """Empty if the grid does not vary it."""
+    setting: str
+    """`learning rate 0.001`, `model.mlp swiglu` or `baseline`; see `_settings`."""
     steps: list[float]
     losses: list[float]
     half_widths: list[float] = field(default_factory=list)
@@ -46,29 +49,46 @@ class LossCurve:
 
 def loss_curves(results: GridResults) -> list[LossCurve]:
     """Curves of all runs with at least `FEWEST_STEPS` logged steps, and of shorter failed runs of the same grids."""
-    runs = results.runs
-    long = runs[runs["steps"] >= FEWEST_STEPS]
     curves: dict[tuple[Any, ...], list[LossCurve]] = {}
-    for _, run in long.iterrows():
+    for _, run in _long_runs(results).iterrows():
         records = read_metrics(results.folders[run["grid"]] / RUNS_FOLDER / run["run_name"])
         points = [(record["step"], record["loss"]) for record in records if _is_finite(record.get("loss"))]
         if points:
             steps, losses = zip(*_means(points), strict=True)
-            rate = run[LEARNING_RATE] if LEARNING_RATE in results.axes else ""
-            setting = (*(run[axis] for axis in ("source", "repeat", *results.axes)),)
+            cell = (*(run[axis] for axis in ("source", "repeat", *results.axes)),)
             is_alone = run["status"] != "completed"
-            curves.setdefault((*setting, run["run_name"] if is_alone else None, len(steps)), []).append(
+            curves.setdefault((*cell, run["run_name"] if is_alone else None, len(steps)), []).append(
                 LossCurve(
                     run_name=run["run_name"],
                     source=run["source"],
                     status=run["status"],
                     precision=run[PRECISION],
-                    learning_rate=rate,
+                    setting=run["setting"],
                     steps=list(steps),
                     losses=list(losses),
                 )
             )
     return [_mean_curve(seeds) for seeds in curves.values()]
+
+
+def _long_runs(results: GridResults) -> pd.DataFrame:
+    return results.runs.assign(setting=_settings(results))[results.runs["steps"] >= FEWEST_STEPS]
+
+
+def _settings(results: GridResults) -> pd.Series:
+    """What the curves are named after, of each run: its learning rate, or else how it differs from the first run.
+
+    Empty if the runs of a panel do not differ, or in too many ways. What changes only the speed has no name.
+    """
+    runs = results.runs
+    if LEARNING_RATE in results.axes:
+        return "learning rate " + runs[LEARNING_RATE]
+    axes = [axis for axis in results.varied if axis in (FLAVOR, PATCH_SIZE) or axis not in STANDARD_AXES]
+    names = runs["source"].map(lambda _: "")
+    for axis in axes:
+        names += runs[axis].map(lambda value, axis=axis: "" if value == runs[axis].iloc[0] else f", {axis} {value}")
+    names = names.str.removeprefix(", ").replace("", "baseline")
+    return names if 1 < names.nunique() <= _MOST_SETTINGS else names.map(lambda _: "")
 
 
 def _mean_curve(curves: list[LossCurve]) -> LossCurve:
@@ -78,7 +98,7 @@ def _mean_curve(curves: list[LossCurve]) -> LossCurve:
     spreads = [spread_of(losses) for losses in zip(*(curve.losses for curve in curves), strict=True)]
     return replace(
         curves[0],
-        run_name=f"{curves[0].run_name} and {len(curves) - 1} more seeds",
+        run_name=f"{curves[0].run_name} and {count(len(curves) - 1, 'more seed')}",
         losses=[spread.mean for spread in spreads],
         half_widths=[spread.half_width for spread in spreads],
     )
@@ -96,18 +116,17 @@ def _means(points: list[tuple[float, float]]) -> list[tuple[float, ...]]:
 
 
 def final_losses(results: GridResults) -> dict[str, dict[str, str]]:
-    """Mean loss over the measured window, by learning rate and precision, in order.
+    """Mean loss over the measured window, by setting (of `LossCurve`) and precision.
 
     Several training seeds give its 95% interval. If no run completed, the entry has the statuses of the runs.
     """
-    runs = results.runs[results.runs["steps"] >= FEWEST_STEPS]
-    rates = runs[LEARNING_RATE] if LEARNING_RATE in results.axes else runs[PRECISION].map(lambda _: "")
+    runs = _long_runs(results)
     return {
-        rate: {
-            precision: _final_loss(runs[(rates == rate) & (runs[PRECISION] == precision)])
+        setting: {
+            precision: _final_loss(runs[(runs["setting"] == setting) & (runs[PRECISION] == precision)])
             for precision in ordered_values(PRECISION, runs[PRECISION])
         }
-        for rate in ordered_values(LEARNING_RATE, rates)
+        for setting in dict.fromkeys(runs["setting"])
     }
 
 

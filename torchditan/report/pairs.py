@@ -12,6 +12,7 @@ Notable:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -62,11 +63,14 @@ class Change(NamedTuple):
         return self.num_pairs > 0 and self.quartile_1 * self.quartile_3 > 0 and abs(self.median) > self.noise
 
 
-def matched_pairs(cells: pd.DataFrame, axes: tuple[str, ...], effects: list[str]) -> pd.DataFrame:
+def matched_pairs(
+    cells: pd.DataFrame, axes: tuple[str, ...], effects: list[str], *, baseline: Mapping[str, str] = {}
+) -> pd.DataFrame:
     """Pairs of cells of one source that are equal in every axis except one of `effects`.
 
     Returns one row per pair: `source`, `axis`, `from_value`, `to_value`, and `a` and `b`, the row numbers in `cells`.
-    Cells are unique in (source, axes), so pairs are unique too. Runs on different numbers of devices never pair.
+    Cells are unique in (source, axes), so pairs are unique too. Runs on different numbers of devices never pair. For an
+    axis in `baseline`, this value is compared with each other one, and no others are.
     """
     import pandas as pd
 
@@ -77,7 +81,12 @@ def matched_pairs(cells: pd.DataFrame, axes: tuple[str, ...], effects: list[str]
         others = cells.groupby(rest, sort=False, dropna=False).ngroup()
         table = pd.DataFrame({"others": others, "value": cells[axis], "row": range(len(cells))})
         wide = table.pivot(index="others", columns="value", values="row")
-        for start, end in compared_values(axis, cells[axis].unique()):
+        values = cells[axis].unique()
+        first = baseline.get(axis)
+        compared = compared_values(axis, values) if first is None else [(first, end) for end in values if end != first]
+        for start, end in compared:
+            if start not in wide:
+                continue
             both = wide[[start, end]].dropna().astype(int)
             if len(both):
                 pair = pd.DataFrame({"a": both[start].to_numpy(), "b": both[end].to_numpy()})

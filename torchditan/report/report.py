@@ -351,13 +351,16 @@ def _loss_section(analysis: Analysis) -> str:
     if not curves:
         return page.none(f"No run has {FEWEST_STEPS} or more steps. Shorter runs measure only speed.")
     table = final_losses(analysis.results)
+    has_seeds = len(analysis.results.seeds) > 1
+    lines = "a setting, averaged over its training seeds, with the 95% interval of this mean" if has_seeds else "a run"
     text = (
-        "<p>Each line is one run: means of its loss over intervals of steps. A cross marks the end of a run that did "
-        "not complete. All runs of a grid see the same samples, noise and timesteps in the same order.</p>"
+        f"<p>Each line is {lines}: means of the loss over intervals of steps. A cross marks the end of a run that did "
+        f"not complete. All runs {'with one training seed' if has_seeds else 'of a grid'} see the same samples, noise "
+        "and timesteps in the same order.</p>"
     )
     plot = page.plot(loss_figure(curves), "loss-plot", "No losses.")
-    rows = [[rate or "(one)", *losses.values()] for rate, losses in table.items()]
-    headers = ["learning rate", *(value_name(PRECISION, precision) for precision in next(iter(table.values())))]
+    rows = [[setting or "(all)", *losses.values()] for setting, losses in table.items()]
+    headers = ["setting", *(value_name(PRECISION, precision) for precision in next(iter(table.values())))]
     return text + plot + "<p>Mean loss of the last steps:</p>" + page.table(headers, rows, numeric=set(headers[1:]))
 
 

@@ -16,7 +16,17 @@ from torchditan.report import page
 from torchditan.report.findings import AXIS_NAMES, Finding, value_name
 from torchditan.report.plots import PALETTE, style
 from torchditan.report.sanity import MINUS, count
-from torchditan.report.verdicts import BETTER, INCONCLUSIVE, LEVEL, MOST_SEEDS, NOT_MEASURED, ONE_SEED, WORSE, Verdict
+from torchditan.report.verdicts import (
+    BETTER,
+    INCONCLUSIVE,
+    LEVEL,
+    MOST_SEEDS,
+    NOT_MEASURED,
+    ONE_SEED,
+    WORSE,
+    Cost,
+    Verdict,
+)
 
 _MOST_LINES = 6
 _MOST_ROWS = 100
@@ -31,7 +41,7 @@ _NUMERIC = frozenset(_HEADERS[3:9]) | frozenset(_HEADERS[10:])
 CSV_COLUMNS = (
     *("grid", "axis", "from_value", "to_value", "from_run", "to_run", "figure", "better", "seeds", "missing_seeds"),
     *("before", "after", "difference", "low", "high", "p", "corrected_p", "num_comparisons", "verdict"),
-    *("further_seeds", "flops_ratio", "time_ratio", "memory_ratio"),
+    *("further_seeds", "flops_ratio", "time_ratio", "time_low", "time_high", "memory_ratio"),
 )
 
 
@@ -70,7 +80,7 @@ def verdict_section(verdicts: Sequence[Verdict]) -> str:
         f"grid (Holm), is at most {LEVEL:g}. The interval is that of one comparison alone, so it can exclude zero "
         "where the verdict is inconclusive. Further seeds would decide a comparison with a probability of 80% if the "
         "measured difference and spread are the true ones. FLOPs and time per image and peak memory are ratios, after "
-        "over before.</p>"
+        "over before. That of time has a 95% interval over the seeds.</p>"
     )
     text += f"<p>{html.escape(f'{summary(verdicts)} {_guarantee(verdicts)}')}</p>"
     plot = page.plot(verdict_figure(verdicts), "verdicts-plot", "No comparison has a difference.")
@@ -93,17 +103,19 @@ def _guarantee(verdicts: Sequence[Verdict]) -> str:
         return ""
     numbers = " and ".join(dict.fromkeys(f"{number:,}" for number in tested.values()))
     plural = "comparison" if set(tested.values()) == {1} else "comparisons"
+    num_missing = sum(bool(verdict.missing) for verdict in verdicts)
+    warning = f"{count(num_missing, 'comparison')} without some seeds: a run of one side failed or is missing. "
     return (
-        f"Corrected for {numbers} {plural} per grid: if no setting has an effect, the chance of any better or worse "
-        f"is at most {LEVEL:.0%}."
+        f"{warning if num_missing else ''}Corrected for {numbers} {plural} per grid: if no setting has an effect, the "
+        f"chance of any better or worse is at most {LEVEL:.0%}."
     )
 
 
 def _sentence(verdict: Verdict, change: str, others: str) -> str:
     text = f"{change}{f' ({others})' if others else ''}: {verdict.metric.name} {_signed(verdict)}"
-    text += f", 95% {_interval(verdict)}, {count(len(verdict.seeds), 'seed')}: {verdict.word}"
+    text += f", 95% {_interval(verdict)}, {_seeds(verdict)} seeds: {verdict.word}"
     if verdict.cost.time is not None:
-        text += f", at {verdict.cost.time:.2f} times the time per image"
+        text += f", at {_time(verdict.cost)} times the time per image"
     return f"{text}.".replace(" -", f" {MINUS}")
 
 
@@ -138,15 +150,13 @@ def _table(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for verdict, (change, others) in zip(verdicts, _names(verdicts), strict=True):
         cost, half = verdict.cost, _precision(verdict)
-        seeds = str(len(verdict.seeds))
-        seeds += f" of {len(verdict.seeds) + len(verdict.missing)}" if verdict.missing else ""
         is_known = bool(verdict.seeds)
         rows.append(
             [
                 change,
                 others,
                 verdict.metric.name,
-                seeds,
+                _seeds(verdict),
                 rounded(verdict.before, half) if is_known else "",
                 rounded(verdict.after, half) if is_known else "",
                 _signed(verdict) if is_known else "",
@@ -154,11 +164,27 @@ def _table(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
                 "" if verdict.corrected is None else significant(verdict.corrected, 2),
                 verdict.word,
                 _further(verdict),
-                *("" if ratio is None else f"{ratio:.2f}" for ratio in (cost.flops, cost.time, cost.memory)),
+                "" if cost.flops is None else f"{cost.flops:.2f}",
+                _time(cost),
+                "" if cost.memory is None else f"{cost.memory:.2f}",
             ]
         )
     shown = [number for number, header in enumerate(_HEADERS) if header != "with" or any(row[number] for row in rows)]
     return [_HEADERS[number] for number in shown], [[row[number] for number in shown] for row in rows]
+
+
+def _seeds(verdict: Verdict) -> str:
+    """`5`, or `4 of 5` if a run of one side is missing."""
+    number = len(verdict.seeds)
+    return f"{number} of {number + len(verdict.missing)}" if verdict.missing else str(number)
+
+
+def _time(cost: Cost) -> str:
+    """`1.05 (0.98 to 1.12)`: the ratio with its interval, because other work on the machine changes it."""
+    if cost.time is None:
+        return ""
+    interval = "" if cost.time_interval is None else " ({:.2f} to {:.2f})".format(*cost.time_interval)
+    return f"{cost.time:.2f}{interval}"
 
 
 def _precision(verdict: Verdict) -> float | None:
@@ -234,8 +260,8 @@ def verdict_figure(verdicts: Sequence[Verdict]) -> Any | None:
 
 def _hover(verdict: Verdict, label: str) -> str:
     interval = f"<br>95% {_interval(verdict)}" if verdict.half_width is not None else ""
-    seeds = count(len(verdict.seeds), "seed")
-    return f"<b>{label}</b><br>{verdict.metric.name} {_signed(verdict)}{interval}<br>{seeds}: {verdict.word}"
+    figure = f"{verdict.metric.name} {_signed(verdict)}{interval}"
+    return f"<b>{label}</b><br>{figure}<br>{_seeds(verdict)} seeds: {verdict.word}"
 
 
 def verdicts_csv(verdicts: Sequence[Verdict]) -> bytes:
@@ -250,7 +276,7 @@ def verdicts_csv(verdicts: Sequence[Verdict]) -> bytes:
         seeds = (" ".join(verdict.seeds), " ".join(verdict.missing))
         numbers = (verdict.before, verdict.after, verdict.difference, low, high, verdict.p, verdict.corrected)
         counts = (verdict.num_comparisons, verdict.word, verdict.further_seeds)
-        ratios = map(_number, (cost.flops, cost.time, cost.memory))
+        ratios = map(_number, (cost.flops, cost.time, *(cost.time_interval or (None, None)), cost.memory))
         writer.writerow((*where, *seeds, *map(_number, numbers), *counts, *ratios))
     return file.getvalue().encode()
 

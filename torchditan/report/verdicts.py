@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchditan.ablation.grid import BATCH_SIZE, SEED
 from torchditan.ablation.ledger import QUALITY
 from torchditan.config.errors import option_error
+from torchditan.evaluation.card_figures import spread_of
 from torchditan.report.grid_results import GridResults
 from torchditan.report.losses import FEWEST_STEPS
 from torchditan.report.pairs import Metric, matched_pairs
@@ -73,6 +74,8 @@ class Cost:
     """Training time per image."""
     memory: float | None
     """Peak memory per device."""
+    time_interval: tuple[float, float] | None
+    """95% of `time`, over the seeds; None with one seed."""
 
 
 @dataclass(frozen=True)
@@ -187,13 +190,23 @@ def judge(results: GridResults, figures: list[str] | None = None) -> list[Verdic
     """
     metrics = _metrics(results, figures)
     axes = [*results.effects, *([BATCH_SIZE] if BATCH_SIZE in results.varied and not results.searched else [])]
-    pairs = matched_pairs(results.cells, results.axes, axes)
+    usual = matched_pairs(results.cells, results.axes, axes)
     found = []
     for source in results.sources:
+        baseline = _baseline(results, source)
+        pairs = matched_pairs(results.cells, results.axes, axes, baseline=baseline) if baseline else usual
         mine = pairs[pairs["source"] == source]
         compared = [(pair, metric) for pair in mine.itertuples() for metric in metrics if _is_comparable(pair, metric)]
         found += _judge_grid(results, compared)
     return found
+
+
+def _baseline(results: GridResults, source: str) -> dict[str, str]:
+    """The first value of every axis in a grid that changes one axis at a time from there; {} for another grid."""
+    first = results.runs[results.runs["source"] == source].iloc[0]
+    if not results.contents[first["grid"]].get("one_at_a_time"):
+        return {}
+    return {axis: first[axis] for axis in results.axes if axis != BATCH_SIZE}  # batch sizes ascend
 
 
 def _metrics(results: GridResults, figures: list[str] | None) -> list[Metric]:
@@ -289,9 +302,11 @@ class _Costs:
     def of(self, pair: Any) -> Cost:
         import numpy as np
 
-        ratios = {}
-        for name, table in self._tables.items():
-            logarithms = np.log(table[pair.b] / table[pair.a])
-            known = logarithms[~np.isnan(logarithms)]
-            ratios[name] = float(np.exp(known.mean())) if len(known) else None
-        return Cost(**ratios)
+        logarithms = {name: np.log(table[pair.b] / table[pair.a]) for name, table in self._tables.items()}
+        known = {name: values[~np.isnan(values)] for name, values in logarithms.items()}
+        ratios = {name: float(np.exp(values.mean())) if len(values) else None for name, values in known.items()}
+        interval = None
+        if len(known["time"]) > 1:
+            mean, _, half = spread_of(known["time"].tolist())
+            interval = math.exp(mean - half), math.exp(mean + half)
+        return Cost(**ratios, time_interval=interval)

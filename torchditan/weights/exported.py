@@ -56,6 +56,8 @@ class StoredWeights:
     images_seen: int | None = None
     weights: Kind | None = None
     git_commit: str | None = None
+    ema_width: float | None = None
+    """Of an average that `reconstructed_ema.py` computed; None for others."""
 
 
 def export_weights(
@@ -163,8 +165,8 @@ def describe_file(path: Path) -> StoredWeights:
     step, images_seen = (_parse_count(metadata.get(key)) for key in ("step", "images_seen"))
     if config is None or weights not in ("ema", "raw") or step is None or step >= 10**8 or images_seen is None:
         raise ConfigError(f"{path} has invalid metadata; export it again")
-    kind = cast(Kind, weights)
-    return StoredWeights(path, shapes, config, step, images_seen, kind, metadata.get("git_commit"))
+    kind, width = cast(Kind, weights), _parse_width(metadata.get("ema_width"))
+    return StoredWeights(path, shapes, config, step, images_seen, kind, metadata.get("git_commit"), width)
 
 
 def describe_checkpoint(checkpoint: Path, reader: CheckpointReader, *, weights: Kind | None) -> StoredWeights:
@@ -185,17 +187,27 @@ def describe_checkpoint(checkpoint: Path, reader: CheckpointReader, *, weights: 
         other = "average; must be raw" if weights == "ema" else "raw weights; must be ema"
         raise option_error("--weights", weights, f"this run kept no {other}")
     weights = weights or ("ema" if shapes["ema"] else "raw")
-    commit = _git_commit_of(checkpoint, config)
-    return StoredWeights(checkpoint, shapes[weights], config, progress.step, progress.images_seen, weights, commit)
+    content = _run_content(checkpoint, config)
+    imported = content.get("imported")
+    return StoredWeights(
+        checkpoint,
+        shapes[weights],
+        config,
+        progress.step,
+        progress.images_seen,
+        weights,
+        content.get("git_commit"),
+        imported.get("ema_width") if isinstance(imported, dict) else None,
+    )
 
 
-def _git_commit_of(checkpoint: Path, config: dict[str, dict[str, Any]]) -> str | None:
-    """Commit in the run's config.json, if the checkpoint is still in its run directory."""
+def _run_content(checkpoint: Path, config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The run's config.json, if the checkpoint is still in its run directory."""
     depth = len(Path(config["checkpoint"]["folder"]).parts)
     try:
-        return read_config(checkpoint.resolve().parents[depth]).get("git_commit")
+        return read_config(checkpoint.resolve().parents[depth])
     except (ConfigError, IndexError):
-        return None
+        return {}
 
 
 def find_weights(path: Path, *, step: int | None = None) -> Path:
@@ -234,7 +246,8 @@ def _to_metadata(stored: StoredWeights) -> dict[str, str]:
         "images_seen": str(stored.images_seen),
         "weights": str(stored.weights),
     }
-    return texts if stored.git_commit is None else {**texts, "git_commit": stored.git_commit}
+    further = {"git_commit": stored.git_commit, "ema_width": stored.ema_width}
+    return texts | {name: str(value) for name, value in further.items() if value is not None}
 
 
 def _parse_config(text: str | bytes | None) -> dict[str, dict[str, Any]] | None:
@@ -244,6 +257,14 @@ def _parse_config(text: str | bytes | None) -> dict[str, dict[str, Any]] | None:
         return None
     is_config = isinstance(config, dict) and all(isinstance(section, dict) for section in config.values())
     return config if is_config else None
+
+
+def _parse_width(text: str | None) -> float | None:
+    try:
+        width = float(text or "")
+    except ValueError:
+        return None
+    return width if 0 < width < 1 else None
 
 
 def _parse_count(text: str | None) -> int | None:

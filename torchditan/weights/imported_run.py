@@ -84,9 +84,10 @@ def create_run(
     Raises:
         ConfigError: the weights do not match the model of the configuration, or `run` cannot be written.
     """
-    with torch.device("meta"):
-        model = stored_spec(config).build()
-    refuse_other_model(model, stored, [])
+    if not config.lora.rank:  # a LoRA is stored without the model that it changes
+        with torch.device("meta"):
+            model = stored_spec(config).build()
+        refuse_other_model(model, stored, [])
     with new_folder(run, replace=True) as partial:
         _write_run(partial, stored, config, tensors, origin)
         for name, text in files.items():
@@ -122,6 +123,8 @@ def _check_config(stored: StoredWeights, flags: Sequence[str]) -> Config:
         raise ConfigError(f"{stored.path} has a configuration that is not valid here: {error}") from None
     if None in (config.dataset.image_size, config.dataset.num_classes, config.model.input_channels):
         raise ConfigError(f"{stored.path} has a configuration that does not set image size, classes or channels")
+    if config.lora.rank:
+        raise ConfigError(f"{stored.path} has the configuration of a LoRA, which cannot be imported")
     config = override(config, list(flags), sections=("dataset", "autoencoder"))
     if config.autoencoder.name is None and config.autoencoder.path is not None:
         right = "these weights were trained on pixels, so there is nothing to decode; leave it out"
@@ -136,6 +139,9 @@ def _write_run(
     source = f"{stored.path.name} (to start a new run from it, use --checkpoint.initial_load_path)"
     identity = {**trajectory(config), "imported_from": source}  # train.py never creates this key
     _write_checkpoint(run / config.checkpoint.folder, stored, config, identity, tensors)
+    imported = {"file": stored.path.name, "step": stored.step, "weights": stored.weights}
+    if stored.ema_width is not None:
+        imported["ema_width"] = stored.ema_width
     content = {
         "run_id": uuid4().hex[:8],
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -143,7 +149,7 @@ def _write_run(
         "trajectory": identity,
         "versions": provenance.versions("torch", "torchditan"),
         "git_commit": stored.git_commit,
-        "imported": {"file": stored.path.name, "step": stored.step, "weights": stored.weights, **origin},
+        "imported": {**imported, **origin},
         "command": sys.argv,
     }
     write_file(run / "config.json", json.dumps(content, indent=2, ensure_ascii=False).encode())

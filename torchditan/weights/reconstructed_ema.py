@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,7 +115,7 @@ def reconstruct(
     """
     content = read_config(run)
     config = from_dict(content["config"]).replace({"ema.enable": True})
-    snapshots = _find_snapshots(run, config, step)
+    snapshots = _find_snapshots(run, content, config, step)
     refuse_existing(out, overwrite=overwrite)
     widths = config.ema.post_hoc_widths
     newest, terms, combination = _combine_complete(snapshots, widths, width=width, step=step)
@@ -122,7 +123,7 @@ def reconstruct(
         shapes, read, progress = _open(newest, terms)
     except DamagedCheckpointError as error:
         raise ConfigError(f"{newest} cannot be read: {error}") from None
-    origin = {"run": str(run), "run_id": content.get("run_id"), "width": width}
+    origin = {"run": str(run), "run_id": content.get("run_id")}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".partial", dir=out.parent) as folder:
@@ -131,7 +132,7 @@ def reconstruct(
             write_weights(path, tensors, {})
             commit = content.get("git_commit")
             stored = StoredWeights(
-                path, shapes, to_dict(config), progress.step, progress.images_seen, "ema", git_commit=commit
+                path, shapes, to_dict(config), progress.step, progress.images_seen, "ema", commit, ema_width=width
             )
             with open_file(path) as file:
                 averages = {name: file.get_tensor(name) for name in shapes}  # memory-mapped until written
@@ -153,8 +154,10 @@ class _Term:
     coefficient: float
 
 
-def _find_snapshots(run: Path, config: Config, step: int | None) -> list[Path]:
+def _find_snapshots(run: Path, content: dict[str, Any], config: Config, step: int | None) -> list[Path]:
     """The snapshots up to `step`, oldest first."""
+    if "imported" in content:
+        raise option_error("RUN", str(run), "was computed or imported; must be a run of train.py with snapshots")
     if not config.ema.post_hoc_widths:
         right = "stored no averages; train with --ema.post_hoc_widths 0.05,0.1"
         raise option_error("RUN", str(run), right)
