@@ -352,8 +352,8 @@ class Metrics:
 class Sampling:
     """Sampling of images, during training and by scripts/generate.py."""
 
-    sampler: Literal["euler", "heun", "ddim", "ancestral"] = "euler"
-    """flow_matching: euler (first order) or heun (second order). ddpm: ddim, which euler means too, or ancestral."""
+    sampler: Literal["euler", "heun", "dpmpp_2m", "ddim", "ancestral"] = "euler"
+    """flow_matching: euler, or of second order heun and dpmpp_2m. ddpm: ddim, which euler means too, or ancestral."""
     num_steps: int = 50
     """Solver steps from noise to image; heun evaluates the model twice per step."""
     spacing: Literal["trailing", "leading", "linspace"] = "trailing"

@@ -84,7 +84,7 @@ class DDPM(Objective):
             right = "such weights predict a velocity, which ddpm does not; leave it out, or train with flow_matching"
             yield "checkpoint.initial_load_convention", right
         sampling = config.sampling
-        if sampling.sampler == "heun":
+        if sampling.sampler in ("heun", "dpmpp_2m"):
             yield "sampling.sampler", "ddpm has no second-order sampler; must be ddim (or euler, the same) or ancestral"
         if sampling.num_steps > NUM_LEVELS:
             yield "sampling.num_steps", f"ddpm has {NUM_LEVELS} levels; must be at most {NUM_LEVELS}"

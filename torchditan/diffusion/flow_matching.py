@@ -55,8 +55,8 @@ class FlowMatching(Objective):
             yield "model.preset", f"learns sigma, and {right}"
         if config.diffusion.prediction not in (None, "v"):
             yield "diffusion.prediction", "flow matching predicts the velocity; must be v"
-        if config.sampling.sampler not in ("euler", "heun"):
-            yield "sampling.sampler", "applies only to ddpm; must be euler or heun"
+        if config.sampling.sampler not in ("euler", "heun", "dpmpp_2m"):
+            yield "sampling.sampler", "applies only to ddpm; must be euler, heun or dpmpp_2m"
         for option in ("diffusion.noise_schedule", "sampling.spacing", "sampling.clip_sample"):
             if option in changed:
                 yield option, "applies only to ddpm; leave it out"
