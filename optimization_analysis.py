@@ -5,6 +5,7 @@ With --compare, compare runs of one job on different hardware: speed, loss, PSNR
 
 python optimization_analysis.py outputs/GRID
 python optimization_analysis.py outputs/A40_GRID outputs/A100_GRID --out outputs/a40_a100
+python optimization_analysis.py outputs/GRID_WITH_SEEDS --metrics FD-EffNetLite0
 python optimization_analysis.py --compare outputs/cpu outputs/a40 outputs/a100 --labels CPU A40 A100
 """
 
@@ -23,6 +24,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("folders", type=Path, nargs="*", metavar="grid", help="grid folders, for example outputs/GRID")
     parser.add_argument("--compare", type=Path, nargs="+", metavar="run", help="run directories, instead of grids")
     parser.add_argument("--labels", nargs="+", metavar="name", help="names of the runs (default: their folders')")
+    parser.add_argument("--metrics", nargs="+", metavar="name", help="figures of quality to judge (default: all)")
     parser.add_argument(
         "--out",
         type=Path,
@@ -35,6 +37,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise option_error("--compare", " ".join(map(str, args.compare)), right)
     if args.labels and not args.compare:
         raise option_error("--labels", " ".join(args.labels), "names runs; it needs --compare")
+    if args.metrics and args.compare:
+        raise option_error("--metrics", " ".join(args.metrics), "chooses figures of grids; leave out --compare")
     if not args.compare and not args.folders:
         parser.error("the following arguments are required: grid")
     return args
@@ -48,9 +52,16 @@ def main() -> None:
         out = args.out or args.compare[0].absolute().parent / "compare"
         report = write_comparison(args.compare, out, args.labels)
     else:
+        from torchditan.report.analysis import analyse
+        from torchditan.report.page import require
         from torchditan.report.report import write_report
+        from torchditan.report.verdict_tables import verdict_text
 
-        report = write_report(args.folders, args.out or args.folders[0] / "analysis")
+        require("pandas", "plotly", "scipy")
+        analysis = analyse(args.folders, figures=args.metrics)
+        report = write_report(analysis, args.out or args.folders[0] / "analysis")
+        if analysis.verdicts:
+            print(verdict_text(analysis.verdicts))
     print(f"report: {report}")
 
 

@@ -257,8 +257,8 @@ def diffusers_step(model: nn.Module, case: Case, device: torch.device) -> Step:
     return step
 
 
-def trainer_step(model: nn.Module, spec: ModelSpec, case: Case) -> Step:
-    """The work of torchditan/trainer.py between two batches, with the default options."""
+def trainer_step(model: nn.Module, spec: ModelSpec, case: Case, options: Optimizer | None = None) -> Step:
+    """The work of torchditan/trainer.py between two batches, with the default options or those of an optimizer."""
     diffusion, training, ema_config = Diffusion(), Training(), EMAConfig()
     objective = FlowMatching(
         conditioning=spec.conditioning,
@@ -270,7 +270,7 @@ def trainer_step(model: nn.Module, spec: ModelSpec, case: Case) -> Step:
         ),
         label_dropout=diffusion.label_dropout,
     )
-    optimizer = build_optimizer(model, Optimizer())
+    optimizer = build_optimizer(model, options or Optimizer())
     guard = DivergenceGuard(optimizer)
     ema = EMA(model, decay=ema_config.decay, warmup=ema_config.warmup) if case.ema else None
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

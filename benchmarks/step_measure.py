@@ -28,7 +28,8 @@ from step_cases import PATCH_SIZE, SAMPLE_SHAPES, Batch, Case, Step, build_spec,
 
 from torchditan.distributed.host_memory import keep_freed_memory
 from torchditan.distributed.process_group import Rank, init_process_group
-from torchditan.models.flops import count_model_flops, peak_flops
+from torchditan.models.flops import count_model_flops
+from torchditan.models.peak_flops import peak_flops
 from torchditan.supervision.exit_status import verdict_of
 
 GIB = 1024**3

@@ -106,7 +106,7 @@ def open_runs(args: argparse.Namespace, flags: list[str]) -> tuple[dict[str, Swe
         ConfigError: a run or its checkpoint does not exist, or a flag is wrong.
     """
     from torchditan.checkpoint.files import step_of
-    from torchditan.checkpoint.loading import find_checkpoint
+    from torchditan.checkpoint.trained_weights import find_checkpoint
     from torchditan.config.loader import from_dict, override
     from torchditan.report.sweep_folder import SweptRun, read_sweep
     from torchditan.run.reading import read_config

@@ -20,12 +20,14 @@ OBJECTIVES = {
 
 BLOCKS = {
     "dit": "torchditan.models.dit:DiTBlock",
+    "value_residual": "torchditan.models.value_residual:ValueResidualBlock",
 }
 """`model.block`: subclasses of `torchditan.models.dit.Block`."""
 
 OPTIMIZERS = {
     "AdamW": "torchditan.optim.optimizers:adamw",
     "AdamW8bit": "torchditan.optim.adamw_8bit:adamw_8bit",
+    "Muon": "torchditan.optim.muon:muon",
 }
 """`optimizer.name`: functions from the `[optimizer]` options to a list of `ParameterGroup` (optim/optimizers.py)."""
 

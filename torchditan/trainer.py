@@ -34,6 +34,7 @@ from torchditan.job.build import (
     build_loss_scaler,
     build_loss_spikes,
     build_model,
+    build_post_hoc_ema,
     build_stream,
     build_teacher,
     initial_weights_loader,
@@ -117,6 +118,7 @@ class Trainer:
         self.teacher = build_teacher(job, supervision, mesh) if self.objective.uses_teacher else None
         self.loss = loss_with_teacher(self.objective, self.teacher)
         self.ema = build_ema(config, self.model, self.teacher)
+        self.post_hoc_ema = build_post_hoc_ema(job, self.model, supervision, self.guard)
         self.stream = build_stream(job)
 
         manager = CheckpointManager(
@@ -138,7 +140,7 @@ class Trainer:
         self.rollback = Rollback(
             config, global_batch_size=self.plan.global_batch_size, guard=self.guard, checkpoints=self.checkpoints
         )
-        self.logger = build_logger(job, self.progress)
+        self.logger = build_logger(job, self.model, self.progress)
         supervision.log_with(self.logger)
         self.tasks = PeriodicTasks(
             job,
@@ -162,6 +164,8 @@ class Trainer:
             initial_weights=initial_weights,
         ):
             self.logger.message(message)
+        if self.post_hoc_ema is not None:
+            self.logger.message(self.post_hoc_ema.announcement())
 
     def run_state(self) -> RunState:
         """The parts of a checkpoint, each registered here once."""
@@ -171,6 +175,7 @@ class Trainer:
                 "model": ModelState(self.model, only_trained=self.config.lora.rank > 0),
                 "optimizer": OptimizerState(self.model, self.optimizer),
                 "ema": self.ema,
+                "post_hoc_ema": self.post_hoc_ema,
             },
             numbers=[self.spikes, self.scaler],
             per_rank={"loader": self.stream},
@@ -213,6 +218,8 @@ class Trainer:
                         result = self.train_step(batches)
                     if is_first:
                         self.set_timeout(config.comm.train_timeout_seconds)
+                    if self.post_hoc_ema is not None:
+                        self.post_hoc_ema.add_step()
                     tasks.run_periodic_tasks(result, is_first=is_first)
                     profiler.step(self.progress.step)
                     self.stop_point.stop_if_asked()
@@ -222,6 +229,8 @@ class Trainer:
         # Rank 0 may need longer for its last tasks, such as uploads.
         self.set_timeout(config.comm.init_timeout_seconds)
         self.checkpoints.wait_for_last()
+        if self.post_hoc_ema is not None:
+            self.post_hoc_ema.finish()
         self._announce_end()
 
     def train_step(self, batches: Iterator[tuple[Batch, Randomness]]) -> StepResult:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,56 @@ def test_batches_grow_innermost_and_repeats_go_round_the_whole_grid(tmp_path: Pa
     assert [run.repeat for run in runs] == [1] * 6 + [2] * 6
     assert runs[6].name == f"{runs[0].name}_r2"
     assert runs[0].cell == runs[8].cell != runs[3].cell
+
+
+def test_seeds_are_repetitions_that_go_round_the_whole_grid(tmp_path: Path) -> None:
+    axes = {"training.batch_size": [2, 4], "training.seed": [0, 7]}
+    runs = load_grid(write_grid(tmp_path), axes=axes).runs()
+    assert [run.axes["training.seed"] for run in runs] == [0] * 4 + [7] * 4
+    assert [run.axes["training.batch_size"] for run in runs] == [2, 4] * 4
+    assert all(run.name.endswith(f"_seed-{run.axes['training.seed']}") for run in runs)
+    assert len({run.name for run in runs}) == 8
+    assert [run.cell for run in runs[:4]] == [run.cell for run in runs[4:]], "memory does not depend on the seed"
+    assert [(run.config.training.seed, run.config.evaluation.seed) for run in runs[3:5]] == [(0, 1), (7, 8)]
+
+
+def test_quality_is_measured_on_request(tmp_path: Path) -> None:
+    settings = (
+        "[settings]\nevaluation.freq = 4\nevaluation.seed = 5\nsampling.num_steps = 10\nvalidation.num_images = 8\n"
+    )
+    text = 'base = "quickstart"\n' + SMALL + "training.seed = [3]\n" + settings
+    config = load_grid(write_grid(tmp_path, text)).runs()[0].config
+    assert (config.evaluation.freq, config.sampling.num_steps, config.validation.num_images) == (4, 10, 8)
+    assert config.validation.freq == 0, "off, though the base file has it on"
+    assert config.evaluation.seed == 5, "as it was set"
+    assert "axes: evaluation.freq cannot be set in a grid" in message_of(tmp_path, SMALL + "evaluation.freq = [4]")
+    wrong = SMALL + "[settings]\nmetrics.log_freq = 2\n"
+    assert "settings: metrics.log_freq cannot be set in a grid" in message_of(tmp_path, wrong)
+
+
+def test_one_at_a_time_changes_one_axis_of_the_first_values(tmp_path: Path) -> None:
+    lines = (
+        "training.seed = [0, 1]\nmodel.mlp = ['gelu', 'swiglu']\nmodel.position = ['sincos', 'rope', 'rope_sincos']\n"
+    )
+    text = "one_at_a_time = true\n" + SMALL.replace("[8, 2, 4]", "[2]") + lines
+    runs = load_grid(write_grid(tmp_path, text)).runs()
+    first = (False, "gelu", "sincos")
+    keys = ("training.compile", "model.mlp", "model.position")
+    values = [tuple(run.axes[key] for key in keys) for run in runs]
+    assert len(values) == 10 and values[:5] == values[5:], "for each seed"
+    assert set(values[:5]) == {
+        first, (True, *first[1:]), (False, "swiglu", "sincos"), (False, "gelu", "rope"), (False, "gelu", "rope_sincos")
+    }  # fmt: skip
+    assert 'one_at_a_time = "yes": must be true or false' in message_of(tmp_path, "one_at_a_time = 'yes'\n" + SMALL)
+
+
+def test_the_grid_of_the_documentation_has_the_runs_that_it_says(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "ablations.md").read_text(encoding="utf-8").partition("## Seeds and verdicts")[2]
+    (text,) = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
+    runs = load_grid(write_grid(tmp_path, text)).runs()
+    (stated,) = re.findall(r"\((\d+) runs\)", page)
+    assert len(runs) == int(stated)
+    assert all(run.config.evaluation.freq == run.config.training.steps for run in runs)
 
 
 def test_the_command_line_replaces_and_adds_axes(tmp_path: Path) -> None:

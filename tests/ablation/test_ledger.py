@@ -10,7 +10,7 @@ import pytest
 
 from torchditan.ablation import ledger
 from torchditan.ablation.grid import STANDARD_AXES
-from torchditan.ablation.ledger import columns, measure, read_ledger, write_ledger
+from torchditan.ablation.ledger import QUALITY, columns, measure, read_ledger, write_ledger
 from torchditan.config.errors import ConfigError
 
 AXES = ("training.batch_size", "optimizer.lr", "dataset.image_size")
@@ -123,3 +123,26 @@ def test_a_loss_that_is_no_number_is_missing() -> None:
     measured = measure([record(1), record(2), record(3, loss=None)], window=2, num_devices=1)
     assert (measured["loss_last"], measured["loss_mean"]) == (None, None)
     assert measured["step_time_s_mean"] == 1.0
+
+
+def test_figures_of_quality_are_those_after_the_last_step() -> None:
+    figures = {"validation_loss": 0.5, "FD-EffNetLite0": 30.0, "accuracy_generated": 0.25}
+    early = record(2, validation_loss=0.9, **{"KID-EffNetLite0": 0.1})
+    measured = measure(
+        [record(1), early, record(3, coverage=None, recall=float("nan"), **figures)], window=2, num_devices=1
+    )
+    assert {name: value for name, value in measured.items() if name in QUALITY} == figures
+
+
+def test_a_ledger_has_columns_for_the_figures_that_some_run_measured(tmp_path: Path) -> None:
+    write_ledger(tmp_path, [row("a")], axes=AXES)
+    before = (tmp_path / "runs_summary.csv").read_bytes()
+    assert not set(before.decode().splitlines()[0].split(",")) & QUALITY.keys()
+    (first,) = read_ledger(tmp_path, axes=AXES)
+    write_ledger(tmp_path, [first, row("b", **{"FD-EffNetLite0": 30.5})], axes=AXES)
+    header = (tmp_path / "runs_summary.csv").read_text().splitlines()[0].split(",")
+    assert header == [*columns(AXES), "FD-EffNetLite0"], "an older ledger gains the column"
+    rows = read_ledger(tmp_path, axes=AXES)
+    assert [entry["FD-EffNetLite0"] for entry in rows] == [None, 30.5]
+    write_ledger(tmp_path, [first], axes=AXES)
+    assert (tmp_path / "runs_summary.csv").read_bytes() == before

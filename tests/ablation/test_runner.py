@@ -171,6 +171,18 @@ def test_the_same_command_again_makes_only_what_is_missing_or_failed(run_here: R
     assert [row["start_up_s"] for row in kept] == [row["start_up_s"] for row in again]
 
 
+def test_further_seeds_are_added_to_the_grid_and_share_what_ran_out_of_memory(run_here: RunHere) -> None:
+    axes = {"training.batch_size": [8, 32, 64], "training.seed": [0]}
+    first = run_here(small_grid(**axes))
+    assert [row["status"] for row in first] == ["completed", "oom", "skipped"]
+    more = run_here(small_grid(**{**axes, "training.seed": [0, 1]}))
+    assert [(row["training.seed"], row["status"]) for row in more[3:]] == [
+        (1, "completed"), (1, "oom"), (1, "skipped")
+    ]  # fmt: skip
+    assert [row["start_up_s"] for row in more[:2]] == [row["start_up_s"] for row in first[:2]], "not made again"
+    assert more[3]["run_name"] == first[0]["run_name"].replace("seed-0", "seed-1")
+
+
 def test_a_grown_grid_goes_on_in_its_folder_and_another_grid_is_refused(run_here: RunHere, tmp_path: Path) -> None:
     first = run_here(small_grid())
     grown = run_here(small_grid(**{"training.batch_size": [4, 8, 16]}))

@@ -16,6 +16,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # a folder of scripts, not a package
 
+import optimizer_time
 import step_cases
 import step_measure
 import step_time
@@ -216,3 +217,10 @@ def test_lora_against_full_writes_all_three_cases(tmp_path: Path) -> None:
     for case in cases.values():
         assert case["step_time_s"] > 0 and case["peak_memory_gib"] > 0
     assert cases["full"]["loss_last"] != cases["lora, int8 base"]["loss_last"]
+
+
+def test_steps_of_muon_and_adamw_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    optimizer_time.main(["--model=debugmodel", "--batch_size", "2", "4", "--repeats=1", "--warmup=1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("Newton-Schulz adds" in line for line in lines) == 2
+    assert sum("x AdamW" in line for line in lines) == 6

@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,7 +27,7 @@ from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.checkpoint.run_state import ModelState, OptimizerState, RunState
 from torchditan.config.options import Checkpoint, Config
 from torchditan.run.training_progress import Progress
-from torchditan.supervision.watchdog import RankWatch
+from torchditan.supervision.supervision import Supervision
 
 if TYPE_CHECKING:
     from tests.conftest import RunDistributed, RunScript
@@ -175,8 +176,9 @@ def test_no_rank_is_watched_while_old_checkpoints_are_deleted(
 ) -> None:
     """Slow storage may keep rank 0 for longer than the others live."""
     order = []
-    close_watch, close_manager = RankWatch.close, CheckpointManager.close
-    monkeypatch.setattr(RankWatch, "close", lambda self: (order.append("watch"), close_watch(self))[1])
+    watch = SimpleNamespace(note=lambda *place: None, close=lambda: order.append("watch"), timeout_seconds=0)
+    monkeypatch.setattr(Supervision, "connect", lambda self, timeout_seconds: setattr(self, "watch", watch))
+    close_manager = CheckpointManager.close
 
     def close(self: CheckpointManager, **options: Any) -> None:
         order.append("deletion")

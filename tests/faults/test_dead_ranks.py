@@ -206,13 +206,6 @@ def test_a_ranks_own_error_is_no_lost_rank_and_the_others_are_told_that_it_leave
     assert store.records["watch/0"]["leaving"] == ""
 
 
-def test_a_lone_rank_watches_nobody() -> None:
-    alone = RankWatch(Rank(rank=0, local_rank=0, world_size=1), timeout_seconds=5)
-    alone.note(1, "forward and backward")
-    assert alone.explain_lost_rank(CLOSED) is None
-    alone.close()
-
-
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when the watching thread would end the process."""

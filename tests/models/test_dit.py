@@ -125,7 +125,7 @@ def test_patch_embedding_is_the_convolution_its_weight_says():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
+@pytest.mark.parametrize("conditioning", ["adaln", "adaln_single", "in_context"])
 @pytest.mark.parametrize("num_classes", [0, 10])
 def test_any_height_and_width_that_the_patch_divides(preset, conditioning, num_classes):
     options = PRESETS[preset] | {"conditioning": conditioning}
@@ -146,7 +146,7 @@ def test_learned_sigma_doubles_the_output_channels():
         assert random_model(config)(*inputs(config)).shape == (3, channels, 8, 8)
 
 
-@pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
+@pytest.mark.parametrize("conditioning", ["adaln", "adaln_single", "in_context"])
 def test_label_and_timestep_change_the_prediction(conditioning):
     config = tiny_config(conditioning=conditioning)
     model = random_model(config)

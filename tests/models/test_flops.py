@@ -9,7 +9,8 @@ import pytest
 
 from torchditan.config.options import Model
 from torchditan.models import ModelSpec, build_model_spec
-from torchditan.models.flops import count_model_flops, peak_flops
+from torchditan.models.flops import count_model_flops
+from torchditan.models.peak_flops import peak_flops
 
 PUBLISHED_GMACS = {
     ("DiT-S", 2): 6.06,
@@ -88,6 +89,11 @@ def test_context_tokens_count_as_condition():
     assert flops.attention == 6 * 3 * 2 * (tokens + 2) ** 2 * width
     assert flops.per_image == 6 * (256 * width + width**2) - 2 * 256 * width
     assert flops.per_token == 6 * blocks_per_token + 4 * 16 * width + 6 * 16 * width
+
+
+def test_in_context_conditioning_has_the_published_gmacs():
+    flops = count_model_flops(official("DiT-XL", 2, conditioning="in_context"))
+    assert flops.forward_gmacs == pytest.approx(119.4, rel=1e-3)
 
 
 def test_frozen_weights_cost_forward_and_input_gradient():

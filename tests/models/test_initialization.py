@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torchditan.models.dit import DiT, DiTConfig
 
 OPTIONS = {
-    "conditioning": ["adaln", "in_context"],
+    "conditioning": ["adaln", "adaln_single", "in_context"],
     "norm_type": ["rmsnorm", "layernorm", "np_layernorm"],
     "qk_norm": [True, False],
     "mlp": ["swiglu", "gelu"],

@@ -37,8 +37,9 @@ from torchditan.planner import plan as planner
 from torchditan.planner.devices import DEVICES, device_named
 from torchditan.planner.memory import Parameters, Weight, model_parameters, model_state
 from torchditan.planner.plan import largest_batch, plan_run
+from torchditan.planner.plan_report import describe
 from torchditan.planner.step_time import LINK_EFFICIENCY, collective_seconds
-from torchditan.planner.trace import StepTrace, keep_three_of_each_row, trace_step
+from torchditan.planner.trace import StepTrace, keep_three_of_each_row, trace_blocks
 from torchditan.registry import FAMILIES, registered
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -50,10 +51,13 @@ OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selecti
 EVERY_SECOND = "--activation_checkpoint.mode=selective"
 OFFICIAL = ["--model.preset=official", "--model.learn_sigma=false"]
 DDPM = ["--model.preset=official", "--diffusion.objective=ddpm"]
+VALUE_RESIDUAL, ADALN_SINGLE = "--model.block=value_residual", "--model.conditioning=adaln_single"
+IN_CONTEXT = "--model.conditioning=in_context"
 REPLICATE = "--training.data_parallel_replicate_degree"
 FRACTION = ["--activation_checkpoint.mode=fraction", "--activation_checkpoint.fraction=0.5"]
 FLOAT16 = "--training.mixed_precision_param=float16"
 LORA = ["--lora.rank=4", "--ema.enable=false"]
+MUON = "--optimizer.name=Muon"
 INT8 = [*LORA, "--quantize.base=int8"]
 
 
@@ -95,8 +99,15 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "float32": ["--training.mixed_precision_param=float32"],
         "official": OFFICIAL,
         "official, DDPM": DDPM,
+        "value residual": [VALUE_RESIDUAL],
+        "value residual full": [VALUE_RESIDUAL, FULL],
+        "value residual op": [VALUE_RESIDUAL, *OP],
+        "adaLN-single": [ADALN_SINGLE],
+        "adaLN-single full": [ADALN_SINGLE, FULL],
+        "in context": [IN_CONTEXT],
         "micro-batches": ["--training.global_batch_size=12", FULL],
         "no average": ["--ema.enable=false"],
+        "Muon": [MUON],
         "flux": published("flux/debugmodel"),
         "flux full": published("flux/debugmodel", FULL),
         "flux fraction, float16": published("flux/debugmodel", FLOAT16, *FRACTION),
@@ -125,6 +136,9 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "FSDP full": [FULL],
         "FSDP official": OFFICIAL,
         "FSDP official, DDPM": [*DDPM, FULL],
+        "FSDP Muon": [MUON, FULL],
+        "FSDP value residual full": [VALUE_RESIDUAL, FULL],
+        "FSDP adaLN-single": [ADALN_SINGLE],
         "FSDP micro-batches": ["--training.global_batch_size=24"],
         "DDP": [f"{REPLICATE}=2"],
         "DDP full": [f"{REPLICATE}=2", FULL],
@@ -137,6 +151,7 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "FSDP": [],
         "flux, fraction": published("flux/debugmodel", *FRACTION),
         "HSDP": [f"{REPLICATE}=2"],
+        "HSDP Muon": [MUON, f"{REPLICATE}=2"],
         "HSDP full, many parameters": [f"{REPLICATE}=2", FULL, "--model.flavor=DiT-Ti", "--training.batch_size=2"],
         "DDP": [f"{REPLICATE}=4", *OP],
     },
@@ -192,7 +207,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     from torchditan.distributed.parallelize import parallelize
     from torchditan.optim.divergence import DivergenceGuard
     from torchditan.optim.ema import EMA
-    from torchditan.optim.optimizers import build_optimizer, clip_grad_norm
+    from torchditan.optim.optimizers import build_optimizer, clip_grad_norm, optimizer_parts
     from torchditan.randomness import draw
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -257,7 +272,8 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
         step(1)
         census.peak = 0
         step(2)
-    moments = [value for state in optimizer.state.values() for value in state.values()]
+    states = [state for part in optimizer_parts(optimizer) for state in part.state.values()]
+    moments = [value for state in states for value in state.values()]
     state = {
         "parameters": num_bytes(model.parameters()),
         "gradients": gradients,
@@ -299,6 +315,7 @@ def test_state_is_exact_and_the_peak_within_three_tenths_of_a_percent_of_real_ru
             num_shards=plan.shard,
             shard_rank=shard_rank,
             ema=("trained" if config.lora.rank else "all") if config.ema.enable else "none",
+            optimizer=config.optimizer,
         )
         assert row["state"] == state, (name, row["rank"])
         if row["rank"] == 0:  # the fullest
@@ -312,7 +329,7 @@ BLOCK = build_model_spec(Model(flavor="DiT-L"), sample_shape=(16, 32, 32), num_c
 
 @functools.cache
 def block_trace(checkpointing: Any) -> StepTrace:
-    return trace_step(BLOCK, dtype=torch.bfloat16, checkpointing=checkpointing, kernels="cuda")
+    return trace_blocks(BLOCK, dtype=torch.bfloat16, checkpointing=checkpointing, kernels="cuda")[1]
 
 
 def activations_by_hand(checkpointing: str) -> int:
@@ -351,7 +368,7 @@ def test_activations_of_a_block_are_those_counted_by_hand(checkpointing: Any) ->
 def test_a_cpu_block_keeps_what_its_trace_says(checkpointing: Any, preset: Any, dtype: torch.dtype) -> None:
     config = config_of(f"--model.preset={preset}", "--model.learn_sigma=false")
     spec, batch_size = spec_of(config), 5
-    trace = trace_step(spec, dtype=dtype, checkpointing=checkpointing, kernels="cpu")
+    trace = trace_blocks(spec, dtype=dtype, checkpointing=checkpointing, kernels="cpu")[1]
 
     model = spec.build().to(dtype)
     block = spec.blocks(model)[0]
@@ -393,7 +410,7 @@ def test_saved_tensors_of_a_cpu_block_are_the_activations() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         block(x, c, rope)
-    trace = trace_step(spec, dtype=torch.float32, checkpointing="none", kernels="cpu")
+    trace = trace_blocks(spec, dtype=torch.float32, checkpointing="none", kernels="cpu")[1]
     assert sum(storage.nbytes() for storage in saved.values()) == trace.forward.left(batch_size)
 
 
@@ -647,6 +664,18 @@ def test_an_unknown_device_is_planned_for_memory_alone() -> None:
         assert (plan.fits, plan.images_per_second, plan.step_time_s, plan.mfu) == (None, None, None, None)
         assert plan.state == known.state
     assert math.isclose(sum(known.parts.values()) / planner.GIB, known.peak_memory_gib)
+
+
+def test_averages_that_are_stored_count_in_memory_and_on_disk() -> None:
+    plain = plan_run(config_of(), device="h100", num_devices=2)
+    flags = ["--ema.post_hoc_widths=0.05,0.1", "--ema.post_hoc_interval=40", "--training.steps=100"]
+    for enabled, number in (("true", 3), ("false", 2)):
+        config = config_of(*flags, f"--ema.enable={enabled}")
+        plan = plan_run(config, device="h100", num_devices=2)
+        assert plan.state == {**plain.state, "ema": number * plain.state["ema"]}
+        assert plan.peak.total == plain.peak.total + (number - 1) * plain.state["ema"]
+        size = 2 * 4 * plan.num_trained_parameters / 1e9
+        assert f"disk: 3 snapshots of averages of {size:,.3f} GB, {3 * size:,.3f} GB in all" in describe(plan, config)
 
 
 def test_offload_keeps_the_state_off_the_device() -> None:

@@ -20,9 +20,9 @@ from torchditan.ablation.grid import BATCH_SIZE, CHECKPOINTING, COMPILE, FLAVOR,
 from torchditan.ablation.ledger import write_ledger
 from torchditan.report.analysis import Analysis, Effect, analyse, fastest, frontier, repayment, scaling
 from torchditan.report.findings import Finding, findings, percent
+from torchditan.report.loss_plot import loss_figure
 from torchditan.report.losses import final_losses, loss_curves
 from torchditan.report.pairs import MEMORY, METRICS, MFU, THROUGHPUT, Metric
-from torchditan.report.plots import loss_figure
 from torchditan.report.report import report_html
 from torchditan.report.sanity import MINUS
 

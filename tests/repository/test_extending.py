@@ -69,7 +69,7 @@ EXAMPLES = ("objective", INSIDE, "optimizer", "block", "dataset")
 CHOICES = [
     ("objective", "diffusion.objective", "x_prediction", "flow_matching"),
     (INSIDE, "diffusion.objective", "self_alignment", "flow_matching"),
-    ("optimizer", "optimizer.name", "Muon", "AdamW"),
+    ("optimizer", "optimizer.name", "PlainMuon", "AdamW"),
 ]
 """(section, option, value, default)."""
 
@@ -340,8 +340,8 @@ def test_choices_follow_the_registry() -> None:
     names = "flow_matching, ddpm, x_prediction, self_alignment"
     with pytest.raises(ConfigError, match=f"{names}; did you mean x_pred"):
         load_config(["--diffusion.objective=x_predicton"])
-    with pytest.raises(ConfigError, match=r"AdamW, AdamW8bit, Muon; did you mean Muon\?"):
-        load_config(["--optimizer.name=muon"])
+    with pytest.raises(ConfigError, match=r"AdamW, AdamW8bit, Muon, PlainMuon; did you mean PlainMuon\?"):
+        load_config(["--optimizer.name=plainmuon"])
     with pytest.raises(ConfigError, match=r"must be one of dit, parallel; did you mean parallel\?"):
         load_config(["--model.block=paralel"])
 
@@ -524,7 +524,7 @@ def no_state(config: Optimizer) -> list[ParameterGroup]:
 
 
 OWN = {"momentum": f"{__name__}:momentum", "no_state": f"{__name__}:no_state"}
-NAMES = ["AdamW", "Muon", "momentum", "no_state"]
+NAMES = ["AdamW", "Muon", "PlainMuon", "momentum", "no_state"]
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -578,7 +578,7 @@ def continue_run(rank: int, world_size: int, folder: str, name: str, *, resume: 
 
 
 def run_and_resume(rank: int, world_size: int, folder: str, name: str) -> None:
-    if "Muon" not in registry.OPTIMIZERS:
+    if "PlainMuon" not in registry.OPTIMIZERS:
         add_to_the_repository(Path(folder) / f"added-{rank}")
     registry.OPTIMIZERS.update(OWN)
     whole, again = (continue_run(rank, world_size, folder, name, resume=resume) for resume in (False, True))
@@ -606,8 +606,8 @@ def test_any_optimizer_resumes_to_the_bit_on_two_ranks_and_within_rounding_on_on
     whole = torch.load(tmp_path / "whole.pt")
     alone = continue_run(0, 1, str(tmp_path), name, resume=True)
     assert_equal_states(whole["stored"], alone["stored"])
-    # Muon orthogonalises in bfloat16, and the order of its sums depends on the shards.
-    rounding = {"Muon": 1e-3}.get(name, 1e-5)
+    # Muon orthogonalises in bfloat16. The gradients, and the sums of torch's Muon, depend on the order of the shards.
+    rounding = 1e-3 if "Muon" in name else 1e-5
     assert alone["losses"] == pytest.approx(whole["losses"][3:], rel=rounding)
     for left, right in zip(whole["weights"], alone["weights"], strict=True):
         torch.testing.assert_close(left, right, atol=5 * rounding, rtol=0)
@@ -633,7 +633,7 @@ def test_the_planner_counts_the_state_that_an_optimizer_really_has(name: str) ->
 @pytest.mark.usefixtures("added")
 def test_groups_share_out_parameters_decay_and_rate() -> None:
     model = Blocks()
-    optimizer = build_optimizer(model, Optimizer(name="Muon", weight_decay=0.1))
+    optimizer = build_optimizer(model, Optimizer(name="PlainMuon", weight_decay=0.1))
     assert isinstance(optimizer, OptimizerParts)
     muon, adamw = optimizer.parts
     shapes = [[tuple(p.shape) for group in part.param_groups for p in group["params"]] for part in (muon, adamw)]

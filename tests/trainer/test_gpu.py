@@ -67,7 +67,7 @@ def test_options_keep_the_curve_in_bfloat16(flags: list[str], tmp_path: Path) ->
 def test_mfu_is_reported_on_a_listed_gpu(tmp_path: Path) -> None:
     import torch
 
-    from torchditan.models.flops import peak_flops
+    from torchditan.models.peak_flops import peak_flops
 
     records = train(tmp_path, "run")
     known = peak_flops(torch.cuda.get_device_name()) is not None

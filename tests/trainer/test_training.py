@@ -242,6 +242,64 @@ def test_the_official_recipe_resumes_samples_and_exports(
     assert "diffusion.prediction is None there and v here" in started.out, started.out + started.err
 
 
+BLOCKS = {
+    "value residual": ["--model.block=value_residual"],
+    "adaLN-single": ["--model.conditioning=adaln_single"],
+    "in context": ["--model.conditioning=in_context"],
+    "value residual, adaLN-single": ["--model.block=value_residual", "--model.conditioning=adaln_single"],
+}
+BLOCK_MODES = {
+    2: [[f"{REPLICATE}=2", FULL], [f"{REPLICATE}=1", "--training.batch_size=4", NTH, OP], [f"{REPLICATE}=1", FULL]],
+    4: [[f"{REPLICATE}=2", "--training.batch_size=2", NTH], [f"{REPLICATE}=4"], [f"{REPLICATE}=1", FULL]],
+}
+COMPILED = ["--training.compile", "--compile.backend=aot_eager"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", BLOCK_MODES)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_one_curve_with_other_blocks(
+    name: str, world_size: int, tmp_path: Path, train: Train, run_distributed: RunDistributed
+) -> None:
+    flags = ["--training.steps=10", "--validation.freq=0", "--optimizer.lr=1e-2", *BLOCKS[name]]
+    assert train("alone", *flags, "--training.batch_size=16").code == 0
+    modes = [*BLOCK_MODES[world_size], [f"{REPLICATE}=1", FULL, *COMPILED]]
+    runs = [tmp_path / str(number) for number in range(len(modes))]
+    jobs = [job(run, *flags, *mode) for run, mode in zip(runs, modes, strict=True)]
+    result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], world_size)
+    assert result.returncode == 0, result.stderr
+    for run, mode in zip(runs, modes, strict=True):
+        difference = largest_difference(curve(run), curve(tmp_path / "alone"))
+        print(f"{name}, {world_size} {mode}: largest relative difference {difference:.1e}")  # shown by pytest -s
+        assert difference < 1e-5, mode
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "in context",
+        "value residual, adaLN-single",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("value residual", "adaLN-single")),
+    ],
+)
+def test_runs_with_other_blocks_resume_to_the_bit_and_export_their_weights(
+    name: str, tmp_path: Path, train: Train, run_script: RunScript
+) -> None:
+    flags = [*BLOCKS[name], "--training.batch_size=4", "--validation.freq=0", "--checkpoint.enable_checkpoint", FULL]
+    assert train("whole", *flags, "--training.steps=4").code == 0
+    assert train("parts", *flags, "--training.steps=2").code == 0
+    assert "resumed at step 2" in train("parts", *flags, "--training.steps=4").out
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert curve(parts) == curve(whole)
+    expected, found = (load(run, "raw", step=4) for run in (whole, parts))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert run_script("scripts/convert_checkpoint.py", "export", whole, "w.safetensors", "--weights=raw").code == 0
+    assert run_script("scripts/convert_checkpoint.py", "import", "w.safetensors", "imported").code == 0
+    found = load(tmp_path / "imported", "raw", step=None)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_rerunning_the_command_continues_bitwise(one_process: Path, tmp_path: Path, train: Train) -> None:
     flags = ["--training.batch_size=16", "--checkpoint.enable_checkpoint", "--checkpoint.interval=10"]
     assert train("run", "--training.steps=13", *flags).code == 0
@@ -260,10 +318,10 @@ def test_rerunning_the_command_continues_bitwise(one_process: Path, tmp_path: Pa
         assert all(torch.equal(resumed[name], uninterrupted[name]) for name in uninterrupted), weights
 
 
-def load(run: Path, weights: str) -> dict[str, torch.Tensor]:
+def load(run: Path, weights: str, step: int | None = 20) -> dict[str, torch.Tensor]:
     from torchditan.weights.trained_model import TrainedModel
 
-    return TrainedModel.load(run, step=20, weights=weights, device=torch.device("cpu")).model.state_dict()
+    return TrainedModel.load(run, step=step, weights=weights, device=torch.device("cpu")).model.state_dict()
 
 
 def test_deterministic_mode_trains(one_process: Path, tmp_path: Path, train: Train) -> None:

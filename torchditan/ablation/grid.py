@@ -8,8 +8,9 @@ Notable:
 - `model`, `resolution` and `checkpoint_fraction` also set several options: a published model takes five
   (finetune/resolutions.py);
 - every run is validated as a `Config` before anything starts, so a mistake does not cost a night;
-- batch size is the innermost axis and ascends: after an out-of-memory run the larger batches are skipped. A repeat runs
-  the whole grid again, so that a machine that slows down affects all cells alike;
+- batch size is the innermost axis and ascends: after an out-of-memory run the larger batches are skipped. A repeat, or
+  the next value of `training.seed`, runs the whole grid again, so that a machine that slows down affects all cells
+  alike;
 - nothing here imports torch.
 """
 
@@ -43,6 +44,8 @@ FLAVOR, PATCH_SIZE, BATCH_SIZE = "model.flavor", "model.patch_size", "training.b
 CHECKPOINTING, COMPILE = "activation_checkpoint.mode", "training.compile"
 PARALLEL, PRECISION = "parallel", "precision"
 CHECKPOINT_FRACTION = "checkpoint_fraction"
+SEED = "training.seed"
+"""As an axis: runs that differ only in it are repetitions of one cell, not another setting."""
 STANDARD_AXES = (FLAVOR, PATCH_SIZE, BATCH_SIZE, PARALLEL, CHECKPOINTING, COMPILE, PRECISION)
 """Columns of every ledger, even if the grid does not vary them."""
 
@@ -78,11 +81,11 @@ _FORCED: dict[str, Any] = {
     "metrics.enable_wandb": False,
     "profiling.enable_profiling": False,
     "profiling.enable_memory_snapshot": False,
-    "validation.freq": 0,
-    "evaluation.freq": 0,
     "checkpoint.enable_checkpoint": False,
     "checkpoint.save_final": False,
 }
+_OFF = {"validation.freq": 0, "evaluation.freq": 0}
+"""Unless a setting of the grid changes it, whatever its base file says."""
 _RUNNER_SETS = (
     "job",
     "metrics",
@@ -95,6 +98,8 @@ _RUNNER_SETS = (
     "training.steps",
 )
 """Sections and options that a grid cannot set: the runner sets them or they do not affect measurements."""
+_ALSO_SETTINGS = ("autotune", "validation", "evaluation", "sampling", "metrics.sample_batch_size")
+"""Those of them that may be settings, because they decide what is measured, but not axes."""
 
 _NEEDS = (
     ("compile.", COMPILE, (True,)),
@@ -108,7 +113,7 @@ _NEEDS = (
 )
 """(option or its prefix, the option that enables it, the enabling values)."""
 
-_KEYS = ("base", "steps", "window", "repeats", "timeout_s", "autotune", "memory_limit_gib")
+_KEYS = ("base", "steps", "window", "repeats", "timeout_s", "autotune", "memory_limit_gib", "one_at_a_time")
 _TABLES = ("exclude", "axes", "settings")
 
 
@@ -131,8 +136,8 @@ class Run:
 
     @functools.cached_property
     def cell(self) -> tuple[Any, ...]:
-        """Identifies runs that differ only in batch size and repeat."""
-        return tuple(json.dumps(value) for axis, value in self.axes.items() if axis != BATCH_SIZE)
+        """Identifies runs that differ only in batch size, seed and repeat."""
+        return tuple(json.dumps(value) for axis, value in self.axes.items() if axis not in (BATCH_SIZE, SEED))
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,8 @@ class Grid:
     timeout_s: float = 3600.0
     autotune: str | None = None
     memory_limit_gib: float | None = None
+    one_at_a_time: bool = False
+    """Only the first value of every axis, and the cells that differ from these in one axis."""
 
     @property
     def columns(self) -> list[str]:
@@ -164,11 +171,13 @@ class Grid:
             ConfigError: a cell is not a valid configuration, or the exclusions leave no run.
         """
         base = _read_base(self.base)
-        axes = dict(self.axes)
+        axes = {SEED: self.axes[SEED], **self.axes} if SEED in self.axes else dict(self.axes)  # the outermost
         batches = sorted(axes.pop(BATCH_SIZE), key=_batch_order) if BATCH_SIZE in axes else None
         cells = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
         if batches is not None:
             cells = [{**cell, BATCH_SIZE: batch} for cell in cells for batch in batches]
+        if self.one_at_a_time:
+            cells = [cell for cell in cells if self._num_changes(cell) <= 1]
         # Cells excluded by their axes need not be valid configurations.
         cells = [cell for cell in cells if not self._matches({**self.settings, **cell}.get)]
         first = [run for run in (self._run(cell, base) for cell in cells) if not self._is_excluded(run)]
@@ -181,7 +190,9 @@ class Grid:
     def _run(self, cell: dict[str, Any], base: dict[str, Any]) -> Run:
         values: dict[str, Any] = {"dataset.dataset_name": "dummy"} if "dataset.dataset_name" not in base else {}
         values |= {PARALLEL: "1,1"} if self.base is None else {}
-        values |= {**self.settings, **cell, "training.steps": self.steps, **_FORCED}
+        if SEED in cell:  # a repetition draws its samples anew, so that evaluations are independent too
+            values["evaluation.seed"] = base.get("evaluation.seed", 1) + cell[SEED]
+        values |= {**_OFF, **self.settings, **cell, "training.steps": self.steps, **_FORCED}
         if self.autotune is not None:
             values |= {BATCH_SIZE: "auto", "autotune.goal": self.autotune}
         flags = _expand_aliases(values)
@@ -192,6 +203,10 @@ class Grid:
         except ConfigError as error:
             raise ConfigError(f"{self.name}, {_cell_name(cell)}: {error}") from None
         return Run(name=run_name(axes), repeat=1, axes=axes, flags=flags, config=config)
+
+    def _num_changes(self, cell: dict[str, Any]) -> int:
+        """Number of axes whose value is not their first; a seed is not a setting."""
+        return sum(value != self.axes[axis][0] for axis, value in cell.items() if axis != SEED)
 
     def _is_excluded(self, run: Run) -> bool:
         return self._matches(functools.partial(_axis_value, run.config))
@@ -320,6 +335,8 @@ def _check_numbers(grid: Grid) -> None:
         is_number = type(value) in (int, float) and math.isfinite(value) and value > 0
         if not is_number and not (value is None and key == "memory_limit_gib"):
             raise option_error(key, value, "must be a number greater than 0")
+    if type(grid.one_at_a_time) is not bool:
+        raise option_error("one_at_a_time", grid.one_at_a_time, "must be true or false")
     if grid.autotune not in (None, "largest", "fastest"):
         raise option_error("autotune", grid.autotune, "must be largest or fastest")
     if grid.autotune is not None and BATCH_SIZE in {*grid.axes, *grid.settings}:
@@ -348,9 +365,9 @@ def _check_keys(grid: Grid) -> None:
                 by_key = {name.split(".")[-1]: name for name in reversed(names)}
                 found = did_you_mean(key, names) or did_you_mean(by_key.get(key.split(".")[-1], ""), names)
                 raise ConfigError(f"{place}: {key} is not an option{found}")
-            if place == "settings" and key.split(".")[0] == "autotune":
+            if place == "settings" and {key, key.split(".")[0]} & set(_ALSO_SETTINGS):
                 continue
-            if place != "exclude" and (key in _RUNNER_SETS or key.split(".")[0] in _RUNNER_SETS):
+            if place != "exclude" and {key, key.split(".")[0]} & set(_RUNNER_SETS):
                 raise ConfigError(
                     f"{place}: {key} cannot be set in a grid: the runner sets it, or it does not affect measurements"
                 )

@@ -8,6 +8,7 @@ Notable:
 - `compile_s` is the time of the first step minus that of a later one: compilation, or only the warm-up in eager runs;
 - `start_up_s` runs from the launch to the start of the first step, `elapsed_s` from the launch to the end;
 - memory is the maximum over ranks and steps. images/s, TFLOP/s and MFU are the values of the trainer;
+- figures of quality (`QUALITY`) are those after the last step. A ledger has a column for each that a run measured;
 - both files are written under a temporary name and renamed. A truncated ledger, or one of another version, is
   refused.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -69,21 +71,39 @@ _AFTER_AXES: dict[str, type] = {
     "host": str,
     "started": str,
 }
+QUALITY: dict[str, bool] = {
+    "validation_loss": False,
+    "FD-EffNetLite0": False,
+    "KID-EffNetLite0": False,
+    "recall-EffNetLite0": True,
+    "coverage-EffNetLite0": True,
+    "FID": False,
+    "KID": False,
+    "recall": True,
+    "coverage": True,
+    "accuracy_generated": True,
+}
+"""Figures of validation and evaluation, as metrics.jsonl names them, and whether higher is better."""
 
 Row = dict[str, Any]
 
 
-def columns(axes: Iterable[str]) -> list[str]:
-    """Columns of a ledger with these axes, in order. The standard axes are always included."""
+def columns(axes: Iterable[str], *, measured: Iterable[str] = ()) -> list[str]:
+    """Columns of a ledger with these axes, in order. The standard axes are always included.
+
+    `measured` contains the names of the figures that a run has; others than those of `QUALITY` are ignored.
+    """
     further = [axis for axis in axes if axis not in STANDARD_AXES]
-    return [*_BEFORE_AXES, *STANDARD_AXES, *further, *_AFTER_AXES]
+    found = set(measured)
+    quality = [name for name in QUALITY if name in found]
+    return [*_BEFORE_AXES, *STANDARD_AXES, *further, *_AFTER_AXES, *quality]
 
 
 def column_type(column: str) -> type:
     """int, float, bool or str. Lists are stored as text."""
     if column in ALIASES:
         return float if column == CHECKPOINT_FRACTION else str
-    known = {**_BEFORE_AXES, **_AFTER_AXES}.get(column)
+    known = {**_BEFORE_AXES, **_AFTER_AXES, **dict.fromkeys(QUALITY, float)}.get(column)
     if known is not None:
         return known
     option = options()[column]
@@ -111,12 +131,14 @@ def measure(records: Sequence[Mapping[str, Any]], *, window: int, num_devices: i
         row["images_per_second_per_device_mean"] = row["images_per_second_mean"] / num_devices
     if "step_time_s_mean" in row:
         row["compile_s"] = max(0.0, records[0]["step_time_s"] - row["step_time_s_mean"])
-    return row
+    # Both tasks run after the last step, whatever their frequency.
+    figures = {name: last[-1].get(name) for name in QUALITY}
+    return row | {name: value for name, value in figures.items() if value is not None and math.isfinite(value)}
 
 
 def write_ledger(folder: Path, rows: Sequence[Row], *, axes: Sequence[str]) -> None:
     """Write both files of the grid in `folder`. The parquet file needs pyarrow."""
-    names = columns(axes)
+    names = columns(axes, measured=(name for row in rows for name, value in row.items() if value is not None))
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(names)
@@ -165,8 +187,9 @@ def read_ledger(folder: Path, *, axes: Sequence[str]) -> list[Row]:
         if len(values) != len(header):
             what = f"has {len(values)} of {len(header)} columns, the file is cut off"
             raise ConfigError(f"{path}, line {number}: {what}; {remedy}")
-    if header != columns(axes):
-        odd = sorted(set(header) ^ set(columns(axes)))
+    expected = columns(axes, measured=header)
+    if header != expected:
+        odd = sorted(set(header) ^ set(expected))
         raise ConfigError(f"{path} has other columns than this grid ({', '.join(odd) or 'in another order'}); {remedy}")
     return [_parse_row(dict(zip(header, values, strict=True)), path) for values in lines[1:]]
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from torchditan.ablation.board import Board
 from torchditan.ablation.device import Device, probe
-from torchditan.ablation.grid import BATCH_SIZE, Grid, Run
+from torchditan.ablation.grid import BATCH_SIZE, SEED, Grid, Run
 from torchditan.ablation.launch import TRAIN_SCRIPT
 from torchditan.ablation.launchers import SLURM_FOLDER, Launcher, Pending
 from torchditan.ablation.ledger import SCHEMA_VERSION, SKIPPED_AFTER_OOM, Row, read_ledger, write_ledger
@@ -132,7 +132,7 @@ def read_grid(path: Path) -> dict[str, Any]:
 def stored_grid(path: Path) -> Grid:
     """The grid in the grid.json of a folder."""
     content = read_grid(path)
-    return Grid(**{field.name: content[field.name] for field in fields(Grid)})
+    return Grid(**{field.name: content[field.name] for field in fields(Grid) if field.name in content})
 
 
 def run_grid(
@@ -248,14 +248,14 @@ class _Schedule:
         return left
 
     def _ready(self, waiting: list[Run], pending: list[Run]) -> list[Run]:
-        """Runs to submit now, one per cell at a time: its status may make the next one unnecessary."""
-        busy = {run.cell for run in pending}
+        """Runs to submit now, one per cell and seed at a time: its status may make the next one unnecessary."""
+        busy = {(run.cell, run.axes.get(SEED)) for run in pending}
         num_free = self.launcher.max_parallel - len(pending)
         ready: list[Run] = []
         for run in waiting:
-            if len(ready) < num_free and run.cell not in busy:
+            if len(ready) < num_free and (run.cell, run.axes.get(SEED)) not in busy:
                 ready.append(run)
-                busy.add(run.cell)
+                busy.add((run.cell, run.axes.get(SEED)))
         return ready
 
     def _submit(self, run: Run) -> Pending:

@@ -1,10 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Find and read checkpoints: progress, weights and states, with errors that name the damage."""
+"""Read checkpoints: progress and states, with errors that name the damage."""
 
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -22,10 +20,7 @@ from torchditan.checkpoint.files import (
     SafeLoadPlanner,
     list_checkpoints,
     step_of,
-    verify,
 )
-from torchditan.config.errors import ConfigError, option_error
-from torchditan.models.saved_weights import checkpoint_keys, saved_parameters, saved_weights
 from torchditan.run.training_progress import Progress
 
 PROGRESS_FILE = "progress.json"
@@ -35,34 +30,6 @@ CONFIG_FILE = "config.json"
 def latest_checkpoint(folder: Path) -> Path | None:
     checkpoints = list_checkpoints(folder)
     return checkpoints[-1] if checkpoints else None
-
-
-def find_checkpoint(folder: Path, step: int | None) -> Path:
-    """The checkpoint of `step`, or the newest complete one. Newer damaged ones are reported.
-
-    Raises:
-        ConfigError: the checkpoint does not exist or is damaged; the message lists the available steps.
-    """
-    checkpoints = {step_of(path): path for path in list_checkpoints(folder)}
-    if not checkpoints:
-        raise ConfigError(
-            f"{folder} holds no checkpoint: the run has not finished, or it was configured to keep no weights "
-            "(checkpoint.save_final = false); train with --checkpoint.enable_checkpoint"
-        )
-    if step is not None and step not in checkpoints:
-        raise option_error("--step", step, f"no such checkpoint in {folder}; there are {sorted(checkpoints)}")
-    damages = []
-    for number in sorted(checkpoints, reverse=True) if step is None else [step]:
-        try:
-            verify(checkpoints[number])
-        except DamagedCheckpointError as error:
-            damages.append(f"{checkpoints[number]} is not used: {error}")
-            continue
-        for damage in damages:
-            print(f"warning: {damage}; {checkpoints[number].name} is", file=sys.stderr)
-        return checkpoints[number]
-    others = f"; there are {sorted(checkpoints)}" if step is not None and len(checkpoints) > 1 else ""
-    raise ConfigError(f"no checkpoint can be used: {'; '.join(damages)}{others}")
 
 
 def read_numbers(checkpoint: Path) -> dict[str, int | float]:
@@ -111,27 +78,6 @@ def read_progress(checkpoint: Path) -> Progress:
     if progress.step != step_of(checkpoint):
         raise DamagedCheckpointError(f"{PROGRESS_FILE} belongs to step {progress.step}")
     return progress
-
-
-def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool, only_trained: bool = False) -> None:
-    """Load the weights of a checkpoint, averaged or raw, into a model, in place and in one process.
-
-    Args:
-        only_trained: the checkpoint contains only the weights of a LoRA.
-
-    Raises:
-        ConfigError: the checkpoint lacks these weights, or they do not match the model.
-    """
-    weights, required = (listed(model, only_trained=only_trained) for listed in (saved_weights, saved_parameters))
-    try:
-        reader = CheckpointReader(checkpoint)
-        keys = checkpoint_keys(reader.read_metadata().state_dict_metadata, ema=ema)
-        if not keys:
-            raise option_error("--weights", "ema" if ema else "raw", f"{checkpoint} has only the other weights")
-        state = {keys.get(name, name): tensor for name, tensor in weights.items() if name in keys or name in required}
-        load_safely(detached(state), reader, no_dist=True)
-    except DamagedCheckpointError as error:
-        raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
 
 
 def read_state(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:

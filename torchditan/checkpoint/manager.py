@@ -89,6 +89,8 @@ class CheckpointManager:
         warn: prints a line. Called on rank 0, possibly by the writing thread.
     """
 
+    what = "checkpoint"
+
     def __init__(
         self,
         folder: Path,
@@ -170,8 +172,8 @@ class CheckpointManager:
                 with contextlib.suppress(OSError):  # it may not exist
                     discard(partial)
                 last = latest_checkpoint(self.folder)
-                kept = f"the last one is {last.name}" if last else "no checkpoint exists yet"
-                self.warn(f"warning: no checkpoint of step {snapshot.step}: {self.failure}; {kept}. The run continues")
+                kept = f"the last one is {last.name}" if last else f"no {self.what} exists yet"
+                self.warn(f"warning: no {self.what} of step {snapshot.step}: {self.failure}; {kept}. The run continues")
             self._start_cleaning()
         self.write_s = time.monotonic() - start
 
@@ -216,7 +218,7 @@ class CheckpointManager:
             other = str(error)
         refusal, failure = self._any_of(refused), self._any_of(other)
         if refusal is None and failure is not None:
-            raise RuntimeError(f"the checkpoint cannot be written: {failure}")
+            raise RuntimeError(f"the {self.what} cannot be written: {failure}")
         return refusal
 
     def load_latest(self) -> bool:

@@ -52,15 +52,17 @@ class Model:
     preset: Literal["torchditan", "official", "llama3_diffusion"] = "torchditan"
     """torchditan (RoPE, SwiGLU), official (Peebles and Xie 2023), or llama3_diffusion (the course project's sizes)."""
     block: Annotated[str, BLOCKS] = "dit"
-    """The repeated block; dit is attention, then a feed-forward layer. To add another, see docs/extending.md."""
+    """The repeated block: attention, then a feed-forward layer (dit); or with the first block's values mixed into those
+    of all blocks (value_residual). To add another, see docs/extending.md."""
     patch_size: int = 2
     """Side of a square patch, in pixels or latent cells. Image height and width must be multiples of it."""
     input_channels: int | None = None
     """Channels of a sample (3 for RGB pixels, 16 for Cosmos latents). Default: the dataset's."""
     sample_size: list[int] | None = None
     """[Frames,] height and width of the model's input, in pixels or latent cells; filled in from the data."""
-    conditioning: Literal["adaln", "in_context"] | None = None
-    """Conditioning on timestep and label: adaLN-zero modulation, or extra tokens. Default: the preset's."""
+    conditioning: Literal["adaln", "adaln_single", "in_context"] | None = None
+    """Conditioning on timestep and label: adaLN-zero modulation by each block or shared by all (adaln_single), or extra
+    tokens. Default: the preset's."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] | None = None
     """Norm of the blocks; np_layernorm has no parameters, fused_rmsnorm means rmsnorm. Default: the preset's."""
     qk_norm: bool | None = None
@@ -234,7 +236,7 @@ class Optimizer:
     """The optimizer and its hyperparameters."""
 
     name: Annotated[str, OPTIMIZERS] = "AdamW"
-    """AdamW, or torchao's AdamW with 8-bit moments. Norms, biases and embeddings are not decayed."""
+    """AdamW, torchao's AdamW with 8-bit moments, or Muon for the matrices of the blocks and AdamW for the rest."""
     lr: float = 1e-4
     """Peak learning rate."""
     beta1: float = 0.9
@@ -244,7 +246,19 @@ class Optimizer:
     eps: float = 1e-8
     """Added to the denominator of the update."""
     weight_decay: float = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay, not of norms, biases and embeddings."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """Muon: factor of lr for a matrix, sqrt(max(1, rows / columns)) or 0.2 sqrt(max(rows, columns))."""
+    adamw_lr: float | None = None
+    """Muon: peak learning rate of the AdamW part; by default lr, which suits match_rms_adamw."""
+    momentum: float = 0.95
+    """Muon: decay rate of the momentum."""
+    nesterov: bool = True
+    """Muon: Nesterov's momentum."""
+    ns_steps: int = 5
+    """Muon: number of Newton-Schulz iterations."""
+    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Muon: dtype of the iterations. float32 is faster on a CPU without bfloat16 instructions."""
 
 
 @dataclass(frozen=True)
@@ -436,6 +450,10 @@ class EMA:
     """Decay per step after warmup; 0.9999 suits a global batch of 256."""
     warmup: bool = True
     """Average over fewer steps at the start: decay min(decay, (1 + step) / (10 + step))."""
+    post_hoc_widths: list[float] = field(default_factory=list)
+    """Relative widths of averages to store for a reconstruction of other widths: [0.05, 0.1] (docs/post_hoc_ema.md)."""
+    post_hoc_interval: int = 1000
+    """Steps between two snapshots of the averages of post_hoc_widths; there is one of the last step too."""
 
 
 @dataclass(frozen=True)

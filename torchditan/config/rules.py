@@ -34,11 +34,11 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "dataset.bucket_step dataset.num_frames "
         "training.batch_size training.global_batch_size training.steps training.gc_freq "
         "training.data_parallel_replicate_degree "
-        "checkpoint.interval metrics.log_freq metrics.sample_batch_size sampling.num_steps "
+        "checkpoint.interval ema.post_hoc_interval metrics.log_freq metrics.sample_batch_size sampling.num_steps "
         "sampling.guidance_channels sampling.images_per_class sampling.max_classes validation.num_images "
         "evaluation.num_samples "
         "profiling.profile_freq comm.init_timeout_seconds comm.train_timeout_seconds text_encoder.max_length "
-        "training.max_rollbacks autotune.batch_size_multiple autotune.max_batch_size",
+        "training.max_rollbacks autotune.batch_size_multiple autotune.max_batch_size optimizer.ns_steps",
     ),
     (
         "must be at least 2: the first step warms up",
@@ -49,7 +49,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "must be 0 or more",
         lambda value: value >= 0,
         "dataset.num_classes dataset.num_workers dataset.shuffle_tags dataset.held_out training.max_norm optimizer.lr "
-        "optimizer.weight_decay "
+        "optimizer.weight_decay optimizer.adamw_lr "
         "lr_scheduler.warmup_steps checkpoint.keep_latest_k metrics.sample_freq sampling.guidance_scale lora.rank "
         "diffusion.embedded_guidance sampling.embedded_guidance "
         "validation.freq evaluation.freq evaluation.seed comm.trace_buf_size",
@@ -71,6 +71,11 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "autoencoder.scale",
     ),
     (
+        "must be different numbers above 0 and below 0.2887, the width of a uniform average",
+        lambda values: all(0 < value < 0.2887 for value in values) and len({*values}) == len(values),
+        "ema.post_hoc_widths",
+    ),
+    (
         "must be above 1, or 0 for none",
         lambda value: value == 0 or value > 1,
         "training.loss_spike_factor",
@@ -83,7 +88,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be 0 or more and below 1",
         lambda value: 0 <= value < 1,
-        "optimizer.beta1 optimizer.beta2 ema.decay autotune.memory_margin",
+        "optimizer.beta1 optimizer.beta2 optimizer.momentum ema.decay autotune.memory_margin",
     ),
     (
         "must be 0 or more and below 2^63",
@@ -183,6 +188,11 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         "has no effect without TensorBoard; set --metrics.enable_tensorboard, or leave it out",
     ),
     (
+        lambda config: not config.ema.post_hoc_widths,
+        "ema.post_hoc_interval",
+        "has no effect without ema.post_hoc_widths; leave it out",
+    ),
+    (
         lambda config: config.lora.rank == 0,
         "lora.alpha lora.target_modules lora.assistant_path",
         "has no effect with lora.rank 0, which trains all weights",
@@ -207,6 +217,18 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         "checkpoint.async_mode",
         "torch cannot stage the tensors of AdamW8bit for a background save; must be disabled",
     ),
+    (
+        lambda config: config.optimizer.name in ("AdamW", "AdamW8bit"),
+        "optimizer.adjust_lr_fn optimizer.adamw_lr optimizer.momentum optimizer.nesterov optimizer.ns_steps "
+        "optimizer.ns_dtype",
+        "applies only to optimizer.name Muon; leave it out",
+    ),
+    (
+        lambda config: config.optimizer.name == "Muon" and config.model.name in FAMILIES,
+        "optimizer.name",
+        "knows the matrices of our own blocks only; must be AdamW or AdamW8bit for a published model",
+    ),
+    (lambda config: config.optimizer.lr == 0, "optimizer.adamw_lr", "needs an optimizer.lr greater than 0"),
 ]
 """(condition, options that must then keep their default, the message). The first match raises."""
 

@@ -21,10 +21,17 @@ VALUES_BEFORE: dict[str, Any] = {
     "dataset.bucket_order": "random",
     "diffusion.noise_schedule": None,
     "diffusion.prediction": None,
+    "ema.post_hoc_widths": [],
     "lr_scheduler.decay_until": "last_step",
     "model.block": "dit",
     "model.timestep_frequencies": "dit",
     "model.timestep_scale": 1000.0,
+    "optimizer.adamw_lr": None,
+    "optimizer.adjust_lr_fn": "match_rms_adamw",
+    "optimizer.momentum": 0.95,
+    "optimizer.nesterov": True,
+    "optimizer.ns_dtype": "bfloat16",
+    "optimizer.ns_steps": 5,
     "sampling.clip_sample": None,
     "sampling.spacing": "trailing",
     "sampling.timestep_shift": None,
@@ -47,6 +54,7 @@ _SECTIONS = (
 )
 
 _NOT_TRAJECTORY = (
+    "ema.post_hoc_interval",
     "dataset.root_dir",  # a moved dataset is the same data
     "dataset.num_workers",
     "dataset.prefetch_factor",

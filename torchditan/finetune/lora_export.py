@@ -22,7 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchditan.checkpoint.loading import find_checkpoint, read_progress, read_state
+from torchditan.checkpoint.loading import read_progress, read_state
+from torchditan.checkpoint.trained_weights import find_checkpoint
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict
 from torchditan.finetune.lora_layers import (

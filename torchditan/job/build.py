@@ -18,15 +18,16 @@ from torchditan.distributed.host_memory import keep_freed_memory
 from torchditan.distributed.parallelize import CompileOptions, parallelize
 from torchditan.distributed.process_group import init_process_group
 from torchditan.job.prepare import Job
-from torchditan.models.flops import count_model_flops, peak_flops
-from torchditan.optim.divergence import LossSpikes
+from torchditan.models.flops import count_model_flops
+from torchditan.optim.divergence import DivergenceGuard, LossSpikes
 from torchditan.optim.ema import EMA
+from torchditan.optim.optimizers import optimizer_flops
 from torchditan.run.metrics import MetricsLogger
 from torchditan.run.training_progress import Progress
 from torchditan.supervision.supervision import Supervision
-from torchditan.supervision.watchdog import record_collectives
 
 if TYPE_CHECKING:
+    from torchditan.checkpoint.post_hoc_ema import PostHocEMA
     from torchditan.data_stream.streamed import SequentialStream
     from torchditan.optim.loss_scaling import LossScaler
 
@@ -39,7 +40,10 @@ def open_process_group(job: Job, supervision: Supervision) -> None:
     if job.device.type == "cpu":
         keep_freed_memory()
     set_determinism(config.training.seed, deterministic=config.training.deterministic)
-    record_collectives(job.run_directory.folder("flight_recorder"), buffer_size=config.comm.trace_buf_size)
+    if job.rank.world_size > 1:
+        from torchditan.supervision.watchdog import record_collectives
+
+        record_collectives(job.run_directory.folder("flight_recorder"), buffer_size=config.comm.trace_buf_size)
     init_process_group(job.rank, timeout_seconds=config.comm.init_timeout_seconds)
     supervision.connect(timeout_seconds=config.comm.init_timeout_seconds)
 
@@ -123,6 +127,17 @@ def build_ema(config: Config, model: nn.Module, teacher: nn.Module | None) -> EM
     return EMA(model, decay=options.decay, warmup=options.warmup, only_trained=config.lora.rank > 0, teacher=teacher)
 
 
+def build_post_hoc_ema(
+    job: Job, model: nn.Module, supervision: Supervision, guard: DivergenceGuard
+) -> PostHocEMA | None:
+    """The averages of `ema.post_hoc_widths`; None without widths."""
+    if not job.config.ema.post_hoc_widths:
+        return None
+    from torchditan.checkpoint.post_hoc_ema import PostHocEMA
+
+    return PostHocEMA(model, config=job.config, run_folder=job.run_directory.path, supervision=supervision, guard=guard)
+
+
 def build_stream(job: Job) -> TrainingStream | SequentialStream:
     """Batches of the training data, in the order given by the seed."""
     options = job.config.dataset
@@ -158,21 +173,31 @@ def initial_weights_loader(job: Job, model: nn.Module) -> Callable[[], str] | No
     return partial(job.load_initial_weights, model, path, config=job.config)
 
 
-def build_logger(job: Job, progress: Progress) -> MetricsLogger:
-    """The logger of a run at position `progress`."""
+def build_logger(job: Job, model: nn.Module, progress: Progress) -> MetricsLogger:
+    """The logger of a run at position `progress`. FLOPs of the optimizer (Muon's) count as those of training."""
+    trained = [(name, tuple(weight.shape)) for name, weight in model.named_parameters() if weight.requires_grad]
+    optimizer = optimizer_flops(job.config.optimizer, trained)
     return MetricsLogger(
         job.config.metrics,
         job.run_directory,
         world_size=job.rank.world_size,
         device=job.device,
-        flops_per_image=count_model_flops(job.spec).total,
-        peak_flops=peak_flops(torch.cuda.get_device_name()) if job.device.type == "cuda" else None,
+        flops_per_image=count_model_flops(job.spec).total + optimizer / job.plan.global_batch_size,
+        peak_flops=_peak_flops(job.device),
         total_steps=job.config.training.steps,
         tokens_per_image=job.spec.num_tokens,
         start_step=progress.step,
         images_seen=progress.images_seen,
         elapsed_s=progress.elapsed_s,
     )
+
+
+def _peak_flops(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    from torchditan.models.peak_flops import peak_flops
+
+    return peak_flops(torch.cuda.get_device_name())
 
 
 def set_determinism(seed: int, *, deterministic: bool) -> None:

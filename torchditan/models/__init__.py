@@ -78,7 +78,11 @@ def build_dit_spec(
         pooled_width=config.pooled_width or 0,
         **options,  # type: ignore[arg-type]
     )
-    for option, right in registered(BLOCKS, config.block).option_mistakes(dit_config):
+    block = registered(BLOCKS, config.block)
+    if dit_config.conditioning not in block.conditionings:
+        right = f"the block {config.block} does not support it; must be one of {', '.join(block.conditionings)}"
+        raise option_error("model.conditioning", dit_config.conditioning, right)
+    for option, right in block.option_mistakes(dit_config):
         raise option_error(option, getattr(config, option.removeprefix("model.")), right)
     return ModelSpec(
         name="dit",
@@ -117,7 +121,7 @@ def _sizes(config: torchditan.config.options.Model, position: str) -> dict[str, 
 
 def _check_text(config: torchditan.config.options.Model, *, conditioning: str) -> None:
     """A text model needs the sizes of the embeddings. Cross-attention requires adaLN for the timestep."""
-    if config.text == "cross_attention" and conditioning != "adaln":
+    if config.text == "cross_attention" and conditioning == "in_context":
         right = "needs adaLN for the timestep; must be in_context with --model.conditioning in_context"
         raise option_error("model.text", config.text, right)
     for option in ("text_tokens", "text_width"):

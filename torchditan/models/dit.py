@@ -4,7 +4,8 @@
 Notable:
 - full attention over the patches of any H and W divisible by the patch size, square or not;
 - positions: axial 2D rotary embedding, the paper's fixed sin-cos table, or both;
-- conditioning: adaLN-zero with a modulated final layer, or timestep and label as extra tokens;
+- conditioning: adaLN-zero with a modulated final layer; adaLN-single (PixArt-alpha; Chen et al. 2023, arXiv
+  2310.00426), where all blocks share one modulation; or timestep and label as extra tokens, the paper's "in-context";
 - text, from precomputed embeddings: as tokens before the patches, or by cross-attention in every block. A pooled
   vector is added to the timestep's embedding; padding is masked;
 - RMSNorm, LayerNorm or LayerNorm without parameters; SwiGLU or GELU; queries and keys normalized or not;
@@ -78,7 +79,7 @@ class DiTConfig:
     num_classes: int
     """0 for an unconditional model without a label table. Otherwise the table has one more row, the null class."""
     conditioning: str = "adaln"
-    """adaln or in_context."""
+    """adaln, adaln_single or in_context."""
     norm_type: str = "rmsnorm"
     """rmsnorm, layernorm, or np_layernorm (without parameters), for the blocks and for queries and keys."""
     qk_norm: bool = True
@@ -116,9 +117,7 @@ class DiTConfig:
     def num_context_tokens(self) -> int:
         """Number of tokens before the patches."""
         text = self.text_tokens if self.text == "in_context" else 0
-        if self.conditioning == "adaln":
-            return text
-        return text + (2 if self.num_classes else 1)
+        return text + (1 + bool(self.num_classes) if self.conditioning == "in_context" else 0)
 
 
 PRESETS: dict[str, dict[str, str | bool]] = {
@@ -283,6 +282,11 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor | None, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).unbind(2)  # 3 of (B, N, H, K)
+        return self.attend(q, k, v, rope, mask)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: torch.Tensor | None, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
@@ -343,7 +347,23 @@ def build_mlp(config: DiTConfig) -> nn.Module:
     return SwiGLU(config.width) if config.mlp == "swiglu" else GELUMLP(config.width)
 
 
-def adaln_modulation(width: int, num_chunks: int) -> nn.Sequential:
+class ModulationTable(nn.Module):
+    """A block's own offset from the modulation that all blocks share (adaLN-single).
+
+    c: (B, num_chunks D), or (B, D), which is added to each chunk, as in the paper's final layer.
+    """
+
+    def __init__(self, width: int, num_chunks: int):
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(num_chunks * width))  # flat: FSDP shards the first dimension
+
+    def forward(self, c: torch.Tensor) -> torch.Tensor:
+        return (c.unsqueeze(1) + self.table.view(-1, c.shape[-1])).flatten(1)  # (B, num_chunks D)
+
+
+def adaln_modulation(width: int, num_chunks: int, *, is_shared: bool = False) -> nn.Module:
+    if is_shared:
+        return ModulationTable(width, num_chunks)
     return nn.Sequential(nn.SiLU(), nn.Linear(width, num_chunks * width))
 
 
@@ -358,6 +378,8 @@ class Block(nn.Module):
     """Weights that are initialized to 0."""
     residual_weights: tuple[str, ...] = ()
     """The last layers before the residual stream. Without adaLN's gates (conditioning in_context) they start small."""
+    conditionings: tuple[str, ...] = ("adaln", "in_context")
+    """Values of `model.conditioning` that the block supports."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()
@@ -374,18 +396,18 @@ class Block(nn.Module):
         rope: torch.Tensor | None,
         text: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """One block.
 
         Args:
             x: (B, N, D).
-            c: (B, D), or None if the condition is in the tokens.
+            c: (B, D); the shared modulation (B, 6 D) with adaln_single; None if the condition is in the tokens.
             rope: see `rotate`.
             text: (B, L, D) to cross-attend, or None.
             mask: bool (B, 1, 1, N), or (B, 1, 1, L) with `text`: false for padding tokens. None attends to all tokens.
 
         Returns:
-            (B, N, D).
+            (B, N, D), or a tuple of that and tensors, which the following blocks get as arguments after `mask`.
         """
         raise NotImplementedError
 
@@ -393,12 +415,12 @@ class Block(nn.Module):
 class DiTBlock(Block):
     """Attention and MLP, each with a residual: modulated and gated by the condition (adaLN-zero), or plain.
 
-    With text, a plain residual of cross-attention comes between them, as in PixArt-alpha (Chen et al. 2023,
-    arXiv 2310.00426).
+    With text, a plain residual of cross-attention comes between them, as in PixArt-alpha.
     """
 
-    zero_weights = ("cross_attn.proj.weight",)
+    zero_weights: tuple[str, ...] = ("cross_attn.proj.weight",)
     residual_weights = ("attn.proj.weight", "mlp.fc2.weight", "mlp.w3.weight")
+    conditionings = ("adaln", "adaln_single", "in_context")
 
     def __init__(self, config: DiTConfig):
         super().__init__(config)
@@ -409,8 +431,8 @@ class DiTBlock(Block):
             self.cross_attn = CrossAttention(config)
         self.norm2 = build_norm(config.norm_type, config.width)
         self.mlp = build_mlp(config)
-        if config.conditioning == "adaln":
-            self.adaLN_modulation = adaln_modulation(config.width, 6)
+        if config.conditioning != "in_context":
+            self.adaLN_modulation = adaln_modulation(config.width, 6, is_shared=config.conditioning == "adaln_single")
 
     def forward(
         self,
@@ -437,8 +459,8 @@ class FinalLayer(nn.Module):
         super().__init__()
         self.norm_final = build_norm(config.norm_type, config.width)
         self.linear = nn.Linear(config.width, config.patch_size**2 * config.output_channels)
-        if config.conditioning == "adaln":
-            self.adaLN_modulation = adaln_modulation(config.width, 2)
+        if config.conditioning != "in_context":
+            self.adaLN_modulation = adaln_modulation(config.width, 2, is_shared=config.conditioning == "adaln_single")
 
     def forward(self, x: torch.Tensor, c: torch.Tensor | None) -> torch.Tensor:
         x = self.norm_final(x)
@@ -452,7 +474,7 @@ class DiT(nn.Module):
     def __init__(self, config: DiTConfig):
         super().__init__()
         assert config.width % config.num_heads == 0
-        assert config.text != "cross_attention" or config.conditioning == "adaln"
+        assert config.text != "cross_attention" or config.conditioning != "in_context"
         assert "rope" not in config.position or config.width // config.num_heads % 4 == 0, "row and column pairs"
         self.config = config
         self.x_embedder = PatchEmbed(config)
@@ -467,6 +489,8 @@ class DiT(nn.Module):
             # A frozen parameter, as in the released checkpoints; unlike a buffer, FSDP shards and casts it.
             table = torch.empty(1, config.num_patches, config.width)
             self.pos_embed = nn.Parameter(table, requires_grad=False)
+        if config.conditioning == "adaln_single":
+            self.adaLN_modulation = adaln_modulation(config.width, 6)  # shared by the blocks
         self.block_type: type[Block] = registered(BLOCKS, config.block)
         self.blocks = nn.ModuleList(self.block_type(config) for _ in range(config.depth))
         self.final_layer = FinalLayer(config)
@@ -524,9 +548,13 @@ class DiT(nn.Module):
             x = torch.cat([*context, x], dim=1)  # (B, context + N, D)
         # Computed in each forward: a few small kernels, and no buffer to fill, cast or move.
         rope = rope_table(config, height, width, x_t.device) if "rope" in config.position else None
-        found = {}
+        modulation = self.adaLN_modulation(c) if config.conditioning == "adaln_single" else c
+        found: dict[str, torch.Tensor] = {}
+        carried: list[torch.Tensor] = []
         for i, block in enumerate(self.blocks):
-            x = block(x, c, rope, text, mask)
+            x = block(x, modulation, rope, text, mask, *carried)
+            if isinstance(x, tuple):
+                x, *carried = x
             if (name := f"blocks.{i}") in features:
                 found[name] = x[:, config.num_context_tokens :]  # (B, N, D)
         if config.num_context_tokens:

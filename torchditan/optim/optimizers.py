@@ -7,9 +7,8 @@ An optimizer is a function from the `[optimizer]` options to a list of `Paramete
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +37,9 @@ class ParameterGroup:
     state_bytes: Callable[[tuple[int, ...]], int] | None = None
     """Bytes of the optimizer state of a parameter or a rank's shard, from its shape, for the planner.
     None: the planner builds the state of each shape on the meta device and counts its bytes."""
+    update_flops: Callable[[tuple[int, ...]], int] | None = None
+    """FLOPs of the matrix products in the update of a parameter, from its full shape, if there are any. One rank
+    computes them; the ranks take turns over parameters of one shape."""
 
 
 def parameter_groups(config: OptimizerConfig) -> list[ParameterGroup]:
@@ -56,7 +58,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     members: list[dict[str, nn.Parameter]] = [{} for _ in groups]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            members[_group_of(groups, name, parameter)][name] = parameter
+            members[group_of(groups, name, parameter)][name] = parameter
     no_decay = parameters_without_decay(model)
     parts = [
         _build_part(group, parameters, no_decay)
@@ -66,7 +68,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     return parts[0] if len(parts) == 1 else OptimizerParts(parts)
 
 
-def _group_of(groups: list[ParameterGroup], name: str, parameter: torch.Tensor) -> int:
+def group_of(groups: list[ParameterGroup], name: str, parameter: torch.Tensor) -> int:
     found = next((number for number, group in enumerate(groups) if group.takes(name, parameter)), None)
     assert found is not None, f"no group of the optimizer takes {name} {tuple(parameter.shape)}"
     return found
@@ -120,41 +122,25 @@ def optimizer_parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimi
     return optimizer.parts if isinstance(optimizer, OptimizerParts) else [optimizer]
 
 
-def optimizer_state_bytes(config: OptimizerConfig, parameters: Iterable[tuple[str, tuple[int, ...], int]]) -> int:
-    """Bytes of the optimizer state on one rank, after every parameter was updated.
+def optimizer_flops(
+    config: OptimizerConfig, parameters: Iterable[tuple[str, tuple[int, ...]]], *, num_ranks: int = 1
+) -> int:
+    """FLOPs of the matrix products of one optimizer step, on the rank with the most of them.
 
     Args:
         config: the `[optimizer]` options.
-        parameters: (name, full shape, rows of dimension 0 that this rank holds) of every trained parameter.
+        parameters: (name, full shape) of every trained parameter.
+        num_ranks: ranks that share the work; 1 counts all of it.
     """
-    return _state_bytes(OPTIMIZERS[config.name], dataclasses.astuple(config), tuple(parameters))
-
-
-@functools.lru_cache(maxsize=256)
-def _state_bytes(place: str, options: tuple[Any, ...], parameters: tuple[tuple[str, tuple[int, ...], int], ...]) -> int:
-    """`place` is the optimizer's registry entry, part of the cache key because a name can be registered again."""
-    groups = parameter_groups(OptimizerConfig(*options))
-    counted: dict[tuple[int, tuple[int, ...]], int] = {}
-    total = 0
-    for name, shape, rows in parameters:
-        number = _group_of(groups, name, torch.empty(shape, device="meta"))
-        key = number, (rows, *shape[1:])
-        if key not in counted:
-            count = groups[number].state_bytes or functools.partial(_state_bytes_on_meta, groups[number])
-            counted[key] = count(key[1])
-        total += counted[key]
-    return total
-
-
-def _state_bytes_on_meta(group: ParameterGroup, shape: tuple[int, ...]) -> int:
-    """Bytes of the tensors in the optimizer state after a first update."""
-    parameter = nn.Parameter(torch.empty(shape, device="meta"))
-    parameter.grad = torch.empty_like(parameter)
-    options = {name: value for name, value in group.options.items() if name != "fused"}  # needs a real device
-    optimizer = group.optimizer([parameter], **options)
-    optimizer.step()
-    tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    groups = parameter_groups(config)
+    if all(group.update_flops is None for group in groups):
+        return 0
+    numbers = Counter((group_of(groups, name, torch.empty(shape, device="meta")), shape) for name, shape in parameters)
+    return sum(
+        math.ceil(count / num_ranks) * update_flops(shape)
+        for (number, shape), count in numbers.items()
+        if (update_flops := groups[number].update_flops) is not None
+    )
 
 
 def adamw(config: OptimizerConfig) -> list[ParameterGroup]:

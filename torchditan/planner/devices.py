@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Devices of the planner: memory, peaks and links from their datasheets.
 
-Notable: bfloat16 peaks are those of models/flops.py. `links` between the devices of a node are NVLink, Infinity
+Notable: bfloat16 peaks are those of models/peak_flops.py. `links` between the devices of a node are NVLink, Infinity
 Fabric or PCIe, per device and direction. The network is not a property of a device; the table assumes 400 Gb/s per
 device in the vendor's own 8-way systems, 200 Gb/s with an A100, and 100 Gb/s with PCIe cards.
 """
@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchditan.config.errors import did_you_mean, option_error
-from torchditan.models.flops import peak_flops
+from torchditan.models.peak_flops import peak_flops
 
 
 @dataclass(frozen=True)
 class Device:
     name: str
     driver_name: str
-    """Name in the driver and in the table of peaks in models/flops.py."""
+    """Name in the driver and in the table of peaks in models/peak_flops.py."""
     memory_gib: float
     float32_tflops: float
     """Dense matrix products in float32, as torch computes them by default (no TF32)."""

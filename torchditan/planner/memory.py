@@ -8,7 +8,7 @@ Notable:
   With shards or frozen weights, one block and the all-gather of the next are in memory at a time. Otherwise all blocks
   are, from forward to backward. Gradients are reduced in float32 through a copy that the next block's reduction frees;
 - the optimizer state is counted from the tensors the optimizer creates on the meta device, or declares
-  (optim/optimizers.py);
+  (optimizer_cost.py);
 - the optimizer, clipping and EMA work in place: the optimizer step is never the peak;
 - frozen weights have no gradient and no moments, and are stored in their own dtype. int8 weights are gathered as int8.
 
@@ -26,7 +26,7 @@ import torch
 
 from torchditan.config.options import Optimizer
 from torchditan.models.spec import ModelSpec
-from torchditan.optim.optimizers import optimizer_state_bytes
+from torchditan.planner.optimizer_cost import optimizer_state_bytes
 from torchditan.planner.trace import StepTrace
 
 FLOAT32 = 4
@@ -75,6 +75,11 @@ class Parameters:
     def all(self) -> list[Weight]:
         return [*self.root, *(tensor for block in self.blocks for tensor in block)]
 
+    @property
+    def trained_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and full shapes of the trained parameters."""
+        return [(weight.name, weight.shape) for weight in self.all if weight.is_trained]
+
 
 def model_parameters(spec: ModelSpec) -> Parameters:
     with torch.device("meta"):
@@ -102,6 +107,7 @@ def model_state(
     num_shards: int,
     shard_rank: int = 0,
     ema: Literal["none", "all", "trained"] = "all",
+    num_averages: int = 1,
     optimizer: Optimizer = _ADAMW,
 ) -> dict[str, int]:
     """Bytes of one rank's local tensors: parameters, gradients, the optimizer's state, EMA.
@@ -110,7 +116,8 @@ def model_state(
         parameters: of the model.
         num_shards: ranks the parameters are sharded over, 1 in DDP.
         shard_rank: rank of the shard; the first has the most.
-        ema: weights that have an average.
+        ema: weights that have averages.
+        num_averages: of each of these weights.
         optimizer: options of the optimizer.
     """
     sizes = {tensor: tensor.local(num_shards, shard_rank) for tensor in parameters.all}
@@ -121,7 +128,8 @@ def model_state(
         "optimizer": optimizer_state_bytes(
             optimizer, [(tensor.name, tensor.shape, tensor.rows(num_shards, shard_rank)) for tensor in trained]
         ),
-        "ema": sum(tensor.itemsize * size for tensor, size in sizes.items() if ema == "all" or tensor.is_trained)
+        "ema": num_averages
+        * sum(tensor.itemsize * size for tensor, size in sizes.items() if ema == "all" or tensor.is_trained)
         if ema != "none"
         else 0,
     }
@@ -139,9 +147,11 @@ class Layout:
     """Bytes of a gradient while it is reduced."""
     num_micro_batches: int
     ema: Literal["none", "all", "trained"]
-    """Weights that have an average."""
+    """Weights that have averages."""
     cpu_offload: bool
     optimizer: Optimizer
+    num_averages: int = 1
+    """Averages of each of these weights: the EMA, and those of `ema.post_hoc_widths`."""
     uses_teacher: bool = False
     """Whether the objective calls the EMA model. Its parameters are the average, gathered block by block."""
 
@@ -221,7 +231,13 @@ class _Step:
         self.root = _unit(parameters.root, layout)
         state = dict.fromkeys(("parameters", "gradients", "optimizer", "ema"), 0)
         if not layout.cpu_offload:
-            state = model_state(parameters, num_shards=layout.num_shards, ema=layout.ema, optimizer=layout.optimizer)
+            state = model_state(
+                parameters,
+                num_shards=layout.num_shards,
+                ema=layout.ema,
+                num_averages=layout.num_averages,
+                optimizer=layout.optimizer,
+            )
         self.constant: dict[str, float] = {name: state[name] for name in ("parameters", "optimizer", "ema")}
         self.constant |= {"buffers": parameters.buffer_bytes, "batch": batch_bytes, "libraries": workspace}
         has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in block)

@@ -32,10 +32,11 @@ from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.finetune.resolutions import latent_channels
 from torchditan.models import ModelSpec, model_spec_of
 from torchditan.models.flops import count_model_flops
+from torchditan.optim.optimizers import optimizer_flops
 from torchditan.planner.devices import Device, device_named
 from torchditan.planner.memory import Instant, Layout, Parameters, model_parameters, model_state, timeline
 from torchditan.planner.step_time import Speed, StepTime, step_time
-from torchditan.planner.trace import Checkpointing, Kernels, StepTrace, trace_blocks, trace_step
+from torchditan.planner.trace import Checkpointing, Kernels, StepTrace, trace_blocks
 from torchditan.registry import FAMILIES, registered
 
 GIB = 1024**3
@@ -82,6 +83,8 @@ class Plan:
     activations: float
     """Bytes kept from forward to backward."""
     time: StepTime | None
+    optimizer_flops: int = 0
+    """FLOPs of the matrix products of an optimizer step, on all devices together: Muon's."""
 
     @property
     def num_parameters(self) -> int:
@@ -93,8 +96,12 @@ class Plan:
 
     @property
     def flops_per_image(self) -> int:
-        """Model FLOPs, forward and backward (models/flops.py). Counted on first use, which takes seconds for 7B."""
-        return self.model.flops_per_image
+        """Training FLOPs: the model's, forward and backward (models/flops.py), and the optimizer's.
+
+        Counted on first use, which takes seconds for 7B.
+        """
+        images = self.batch_size * self.num_micro_batches * self.num_devices
+        return self.model.flops_per_image + self.optimizer_flops // images
 
     @property
     def parts(self) -> dict[str, float]:
@@ -302,6 +309,7 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         reduce_bytes=_DTYPES[training.mixed_precision_reduce].itemsize,
         num_micro_batches=global_batch_size // (training.batch_size * num_devices),
         ema=_ema(config),
+        num_averages=config.ema.enable + len(config.ema.post_hoc_widths),
         cpu_offload=training.enable_cpu_offload,
         optimizer=config.optimizer,
         uses_teacher=model.objective.uses_teacher,
@@ -335,10 +343,17 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         batch_size=training.batch_size,
         num_micro_batches=layout.num_micro_batches,
         model=model,
-        state=model_state(model.parameters, num_shards=dims.shard, ema=layout.ema, optimizer=layout.optimizer),
+        state=model_state(
+            model.parameters,
+            num_shards=dims.shard,
+            ema=layout.ema,
+            num_averages=layout.num_averages,
+            optimizer=layout.optimizer,
+        ),
         peak=max(instants, key=lambda instant: instant.total),
         activations=sum(trace.forward.left(training.batch_size) for trace in traces),
         time=time,
+        optimizer_flops=optimizer_flops(config.optimizer, model.parameters.trained_shapes),
     )
 
 
@@ -351,7 +366,7 @@ def _mode(dims: ParallelDims) -> str:
 
 
 def _ema(config: Config) -> Literal["none", "all", "trained"]:
-    if not config.ema.enable:
+    if not config.ema.enable and not config.ema.post_hoc_widths:
         return "none"
     return "trained" if config.lora.rank else "all"
 
@@ -375,7 +390,6 @@ class TracedModel:
         buffer_bytes = parameters.buffer_bytes + self.objective.table_bytes
         self.parameters: Parameters = dataclasses.replace(parameters, buffer_bytes=buffer_bytes)
         self._traces: dict[Checkpointing, list[StepTrace]] = {}
-        self.looks_inside = bool(self.objective.features) or self.objective.uses_teacher
 
     @classmethod
     def of(cls, config: Config, kernels: Kernels) -> TracedModel:
@@ -414,16 +428,13 @@ class TracedModel:
     def _trace(self, kind: Checkpointing) -> list[StepTrace]:
         """Traces of all blocks, with the same checkpointing for each."""
         if kind not in self._traces:
-            trace = functools.partial(
-                trace_step if self.spec.name == "dit" and not self.looks_inside else trace_blocks,
+            self._traces[kind] = trace_blocks(
                 self.spec,
                 dtype=self.dtype,
                 checkpointing=kind,
                 kernels=self.kernels,
                 diffusion=self.diffusion,
             )
-            found = trace()
-            self._traces[kind] = found if isinstance(found, list) else [found] * len(self.parameters.blocks)
         return self._traces[kind]
 
 

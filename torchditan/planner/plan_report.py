@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from html import escape
 
 from torchditan.config.options import Config
+from torchditan.optim.power_ema import num_snapshots
 from torchditan.planner import step_time
+from torchditan.planner.memory import FLOAT32
 from torchditan.planner.plan import GIB, USABLE_MEMORY, Plan
 
 Table = Sequence[Sequence[str]]
@@ -60,6 +62,8 @@ def describe(plan: Plan, config: Config) -> str:
     ]
     if plan.compiled:
         lines.append("  blocks are planned as eager; compiled ones need less")
+    if config.ema.post_hoc_widths:
+        lines += ["", _snapshots(plan, config)]
     if plan.time is not None:
         lines += [
             "",
@@ -77,6 +81,13 @@ def model_name(config: Config) -> str:
     """`DiT-7B/2`, or `flux/FLUX.1-dev`."""
     model = config.model
     return f"{model.flavor}/{model.patch_size}" if model.name == "dit" else f"{model.name}/{model.flavor}"
+
+
+def _snapshots(plan: Plan, config: Config) -> str:
+    """Disk space of `ema.post_hoc_widths`."""
+    number = num_snapshots(config.training.steps, config.ema.post_hoc_interval)
+    size = FLOAT32 * plan.num_trained_parameters * len(config.ema.post_hoc_widths) / 1e9
+    return f"disk: {number} snapshots of averages of {size:,.3f} GB, {number * size:,.3f} GB in all"
 
 
 def _verdict(plan: Plan) -> str:

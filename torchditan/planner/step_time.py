@@ -19,8 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torchditan.optim.optimizers import optimizer_flops
 from torchditan.planner.devices import Device
 from torchditan.planner.memory import FLOAT32, Layout, Parameters, Weight, model_state
+from torchditan.planner.optimizer_cost import elements_updated_whole
 from torchditan.planner.trace import Segment, StepTrace
 
 PRODUCT_EFFICIENCY = 0.5
@@ -77,7 +79,7 @@ class StepTime:
     compute: float
     """Forward and backward, including the copies of FSDP."""
     update: float
-    """Clipping, optimizer and EMA."""
+    """Clipping, optimizer and EMA. Muon's exchange of matrices counts here, because nothing hides it."""
     communication: float
     """All collectives, hidden or not."""
     exposed: float
@@ -125,10 +127,28 @@ def step_time(
         exposed += root_gather + gather[0] + is_last * (scatter[0] + replicas[0] + root_reduce)
     local = sum(weight.local(layout.num_shards, 0) for weight in parameters.all if weight.is_trained)
     state = model_state(parameters, num_shards=layout.num_shards, optimizer=layout.optimizer)
-    update_bytes = local * (_UPDATE_BYTES + (_EMA_BYTES if layout.ema != "none" else 0)) + 2 * state["optimizer"]
-    return StepTime(
-        compute=compute, update=update_bytes / speed.bytes_per_s, communication=communication, exposed=exposed
-    )
+    averages = 0 if layout.ema == "none" else layout.num_averages
+    update_bytes = local * (_UPDATE_BYTES + _EMA_BYTES * averages) + 2 * state["optimizer"]
+    update = update_bytes / speed.bytes_per_s + _whole_updates_seconds(parameters, layout, speed.device)
+    return StepTime(compute=compute, update=update, communication=communication, exposed=exposed)
+
+
+def _whole_updates_seconds(parameters: Parameters, layout: Layout, device: Device) -> float:
+    """Seconds of the updates that need whole parameters (Muon's): products on their owners, and the exchanges.
+
+    A rank receives the parameters that it owns, then its rows of all results, in the dtype of the products.
+    """
+    optimizer, shapes = layout.optimizer, parameters.trained_shapes
+    num_ranks = layout.num_shards * layout.num_replicas
+    flops = optimizer_flops(optimizer, shapes, num_ranks=num_ranks)
+    if not flops:
+        return 0.0
+    is_float32 = optimizer.ns_dtype == "float32"
+    peak = device.float32_flops if is_float32 else device.bfloat16_flops
+    num_bytes = (FLOAT32 if is_float32 else 2) * elements_updated_whole(optimizer, shapes)
+    gather = collective_seconds(num_bytes / num_ranks, ranks=layout.num_shards, stride=1, device=device)
+    scatter = collective_seconds(num_bytes / layout.num_shards, ranks=num_ranks, stride=1, device=device)
+    return flops / (PRODUCT_EFFICIENCY * peak) + gather + scatter
 
 
 def _gathered_bytes(weights: Sequence[Weight], layout: Layout) -> int:

@@ -6,8 +6,7 @@ Notable:
   and the backward of autograd. No values are computed, so a step of any size takes milliseconds;
 - live memory is counted by storage: each counts once, however many views it has, from the operator that creates it
   until autograd or Python frees it. Parameters and the batch are not included;
-- all blocks of our own model are alike: three are traced, and memory.py and step_time.py repeat the middle one. A
-  published model has several kinds of blocks: three of each sequence of equal blocks are traced, each on its own;
+- of each sequence of equal blocks three are traced, each on its own: the first, one for all in between, and the last;
 - every number is affine in the batch size, so two traces give it for all batch sizes;
 - the meta device has no attention and norm kernels, so the trace uses those of the target device. On a GPU these are
   flash attention (bfloat16) or memory-efficient attention (float32, or with a mask) and the fused RMSNorm; on a CPU
@@ -87,51 +86,6 @@ class StepTrace:
     """Backward of the embedders."""
 
 
-def trace_step(
-    spec: ModelSpec,
-    *,
-    dtype: torch.dtype,
-    checkpointing: Checkpointing,
-    kernels: Kernels,
-    diffusion: Diffusion = _DIFFUSION,
-) -> StepTrace:
-    """Trace a step of `spec` if all its blocks are alike, with the same checkpointing for every block.
-
-    Args:
-        spec: the model.
-        dtype: dtype of the gathered parameters in forward and backward.
-        checkpointing: activation checkpointing of the blocks.
-        kernels: device whose kernels attention and norms use.
-        diffusion: the objective and its options. Label dropout above 0 masks the labels.
-    """
-    recorders = []
-    for batch in _BATCHES:
-        model, blocks = _with_three_blocks(spec, dtype)
-        recorder = _record(
-            spec,
-            model,
-            blocks,
-            batch,
-            dtype=dtype,
-            checkpointing=checkpointing,
-            kernels=kernels,
-            diffusion=diffusion,
-        )
-        # Between two blocks only the output of the first is live. At the hook after the last, its input is live too.
-        before, last = (recorder.marks[f"forward {i}"][1] for i in range(NUM_KEPT_BLOCKS - 2, NUM_KEPT_BLOCKS))
-        recorder.marks["head"] = (recorder.marks["head"][0], last + last - before)
-        recorders.append(recorder)
-    middle = NUM_KEPT_BLOCKS // 2
-    pieces = {
-        "embed": ("start", "forward 0"),
-        "forward": (f"forward {middle}", f"forward {middle + 1}"),
-        "head": ("head", f"backward {NUM_KEPT_BLOCKS - 1}"),
-        "backward": (f"backward {middle}", f"backward {middle - 1}"),
-        "tail": ("tail", "end"),
-    }
-    return StepTrace(**{name: _segment(recorders, *ends) for name, ends in pieces.items()})
-
-
 def trace_blocks(
     spec: ModelSpec,
     *,
@@ -140,10 +94,17 @@ def trace_blocks(
     kernels: Kernels,
     diffusion: Diffusion = _DIFFUSION,
 ) -> list[StepTrace]:
-    """Trace a step of `spec`, whose blocks may differ, with the same checkpointing for every block.
+    """Trace a step of `spec`, with the same checkpointing for every block.
 
-    Operators between two blocks count to the earlier one. See `trace_step` for the arguments. An objective that uses
-    features or a teacher gets the whole model.
+    Operators between two blocks count to the earlier one. An objective that uses features or a teacher gets the whole
+    model.
+
+    Args:
+        spec: the model.
+        dtype: dtype of the gathered parameters in forward and backward.
+        checkpointing: activation checkpointing of the blocks.
+        kernels: device whose kernels attention and norms use.
+        diffusion: the objective and its options. Label dropout above 0 masks the labels.
 
     Returns:
         The trace of each block.
@@ -224,16 +185,6 @@ def _complete_marks(recorder: StepRecorder, num_blocks: int) -> None:
     recorder.marks.setdefault("tail", recorder.marks["end"])
     for i in range(num_blocks):
         recorder.marks.setdefault(f"backward {i}", recorder.marks[f"backward {i - 1}" if i > 0 else "tail"])
-
-
-def _with_three_blocks(spec: ModelSpec, dtype: torch.dtype) -> tuple[nn.Module, nn.ModuleList]:
-    with torch.device("meta"):
-        model = spec.build().to(dtype)
-        blocks = spec.blocks(model)
-        del blocks[NUM_KEPT_BLOCKS:]
-        while len(blocks) < NUM_KEPT_BLOCKS:
-            blocks.append(spec.blocks(spec.build().to(dtype))[0])
-    return model, blocks
 
 
 def _record(

@@ -27,6 +27,7 @@ from torchditan.report.pairs import (
     with_changes,
 )
 from torchditan.report.sanity import Check, run_checks
+from torchditan.report.verdicts import Verdict, judge
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -92,10 +93,14 @@ class Analysis:
     between_folders: list[Effect]
     folder_changes: pd.DataFrame
     checks: list[Check]
+    verdicts: list[Verdict]
 
 
-def analyse(folders: list[Path]) -> Analysis:
-    """Read the ledgers of the grid folders and compute all comparisons."""
+def analyse(folders: list[Path], *, figures: list[str] | None = None) -> Analysis:
+    """Read the ledgers of the grid folders and compute all comparisons.
+
+    `figures` are the names of the figures of quality to judge; None judges all.
+    """
     results = read_grids(folders)
     cells = results.cells
     pairs = with_changes(matched_pairs(cells, results.axes, results.effects), cells)
@@ -115,6 +120,7 @@ def analyse(folders: list[Path]) -> Analysis:
         ],
         folder_changes=between,
         checks=run_checks(results, pairs),
+        verdicts=judge(results, figures),
     )
 
 

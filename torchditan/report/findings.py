@@ -228,6 +228,8 @@ def _fastest_finding(analysis: Analysis) -> Finding:
         text = f"{cell['source']}: " if len(analysis.results.sources) > 1 else ""
         text += f"{_work_name(cell)}, {count(int(cell['num_devices']), 'device')}: "
         text += f"{cell[THROUGHPUT.column]:,.4g} images/s"
+        if cell["num_seeds"] > 1:
+            text += f" (± {cell[f'{THROUGHPUT.column}_half']:,.2g}, 95% over {cell['num_seeds']} seeds)"
         text += f", MFU {cell[MFU.column]:.1f}%" if cell[MFU.column] == cell[MFU.column] else ""
         text += f", {cell[MEMORY.column]:.3g} GiB" if cell[MEMORY.column] == cell[MEMORY.column] else ""
         sentences.append(f"{text} with {cell['run_name']}.")

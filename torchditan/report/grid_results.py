@@ -4,8 +4,8 @@
 Notable:
 - A *source* is one grid on one device. The analysis compares within a source. A grid on two kinds of device is two
   sources, so only comparisons between devices mix them.
-- A *cell* is one setting of all axes in one source: the mean of its completed repeats. Only cells are data. Runs that
-  ran out of memory, failed or were skipped are counted and listed, never averaged.
+- A *cell* is one setting of all axes in one source: the mean of its completed repeats, then of its training seeds.
+  Only cells are data. Runs that ran out of memory, failed or were skipped are counted and listed, never averaged.
 - Axis values are text, as in the file, so that numbers, booleans and `1,8` compare in the same way.
 """
 
@@ -30,10 +30,12 @@ from torchditan.ablation.grid import (
     PARALLEL,
     PATCH_SIZE,
     PRECISION,
+    SEED,
     parallel_degrees,
 )
-from torchditan.ablation.ledger import CSV_NAME, PARQUET_NAME, SCHEMA_VERSION, STATUSES, column_type, columns
+from torchditan.ablation.ledger import CSV_NAME, PARQUET_NAME, QUALITY, SCHEMA_VERSION, STATUSES, column_type, columns
 from torchditan.config.errors import ConfigError, option_error
+from torchditan.evaluation.card_figures import t_quantile
 from torchditan.finetune.resolutions import MODEL, RESOLUTION
 from torchditan.run.reading import check_folder
 
@@ -42,7 +44,8 @@ if TYPE_CHECKING:
 
 _COLUMNS = columns(())
 _AFTER_AXES = _COLUMNS[_COLUMNS.index("num_devices") :]
-_NUMBERS = tuple(name for name in _AFTER_AXES if column_type(name) is not str)
+_NUMBERS = tuple(name for name in (*_AFTER_AXES, *QUALITY) if column_type(name) is not str)
+_WITH_INTERVAL = ("images_per_second_mean", "images_per_second_per_device_mean", "mfu_mean", "peak_memory_gib")
 # Zero or less is a measurement error, and ratios to it are meaningless.
 _POSITIVE = (
     "step_time_s_mean",
@@ -65,14 +68,17 @@ _ORDER = {
 class GridResults:
     """The contents of the ledgers.
 
-    `runs`: one row per run, with `source` (its label). `cells`: one row per setting and source with repeats averaged,
-    `batch` (a number), `made_by` (commit, versions, steps and window, which a comparison should not mix) and
-    `num_repeats`. `axes`: names of the axis columns, in ledger order. `contents`: grid.json by grid. `folders`: folder
-    by grid.
+    `runs`: one row per run, with `source` (its label). `seed_cells`: one row per setting, source and training seed with
+    repeats averaged, `batch` (a number), `made_by` (commit, versions, steps and window, which a comparison should not
+    mix), `num_repeats` and `cell` (the row of its cell). `cells`: one row per setting and source with seeds averaged,
+    `num_seeds`, and half of the 95% interval of their mean for some columns (`..._half`; NaN with one seed). `axes`:
+    names of the axis columns, in ledger order, without the seed. `contents`: grid.json by grid. `folders`: folder by
+    grid.
     """
 
     contents: dict[str, dict[str, Any]]
     runs: pd.DataFrame
+    seed_cells: pd.DataFrame
     cells: pd.DataFrame
     axes: tuple[str, ...]
     folders: dict[str, Path]
@@ -109,6 +115,16 @@ class GridResults:
             if content.get("autotune") or "auto" in content.get("axes", {}).get(BATCH_SIZE, ())
         }
 
+    @cached_property
+    def seeds(self) -> list[str]:
+        """All training seeds, in order; one, which may be unknown, if the grids do not vary it."""
+        return ordered_values(SEED, self.runs[SEED])
+
+    @cached_property
+    def quality(self) -> list[str]:
+        """Figures of quality that some cell has."""
+        return [name for name in QUALITY if self.cells[name].notna().any()]
+
     def values(self, axis: str, *, completed: bool = True) -> list[str]:
         """The values of an axis in comparison order."""
         return ordered_values(axis, (self.cells if completed else self.runs)[axis].unique())
@@ -130,10 +146,14 @@ def read_grids(folders: list[Path]) -> GridResults:
         runs[axis] = runs[axis].fillna("")
     runs["source"] = _source_labels(runs)
     runs["batch"] = pd.to_numeric(runs[BATCH_SIZE], errors="coerce")
+    runs[SEED] = runs[SEED] if SEED in axes else ""
+    axes = tuple(axis for axis in axes if axis != SEED)
+    seed_cells = _average_repeats(runs, axes)
     return GridResults(
         contents=contents,
         runs=runs,
-        cells=_average_repeats(runs, axes),
+        seed_cells=seed_cells,
+        cells=_average_seeds(seed_cells, axes),
         axes=axes,
         folders=dict(zip(names, unique, strict=True)),
     )
@@ -269,6 +289,9 @@ def _typed(file: Path, table: pd.DataFrame) -> pd.DataFrame:
     if unknown:
         raise option_error(f"{file}: status", unknown[0], f"must be one of {', '.join(STATUSES)}")
     for name in _NUMBERS:
+        if name not in table:  # a figure of quality that no run measured
+            table[name] = np.nan
+            continue
         numbers = pd.to_numeric(table[name].replace("", np.nan), errors="coerce")
         wrong = table.index[numbers.isna() & ~table[name].isin(("", "nan"))]
         if len(wrong):
@@ -309,7 +332,7 @@ def _source_labels(runs: pd.DataFrame) -> pd.Series:
 
 
 def _average_repeats(runs: pd.DataFrame, axes: tuple[str, ...]) -> pd.DataFrame:
-    """Cells: completed runs with measurements, averaged over the repeats of a setting."""
+    """`seed_cells`: completed runs with measurements, averaged over the repeats of a setting and seed."""
     data = runs[(runs["status"] == "completed") & runs["images_per_second_mean"].notna()].copy()
     data["made_by"] = (
         data["git_commit"]
@@ -320,11 +343,40 @@ def _average_repeats(runs: pd.DataFrame, axes: tuple[str, ...]) -> pd.DataFrame:
         + data["steps"].map(" steps {:g}".format)
         + data["window"].map(" window {:g}".format)
     )
-    keys = ["source", *axes]
+    keys = ["source", *axes, SEED]
     numbers = [name for name in (*_NUMBERS, "batch") if name not in keys]
     first = ["grid", "device", "device_type", "run_name", "made_by"]
     groups = data.groupby(keys, sort=False, dropna=False)
     cells = groups[numbers].mean().join(groups[first].first())
     cells["num_repeats"] = groups.size()
     cells["num_made_by"] = groups["made_by"].nunique()
-    return cells.reset_index()
+    cells = cells.reset_index()
+    cells["cell"] = cells.groupby(["source", *axes], sort=False, dropna=False).ngroup()
+    return cells
+
+
+def _average_seeds(seed_cells: pd.DataFrame, axes: tuple[str, ...]) -> pd.DataFrame:
+    """`cells`: every seed has the same weight, however often it was repeated."""
+    import numpy as np
+
+    keys = ["source", *axes]
+    texts = ["grid", "device", "device_type", "made_by", *keys]
+    numbers = [
+        name for name in seed_cells if name not in (*texts, SEED, "run_name", "num_repeats", "num_made_by", "cell")
+    ]
+    groups = seed_cells.groupby("cell")
+    cells = groups[texts].first().join(groups[numbers].mean())
+    cells["run_name"] = groups[["run_name", SEED]].apply(_name_of_seeds) if len(cells) else ""
+    cells["num_repeats"] = groups["num_repeats"].sum()
+    cells["num_made_by"] = np.maximum(groups["made_by"].nunique(), groups["num_made_by"].max())
+    cells["num_seeds"] = seeds = groups.size()
+    factor = seeds.map(lambda number: t_quantile(number - 1) / math.sqrt(number) if number > 1 else math.nan)
+    for name in _WITH_INTERVAL:
+        cells[f"{name}_half"] = factor * groups[name].std()
+    return cells.reset_index(drop=True)
+
+
+def _name_of_seeds(runs: pd.DataFrame) -> str:
+    """`..._seed-0,1,2`: the name of the first run, with all seeds."""
+    name, first = str(runs["run_name"].iloc[0]), runs[SEED].iloc[0]
+    return name if len(runs) == 1 else name.replace(f"seed-{first}", f"seed-{','.join(runs[SEED])}")

@@ -152,7 +152,11 @@ def with_changes(pairs: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
         if metric.spread is not None:
             steps = cells["window"].to_numpy(float) * cells["num_repeats"].to_numpy(float)
             noise = np.nan_to_num(cells[metric.spread].to_numpy(float) / values) / np.sqrt(np.maximum(steps, 1))
-        pairs[f"{metric.column}_noise"] = 200 * np.hypot(noise[a], noise[b])  # two standard errors of the difference
+        # Two standard errors of the difference from the steps, or its 95% interval over seeds if that is wider.
+        seeds = np.nan_to_num(cells[f"{metric.column}_half"].to_numpy(float) / values)
+        pairs[f"{metric.column}_noise"] = np.maximum(
+            200 * np.hypot(noise[a], noise[b]), 100 * np.hypot(seeds[a], seeds[b])
+        )
     made_by, several = cells["made_by"].to_numpy(), cells["num_made_by"].to_numpy(int) > 1
     pairs["mixed"] = (made_by[a] != made_by[b]) | several[a] | several[b]
     return pairs

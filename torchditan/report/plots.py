@@ -6,6 +6,7 @@ Notable:
   from no change, and large effects such as patch size do not compress the others.
 - Colours are those of Okabe and Ito, which colour-blind readers can distinguish. In the heat maps blue is better and
   orange is worse.
+- Means over training seeds have bars: their 95% intervals.
 - A figure is None if its runs are missing; the report then shows a sentence instead.
 """
 
@@ -29,7 +30,6 @@ from torchditan.finetune.resolutions import MODEL, RESOLUTION
 from torchditan.report.analysis import Analysis, Effect, frontier, interactions, scaling
 from torchditan.report.findings import AXIS_NAMES, effect_name, percent, value_name
 from torchditan.report.grid_results import ordered_values, work_axes
-from torchditan.report.losses import LEARNING_RATE, LossCurve
 from torchditan.report.pairs import MEMORY, METRICS, THROUGHPUT, Metric
 from torchditan.report.sanity import MINUS
 
@@ -351,8 +351,12 @@ def _points(cells: pd.DataFrame, x: str, y: str, mode: str, index: int, *, name:
     """One trace; lines break between settings."""
     go = import_module("plotly.graph_objects")
     xs, ys, names = cells[x].to_numpy(float), cells[y].to_numpy(float), cells["run_name"].to_numpy(object)
+    bars = {"error_x": cells.get(f"{x}_half"), "error_y": cells[f"{y}_half"]}
+    bars = {name: values for name, values in bars.items() if values is not None and values.notna().any()}
+    halves = [values.to_numpy(float) for values in bars.values()]
     if "lines" in mode:
-        xs, ys, names = _with_gaps(xs, ys, names, cells["setting"].to_numpy())
+        xs, ys, names, *halves = _with_gaps([xs, ys, names, *halves], cells["setting"].to_numpy())
+    error_bars = {name: {"array": half, "thickness": 1} for name, half in zip(bars, halves, strict=True)}
     color = PALETTE[index % len(PALETTE)]
     labels = {"batch": "batch %{x:g}", MEMORY.column: "%{x:.3g} GiB"}[x]
     unit = "GiB" if y == MEMORY.column else "images/s"
@@ -366,14 +370,16 @@ def _points(cells: pd.DataFrame, x: str, y: str, mode: str, index: int, *, name:
         hovertemplate=f"%{{hovertext}}<br>{labels}<br>%{{y:.4g}} {unit}<extra></extra>",
         line={"color": color, "width": 1.2} if "lines" in mode else None,
         marker={"color": color, "symbol": SYMBOLS[index % len(SYMBOLS)], "size": 7, "opacity": 0.75},
+        **error_bars,
     )
 
 
-def _with_gaps(xs: Any, ys: Any, names: Any, settings: Any) -> tuple[Any, Any, Any]:
+def _with_gaps(columns: list[Any], settings: Any) -> list[Any]:
+    """The columns, with an empty entry wherever the setting changes."""
     import numpy as np
 
     ends = np.flatnonzero(settings[1:] != settings[:-1]) + 1
-    return np.insert(xs, ends, np.nan), np.insert(ys, ends, np.nan), np.insert(names, ends, "")
+    return [np.insert(column, ends, "" if column.dtype == object else np.nan) for column in columns]
 
 
 def scaling_figure(analysis: Analysis) -> Any | None:
@@ -403,46 +409,6 @@ def scaling_figure(analysis: Analysis) -> Any | None:
     figure.update_yaxes(title="% of images/s per device", rangemode="tozero")
     figure.add_hline(y=100, line={"color": "#333", "width": 1, "dash": "dot"})
     return style(figure, height=420, top=50, legend_gap=56)
-
-
-def loss_figure(curves: list[LossCurve]) -> Any | None:
-    """Loss over steps: a panel per precision, a colour per learning rate, and a cross at the end of failed runs."""
-    go = import_module("plotly.graph_objects")
-    if not curves:
-        return None
-    import pandas as pd
-
-    precisions = ordered_values(PRECISION, [curve.precision for curve in curves])
-    rates = ordered_values(LEARNING_RATE, [curve.learning_rate for curve in curves])
-    titles = [value_name(PRECISION, precision) for precision in precisions]
-    figure = subplots(cols=len(precisions), shared_yaxes=True, horizontal_spacing=0.03, subplot_titles=titles)
-    named: set[str] = set()
-    for curve in curves:
-        number = rates.index(curve.learning_rate)
-        color = PALETTE[number % len(PALETTE)]
-        failed = curve.status not in ("completed", "skipped")
-        figure.add_trace(
-            go.Scatter(
-                x=curve.steps,
-                y=curve.losses,
-                mode="lines+markers" if failed else "lines",
-                marker={"color": color, "size": [0] * (len(curve.steps) - 1) + [10], "symbol": "x"},
-                line={"color": color, "width": 1.8},
-                name=f"learning rate {curve.learning_rate}" if curve.learning_rate else "loss",
-                legendgroup=curve.learning_rate,
-                showlegend=curve.learning_rate not in named,
-                hovertext=f"{curve.run_name}{f', {curve.status}' if failed else ''}",
-                hovertemplate="%{hovertext}<br>step %{x:.0f}: %{y:.4g}<extra></extra>",
-            ),
-            row=1,
-            col=precisions.index(curve.precision) + 1,
-        )
-        named.add(curve.learning_rate)
-    figure.update_xaxes(title="step", rangemode="tozero")
-    style(figure, height=480, top=50, legend_gap=56)
-    log_axis(figure, pd.Series([loss for curve in curves for loss in curve.losses]))
-    figure.update_yaxes(title="loss", col=1)
-    return figure
 
 
 def folders_figure(analysis: Analysis) -> Any | None:

@@ -19,7 +19,6 @@ from torchditan.report import page, plots
 from torchditan.report.analysis import (
     Analysis,
     Effect,
-    analyse,
     effects_csv,
     fastest,
     largest_batches,
@@ -34,21 +33,23 @@ from torchditan.report.findings import (
     percent,
     value_name,
 )
+from torchditan.report.loss_plot import loss_figure
 from torchditan.report.losses import FEWEST_STEPS, final_losses, loss_curves
 from torchditan.report.pairs import MEMORY, METRICS, MFU, THROUGHPUT, Metric
 from torchditan.report.sanity import MINUS, Check, count
+from torchditan.report.verdict_tables import verdict_finding, verdict_section, verdicts_csv
 
 
-def write_report(folders: list[Path], out: Path) -> Path:
-    """Analyse grid folders and write report.html, effects.csv and pairs.csv to `out`. Returns the path of the page."""
-    page.require("pandas", "plotly")
-    analysis = analyse(folders)
+def write_report(analysis: Analysis, out: Path) -> Path:
+    """Write report.html and the CSV files of an analysis to `out`. Returns the path of the page."""
     report = out / "report.html"
     contents = {
         out / "effects.csv": effects_csv(analysis),
         out / "pairs.csv": pairs_csv(analysis),
         report: report_html(analysis).encode(),
     }
+    if analysis.verdicts:
+        contents[out / "verdicts.csv"] = verdicts_csv(analysis.verdicts)
     page.write_files(contents, out)
     return report
 
@@ -57,6 +58,7 @@ def report_html(analysis: Analysis) -> str:
     """The HTML page."""
     names = ", ".join(dict.fromkeys(analysis.results.runs["grid"]))
     sections = (
+        ("verdicts", "Verdicts on quality", _verdicts_section),
         ("effects", "What each setting changes", _effects_section),
         ("memory", "Memory at the same batch", _memory_section),
         ("best", "Each at its best batch", _best_section),
@@ -71,7 +73,11 @@ def report_html(analysis: Analysis) -> str:
         ("origin", "Hardware and versions", _origin_section),
         ("method", "How the numbers are computed", _method_section),
     )
-    shown = [(anchor, title, make(analysis)) for anchor, title, make in sections]
+    shown = [
+        (anchor, title, make(analysis))
+        for anchor, title, make in sections
+        if make is not _verdicts_section or analysis.verdicts
+    ]
     return page.document(
         title=f"Ablations: {names}",
         heading=f"Effects of the optimisations: {names}",
@@ -93,6 +99,8 @@ def _facts(analysis: Analysis) -> str:
     commits = _shorten(map(_commit, runs["git_commit"]))
     text = f"{devices or 'unknown hardware'}. torch {torch or 'unknown'}, commit {commits}, run {days}. "
     text += f"{steps or '?'} steps per run, the last {windows or '?'} measured. "
+    if len(analysis.results.seeds) > 1:
+        text += f"{len(analysis.results.seeds)} training seeds, averaged: {_list(analysis.results.seeds)}. "
     return f'<p class="facts">{html.escape(text)}</p>'
 
 
@@ -112,8 +120,9 @@ def _devices(analysis: Analysis) -> list[str]:
 
 
 def _findings_box(analysis: Analysis) -> str:
-    compile_answer, *others = findings(analysis)
-    cards = [page.card(compile_answer, "finding first"), _sanity_card(analysis)]
+    judged = [verdict_finding(analysis.verdicts)] if analysis.verdicts else []
+    first, *others = [*judged, *findings(analysis)]
+    cards = [page.card(first, "finding first"), _sanity_card(analysis)]
     cards += [page.card(finding, "finding") for finding in others]
     return f'<div class="findings">{"".join(cards)}</div>'
 
@@ -131,6 +140,10 @@ def _sanity_card(analysis: Analysis) -> str:
     return page.card(
         Finding("Can I trust these numbers?", answer, sentences), "finding warn" if failed else "finding"
     )  # fmt: skip
+
+
+def _verdicts_section(analysis: Analysis) -> str:
+    return verdict_section(analysis.verdicts)
 
 
 def _effects_section(analysis: Analysis) -> str:
@@ -342,7 +355,7 @@ def _loss_section(analysis: Analysis) -> str:
         "<p>Each line is one run: means of its loss over intervals of steps. A cross marks the end of a run that did "
         "not complete. All runs of a grid see the same samples, noise and timesteps in the same order.</p>"
     )
-    plot = page.plot(plots.loss_figure(curves), "loss-plot", "No losses.")
+    plot = page.plot(loss_figure(curves), "loss-plot", "No losses.")
     rows = [[rate or "(one)", *losses.values()] for rate, losses in table.items()]
     headers = ["learning rate", *(value_name(PRECISION, precision) for precision in next(iter(table.values())))]
     return text + plot + "<p>Mean loss of the last steps:</p>" + page.table(headers, rows, numeric=set(headers[1:]))
@@ -442,6 +455,10 @@ def _origin_section(analysis: Analysis) -> str:
 
 def _method_section(analysis: Analysis) -> str:
     effects = len(analysis.results.effects)
+    seeds = (
+        "<p>Training seeds are repetitions: after the repeats, the seeds of a setting are averaged, each with the same "
+        "weight. The noise of a pair is then at least the 95% interval of its difference over seeds.</p>"
+    )
     return (
         "<p>A run is used as data if it completed and has a throughput. Repeats of a setting are averaged first. Pairs "
         f"are formed for each of the {count(effects, 'setting')} that vary in addition to the batch. The runs of a "
@@ -453,7 +470,7 @@ def _method_section(analysis: Analysis) -> str:
         "of the pairs has one sign and the median exceeds the noise. With few pairs, read the single pairs in "
         "pairs.csv. The tables are in effects.csv, in the same folder.</p>"
         "<p>The start-up cost of compiling is compile_s of the compiled run minus that of its eager pair. It is repaid "
-        "after this time divided by the time saved per step.</p>"
+        "after this time divided by the time saved per step.</p>" + (seeds if len(analysis.results.seeds) > 1 else "")
     )
 
 

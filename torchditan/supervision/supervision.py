@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -21,7 +21,9 @@ from torchditan.run.rank_status import write_rank_status
 from torchditan.run.reading import read_status
 from torchditan.run.training_progress import Progress
 from torchditan.supervision.exit_status import verdict_of
-from torchditan.supervision.watchdog import RankWatch
+
+if TYPE_CHECKING:
+    from torchditan.supervision.watchdog import RankWatch
 
 
 class Supervision:
@@ -42,18 +44,22 @@ class Supervision:
         self.logger: MetricsLogger | None = None
         """Set by the trainer once the logger controls the console."""
         self.watch: RankWatch | None = None
+        """None with a single rank."""
+        self.timeout_seconds = 0
+        """How long ranks wait for each other."""
         self._closing = ExitStack()  # in reverse order; a failure does not skip the rest
         self._closing.callback(run_directory.close)
         self._closing.callback(end_loader_workers)
 
     def connect(self, *, timeout_seconds: int) -> None:
-        """Start watching the other ranks. All ranks call it, with the process group open."""
-        self.watch = RankWatch(
-            self.rank,
-            timeout_seconds=timeout_seconds,
-            on_lost=self.record_lost,
-            folder=self.run_directory.folder("flight_recorder"),
-        )
+        """Start watching the other ranks, if there are any. All ranks call it, with the process group open."""
+        self.timeout_seconds = timeout_seconds
+        if self.rank.world_size == 1:
+            return
+        from torchditan.supervision.watchdog import RankWatch
+
+        folder = self.run_directory.folder("flight_recorder")
+        self.watch = RankWatch(self.rank, timeout_seconds=timeout_seconds, on_lost=self.record_lost, folder=folder)
         self._closing.callback(self.watch.close)
 
     def log_with(self, logger: MetricsLogger) -> None:
@@ -69,17 +75,12 @@ class Supervision:
         if self.watch is not None:
             self.watch.note(step, place)
 
-    @property
-    def timeout_seconds(self) -> int:
-        """How long ranks wait for each other."""
-        assert self.watch is not None
-        return int(self.watch.timeout_seconds)
-
     def set_timeout(self, seconds: int, *, but: dist.ProcessGroup | None) -> None:
         """Set how long ranks wait for each other, except in the process group that saves checkpoints."""
-        assert self.watch is not None
         set_timeout(seconds, but=but)
-        self.watch.timeout_seconds = seconds
+        self.timeout_seconds = seconds
+        if self.watch is not None:
+            self.watch.timeout_seconds = seconds
 
     def warn(self, text: str) -> None:
         """Print a line on rank 0, through the logger if it exists."""

@@ -60,7 +60,7 @@ class RankWatch:
     """Publishes the place of this rank and finds lost ranks. All ranks create one together.
 
     Args:
-        rank: this process; with a world size of 1 there are no ranks to watch.
+        rank: this process, one of several.
         timeout_seconds: timeout of collectives; the attribute follows `process_group.set_timeout`.
         on_lost: called in the watching thread with the reason, before that thread ends a process whose main thread
             does not return. It records the reason. Without it, the thread never ends the process.
@@ -87,9 +87,6 @@ class RankWatch:
         self._collectives: dict[str, Group] = {}
         self._moved_at = time.monotonic()
         self._successor_beat, self._successor_seen = 0, time.monotonic()
-        self._thread: threading.Thread | None = None
-        if rank.world_size == 1:
-            return
         # A separate connection: while one thread waits for an answer, no other thread can use the connection.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = store.clone()
@@ -116,8 +113,7 @@ class RankWatch:
         self._ends: dict[int, str] = {}
         self._poller = select.poll()
         self._pidfds = self._open_neighbours()
-        self._thread = threading.Thread(target=self._watch, name="rank watch", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._watch, name="rank watch", daemon=True).start()
 
     def note(self, step: int, place: str) -> None:
         """Record that this rank is now in `step`, doing `place`; costs well under a microsecond."""
@@ -125,7 +121,7 @@ class RankWatch:
 
     def close(self) -> None:
         """Mark the end of this rank as intended, so that others do not report it as lost."""
-        if self._thread is not None and not self._has_left.is_set():
+        if not self._has_left.is_set():
             self._leave("")
 
     def explain_lost_rank(self, error: BaseException) -> str | None:
@@ -134,7 +130,7 @@ class RankWatch:
         Call it where the error is caught, before this process ends; it takes up to 3 s. The line starts with
         `lost_rank.LOST_RANK`.
         """
-        if self._thread is None or self._has_left.is_set():
+        if self._has_left.is_set():
             return None
         self._leave("")
         if not is_peer_failure(f"{type(error).__name__}: {error}"):

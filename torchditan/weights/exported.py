@@ -21,7 +21,8 @@ from torchditan.checkpoint.files import (
     step_of,
     verify,
 )
-from torchditan.checkpoint.loading import find_checkpoint, load_safely, read_progress
+from torchditan.checkpoint.loading import load_safely, read_progress
+from torchditan.checkpoint.trained_weights import find_checkpoint
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.models.saved_weights import checkpoint_keys
 from torchditan.registry import FORMATS
@@ -105,14 +106,14 @@ def open_weights(
 
     def read(name: str) -> Tensor:
         try:
-            return _read_tensor(reader, keys[name])
+            return read_tensor(reader, keys[name])
         except DamagedCheckpointError as error:
             raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
 
     return stored, read
 
 
-def _read_tensor(reader: CheckpointReader, key: str) -> Tensor:
+def read_tensor(reader: CheckpointReader, key: str) -> Tensor:
     """A whole tensor of a checkpoint, on the CPU.
 
     Raises:

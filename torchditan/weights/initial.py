@@ -12,7 +12,7 @@ from torch import nn
 from torchditan.checkpoint.files import (
     CheckpointReader,
 )
-from torchditan.checkpoint.loading import load_weights
+from torchditan.checkpoint.trained_weights import load_weights
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import to_dict
 from torchditan.config.options import Config

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 import torch
 from torch import nn
 
-from torchditan.checkpoint.loading import find_checkpoint, load_weights, read_progress
+from torchditan.checkpoint.loading import read_progress
+from torchditan.checkpoint.trained_weights import find_checkpoint, load_weights
 from torchditan.config.errors import ConfigError, did_you_mean, option_error
 from torchditan.config.loader import from_dict, override
 from torchditan.config.options import Config

@@ -1,0 +1,241 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Value residuals and adaLN-single: what they compute, how they start, their sizes and costs, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from refusals import refused
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchditan.config.options import Model
+from torchditan.distributed.parallelize import CompileOptions, parallelize
+from torchditan.models import ModelSpec, build_model_spec
+from torchditan.models.dit import FLAVORS, Block, DiT, DiTConfig, rotate
+from torchditan.models.flops import count_model_flops
+from torchditan.optim.optimizers import parameters_without_decay
+from torchditan.registry import BLOCKS
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "value residual": {"block": "value_residual"},
+    "value residual, in context": {"block": "value_residual", "conditioning": "in_context"},
+    "adaLN-single": {"conditioning": "adaln_single"},
+    "both": {"block": "value_residual", "conditioning": "adaln_single"},
+    "both, cross-attention": {
+        "block": "value_residual",
+        "conditioning": "adaln_single",
+        "num_classes": 0,
+        "text": "cross_attention",
+        "text_tokens": 4,
+        "text_width": 6,
+    },
+}
+
+
+def tiny_config(**options: Any) -> DiTConfig:
+    sizes = {"depth": 3, "width": 32, "num_heads": 2, "patch_size": 2, "input_channels": 3, "image_size": (8, 8)}
+    return DiTConfig(**{**sizes, "num_classes": 10, **options})
+
+
+def random_model(config: DiTConfig) -> DiT:
+    """All parameters are random, because zeros hide mistakes."""
+    torch.manual_seed(0)
+    model = DiT(config)
+    model.init_weights(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def inputs(config: DiTConfig) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    x_t, t = torch.randn(3, 3, 8, 8, generator=generator), torch.rand(3, generator=generator)
+    if config.text is None:
+        return x_t, t, {"class_label": torch.tensor([1, 2, 10])}
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
+    words = torch.randn(3, config.text_tokens, config.text_width, generator=generator)
+    return x_t, t, {"prompt_embeds": words, "prompt_attention_mask": mask}
+
+
+def spec_of(**options: Any) -> ModelSpec:
+    return build_model_spec(Model(**options), sample_shape=(4, 32, 32), num_classes=1000)
+
+
+@pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
+def test_value_residuals_mix_the_first_values_into_all_blocks(conditioning: str) -> None:
+    """U_n = softmax(Q_n K_n^T / sqrt(K)) (a_n V_1 + b_n V_n), head by head."""
+    model = random_model(tiny_config(block="value_residual", conditioning=conditioning))
+    seen: list[tuple[torch.Tensor, ...]] = []
+    for block in model.blocks:
+        block.attn.register_forward_hook(lambda module, args, output: seen.append((*args[:2], output[0])))
+    model(*inputs(model.config))
+    first_values = None
+    for block, (x, rope, output) in zip(model.blocks, seen, strict=True):
+        attn = block.attn
+        q, k, v = (part.unflatten(-1, (2, 16)) for part in attn.qkv(x).chunk(3, dim=-1))  # 3 of (B, N, H, K)
+        q, k = rotate(attn.q_norm(q), rope), rotate(attn.k_norm(k), rope)
+        first_values = v if first_values is None else first_values
+        assert attn.first_scale.abs() > 1e-3 and (attn.own_scale - 1).abs() > 1e-3
+        heads = []
+        for head in range(2):
+            weights = torch.softmax(q[:, :, head] @ k[:, :, head].mT / 4, dim=-1)
+            heads.append(weights @ (attn.first_scale * first_values[:, :, head] + attn.own_scale * v[:, :, head]))
+        torch.testing.assert_close(output, attn.proj(torch.cat(heads, dim=-1)))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("conditioning", ["adaln", "adaln_single", "in_context"])
+def test_value_residuals_start_as_the_model_without_them_to_the_bit(conditioning: str) -> None:
+    plain = random_model(tiny_config(conditioning=conditioning))
+    mixed = DiT(dataclasses.replace(plain.config, block="value_residual"))
+    mixed.init_weights(0)
+    added = {name: parameter for name, parameter in mixed.named_parameters() if name.endswith("_scale")}
+    assert len(added) == 2 * 3 and added.keys() <= parameters_without_decay(mixed)
+    assert [added[f"blocks.1.attn.{name}_scale"].tolist() for name in ("first", "own")] == [[0.0], [1.0]]
+    missing, unexpected = mixed.load_state_dict(plain.state_dict(), strict=False)
+    assert (set(missing), unexpected) == (added.keys(), [])
+    predictions = [model(*inputs(plain.config)) for model in (plain, mixed)]
+    assert torch.equal(*predictions)
+    for prediction in predictions:
+        prediction.square().mean().backward()
+    gradients = dict(mixed.named_parameters())
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter.grad, gradients[name].grad), name
+    assert all(parameter.grad.abs() > 0 for parameter in added.values())
+
+
+def test_adaln_single_is_adaln_with_one_matrix_and_a_bias_for_each_block() -> None:
+    """PixArt-alpha: S_i = MLP(c) + E_i in block i; the final layer's shift and scale are c + E."""
+    single = random_model(tiny_config(conditioning="adaln_single"))
+    each = DiT(dataclasses.replace(single.config, conditioning="adaln"))
+    weights = single.state_dict()
+    shared = {kind: weights.pop(f"adaLN_modulation.1.{kind}") for kind in ("weight", "bias")}
+    final_table = weights.pop("final_layer.adaLN_modulation.table")
+    for i in range(3):
+        table = weights.pop(f"blocks.{i}.adaLN_modulation.table")
+        weights[f"blocks.{i}.adaLN_modulation.1.weight"] = shared["weight"]
+        weights[f"blocks.{i}.adaLN_modulation.1.bias"] = shared["bias"] + table
+    missing, unexpected = each.load_state_dict(weights, strict=False)
+    assert (unexpected, len(missing)) == ([], 2) and all("final_layer.adaLN" in name for name in missing)
+    names = [f"blocks.{i}" for i in range(3)]
+    x_t, t, cond = inputs(single.config)
+    prediction, found = single(x_t, t, cond, features=names)
+    _, expected = each(x_t, t, cond, features=names)
+    for name in names:
+        torch.testing.assert_close(found[name], expected[name])
+    c = single.t_embedder(t) + single.y_embedder(cond["class_label"])
+    shift, scale = (c + part for part in final_table.view(2, 32))
+    x = single.final_layer.norm_final(found["blocks.2"]) * (1 + scale[:, None]) + shift[:, None]
+    patches = single.final_layer.linear(x).view(3, 4, 4, 2, 2, 3)  # rows, columns, a patch's rows and columns, channels
+    torch.testing.assert_close(prediction, patches.permute(0, 5, 1, 3, 2, 4).reshape(3, 3, 8, 8))
+
+
+def test_adaln_single_starts_with_blocks_that_are_the_identity() -> None:
+    model = DiT(tiny_config(conditioning="adaln_single"))
+    model.init_weights(0)
+    x = torch.randn(3, 16, 32)
+    modulation = model.adaLN_modulation(torch.randn(3, 32))
+    assert modulation.shape == (3, 6 * 32) and torch.equal(model.blocks[0](x, modulation, None), x)
+    tables = {name for name, _ in model.named_parameters() if name.endswith("adaLN_modulation.table")}
+    assert len(tables) == 3 + 1 and tables <= parameters_without_decay(model)
+
+
+PARAMETERS = {("DiT-S", 2): (32_963_360, 22_938_656), ("DiT-XL", 2): (675_129_632, 457_491_488)}
+"""Of the official preset, with adaLN and with adaLN-single. docs/configuration.md has these numbers."""
+
+
+@pytest.mark.parametrize(("flavor", "patch_size"), PARAMETERS)
+def test_adaln_single_has_the_parameters_of_the_page(flavor: str, patch_size: int) -> None:
+    counts = []
+    for conditioning in ("adaln", "adaln_single"):
+        spec = spec_of(flavor=flavor, preset="official", patch_size=patch_size, conditioning=conditioning)
+        with torch.device("meta"):
+            counts.append(sum(parameter.numel() for parameter in spec.build().parameters()))
+    depth, width = FLAVORS[flavor].depth, FLAVORS[flavor].width
+    in_blocks, in_final_layer = 6 * width**2 + 6 * width, 2 * width**2 + 2 * width
+    assert counts[0] - counts[1] == (depth - 1) * in_blocks - depth * 6 * width + in_final_layer - 2 * width
+    assert tuple(counts) == PARAMETERS[flavor, patch_size]
+
+
+def test_flops_count_the_shared_modulation_once_and_value_residuals_add_none() -> None:
+    each, single, mixed = (
+        count_model_flops(spec_of(flavor="DiT-S", **options))
+        for options in ({}, {"conditioning": "adaln_single"}, {"block": "value_residual"})
+    )
+    width = 384  # a product is 2 FLOPs, and 3 times that with the backward; features of t have no gradient
+    assert single.per_image == 6 * (6 * width**2 + 256 * width + width**2) - 2 * 256 * width
+    assert (single.per_token, single.attention) == (each.per_token, each.attention)
+    assert mixed == each
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    dist.destroy_process_group()
+
+
+def step(config: DiTConfig, mesh: DeviceMesh | None, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A prediction, and the gradients of its square and of a feature."""
+    model = random_model(config)
+    names = list(model.state_dict())
+    if mesh is not None:
+        parallelize(model, blocks=model.blocks, mesh=mesh, param_dtype=torch.float32, **options)
+    prediction, found = model(*inputs(config), features=["blocks.1"])
+    (prediction.square().mean() + found["blocks.1"].square().mean()).backward()
+    assert list(model.state_dict()) == names
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return prediction.detach(), {
+        name: getattr(grad, "to_local", lambda g=grad: g)() for name, grad in gradients.items()
+    }
+
+
+SLOW = ("value residual, in context", "both")
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in VARIANTS]
+)
+def test_checkpointed_and_compiled_blocks_give_the_same_gradients(variant: str, mesh: DeviceMesh) -> None:
+    config = tiny_config(depth=2, **VARIANTS[variant])
+    expected, gradients = step(config, None)
+    ways: list[dict[str, Any]] = [
+        {"activation_checkpoint": "full"},
+        {"activation_checkpoint": "selective", "selective_ac_option": "op"},
+        {"compile": CompileOptions(backend="aot_eager"), "activation_checkpoint": "full"},  # one graph, or an error
+    ]
+    for options in ways:
+        torch._dynamo.reset()
+        prediction, found = step(config, mesh, **options)
+        torch.testing.assert_close(prediction, expected, atol=1e-5, rtol=1e-4)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-3)
+
+
+def test_the_first_values_keep_no_queries_and_keys() -> None:
+    model = random_model(tiny_config(block="value_residual"))
+    x, first = model.blocks[0](torch.randn(3, 16, 32), torch.randn(3, 32), None)
+    assert first.untyped_storage().nbytes() == x.untyped_storage().nbytes()
+
+
+class PlugIn(Block):
+    """With the interface of a block from before value residuals and adaLN-single."""
+
+    def forward(self, x: Any, c: Any, rope: Any, text: Any = None, mask: Any = None) -> Any:
+        return x
+
+
+def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BLOCKS, "plug_in", f"{__name__}:PlugIn")
+    assert spec_of(block="plug_in").build()
+    with refused('model.conditioning = "adaln_single"', "plug_in", "adaln", "in_context"):
+        spec_of(block="plug_in", conditioning="adaln_single")
+    for block in ("dit", "value_residual"):
+        with refused('model.text = "cross_attention"', "in_context"):
+            spec_of(block=block, conditioning="in_context", text="cross_attention", text_tokens=4, text_width=8)

@@ -1,0 +1,382 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Verdicts over training seeds: known effects are found, noise is not, and one seed gives none."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from refusals import assert_refused
+from scipy.stats import ttest_rel
+from test_analysis import Row, finding, row, write_grid, write_losses
+
+from torchditan.ablation.grid import COMPILE
+from torchditan.ablation.ledger import QUALITY
+from torchditan.evaluation.sweep import higher_is_better
+from torchditan.report.analysis import Analysis, analyse
+from torchditan.report.loss_plot import loss_figure
+from torchditan.report.losses import final_losses, loss_curves
+from torchditan.report.pairs import MEMORY, THROUGHPUT
+from torchditan.report.plots import batch_figure, frontier_figure
+from torchditan.report.report import report_html
+from torchditan.report.verdict_tables import summary, verdict_figure, verdict_text, verdicts_csv
+from torchditan.report.verdicts import Verdict, holm, paired_tests, seeds_needed
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+SCRIPT = "optimization_analysis.py"
+MLP, NORM, SEED = "model.mlp", "model.qk_norm", "training.seed"
+FD, RECALL = "FD-EffNetLite0", "recall-EffNetLite0"
+Value = Callable[[str, bool, int], float]
+
+
+def cell(mlp: str, norm: bool, seed: int, **values: Any) -> Row:
+    entry = row(**{MLP: mlp, NORM: norm, SEED: seed}, **values)
+    entry["run_name"] += f"_seed-{seed}_mlp-{mlp}_qk_norm-{str(norm).lower()}"
+    return entry
+
+
+def analysis_of(folder: Path, rows: Iterable[Row], *, figures: list[str] | None = None) -> Analysis:
+    return analyse([write_grid(folder / "grid", rows, axes=(MLP, NORM, SEED))], figures=figures)
+
+
+def square(num_seeds: int, **figures: Value) -> list[Row]:
+    """All four cells of two settings, for each seed; `figures` compute values from (mlp, norm, seed)."""
+    settings = itertools.product(range(num_seeds), ("gelu", "swiglu"), (False, True))
+    return [
+        cell(mlp, norm, seed, **{name: value(mlp, norm, seed) for name, value in figures.items()})
+        for seed, mlp, norm in settings
+    ]
+
+
+def noise(*key: Any) -> float:
+    return float(np.random.default_rng([7, *(sum(map(ord, str(part))) for part in key)]).normal())
+
+
+def swiglu_helps(mlp: str, norm: bool, seed: int) -> float:
+    """FD: the seeds spread by 5, SwiGLU lowers it by 3, and one run spreads by 0.1."""
+    return 30 + 5 * noise("seed", seed) - 3 * (mlp == "swiglu") + 0.1 * noise(mlp, norm, seed)
+
+
+def swiglu_hurts(mlp: str, norm: bool, seed: int) -> float:
+    return 0.5 - 0.1 * (mlp == "swiglu") + 0.004 * noise("recall", mlp, norm, seed)
+
+
+def find(verdicts: Iterable[Verdict], axis: str, figure: str) -> list[Verdict]:
+    return [verdict for verdict in verdicts if (verdict.axis, verdict.metric.column) == (axis, figure)]
+
+
+# The statistics
+
+
+@pytest.mark.parametrize("num_seeds", [2, 3, 5])
+def test_pure_noise_gets_a_verdict_in_at_most_one_of_twenty_grids(num_seeds: int) -> None:
+    """8 settings against one baseline and 4 correlated figures: 32 comparisons, none of which has an effect."""
+    num_grids, generator = 4000, np.random.default_rng(0)
+    seeds = 3 * generator.normal(size=(num_grids, 1, 4, num_seeds))
+    of_run = generator.normal(size=(num_grids, 9, 1, num_seeds))  # shared by the figures of a run
+    values = seeds + of_run + generator.normal(size=(num_grids, 9, 4, num_seeds))
+    tests = paired_tests((values[:, 1:] - values[:, :1]).reshape(num_grids, 32, num_seeds))
+    error = math.sqrt(0.05 * 0.95 / num_grids)
+    share = tests.is_decided.any(axis=-1).mean()
+    assert share <= 0.05 + 3 * error, "better or worse, per grid"
+    assert share >= 0.02, "the correction is not far too strict either"
+    assert tests.is_decided.mean() < 0.003, "per comparison"
+    assert (tests.p <= 0.05).mean() == pytest.approx(0.05, abs=0.006), "one comparison alone"
+    assert (tests.p <= 0.05).any(axis=-1).mean() > 0.5, "without the correction most grids would have one"
+
+
+def test_the_tests_are_paired_t_tests_over_the_seeds_that_both_have() -> None:
+    generator = np.random.default_rng(1)
+    before, after = generator.normal(size=(2, 6, 5))
+    after[2, 3] = before[4, 0] = before[4, 1] = np.nan
+    after[5, 1:] = np.nan
+    tests = paired_tests(after - before)
+    assert tests.num_seeds.tolist() == [5, 5, 4, 5, 3, 1]
+    for number in range(5):
+        expected = ttest_rel(after[number], before[number], nan_policy="omit")
+        interval = expected.confidence_interval(0.95)
+        assert tests.p[number] == pytest.approx(expected.pvalue)
+        assert tests.mean[number] - tests.half_width[number] == pytest.approx(interval.low)
+        assert tests.mean[number] + tests.half_width[number] == pytest.approx(interval.high)
+    assert np.isnan([tests.p[5], tests.std[5], tests.half_width[5], tests.corrected[5]]).all()
+
+
+def test_holms_correction_by_hand() -> None:
+    nan = math.nan
+    found = holm(np.array([[0.01, 0.04, nan, 0.03, 0.005], [nan, nan, nan, nan, 0.4]]))
+    assert found[0] == pytest.approx([0.03, 0.06, nan, 0.06, 0.02], nan_ok=True)
+    assert found[1] == pytest.approx([nan, nan, nan, nan, 0.4], nan_ok=True), "what is not a test does not count"
+    assert holm(np.array([0.9, 0.6])).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("differences", [[0.1, 0.1, 0.1], [0.3 - 0.2, 0.1, 0.4 - 0.3], [0.0, 0.0, 0.0]])
+def test_equal_differences_show_no_spread_and_decide_nothing(differences: list[float]) -> None:
+    tests = paired_tests(np.array([differences, [1.0, 1.01, 1.02]]))
+    assert tests.p[0] == 1
+    assert tests.corrected[1] == pytest.approx(2 * tests.p[1]), "it counts as a comparison all the same"
+
+
+@pytest.mark.parametrize(("mean", "level"), [(1.0, 0.05), (-2.0, 0.001), (0.4, 0.01)])
+def test_the_number_of_seeds_finds_the_difference_with_the_stated_power(mean: float, level: float) -> None:
+    number = seeds_needed(mean, 1.0, level=level)
+    assert number is not None
+    generator = np.random.default_rng(2)
+    powers = []
+    for seeds in (number - 1, number):
+        values = generator.normal(mean, 1.0, size=(10_000, 1, seeds))
+        powers.append((paired_tests(values).p <= level).mean())
+    assert powers[1] >= 0.8 - 0.012 and powers[0] <= 0.8 + 0.012
+    assert powers[0] < powers[1]
+
+
+def test_hopeless_and_unknown_numbers_of_seeds_are_none() -> None:
+    assert seeds_needed(0.001, 1.0, level=0.05) is None
+    assert seeds_needed(1.0, 0.0, level=0.05) is None
+
+
+# From ledgers to verdicts
+
+
+def test_known_effects_are_found_in_their_direction(tmp_path: Path) -> None:
+    found = analysis_of(tmp_path, square(4, **{FD: swiglu_helps, RECALL: swiglu_hurts})).verdicts
+    assert len(found) == 8, "two settings, each with and without the other, two figures"
+    assert [verdict.word for verdict in find(found, MLP, FD)] == ["better"] * 2, "lower is better"
+    assert [verdict.word for verdict in find(found, MLP, RECALL)] == ["worse"] * 2
+    assert {verdict.word for axis in (FD, RECALL) for verdict in find(found, NORM, axis)} == {"inconclusive"}
+    verdict = find(found, MLP, FD)[0]
+    assert (verdict.from_value, verdict.to_value, verdict.seeds) == ("gelu", "swiglu", ("0", "1", "2", "3"))
+    assert verdict.difference == pytest.approx(-3, abs=0.2) and verdict.num_comparisons == 8
+    assert verdict.half_width is not None and verdict.half_width < 1, "the seeds' own spread cancels in pairs"
+    assert dict(verdict.others)[NORM] == "false"
+
+
+def test_verdicts_are_those_of_the_tests(tmp_path: Path) -> None:
+    """Against scipy, and Holm's procedure, on differences made here."""
+    rows = square(3, **{FD: swiglu_helps, RECALL: swiglu_hurts})
+    values = {(entry[MLP], entry[NORM], entry[SEED], name): entry[name] for entry in rows for name in (FD, RECALL)}
+    found = analysis_of(tmp_path, rows).verdicts
+    p = []
+    for verdict in found:
+        sides = ({**dict(verdict.others), verdict.axis: value} for value in (verdict.from_value, verdict.to_value))
+        keys = [(side[MLP], side[NORM] == "true") for side in sides]
+        before, after = ([values[(*key, seed, verdict.metric.column)] for seed in range(3)] for key in keys)
+        p.append(ttest_rel(after, before).pvalue)
+        assert (verdict.before, verdict.after) == (pytest.approx(np.mean(before)), pytest.approx(np.mean(after)))
+    assert [verdict.p for verdict in found] == pytest.approx(p)
+    assert [verdict.corrected for verdict in found] == pytest.approx(holm(np.array(p)).tolist())
+
+
+def test_one_seed_gives_no_verdict_however_large_the_difference(tmp_path: Path) -> None:
+    analysis = analysis_of(tmp_path, square(1, **{FD: swiglu_helps}))
+    assert {verdict.word for verdict in analysis.verdicts} == {"one seed: no verdict"}
+    assert all(verdict.half_width is verdict.p is verdict.further_seeds is None for verdict in analysis.verdicts)
+    assert summary(analysis.verdicts) == "One seed: no verdict."
+    text = verdict_text(analysis.verdicts)
+    assert text.count("one seed: no verdict") == 4 and "at most 5%" not in text
+    assert "training seeds, averaged" not in report_html(analysis)
+
+
+def test_a_seed_that_one_side_lacks_is_left_out_and_named(tmp_path: Path) -> None:
+    rows = square(4, **{FD: swiglu_helps})
+    for entry in rows:
+        if entry[SEED] == 3 and entry[MLP] == "swiglu":
+            entry |= {"status": "error", "reason": "it diverged", FD: 1e9}
+    found = analysis_of(tmp_path, rows).verdicts
+    assert {(verdict.seeds, verdict.missing) for verdict in find(found, MLP, FD)} == {(("0", "1", "2"), ("3",))}
+    assert find(found, MLP, FD)[0].difference == pytest.approx(-3, abs=0.2)
+    assert "3 of 4" in verdict_text(found)
+
+
+def test_what_was_not_measured_has_no_verdict(tmp_path: Path) -> None:
+    rows = square(3, **{FD: swiglu_helps})
+    for entry in rows:
+        if entry[NORM]:
+            entry[FD] = None
+    found = analysis_of(tmp_path, rows).verdicts
+    assert {verdict.word for verdict in find(found, NORM, FD)} == {"not measured on both sides"}
+    assert find(found, MLP, FD)[0].num_comparisons == 1
+    assert verdict_text(found).count("| not measured on both sides |") == 3
+
+
+def test_costs_are_ratios_of_the_cells(tmp_path: Path) -> None:
+    rows = [
+        cell(mlp, False, seed, throughput=speed * (1 + seed), memory=memory, **{FD: swiglu_helps(mlp, False, seed)})
+        | {"tflops_per_device_mean": flops * speed * (1 + seed)}
+        for mlp, speed, memory, flops in (("gelu", 100.0, 10.0, 0.5), ("swiglu", 80.0, 12.0, 0.6))
+        for seed in range(3)
+    ]
+    (verdict,) = analysis_of(tmp_path, rows).verdicts
+    assert (verdict.cost.flops, verdict.cost.time, verdict.cost.memory) == pytest.approx((1.2, 1.25, 1.2))
+
+
+def test_losses_are_not_compared_where_the_loss_itself_changes(tmp_path: Path) -> None:
+    axes = ("diffusion.timestep_shift", NORM, SEED)
+    values = itertools.product((1.0, 3.0), (False, True), range(2))
+    rows = []
+    for shift, norm, seed in values:
+        rows.append(
+            cell("gelu", norm, seed, validation_loss=noise(shift, norm, seed), **{FD: noise(seed, shift, norm)})
+        )
+        rows[-1] |= {axes[0]: shift, "run_name": f"{rows[-1]['run_name']}_shift-{shift}"}
+    found = analyse([write_grid(tmp_path / "grid", rows, axes=axes)]).verdicts
+    pairs = {(verdict.axis, verdict.metric.column) for verdict in found}
+    assert pairs == {(axes[0], FD), (NORM, FD), (NORM, "validation_loss")}
+
+
+def test_without_figures_long_runs_of_several_seeds_are_judged_by_their_loss(tmp_path: Path) -> None:
+    def rows(steps: int, seeds: int) -> list[Row]:
+        return [entry | {"steps": steps, "loss_mean": noise(str(entry))} for entry in square(seeds)]
+
+    assert {verdict.metric.column for verdict in analysis_of(tmp_path / "a", rows(100, 2)).verdicts} == {"loss_mean"}
+    assert analysis_of(tmp_path / "b", rows(99, 2)).verdicts == [], "too short to say anything"
+    assert analysis_of(tmp_path / "c", rows(100, 1)).verdicts == [], "one seed, as before"
+
+
+def test_the_direction_of_every_figure_is_that_of_sampling_sweeps() -> None:
+    assert {name: higher_is_better(name) for name in QUALITY} == QUALITY
+
+
+# Seeds are repetitions
+
+
+def speeds(num_seeds: int = 3) -> list[Row]:
+    """Compiling: +50% images/s in every seed; seed s has 100 + 10 s images/s, and 10 + s GiB."""
+    return [
+        row(batch=batch, compiled=compiled, throughput=(100 + 10 * seed) * (1.5 if compiled else 1), memory=10.0 + seed)
+        | {SEED: seed, "run_name": f"bs{batch}_c{compiled}_seed-{seed}", "steps": 250, "loss_mean": 1.0 + seed}
+        for seed in range(num_seeds)
+        for batch in (4, 8)
+        for compiled in (False, True)
+    ]
+
+
+def test_tables_average_over_the_seeds(tmp_path: Path) -> None:
+    analysis = analyse([write_grid(tmp_path / "grid", speeds(), axes=(SEED,))])
+    results = analysis.results
+    assert (results.effects, results.seeds, len(results.cells)) == ([COMPILE], ["0", "1", "2"], 4)
+    assert SEED not in results.axes and SEED not in results.varied
+    first = results.cells.iloc[0]
+    assert (first["num_seeds"], first[THROUGHPUT.column], first[MEMORY.column]) == (3, 110, 11)
+    assert first[f"{THROUGHPUT.column}_half"] == pytest.approx(4.303 * 10 / math.sqrt(3), rel=1e-3)
+    assert first["run_name"] == "bs4_cFalse_seed-0,1,2"
+    (compiling,) = analysis.same_batch
+    change = compiling.change(THROUGHPUT)
+    assert change[:2] == (2, pytest.approx(50)), "two batches, whatever the number of seeds"
+    assert change.noise == pytest.approx(100 * math.sqrt(2) * 4.303 * 10 / math.sqrt(3) / 110, rel=1e-3)
+    assert "165 images/s (± 37, 95% over 3 seeds)" in finding(analysis, "What was fastest?").sentences[0]
+    assert "3 training seeds, averaged: 0, 1, 2." in report_html(analysis)
+
+
+def test_every_seed_has_the_same_weight(tmp_path: Path) -> None:
+    repeated = [entry | {"repeat": 2, "images_per_second_mean": 200.0} for entry in speeds() if entry[SEED] == 0]
+    cells = analyse([write_grid(tmp_path / "grid", [*speeds(), *repeated], axes=(SEED,))]).results.cells
+    assert cells[THROUGHPUT.column].iloc[0] == pytest.approx((150 + 110 + 120) / 3)
+    assert cells["num_repeats"].iloc[0] == 4
+
+
+def test_plots_have_bars_and_bands_with_several_seeds_only(tmp_path: Path) -> None:
+    for num_seeds in (3, 1):
+        folder = write_grid(tmp_path / str(num_seeds), speeds(num_seeds), axes=(SEED,))
+        for entry in speeds(num_seeds):
+            write_losses(folder, entry, [entry["loss_mean"]] * 250)
+        analysis = analyse([folder])
+        for figure, axes in ((batch_figure(analysis), ("y",)), (frontier_figure(analysis), ("x", "y"))):
+            bars = [trace[f"error_{axis}"].array for trace in figure.data if trace.mode != "lines" for axis in axes]
+            assert any(bar is not None for bar in bars) == (num_seeds > 1)
+        curves = loss_curves(analysis.results)
+        assert len(curves) == 4 and len(curves[0].losses) == len(curves[0].steps) == 84
+        figure = loss_figure(curves)
+        assert sum(trace.fill == "toself" for trace in figure.data) == (4 if num_seeds > 1 else 0)
+        if num_seeds > 1:
+            assert (curves[0].losses[0], curves[0].half_widths[0]) == (2, pytest.approx(4.303 / math.sqrt(3)))
+            assert final_losses(analysis.results) == {"": {"bfloat16": "2 ± 2 (3 seeds)"}}
+
+
+def test_a_run_that_diverged_keeps_its_own_curve(tmp_path: Path) -> None:
+    rows = [entry for entry in speeds() if entry["run_name"].startswith("bs4_cFalse")]
+    rows[2]["status"] = "error"
+    folder = write_grid(tmp_path / "grid", rows, axes=(SEED,))
+    for entry in rows:
+        write_losses(folder, entry, [entry["loss_mean"]] * 250)
+    averaged, failed = loss_curves(analyse([folder]).results)
+    assert (averaged.losses[0], averaged.run_name) == (1.5, "bs4_cFalse_seed-0 and 1 more seeds")
+    assert (failed.status, failed.losses[0], failed.half_widths) == ("error", 3, [])
+
+
+# The report and the command
+
+
+def test_the_report_the_terminal_and_the_csv_have_the_verdicts(tmp_path: Path, run_script: RunScript) -> None:
+    rows = square(4, **{FD: swiglu_helps, RECALL: swiglu_hurts})
+    folder = write_grid(tmp_path / "grid", rows, axes=(MLP, NORM, SEED))
+    code, out, err = run_script(SCRIPT, folder)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[-1] == f"report: {folder}/analysis/report.html"
+    assert lines[-2].startswith("Verdicts: 2 better, 2 worse, 4 inconclusive, of 8 comparisons. Corrected for 8 ")
+    assert re.search(r"\| model.mlp: gelu → swiglu +\| model.qk_norm false +\| FD-EffNetLite0 .*\| better ", out)
+    page = (folder / "analysis" / "report.html").read_text()
+    visible = re.sub(r"<script.*?</script>|<style.*?</style>", "", page, flags=re.DOTALL)
+    assert visible.index("2 better, 2 worse, 4 inconclusive") < visible.index("Should I compile?")
+    assert "Verdicts on quality" in visible and 'id="verdicts-plot"' in visible
+    assert not re.search(r"\bnan\b|\bNone\b|\binf\b", visible)
+    with open(folder / "analysis" / "verdicts.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 8
+    entry = next(entry for entry in table if entry["verdict"] == "better")
+    assert (entry["axis"], entry["figure"], entry["better"], entry["seeds"]) == (MLP, FD, "lower", "0 1 2 3")
+    assert entry["from_run"].endswith("_seed-0,1,2,3_mlp-gelu_qk_norm-false")
+    assert float(entry["low"]) < float(entry["difference"]) < float(entry["high"]) < 0
+
+
+def test_fewer_figures_are_fewer_comparisons(tmp_path: Path, run_script: RunScript) -> None:
+    rows = square(4, **{FD: swiglu_helps, RECALL: swiglu_hurts})
+    folder = write_grid(tmp_path / "grid", rows, axes=(MLP, NORM, SEED))
+    code, out, _ = run_script(SCRIPT, folder, "--metrics", FD)
+    assert code == 0 and RECALL not in out and "of 4 comparisons. Corrected for 4 comparisons per grid" in out
+    code, out, err = run_script(SCRIPT, folder, "--metrics", "FID", "--out", tmp_path / "other")
+    assert (code, out) == (2, "")
+    assert_refused(err, '--metrics = "FID"', ["not measured", FD, RECALL])
+    assert not (tmp_path / "other").exists()
+    code, out, err = run_script(SCRIPT, "--metrics", FD, "--compare", folder)
+    assert code == 2
+    assert_refused(err, "--metrics", ["--compare"])
+
+
+def test_two_grids_are_corrected_each_for_itself(tmp_path: Path) -> None:
+    folders = [
+        write_grid(tmp_path / name, square(3, **{FD: swiglu_helps}), axes=(MLP, NORM, SEED)) for name in ("a", "b")
+    ]
+    found = analyse(folders).verdicts
+    assert {verdict.source: verdict.num_comparisons for verdict in found} == {"a": 4, "b": 4}
+    assert "| a, model.mlp: gelu → swiglu" in verdict_text(found)
+
+
+def test_the_figure_shows_each_interval_in_its_colour(tmp_path: Path) -> None:
+    found = analysis_of(tmp_path, square(4, **{FD: swiglu_helps, RECALL: swiglu_hurts})).verdicts
+    traces = [trace for trace in verdict_figure(found).data if trace.x]
+    assert sorted((trace.name, len(trace.x)) for trace in traces) == [
+        ("better", 2),
+        ("inconclusive", 2),
+        ("inconclusive", 2),
+        ("worse", 2),
+    ]
+    better = next(trace for trace in traces if trace.name == "better")
+    assert list(better.error_x.array) == [verdict.half_width for verdict in found if verdict.word == "better"]
+    assert len({trace.marker.color for trace in traces}) == 3
+    assert len([trace for trace in traces if trace.showlegend]) == 3, "one entry of the legend for each word"
+
+
+def test_the_same_ledger_gives_the_same_bytes(tmp_path: Path) -> None:
+    rows = square(3, **{FD: swiglu_helps})
+    first, second = (analysis_of(tmp_path / name, rows).verdicts for name in "ab")
+    assert verdicts_csv(first) == verdicts_csv(second) and verdict_text(first) == verdict_text(second)
