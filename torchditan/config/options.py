@@ -191,6 +191,13 @@ class Diffusion:
     """Fraction of training samples whose label or caption is dropped, for classifier-free guidance."""
     embedded_guidance: float = 1.0
     """Guidance scale during training, for models that embed it (FLUX.1-dev, HunyuanVideo)."""
+    contrastive_weight: float = 0.0
+    """Weight of contrastive flow matching, away from the velocity of another sample; 0.05 in the paper, 0 disables."""
+
+    @property
+    def batch_multiple(self) -> int:
+        """`training.batch_size` must be a multiple: contrastive flow matching pairs neighbours of a micro-batch."""
+        return 2 if self.contrastive_weight else 1
 
 
 @dataclass(frozen=True)

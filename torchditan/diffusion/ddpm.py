@@ -76,6 +76,8 @@ class DDPM(Objective):
                 yield option, "has no effect with ddpm, which has its own levels and sampler; leave it out"
         if config.diffusion.timestep_shift not in (None, 1):  # configurations are completed with 1
             yield "diffusion.timestep_shift", "has no effect with ddpm, which has its own levels; leave it out"
+        if "diffusion.contrastive_weight" in changed:
+            yield "diffusion.contrastive_weight", "applies only to flow_matching; leave it out"
         if config.model.name in FAMILIES:
             for option, own in (("diffusion.prediction", "epsilon"), ("diffusion.noise_schedule", "scaled_linear")):
                 if option in changed and getattr(config.diffusion, option.removeprefix("diffusion.")) != own:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +30,7 @@ class FlowMatching(Objective):
     conditioning: Conditioning
     timesteps: Timesteps
     label_dropout: float
+    contrastive_weight: float = field(default=0.0, kw_only=True)
 
     @classmethod
     def build(cls, config: Diffusion, spec: ModelSpec) -> FlowMatching:
@@ -42,6 +43,7 @@ class FlowMatching(Objective):
                 shift=spec.timestep_shift if config.timestep_shift is None else config.timestep_shift,
             ),
             label_dropout=config.label_dropout,
+            contrastive_weight=config.contrastive_weight,
         )
 
     @classmethod
@@ -99,11 +101,19 @@ class FlowMatching(Objective):
         batch: dict[str, torch.Tensor],
         randomness: Randomness,
     ) -> torch.Tensor:
-        """|velocity(prediction) - velocity(target)|^2, averaged over the values of each sample: (B,) float32."""
+        """|velocity(prediction) - velocity(target)|^2, averaged over the values of each sample: (B,) float32.
+
+        With a `contrastive_weight`, its gradient is that of contrastive flow matching (contrastive.py).
+        """
         t = wide(t, x_t)
         velocity = self.velocity(self.target(batch["sample"], randomness.noise), x_t, t)
         predicted = self.velocity(prediction.float(), x_t, t)
-        return (predicted - velocity).square().flatten(1).mean(1)
+        error = (predicted - velocity).square().flatten(1).mean(1)
+        if self.contrastive_weight and predicted.requires_grad:
+            from torchditan.diffusion.contrastive import contrast
+
+            error = error + contrast(predicted, batch["sample"] - randomness.noise, weight=self.contrastive_weight)
+        return error
 
     def sample(self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling) -> torch.Tensor:
         """Integrate `velocity` from t = 0 to t = 1."""
