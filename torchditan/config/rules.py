@@ -31,7 +31,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         lambda value: value >= 1,
         "model.patch_size model.input_channels model.text_tokens model.text_width model.pooled_width "
         "autoencoder.downsampling dataset.prefetch_factor dataset.dummy_size "
-        "dataset.bucket_step dataset.num_frames "
+        "dataset.bucket_step dataset.num_frames diffusion.timestep_shift_base "
         "training.batch_size training.global_batch_size training.steps training.gc_freq "
         "training.data_parallel_replicate_degree "
         "checkpoint.interval ema.post_hoc_interval metrics.log_freq metrics.sample_batch_size sampling.num_steps "
@@ -58,7 +58,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "must be greater than 0",
         lambda value: value > 0,
         "model.rope_theta model.timestep_scale diffusion.logit_normal_std diffusion.timestep_shift "
-        "sampling.timestep_shift optimizer.eps autotune.memory_limit_gib lora.alpha",
+        "sampling.timestep_shift diffusion.min_snr_gamma optimizer.eps autotune.memory_limit_gib lora.alpha",
     ),
     (
         "must not be empty",
@@ -177,6 +177,11 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         lambda config: not getattr(_family(config), "embeds_guidance", False),
         "diffusion.embedded_guidance sampling.embedded_guidance",
         "{name} does not embed a guidance scale; leave it out",
+    ),
+    (
+        lambda config: config.diffusion.loss_weighting == "none",
+        "diffusion.min_snr_gamma",
+        "has no effect without weights; set --diffusion.loss_weighting min_snr, or leave it out",
     ),
     (
         lambda config: config.checkpoint.initial_load_path is None,

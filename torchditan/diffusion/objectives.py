@@ -103,6 +103,12 @@ def build_objective(config: Diffusion, spec: ModelSpec) -> Objective:
     return objective
 
 
+def validation_loss(config: Diffusion, spec: ModelSpec, teacher: nn.Module | None) -> Loss:
+    """The loss without `diffusion.loss_weighting`, so that runs with different weights are comparable."""
+    unweighted = dataclasses.replace(config, loss_weighting="none")
+    return loss_with_teacher(build_objective(unweighted, spec), teacher)
+
+
 def loss_with_teacher(objective: Objective, teacher: nn.Module | None) -> Loss:
     """Bind the teacher to the loss of an objective that uses one. Returns other losses unchanged."""
     if not objective.uses_teacher:
@@ -119,9 +125,9 @@ def sampler_with_noise(objective: Objective, step_noise: Callable[[int], torch.T
 
 
 def loss_at_uniform_timesteps(config: Diffusion, spec: ModelSpec, teacher: nn.Module | None) -> Loss:
-    """The loss of the same objective, with timesteps uniform in [0, 1] in place of the training distribution.
+    """The `validation_loss`, with timesteps uniform in [0, 1] in place of the training distribution.
 
     On the straight path, `randomness.timestep` is then t. The loss of a sample at a given t does not change.
     """
     uniform = dataclasses.replace(config, timestep_sampling="uniform", timestep_shift=1.0)
-    return loss_with_teacher(build_objective(uniform, spec), teacher)
+    return validation_loss(uniform, spec, teacher)
