@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,26 @@ def test_the_gradient_is_that_of_the_papers_loss_and_the_value_is_the_plain_loss
         other = batch["sample"][negative] - randomness.noise[negative]
         expected = expected + ((predicted - velocity) ** 2).mean() - WEIGHT * ((predicted - other) ** 2).mean()
     torch.testing.assert_close(gradient(losses.sum(), model), gradient(expected, model))
+
+
+def test_it_composes_with_x_prediction_and_min_snr() -> None:
+    """The weight of min-SNR at t multiplies both terms of a sample."""
+    positions, model = list(range(4)), Answer()
+    batch, randomness = samples(positions), draw(0, positions, SHAPE)
+    plain = objective()
+    weighted = dataclasses.replace(plain, prediction="x", min_snr_gamma=5.0)
+    with_x = dataclasses.replace(plain, prediction="x")
+    factors = weighted.loss(model, batch, randomness) / with_x.loss(model, batch, randomness)
+    expected = (factors.detach() * with_x.loss(model, batch, randomness)).sum()
+    torch.testing.assert_close(
+        gradient(weighted.loss(model, batch, randomness).sum(), model), gradient(expected, model)
+    )
+    without = dataclasses.replace(weighted, contrastive_weight=0.0)
+    assert torch.equal(weighted.loss(model, batch, randomness), without.loss(model, batch, randomness))
+    assert not torch.allclose(
+        gradient(weighted.loss(model, batch, randomness).sum(), model),
+        gradient(without.loss(model, batch, randomness).sum(), model),
+    )
 
 
 def test_the_gradient_does_not_depend_on_the_split_over_ranks_and_micro_batches() -> None:

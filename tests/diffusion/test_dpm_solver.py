@@ -92,3 +92,15 @@ def test_steps_are_those_of_the_scheduler_of_diffusers(num_steps: int, shift: fl
     for step, timestep in enumerate(scheduler.timesteps):
         theirs = scheduler.step(-outputs[step], timestep, states[step]).prev_sample  # they go from data to noise
         assert (states[step + 1] - theirs).abs().max() / theirs.abs().max() < 1e-5, step
+
+
+def test_a_model_that_predicts_the_sample_gives_the_same_samples() -> None:
+    noise, sampling = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)), Sampling(sampler="dpmpp_2m")
+    predictions = {"v": velocity, "x": lambda x, t: x + (1 - t) * velocity(x, t)}
+    of_v, of_x = (
+        FlowMatching(
+            conditioning=Unconditional(), timesteps=Timesteps(kind="uniform"), label_dropout=0, prediction=kind
+        ).sample(predict, noise, sampling=sampling)
+        for kind, predict in predictions.items()
+    )
+    torch.testing.assert_close(of_v, of_x, rtol=1e-4, atol=1e-5)
