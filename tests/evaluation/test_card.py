@@ -614,7 +614,7 @@ def test_a_card_without_newer_sampling_options_reads_as_their_previous_behavior(
     assert read_card(path) == card()
 
 
-@pytest.mark.parametrize("sampler", ["euler", "heun", "ancestral"])
+@pytest.mark.parametrize("sampler", ["euler", "heun", "dpmpp_2m", "ancestral"])
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("interval", [[0.0, 1.0], [0.3, 0.7], [0.85, 1.0]])
 @pytest.mark.parametrize("conditioning", [ClassLabels(3), Unconditional()])

@@ -453,6 +453,8 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
         for batch in (largest, largest + 1)
     ]
     assert fits == [True, False]
+    even = largest_batch(dit_7b("--diffusion.contrastive_weight=0.05"), "a100-80gb", 8)
+    assert even % 2 == 0 and 0.99 * largest < even <= largest
     auto = plan_run(dit_7b("--training.batch_size=auto"), device="NVIDIA A100-SXM4-80GB", num_devices=8)
     assert auto.batch_size == largest
 

@@ -201,9 +201,10 @@ def test_guidance_1_is_evaluated_once_for_all_intervals(sweep: Sweep) -> None:
 
 
 def test_the_dry_run_counts_heun_twice_and_guided_steps_twice(sweep: Sweep) -> None:
-    code, out, _ = sweep("--dry_run", "--sampler", "euler", "heun", "--guidance_scale", 1, 4, "--num_steps", 10)
+    samplers = ("euler", "heun", "dpmpp_2m")
+    code, out, _ = sweep("--dry_run", "--sampler", *samplers, "--guidance_scale", 1, 4, "--num_steps", 10)
     assert code == 0
-    assert [int(line.rsplit(": ", 1)[1]) for line in out.splitlines()[:-1]] == [10, 20, 20, 40]
+    assert [int(line.rsplit(": ", 1)[1]) for line in out.splitlines()[:-1]] == [10, 20, 20, 40, 10, 20]
     assert not sweep.folder.exists() and sweep.drawn() == []
 
 

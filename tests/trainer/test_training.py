@@ -131,6 +131,18 @@ def official(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> P
     return run
 
 
+CONTRASTIVE = "--diffusion.contrastive_weight=0.2"
+
+
+@pytest.fixture(scope="module")
+def contrastive(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same steps with contrastive flow matching."""
+    run = tmp_path_factory.mktemp("contrastive") / "run"
+    flags = job(run, "--training.steps=20", "--training.batch_size=16", CONTRASTIVE, *VALIDATION)
+    run_alone("train.py", *flags, cwd=run.parent)
+    return run
+
+
 NONE, FULL = "--activation_checkpoint.mode=none", "--activation_checkpoint.mode=full"
 NTH = "--activation_checkpoint.mode=selective"
 OP = "--activation_checkpoint.selective_ac_option=op"
@@ -145,6 +157,7 @@ PAIR = [  # DDP and FSDP
     [f"{REPLICATE}=1", "--training.batch_size=8", NONE],
     [f"{REPLICATE}=2", "--training.batch_size=8", NONE, *OFFICIAL],
     [f"{REPLICATE}=1", "--training.batch_size=4", FULL, *OFFICIAL, "--metrics.sample_batch_size=2"],
+    [f"{REPLICATE}=2", "--training.batch_size=2", NONE, CONTRASTIVE],
 ]
 HSDP = [
     [f"{REPLICATE}=2", "--training.batch_size=2", NTH],
@@ -156,6 +169,7 @@ FOUR = [
     [f"{REPLICATE}=1", "--training.batch_size=4", NTH, OP],
     [f"{REPLICATE}=1", "--training.batch_size=2", NONE],
     [f"{REPLICATE}=2", "--training.batch_size=4", NONE],
+    [f"{REPLICATE}=1", "--training.batch_size=2", FULL, CONTRASTIVE],
 ]
 
 
@@ -180,6 +194,7 @@ def test_one_curve_in_every_mode(
     modes: list[list[str]],
     one_process: Path,
     official: Path,
+    contrastive: Path,
     tmp_path: Path,
     train: Train,
     run_distributed: RunDistributed,
@@ -193,7 +208,7 @@ def test_one_curve_in_every_mode(
         result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], world_size)
         assert result.returncode == 0, result.stderr
     for run, flags in zip(runs, modes, strict=True):
-        reference = official if OFFICIAL[0] in flags else one_process
+        reference = official if OFFICIAL[0] in flags else contrastive if CONTRASTIVE in flags else one_process
         difference = largest_difference(curve(run), curve(reference))
         print(f"{world_size} {flags}: largest relative difference {difference:.1e}")  # shown by pytest -s
         assert difference < 1e-5, flags
@@ -201,6 +216,20 @@ def test_one_curve_in_every_mode(
         assert validated == pytest.approx({key: read_metrics(reference)[-1][key] for key in VALIDATED}, rel=1e-5)
         if reference is official:
             assert_same_grid(run / GRID, official / GRID)
+
+
+def test_contrastive_flow_matching_resumes_to_the_bit_on_another_curve(
+    contrastive: Path, one_process: Path, tmp_path: Path, train: Train
+) -> None:
+    flags = [CONTRASTIVE, *VALIDATION, "--training.batch_size=16"]
+    flags += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=10"]
+    assert train("run", "--training.steps=13", *flags).code == 0
+    shutil.rmtree(tmp_path / "run/checkpoint/step-00000013")
+    assert "resumed at step 10" in train("run", "--training.steps=20", *flags).out
+    assert curve(tmp_path / "run") == curve(contrastive)
+    plain = curve(one_process)
+    assert curve(contrastive)[0][0] == plain[0][0], "the loss of the first step is that of flow matching"
+    assert curve(contrastive)[0][1] != plain[0][1] and curve(contrastive)[-1][0] != plain[-1][0]
 
 
 def assert_same_grid(first: Path, second: Path) -> None:

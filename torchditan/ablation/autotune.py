@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -184,12 +185,15 @@ def _speed(trial: Trial) -> float:
 def candidate_batches(config: Config, *, num_devices: int) -> list[int]:
     """Allowed batch sizes, ascending: multiples up to the maximum that divide a rank's share of a global batch."""
     options = config.autotune
-    sizes = range(options.batch_size_multiple, options.max_batch_size + 1, options.batch_size_multiple)
+    multiple = math.lcm(options.batch_size_multiple, config.diffusion.batch_multiple)
+    sizes = range(multiple, options.max_batch_size + 1, multiple)
     total = config.training.global_batch_size
     found = [size for size in sizes if total is None or total % (size * num_devices) == 0]
     if not found:
         if total is None:
-            right = f"must be at least autotune.batch_size_multiple = {options.batch_size_multiple}"
+            right = f"must be at least autotune.batch_size_multiple = {multiple}"
+            if multiple != options.batch_size_multiple:
+                right = f"must be at least {multiple}: diffusion.contrastive_weight needs even batch sizes"
             raise option_error("autotune.max_batch_size", options.max_batch_size, right)
         right = f"no batch size divides the share of {num_devices} rank(s); must be a multiple of the number of ranks"
         raise option_error("training.global_batch_size", total, right)

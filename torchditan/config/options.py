@@ -197,6 +197,13 @@ class Diffusion:
     """Fraction of training samples whose label or caption is dropped, for classifier-free guidance."""
     embedded_guidance: float = 1.0
     """Guidance scale during training, for models that embed it (FLUX.1-dev, HunyuanVideo)."""
+    contrastive_weight: float = 0.0
+    """Weight of contrastive flow matching, away from the velocity of another sample; 0.05 in the paper, 0 disables."""
+
+    @property
+    def batch_multiple(self) -> int:
+        """`training.batch_size` must be a multiple: contrastive flow matching pairs neighbours of a micro-batch."""
+        return 2 if self.contrastive_weight else 1
 
 
 @dataclass(frozen=True)
@@ -372,8 +379,8 @@ class Metrics:
 class Sampling:
     """Sampling of images, during training and by scripts/generate.py."""
 
-    sampler: Literal["euler", "heun", "ddim", "ancestral"] = "euler"
-    """flow_matching: euler (first order) or heun (second order). ddpm: ddim, which euler means too, or ancestral."""
+    sampler: Literal["euler", "heun", "dpmpp_2m", "ddim", "ancestral"] = "euler"
+    """flow_matching: euler, or of second order heun and dpmpp_2m. ddpm: ddim, which euler means too, or ancestral."""
     num_steps: int = 50
     """Solver steps from noise to image; heun evaluates the model twice per step."""
     spacing: Literal["trailing", "leading", "linspace"] = "trailing"

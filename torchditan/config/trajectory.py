@@ -19,6 +19,7 @@ from torchditan.registry import FAMILIES
 VALUES_BEFORE: dict[str, Any] = {
     "checkpoint.initial_load_convention": None,
     "dataset.bucket_order": "random",
+    "diffusion.contrastive_weight": 0.0,
     "diffusion.loss_weighting": "none",
     "diffusion.min_snr_gamma": 5.0,
     "diffusion.noise_schedule": None,

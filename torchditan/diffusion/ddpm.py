@@ -80,6 +80,8 @@ class DDPM(Objective):
                 yield option, "has no effect with ddpm, which has its own levels and sampler; leave it out"
         if config.diffusion.timestep_shift not in (None, 1):  # configurations are completed with 1
             yield "diffusion.timestep_shift", "has no effect with ddpm, which has its own levels; leave it out"
+        if "diffusion.contrastive_weight" in changed:
+            yield "diffusion.contrastive_weight", "applies only to flow_matching; leave it out"
         if config.model.name in FAMILIES:
             for option, own in (("diffusion.prediction", "epsilon"), ("diffusion.noise_schedule", "scaled_linear")):
                 if option in changed and getattr(config.diffusion, option.removeprefix("diffusion.")) != own:
@@ -88,7 +90,7 @@ class DDPM(Objective):
             right = "such weights predict a velocity, which ddpm does not; leave it out, or train with flow_matching"
             yield "checkpoint.initial_load_convention", right
         sampling = config.sampling
-        if sampling.sampler == "heun":
+        if sampling.sampler in ("heun", "dpmpp_2m"):
             yield "sampling.sampler", "ddpm has no second-order sampler; must be ddim (or euler, the same) or ancestral"
         if sampling.num_steps > NUM_LEVELS:
             yield "sampling.num_steps", f"ddpm has {NUM_LEVELS} levels; must be at most {NUM_LEVELS}"

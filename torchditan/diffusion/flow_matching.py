@@ -31,6 +31,7 @@ class FlowMatching(Objective):
     conditioning: Conditioning
     timesteps: Timesteps
     label_dropout: float
+    contrastive_weight: float = field(default=0.0, kw_only=True)
     prediction: Literal["epsilon", "v", "x"] = field(default="v", kw_only=True)
     min_snr_gamma: float | None = field(default=None, kw_only=True)
     """None: no weights."""
@@ -46,6 +47,7 @@ class FlowMatching(Objective):
                 shift=spec.timestep_shift if config.timestep_shift is None else config.timestep_shift,
             ),
             label_dropout=config.label_dropout,
+            contrastive_weight=config.contrastive_weight,
             prediction=config.prediction or "v",
             min_snr_gamma=config.min_snr_gamma if config.loss_weighting == "min_snr" else None,
         )
@@ -63,8 +65,8 @@ class FlowMatching(Objective):
             from torchditan.diffusion.predictions import option_mistakes
 
             yield from option_mistakes(config)
-        if config.sampling.sampler not in ("euler", "heun"):
-            yield "sampling.sampler", "applies only to ddpm; must be euler or heun"
+        if config.sampling.sampler not in ("euler", "heun", "dpmpp_2m"):
+            yield "sampling.sampler", "applies only to ddpm; must be euler, heun or dpmpp_2m"
         for option in ("diffusion.noise_schedule", "sampling.spacing", "sampling.clip_sample"):
             if option in changed:
                 yield option, "applies only to ddpm; leave it out"
@@ -115,12 +117,17 @@ class FlowMatching(Objective):
     ) -> torch.Tensor:
         """|velocity(prediction) - velocity(target)|^2, averaged over the values of each sample: (B,) float32.
 
-        With min-SNR, times the weight at t.
+        With min-SNR, times the weight at t. With a `contrastive_weight`, its gradient is that of contrastive flow
+        matching (contrastive.py).
         """
         t_wide = wide(t, x_t)
         velocity = self.velocity(self.target(batch["sample"], randomness.noise), x_t, t_wide)
         predicted = self.velocity(prediction.float(), x_t, t_wide)
         loss = (predicted - velocity).square().flatten(1).mean(1)
+        if self.contrastive_weight and predicted.requires_grad:
+            from torchditan.diffusion.contrastive import contrast
+
+            loss = loss + contrast(predicted, batch["sample"] - randomness.noise, weight=self.contrastive_weight)
         if self.min_snr_gamma is None:
             return loss
         from torchditan.diffusion.predictions import min_snr_weight

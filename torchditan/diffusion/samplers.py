@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from torchditan.config.errors import option_error
-
 if TYPE_CHECKING:
     from torchditan.models.spec import Condition, Conditioning
 
@@ -28,10 +26,12 @@ def solve(velocity: Velocity, noise: torch.Tensor, *, timesteps: list[float], me
         velocity: the vector field, including guidance.
         noise: (B, ...) float32, the state at t = 0.
         timesteps: increasing, from 0 to 1.
-        method: euler (one evaluation per step) or heun (two evaluations in every step, including the last).
+        method: euler (one evaluation per step), heun (two in every step, including the last) or dpmpp_2m (one).
     """
-    if method not in ("euler", "heun"):
-        raise option_error("sampling.sampler", method, "must be euler or heun for this objective")
+    if method == "dpmpp_2m":
+        from torchditan.diffusion.dpm_solver import solve_dpmpp_2m
+
+        return solve_dpmpp_2m(velocity, noise, timesteps=timesteps)
     x = noise
     for t, t_next in itertools.pairwise(timesteps):
         dt = t_next - t

@@ -225,8 +225,9 @@ def keep_global_batch_size(config: Config, run: StoredRun, *, world_size: int) -
         right = f"{run.path} was started with it, and {world_size} ranks do not divide it; must be one of {sizes} ranks"
         raise option_error("training.global_batch_size", stored, right)
     if isinstance(batch_size, int):  # the largest micro-batch that is not larger than the given one
-        share = stored // world_size
-        batch_size = max(size for size in range(1, batch_size + 1) if share % size == 0)
+        share, multiple = stored // world_size, config.diffusion.batch_multiple
+        sizes_here = range(multiple, batch_size + 1, multiple)
+        batch_size = max((size for size in sizes_here if share % size == 0), default=batch_size)
     return config.replace({"training.global_batch_size": stored, "training.batch_size": batch_size})
 
 
@@ -239,7 +240,7 @@ def complete_batches(
         tune_batch_size: searches the batch size; required if the batch size is "auto".
 
     Raises:
-        ConfigError: the global batch size is not a multiple of batch size x ranks.
+        ConfigError: the global batch size is not a multiple of batch size x ranks, or the objective needs pairs.
     """
     batch_size, global_batch_size = config.training.batch_size, config.training.global_batch_size
     if batch_size == "auto":
@@ -247,6 +248,9 @@ def complete_batches(
         batch_size = tune_batch_size(config, rank)
     if batch_size is None:
         batch_size = max(1, (global_batch_size or 16 * rank.world_size) // rank.world_size)
+    if batch_size % config.diffusion.batch_multiple:
+        right = "must be even: diffusion.contrastive_weight pairs the samples of a micro-batch"
+        raise option_error("training.batch_size", batch_size, right)
     at_once = batch_size * rank.world_size
     if global_batch_size is None:
         global_batch_size = at_once

@@ -156,12 +156,13 @@ def plan_run(config: Config, *, device: str | None, num_devices: int) -> Plan:
         if known is None:
             right = "needs a device whose memory is known; name one, or give a number"
             raise option_error("training.batch_size", "auto", right)
-        config = with_options(config, batch_size=max(1, largest_batch(config, known.name, num_devices)))
+        batch_size = max(config.diffusion.batch_multiple, largest_batch(config, known.name, num_devices))
+        config = with_options(config, batch_size=batch_size)
     return _plan(_resolve(config, num_devices), known, _kernels(device), num_devices)
 
 
 def largest_batch(config: Config, device: str, num_devices: int) -> int:
-    """Largest `training.batch_size` that fits on the device with one micro-batch per step; 0 if one image does not fit.
+    """Largest `training.batch_size` that fits on the device with one micro-batch per step; 0 if the smallest does not.
 
     Raises:
         ConfigError: see `plan_run`.
@@ -169,21 +170,22 @@ def largest_batch(config: Config, device: str, num_devices: int) -> int:
     known = _known(device)
     if known is None:
         raise option_error("--device", device, "has no known memory size; name an accelerator")
-    base = _resolve(with_options(config, batch_size=1), num_devices)
+    smallest = config.diffusion.batch_multiple
+    base = _resolve(with_options(config, batch_size=smallest), num_devices)
 
-    def fits(batch_size: int) -> bool:
-        return bool(_plan(with_options(base, batch_size=batch_size), known, "cuda", num_devices).fits)
+    def fits(multiple: int) -> bool:
+        return bool(_plan(with_options(base, batch_size=multiple * smallest), known, "cuda", num_devices).fits)
 
     if not fits(1):
         return 0
     low = 1
-    while low < MAX_BATCH_SIZE and fits(2 * low):
+    while low * smallest < MAX_BATCH_SIZE and fits(2 * low):
         low *= 2
     high = 2 * low  # does not fit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return low * smallest
 
 
 def alternatives(config: Config, device: str, num_devices: int) -> list[Plan]:
@@ -196,7 +198,8 @@ def alternatives(config: Config, device: str, num_devices: int) -> list[Plan]:
         for mode, option in (("none", "2"), ("selective", "2"), ("selective", "op"), ("full", "2")):
             changed = with_options(config, replicate=replicate, shard=shard, mode=mode, option=option)
             batch_size = largest_batch(changed, device, num_devices)
-            batch_size = max(1, batch_size - batch_size % 8 if batch_size > 8 else batch_size)
+            batch_size = batch_size - batch_size % 8 if batch_size > 8 else batch_size
+            batch_size = max(config.diffusion.batch_multiple, batch_size)
             plans.append(plan_run(with_options(changed, batch_size=batch_size), device=device, num_devices=num_devices))
     return sorted(plans, key=lambda plan: (not plan.fits, -(plan.images_per_second or 0)))
 
