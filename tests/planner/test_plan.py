@@ -53,6 +53,7 @@ OFFICIAL = ["--model.preset=official", "--model.learn_sigma=false"]
 DDPM = ["--model.preset=official", "--diffusion.objective=ddpm"]
 VALUE_RESIDUAL, ADALN_SINGLE = "--model.block=value_residual", "--model.conditioning=adaln_single"
 IN_CONTEXT = "--model.conditioning=in_context"
+DROPPING = ["--model.token_dropping=0.75", "--model.token_dropping_blocks=1"]
 REPLICATE = "--training.data_parallel_replicate_degree"
 FRACTION = ["--activation_checkpoint.mode=fraction", "--activation_checkpoint.fraction=0.5"]
 FLOAT16 = "--training.mixed_precision_param=float16"
@@ -105,6 +106,8 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "adaLN-single": [ADALN_SINGLE],
         "adaLN-single full": [ADALN_SINGLE, FULL],
         "in context": [IN_CONTEXT],
+        "token dropping": DROPPING,
+        "token dropping full": [*DROPPING, FULL],
         "micro-batches": ["--training.global_batch_size=12", FULL],
         "no average": ["--ema.enable=false"],
         "Muon": [MUON],
