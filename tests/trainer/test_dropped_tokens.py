@@ -165,7 +165,9 @@ MODES = {
 def test_one_curve_on_any_number_of_ranks(
     world_size: int, conditioning: str, tmp_path: Path, train: Train, run_distributed: RunDistributed
 ) -> None:
-    flags = ["--training.steps=10", "--optimizer.lr=1e-2", f"--model.conditioning={conditioning}"]
+    # In-context blocks have no gates. At 1e-2 they magnify rounding, with dropped tokens or without.
+    lr = "1e-2" if conditioning == "adaln" else "1e-3"
+    flags = ["--training.steps=10", f"--optimizer.lr={lr}", f"--model.conditioning={conditioning}"]
     assert train("alone", *flags, "--training.batch_size=16").code == 0
     compiled = ["--training.compile", "--compile.backend=aot_eager"]
     modes = [*MODES[world_size], compiled]

@@ -27,8 +27,7 @@ from torchditan.models.token_dropping import KEPT_TOKENS
 from torchditan.randomness import Randomness, stream_key
 
 MIN_TOKENS = 256
-"""Fewest tokens of a sample with which token dropping is studied: those of an ImageNet image of 256 x 256 in the paper,
-latents of 32 x 32 with patches of 2."""
+"""Tokens of a sample in the paper's main setting, ImageNet at 256 x 256: latents of 32 x 32 with patches of 2."""
 
 _TOKENS_PER_INDEX = 2**20
 """Numbers reserved for the patches of one sample, more than any sample has."""
@@ -52,6 +51,11 @@ class TokenDropping:
     def num_kept(self) -> int:
         """Number of the patches that a sample of the model's `sample_shape` keeps."""
         return num_kept_tokens(self.spec.num_tokens, dropping=self.spec.token_dropping)
+
+    def mean_over_steps(self, dropping: float, dense: float, before: int, step: int) -> float:
+        """Mean over the steps after `before` up to `step`, of which some drop tokens and the others do not."""
+        share = max(0, min(step, self.steps) - before) / max(1, step - before)
+        return share * dropping + (1 - share) * dense
 
     def loss_at(self, step: int, loss: Loss) -> Loss:
         """The loss of this step, counted from 1, from the loss with all tokens."""
@@ -142,10 +146,10 @@ def _signed(number: int) -> int:
 
 
 def few_tokens_warning(spec: ModelSpec) -> str | None:
-    """A message if samples have fewer tokens than any study of token dropping."""
+    """A message if samples have fewer tokens than in the paper's main setting."""
     if spec.num_tokens >= MIN_TOKENS:
         return None
     return (
-        f"warning: model.token_dropping with {spec.num_tokens} tokens per sample, fewer than {MIN_TOKENS}: little time "
-        "is saved and quality may suffer; smaller patches or larger images give more tokens"
+        f"warning: model.token_dropping with {spec.num_tokens} tokens per sample, fewer than the paper's {MIN_TOKENS}: "
+        "it saves little time, and quality may suffer; smaller patches or larger images give more tokens"
     )

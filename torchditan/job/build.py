@@ -188,18 +188,19 @@ def build_logger(job: Job, model: nn.Module, progress: Progress, dropping: Token
     """The logger of a run at position `progress`. FLOPs of the optimizer (Muon's) count as those of training."""
     trained = [(name, tuple(weight.shape)) for name, weight in model.named_parameters() if weight.requires_grad]
     optimizer = optimizer_flops(job.config.optimizer, trained) / job.plan.global_batch_size
-    early_flops = None
+    dense_flops = count_model_flops(job.spec).total + optimizer
+    flops_per_image: float | Callable[[int, int], float] = dense_flops
     if dropping is not None:
-        early_flops = dropping.steps, count_model_flops(job.spec, num_kept_tokens=dropping.num_kept).total + optimizer
+        flops = count_model_flops(job.spec, num_kept_tokens=dropping.num_kept).total + optimizer
+        flops_per_image = partial(dropping.mean_over_steps, flops, dense_flops)
     return MetricsLogger(
         job.config.metrics,
         job.run_directory,
         world_size=job.rank.world_size,
         device=job.device,
-        flops_per_image=count_model_flops(job.spec).total + optimizer,
+        flops_per_image=flops_per_image,
         peak_flops=_peak_flops(job.device),
         total_steps=job.config.training.steps,
-        early_flops_per_image=early_flops,
         tokens_per_image=job.spec.num_tokens,
         start_step=progress.step,
         images_seen=progress.images_seen,

@@ -194,7 +194,8 @@ def rope_table(config: DiTConfig, height: int, width: int, device: torch.device)
 def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """Rotate neighbouring pairs of the head dimension by the angles of `rope`, in float32.
 
-    x: (B, N, H, K), rope: (N, 1, K / 2, 2); N counts context tokens.
+    x: (B, N, H, K), rope: (N, 1, K / 2, 2) or, for tokens that differ between samples, (B, N, 1, K / 2, 2); N counts
+    context tokens.
     """
     pairs = x.float().unflatten(-1, (-1, 2))  # (B, N, H, K / 2, 2)
     if torch.compiler.is_compiling():  # inductor fuses this, but generates no code for complex numbers

@@ -258,10 +258,10 @@ class Console:
 class MetricsLogger:
     """Counts and reports the steps of a run. On ranks that do not write it only counts.
 
-    `flops_per_image` are the model FLOPs of forward and backward. `peak_flops` is the device's dense bf16 peak in
-    FLOP/s, or None if unknown. `early_flops_per_image` is (n, FLOPs per image) if those of the first n steps differ, as
-    with token dropping. `tokens_per_image` is the number of patches of one image. A resumed run continues from
-    `start_step`, `images_seen` and `elapsed_s`.
+    `flops_per_image` are the model FLOPs of forward and backward: a number, or a function of two steps that returns the
+    mean of the steps after the first up to the second. `peak_flops` is the device's dense bf16 peak in FLOP/s, or None
+    if unknown. `tokens_per_image` is the number of patches of one image. A resumed run continues from `start_step`,
+    `images_seen` and `elapsed_s`.
     """
 
     def __init__(
@@ -271,10 +271,9 @@ class MetricsLogger:
         *,
         world_size: int,
         device: torch.device,
-        flops_per_image: float | None,
+        flops_per_image: float | Callable[[int, int], float] | None,
         peak_flops: float | None,
         total_steps: int,
-        early_flops_per_image: tuple[int, float] | None = None,
         tokens_per_image: int | None = None,
         start_step: int = 0,
         images_seen: int = 0,
@@ -287,7 +286,6 @@ class MetricsLogger:
         self._run_directory = run_directory
         self._world_size = world_size
         self._flops_per_image = flops_per_image
-        self._early_flops_per_image = early_flops_per_image
         self._tokens_per_image = tokens_per_image
         self._has_legacy_tags = config.legacy_tags
         self._peak_flops = peak_flops
@@ -342,7 +340,8 @@ class MetricsLogger:
         assert step == self._step, f"step {step} logged, {self._step} counted"
         images = self.images_seen - self._logged_images
         window = self.timer.read(steps=step - self._logged_step, images=images)
-        flops_per_image = self._mean_flops_per_image(self._logged_step, step)
+        flops = self._flops_per_image
+        flops_per_image = flops(self._logged_step, step) if callable(flops) else flops
         self._logged_step, self._logged_images = step, self.images_seen
         known: dict[str, Any] = {
             "step": step,
@@ -418,14 +417,6 @@ class MetricsLogger:
                 self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
-
-    def _mean_flops_per_image(self, before: int, step: int) -> float | None:
-        """Of the steps after `before` up to `step`, which have equally many images."""
-        if self._early_flops_per_image is None or self._flops_per_image is None:
-            return self._flops_per_image
-        last_early, early_flops = self._early_flops_per_image
-        share = max(0, min(step, last_early) - before) / max(1, step - before)
-        return share * early_flops + (1 - share) * self._flops_per_image
 
     def _flops(self, images_per_second: float | None, flops_per_image: float | None) -> dict[str, float | None]:
         if images_per_second is None or flops_per_image is None:
