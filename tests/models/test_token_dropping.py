@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchditan.config.loader import load_config
-from torchditan.config.options import Model
+from torchditan.config.options import Diffusion, Model
+from torchditan.diffusion.flow_matching import FlowMatching
+from torchditan.diffusion.objectives import build_objective
 from torchditan.diffusion.token_dropping import TokenDropping, few_tokens_warning, kept_tokens
 from torchditan.distributed.parallelize import CompileOptions, parallelize
 from torchditan.models import ModelSpec, build_model_spec
@@ -23,7 +25,7 @@ from torchditan.models.flops import count_model_flops
 from torchditan.models.token_dropping import TokenDroppingDiT
 from torchditan.optim.optimizers import parameters_without_decay
 from torchditan.randomness import Randomness, draw, uniform
-from torchditan.registry import BLOCKS
+from torchditan.registry import BLOCKS, OBJECTIVES
 
 TEXT = {"num_classes": 0, "text_tokens": 4, "text_width": 6}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -334,13 +336,20 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             load_config(arguments)
 
 
-def test_only_blocks_that_always_see_all_patches_have_features() -> None:
+class AsksForTheMiddle(FlowMatching):
+    features = ("blocks.2",)
+
+
+def test_only_blocks_that_always_see_all_patches_have_features(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(flavor="DiT-Ti")
     assert list(spec.features) == ["blocks.0", "blocks.1", "blocks.4", "blocks.5"]
     with torch.device("meta"):
         x_t, t, cond = spec.example_inputs(batch_size=2)
         _, found = spec.build()(x_t, t, {**cond, "kept_tokens": torch.zeros(2, 64).long()}, features=spec.features)
     assert {name: tuple(tokens.shape) for name, tokens in found.items()} == dict.fromkeys(spec.features, (2, 256, 192))
+    monkeypatch.setitem(OBJECTIVES, "middle", f"{__name__}:AsksForTheMiddle")
+    with refused('diffusion.objective = "middle"', "blocks.2", *spec.features):
+        build_objective(Diffusion(objective="middle"), spec)
 
 
 def test_few_tokens_are_warned_of() -> None:
