@@ -44,7 +44,8 @@ class Randomness(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _key(seed: int, purpose: str) -> tuple[int, int]:
+def stream_key(seed: int, purpose: str) -> tuple[int, int]:
+    """The key of a stream: two unsigned numbers of 64 bits."""
     digest = hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=16).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
@@ -57,7 +58,7 @@ def generator(seed: int, purpose: str, index: int) -> np.random.Generator:
         purpose: use of the numbers, for example "noise"; each purpose has a separate stream.
         index: position of the sample in the training stream, or any other 64-bit number.
     """
-    key = np.array(_key(seed, purpose), dtype=np.uint64)
+    key = np.array(stream_key(seed, purpose), dtype=np.uint64)
     counter = np.array([0, 0, index, 0], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
@@ -147,7 +148,7 @@ def uniform(seed: int, purpose: str, index: Sequence[int] | np.ndarray) -> torch
 
     A single number per index needs no stream: it is a hash of key and index, splitmix64 with a second round.
     """
-    key = np.array(_key(seed, purpose), dtype=np.uint64)
+    key = np.array(stream_key(seed, purpose), dtype=np.uint64)
     counter = np.asarray(index, dtype=np.uint64) * _GOLDEN + key[0]  # (n,)
     bits = _mix(_mix(counter) ^ key[1])
     return torch.from_numpy((bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))

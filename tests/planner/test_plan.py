@@ -53,6 +53,7 @@ OFFICIAL = ["--model.preset=official", "--model.learn_sigma=false"]
 DDPM = ["--model.preset=official", "--diffusion.objective=ddpm"]
 VALUE_RESIDUAL, ADALN_SINGLE = "--model.block=value_residual", "--model.conditioning=adaln_single"
 IN_CONTEXT = "--model.conditioning=in_context"
+DROPPING = ["--model.token_dropping=0.75", "--model.token_dropping_blocks=1"]
 REPLICATE = "--training.data_parallel_replicate_degree"
 FRACTION = ["--activation_checkpoint.mode=fraction", "--activation_checkpoint.fraction=0.5"]
 FLOAT16 = "--training.mixed_precision_param=float16"
@@ -105,6 +106,8 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "adaLN-single": [ADALN_SINGLE],
         "adaLN-single full": [ADALN_SINGLE, FULL],
         "in context": [IN_CONTEXT],
+        "token dropping": DROPPING,
+        "token dropping full": [*DROPPING, FULL],
         "micro-batches": ["--training.global_batch_size=12", FULL],
         "no average": ["--ema.enable=false"],
         "Muon": [MUON],
@@ -476,6 +479,19 @@ def test_flops_and_mfu_are_those_of_the_run() -> None:
     assert plan.flops_per_image == count_model_flops(spec_of(config)).total
     images_per_second_per_device = plan.images_per_second / 2  # type: ignore[operator]
     assert plan.mfu == pytest.approx(100 * images_per_second_per_device * plan.flops_per_image / 989e12)
+
+
+def test_with_token_dropping_the_time_is_that_of_dropping_and_the_memory_that_of_all_tokens() -> None:
+    config = config_of(*DROPPING)
+    dropping = plan_run(config, device="h100", num_devices=1)
+    plain = plan_run(config_of(), device="h100", num_devices=1)
+    assert dropping.flops_per_image == count_model_flops(spec_of(config), num_kept_tokens=16).total  # of 64 patches
+    assert dropping.flops_per_image < plain.flops_per_image
+    assert dropping.activations > plain.activations  # and the fusion
+    assert "step that drops tokens" in describe(dropping, config) and "drops" not in describe(plain, config_of())
+    traces = trace_blocks(spec_of(config), dtype=torch.float32, checkpointing="none", kernels="cpu", drops_tokens=True)
+    flops = [sum(float(segment.flops[:, 1].sum()) for segment in (t.forward, t.backward)) for t in traces]
+    assert len(flops) == 3 and flops[1] < 0.7 * flops[0]
 
 
 def test_traced_flops_of_a_block_are_a_share_of_the_models() -> None:

@@ -185,30 +185,44 @@ def text_sizes_of(dataset: ImageDataset, config: Config) -> dict[str, int | None
 
 
 def check_steps(config: Config, run: StoredRun) -> None:
-    """Allow a different number of steps only if it does not change the learning rates of completed steps.
+    """Allow a different number of steps only if completed steps have the same learning rates and dropped tokens.
 
     Raises:
-        ConfigError: the schedule decays over all steps, or the decay of wsd has started.
+        ConfigError: the schedule decays over all steps, the decay of wsd has started, or token dropping has ended.
     """
-    steps, scheduler = config.training.steps, config.lr_scheduler
+    steps = config.training.steps
     before = run.options.get("training.steps")
     path, checkpoints = run.path, list_checkpoints(run.path / config.checkpoint.folder)
     done: int = step_of(checkpoints[-1]) if checkpoints else before or 0
     if checkpoints and steps < done:
         right = f"{path} is at step {done}; must be {done} or more, or name a new run with --metrics.experiment_name"
         raise option_error("training.steps", steps, right)
-    is_other = run.options.get("lr_scheduler.schedule") != scheduler.schedule  # the run directory refuses it
-    if before in (None, steps) or scheduler.schedule == "constant" or is_other:
+    is_other = run.options.get("lr_scheduler.schedule") != config.lr_scheduler.schedule  # the run directory refuses it
+    if before in (None, steps) or is_other:
         return
-    rates = [learning_rate(done, steps=total, peak=1.0, config=scheduler) for total in (before, steps)]
-    if rates[0] == rates[1]:
+    when = _what_other_steps_change(config, before, done)
+    if when is None:
         return
-    when = f"the {scheduler.schedule} schedule decays over all steps"
-    if scheduler.schedule == "wsd":
-        when = f"the decay of wsd began after step {round(before * (1 - scheduler.decay_ratio))}, this run is at {done}"
     weights = f" from its weights: --checkpoint.initial_load_path {path}" if checkpoints else ":"
     right = f"{path} was started with {before}, and {when}; start a new run{weights} --metrics.experiment_name NAME"
     raise option_error("training.steps", steps, right)
+
+
+def _what_other_steps_change(config: Config, before: int, done: int) -> str | None:
+    """What `training.steps`, in place of `before`, changes in the steps that are done; None if nothing."""
+    steps, scheduler, dense_ratio = config.training.steps, config.lr_scheduler, config.training.dense_ratio
+    if config.model.token_dropping:
+        from torchditan.diffusion.token_dropping import num_dropping_steps
+
+        ends = [num_dropping_steps(total, dense_ratio) for total in (before, steps)]
+        if min(ends[0], done) != min(ends[1], done):
+            return f"its token dropping ends after step {ends[0]}, with {steps} after {ends[1]}; this run is at {done}"
+    rates = [learning_rate(done, steps=total, peak=1.0, config=scheduler) for total in (before, steps)]
+    if rates[0] == rates[1]:
+        return None
+    if scheduler.schedule == "wsd":
+        return f"the decay of wsd began after step {round(before * (1 - scheduler.decay_ratio))}, this run is at {done}"
+    return f"the {scheduler.schedule} schedule decays over all steps"
 
 
 def keep_global_batch_size(config: Config, run: StoredRun, *, world_size: int) -> Config:

@@ -10,6 +10,7 @@ Notable:
   vector is added to the timestep's embedding; padding is masked;
 - RMSNorm, LayerNorm or LayerNorm without parameters; SwiGLU or GELU; queries and keys normalized or not;
 - the repeated block is an extension point: `Block` is its interface, `DiTBlock` the paper's block;
+- `TokenDroppingDiT` (token_dropping.py) applies its middle blocks to a part of the patches in training;
 - the `official` preset has exactly the paper's parameters, under the names of its released checkpoints;
 - `init_weights` is a pure function of (seed, parameter name): the same model on every device and mesh;
 - this file is independent of devices, precision and ranks. The embedders of patches, timestep and text cast their
@@ -90,6 +91,10 @@ class DiTConfig:
     rope_theta: float = 10000.0
     block: str = "dit"
     """A name in `registry.BLOCKS`."""
+    token_dropping: float = 0.0
+    """Fraction of the patches that the middle blocks skip in training. Above 0: `TokenDroppingDiT`."""
+    token_dropping_blocks: int = 2
+    """Number of first blocks, and of last blocks, that process all patches."""
     timestep_scale: float = 1000.0
     """Factor of t in its embedding. The paper's t is in [0, 1000), this project's in [0, 1]."""
     timestep_frequencies: str = "dit"
@@ -189,7 +194,8 @@ def rope_table(config: DiTConfig, height: int, width: int, device: torch.device)
 def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """Rotate neighbouring pairs of the head dimension by the angles of `rope`, in float32.
 
-    x: (B, N, H, K), rope: (N, 1, K / 2, 2); N counts context tokens.
+    x: (B, N, H, K), rope: (N, 1, K / 2, 2) or, for tokens that differ between samples, (B, N, 1, K / 2, 2); N counts
+    context tokens.
     """
     pairs = x.float().unflatten(-1, (-1, 2))  # (B, N, H, K / 2, 2)
     if torch.compiler.is_compiling():  # inductor fuses this, but generates no code for complex numbers
@@ -549,18 +555,32 @@ class DiT(nn.Module):
         # Computed in each forward: a few small kernels, and no buffer to fill, cast or move.
         rope = rope_table(config, height, width, x_t.device) if "rope" in config.position else None
         modulation = self.adaLN_modulation(c) if config.conditioning == "adaln_single" else c
-        found: dict[str, torch.Tensor] = {}
-        carried: list[torch.Tensor] = []
-        for i, block in enumerate(self.blocks):
-            x = block(x, modulation, rope, text, mask, *carried)
-            if isinstance(x, tuple):
-                x, *carried = x
-            if (name := f"blocks.{i}") in features:
-                found[name] = x[:, config.num_context_tokens :]  # (B, N, D)
+        x, found = self.run_blocks(x, modulation, rope, text, mask, cond, features)
         if config.num_context_tokens:
             x = x[:, config.num_context_tokens :]
         prediction = unpatchify(self.final_layer(x, c), config.patch_size, height, width)
         return (prediction, found) if features else prediction
+
+    def run_blocks(
+        self,
+        x: torch.Tensor,
+        c: torch.Tensor | None,
+        rope: torch.Tensor | None,
+        text: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        cond: Mapping[str, torch.Tensor],
+        features: Collection[str],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Apply the blocks to the tokens x (B, context + N, D). Returns the tokens and the features, as `forward`."""
+        found: dict[str, torch.Tensor] = {}
+        carried: list[torch.Tensor] = []
+        for i, block in enumerate(self.blocks):
+            x = block(x, c, rope, text, mask, *carried)
+            if isinstance(x, tuple):
+                x, *carried = x
+            if (name := f"blocks.{i}") in features:
+                found[name] = x[:, self.config.num_context_tokens :]  # (B, N, D)
+        return x, found
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -79,8 +79,13 @@ class LinearCounter(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_model_flops(spec: ModelSpec) -> ModelFlops:
-    """Count the training step of one sample. Computes nothing: seconds even for 7B parameters."""
+def count_model_flops(spec: ModelSpec, *, num_kept_tokens: int | None = None) -> ModelFlops:
+    """Count the training step of one sample. Computes nothing: seconds even for 7B parameters.
+
+    Args:
+        spec: the model.
+        num_kept_tokens: of a model with token dropping, how many image tokens the middle blocks keep; None: all.
+    """
     # Imported here because the import is slow and only needed once.
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -90,6 +95,8 @@ def count_model_flops(spec: ModelSpec) -> ModelFlops:
         of_condition: list[Any] = [layer.weight for layer in spec.condition_layers(model)]
         linears = LinearCounter(apart=of_condition)
         x_t, t, cond = spec.example_inputs(batch_size=1)
+        if num_kept_tokens is not None:
+            cond["kept_tokens"] = torch.zeros(1, num_kept_tokens, dtype=torch.int64)
         with forward, linears:
             prediction = model(x_t, t, cond)
         with backward:
@@ -101,8 +108,8 @@ def count_model_flops(spec: ModelSpec) -> ModelFlops:
     if condition_tokens > 1 and not of_condition:
         per_condition += linears.flops_by_rows[condition_tokens]
     if condition_tokens:  # layers over both tokens share their FLOPs
-        shared = linears.flops_by_rows[tokens + condition_tokens]
-        per_condition += shared * condition_tokens // (tokens + condition_tokens)
+        for rows in {tokens + condition_tokens, (num_kept_tokens or tokens) + condition_tokens}:
+            per_condition += linears.flops_by_rows[rows] * condition_tokens // rows
     total = forward.get_total_flops() + backward.get_total_flops()
     attention = attention_flops(forward) + attention_flops(backward)
     return ModelFlops(

@@ -175,6 +175,8 @@ class ModelSpec:
     features: Sequence[str] = ()
     """Names for `forward(x_t, t, cond, features=names)`, which then returns their tokens (B, num_tokens, D), in the
     order in which they are computed. Empty: the model returns only its prediction."""
+    token_dropping: float = 0.0
+    """Fraction of the image tokens that some blocks skip in training, where `cond` has `kept_tokens`."""
 
     def example_inputs(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, Condition]:
         """Inputs (x_t, t, cond) of the right shapes, on the current default device."""

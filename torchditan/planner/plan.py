@@ -27,6 +27,7 @@ from torchditan.config.errors import option_error
 from torchditan.config.options import Config, Diffusion, flatten
 from torchditan.config.rules import validate
 from torchditan.diffusion.objectives import build_objective
+from torchditan.diffusion.token_dropping import num_kept_tokens
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.finetune.resolutions import latent_channels
@@ -326,6 +327,7 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         batch_bytes=model.batch_bytes(training.batch_size),
         workspace=0 if device is None else device.workspace_mib * 2**20,
     )
+    activations = sum(trace.forward.left(training.batch_size) for trace in traces)
     time = None
     if device is not None and not layout.cpu_offload:
         speed = Speed.of(
@@ -334,6 +336,8 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
             float8=config.float8.enable_float8_linear and device.has_float8,
             compiled=training.compile,
         )
+        if model.spec.token_dropping:  # the last steps, with all tokens, decide the memory, and the others the time
+            traces = model.traces(config, drops_tokens=True)
         time = step_time(model.parameters, traces, layout, speed, batch_size=training.batch_size)
     return Plan(
         device=device,
@@ -354,7 +358,7 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
             optimizer=layout.optimizer,
         ),
         peak=max(instants, key=lambda instant: instant.total),
-        activations=sum(trace.forward.left(training.batch_size) for trace in traces),
+        activations=activations,
         time=time,
         optimizer_flops=optimizer_flops(config.optimizer, model.parameters.trained_shapes),
     )
@@ -392,7 +396,7 @@ class TracedModel:
         parameters = model_parameters(spec)
         buffer_bytes = parameters.buffer_bytes + self.objective.table_bytes
         self.parameters: Parameters = dataclasses.replace(parameters, buffer_bytes=buffer_bytes)
-        self._traces: dict[Checkpointing, list[StepTrace]] = {}
+        self._traces: dict[tuple[Checkpointing, bool], list[StepTrace]] = {}
 
     @classmethod
     def of(cls, config: Config, kernels: Kernels) -> TracedModel:
@@ -406,18 +410,20 @@ class TracedModel:
 
     @functools.cached_property
     def flops_per_image(self) -> int:
-        return count_model_flops(self.spec).total
+        dropping = self.spec.token_dropping
+        num_kept = num_kept_tokens(self.spec.num_tokens, dropping=dropping) if dropping else None
+        return count_model_flops(self.spec, num_kept_tokens=num_kept).total
 
     def batch_bytes(self, batch_size: int) -> float:
         """Bytes of samples and noise in float32, and of the condition. Other inputs are negligible."""
         condition = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.spec.conditioning.tensors.values())
         return batch_size * (2 * 4 * math.prod(self.spec.sample_shape) + condition + 16)
 
-    def traces(self, config: Config) -> list[StepTrace]:
+    def traces(self, config: Config, *, drops_tokens: bool = False) -> list[StepTrace]:
         """The trace of each block, with the checkpointing that apply_activation_checkpoint chooses for it."""
         checkpointing, num_blocks = config.activation_checkpoint, len(self.parameters.blocks)
         if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
-            return self._trace("op")
+            return self._trace("op", drops_tokens)
         blocks = nn.ModuleList(nn.Identity() for _ in range(num_blocks))
         apply_activation_checkpoint(
             blocks,
@@ -426,19 +432,21 @@ class TracedModel:
             fraction=checkpointing.fraction,
         )
         kinds: list[Checkpointing] = ["full" if "forward" in vars(block) else "none" for block in blocks]
-        return [self._trace(kind)[i] for i, kind in enumerate(kinds)]
+        return [self._trace(kind, drops_tokens)[i] for i, kind in enumerate(kinds)]
 
-    def _trace(self, kind: Checkpointing) -> list[StepTrace]:
+    def _trace(self, kind: Checkpointing, drops_tokens: bool) -> list[StepTrace]:
         """Traces of all blocks, with the same checkpointing for each."""
-        if kind not in self._traces:
-            self._traces[kind] = trace_blocks(
+        key = kind, drops_tokens
+        if key not in self._traces:
+            self._traces[key] = trace_blocks(
                 self.spec,
                 dtype=self.dtype,
                 checkpointing=kind,
                 kernels=self.kernels,
                 diffusion=self.diffusion,
+                drops_tokens=drops_tokens,
             )
-        return self._traces[kind]
+        return self._traces[key]
 
 
 @functools.lru_cache(maxsize=64)

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchditan.config.options import Diffusion
 from torchditan.diffusion.objectives import build_objective, loss_with_teacher
+from torchditan.diffusion.token_dropping import TokenDropping
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.models.spec import ModelSpec
 from torchditan.planner.recorder import StepRecorder, list_tensors
@@ -93,11 +94,12 @@ def trace_blocks(
     checkpointing: Checkpointing,
     kernels: Kernels,
     diffusion: Diffusion = _DIFFUSION,
+    drops_tokens: bool = False,
 ) -> list[StepTrace]:
     """Trace a step of `spec`, with the same checkpointing for every block.
 
     Operators between two blocks count to the earlier one. An objective that uses features or a teacher gets the whole
-    model.
+    model, and so does token dropping, which applies blocks to different tokens.
 
     Args:
         spec: the model.
@@ -105,6 +107,7 @@ def trace_blocks(
         checkpointing: activation checkpointing of the blocks.
         kernels: device whose kernels attention and norms use.
         diffusion: the objective and its options. Label dropout above 0 masks the labels.
+        drops_tokens: for a model with token dropping, trace a step that drops tokens.
 
     Returns:
         The trace of each block.
@@ -114,7 +117,7 @@ def trace_blocks(
         with torch.device("meta"):
             model = spec.build()
         objective = build_objective(diffusion, spec)
-        is_whole = bool(objective.features) or objective.uses_teacher
+        is_whole = bool(objective.features) or objective.uses_teacher or spec.token_dropping > 0
         stands_for = list(range(len(spec.blocks(model)))) if is_whole else keep_three_of_each_row(spec, model)
         blocks = spec.blocks(_computing_in(model, dtype))
         recorder = _record(
@@ -126,6 +129,7 @@ def trace_blocks(
             checkpointing=checkpointing,
             kernels=kernels,
             diffusion=diffusion,
+            drops_tokens=drops_tokens,
         )
         recorders.append(recorder)
         _complete_marks(recorder, len(blocks))
@@ -197,6 +201,7 @@ def _record(
     checkpointing: Checkpointing,
     kernels: Kernels,
     diffusion: Diffusion,
+    drops_tokens: bool,
 ) -> StepRecorder:
     batch, randomness = _example_batch(spec, batch_size)
     for block in blocks:  # backward recomputes blocks with the mode below switched off
@@ -211,6 +216,8 @@ def _record(
             teacher = _computing_in(spec.build().requires_grad_(False), dtype)
         inputs += [*teacher.parameters(), *teacher.buffers()]
     loss_of_samples = loss_with_teacher(objective, teacher)
+    if drops_tokens:
+        loss_of_samples = TokenDropping(spec, seed=0, steps=1).loss_at(1, loss_of_samples)
     inputs += [tensor for tensor in randomness if tensor is not None]
     recorder = StepRecorder(ignored=inputs)
     with recorder, DeviceKernels(kernels), _marked(blocks, recorder):
