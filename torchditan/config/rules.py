@@ -89,8 +89,8 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be 0 or more and below 1",
         lambda value: 0 <= value < 1,
-        "model.token_dropping diffusion.contrastive_weight optimizer.beta1 optimizer.beta2 optimizer.momentum ema.decay "
-        "autotune.memory_margin",
+        "model.token_dropping diffusion.contrastive_weight optimizer.beta1 optimizer.beta2 optimizer.momentum "
+        "ema.decay autotune.memory_margin",
     ),
     (
         "must be 0 or more and below 2^63",
