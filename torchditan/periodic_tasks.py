@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchditan.checkpoint.run_checkpoints import RunCheckpoints
-from torchditan.diffusion.objectives import Loss, Objective
+from torchditan.diffusion.objectives import Objective, loss_at_uniform_timesteps, validation_loss
 from torchditan.distributed.process_group import max_over_ranks, sum_over_ranks
 from torchditan.evaluation.generate import generate
 from torchditan.evaluation.sample_grids import Grids
@@ -56,8 +56,7 @@ class PeriodicTasks:
         model: nn.Module,
         ema: EMA | None,
         objective: Objective,
-        loss: Loss,
-        uniform_loss: Loss,
+        teacher: nn.Module | None,
         guard: DivergenceGuard,
         scaler: LossScaler | None,
         logger: MetricsLogger,
@@ -70,8 +69,9 @@ class PeriodicTasks:
         self.model = model
         self.ema = ema
         self.objective = objective
-        self.loss = loss
-        self.uniform_loss = uniform_loss if job.config.validation.by_timestep else None
+        self.loss = validation_loss(job.config.diffusion, job.spec, teacher)
+        by_timestep = loss_at_uniform_timesteps(job.config.diffusion, job.spec, teacher)
+        self.uniform_loss = by_timestep if job.config.validation.by_timestep else None
         self.guard = guard
         self.scaler = scaler
         self.logger = logger

@@ -25,7 +25,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import to_dict
 from torchditan.config.trajectory import trajectory
 from torchditan.data_stream.datasets import Batch
-from torchditan.diffusion.objectives import build_objective, loss_at_uniform_timesteps, loss_with_teacher
+from torchditan.diffusion.objectives import build_objective, loss_with_teacher
 from torchditan.distributed.process_group import raise_on_all_ranks
 from torchditan.job import announcements
 from torchditan.job.build import (
@@ -147,8 +147,7 @@ class Trainer:
             model=self.model,
             ema=self.ema,
             objective=self.objective,
-            loss=self.loss,
-            uniform_loss=loss_at_uniform_timesteps(config.diffusion, job.spec, self.teacher),
+            teacher=self.teacher,
             guard=self.guard,
             scaler=self.scaler,
             logger=self.logger,

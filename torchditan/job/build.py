@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import GroupedDataset, SequentialDataset
 from torchditan.data_stream.loader import TrainingStream
+from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.host_memory import keep_freed_memory
 from torchditan.distributed.parallelize import CompileOptions, parallelize
 from torchditan.distributed.process_group import init_process_group
@@ -150,6 +151,7 @@ def build_stream(job: Job) -> TrainingStream | SequentialStream:
         "pin_memory": job.device.type == "cuda",
         "sample_shape": job.space.sample_shape,
         "posterior": job.space.draws_posterior,
+        "alignment": job.config.diffusion.self_alignment > 0,
     }
     if options.streaming:
         from torchditan.data_stream.streamed import SequentialStream
@@ -182,7 +184,7 @@ def build_logger(job: Job, model: nn.Module, progress: Progress) -> MetricsLogge
         job.run_directory,
         world_size=job.rank.world_size,
         device=job.device,
-        flops_per_image=count_model_flops(job.spec).total + optimizer / job.plan.global_batch_size,
+        flops_per_image=_count_flops(job) + optimizer / job.plan.global_batch_size,
         peak_flops=_peak_flops(job.device),
         total_steps=job.config.training.steps,
         tokens_per_image=job.spec.num_tokens,
@@ -190,6 +192,16 @@ def build_logger(job: Job, model: nn.Module, progress: Progress) -> MetricsLogge
         images_seen=progress.images_seen,
         elapsed_s=progress.elapsed_s,
     )
+
+
+def _count_flops(job: Job) -> int:
+    """FLOPs of the loss of one sample, forward and backward. Only an objective that looks inside adds some."""
+    objective = build_objective(job.config.diffusion, job.spec)
+    if not objective.features and not objective.uses_teacher:
+        return count_model_flops(job.spec).total
+    from torchditan.diffusion.loss_flops import count_loss_flops
+
+    return count_loss_flops(objective, job.spec).total
 
 
 def _peak_flops(device: torch.device) -> float | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
@@ -79,8 +80,14 @@ class LinearCounter(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_model_flops(spec: ModelSpec) -> ModelFlops:
-    """Count the training step of one sample. Computes nothing: seconds even for 7B parameters."""
+def count_model_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor] | None = None) -> ModelFlops:
+    """Count the training step of one sample. Computes nothing: seconds even for 7B parameters.
+
+    Args:
+        spec: the model.
+        loss: all that a step computes with the model, on the meta device. None: the prediction, which is all but a few
+            operations, unless the objective reads features or calls a teacher.
+    """
     # Imported here because the import is slow and only needed once.
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -91,9 +98,9 @@ def count_model_flops(spec: ModelSpec) -> ModelFlops:
         linears = LinearCounter(apart=of_condition)
         x_t, t, cond = spec.example_inputs(batch_size=1)
         with forward, linears:
-            prediction = model(x_t, t, cond)
+            result = model(x_t, t, cond) if loss is None else loss(model)
         with backward:
-            prediction.sum().backward()
+            result.sum().backward()
 
     tokens, condition_tokens = spec.num_tokens, spec.num_condition_tokens
     per_image = linears.flops_by_rows[1]

@@ -26,7 +26,8 @@ from torch import nn
 from torchditan.config.errors import option_error
 from torchditan.config.options import Config, Diffusion, flatten
 from torchditan.config.rules import validate
-from torchditan.diffusion.objectives import build_objective
+from torchditan.diffusion.loss_flops import count_loss_flops
+from torchditan.diffusion.objectives import build_objective, training_spec
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.finetune.resolutions import latent_channels
@@ -403,6 +404,8 @@ class TracedModel:
 
     @functools.cached_property
     def flops_per_image(self) -> int:
+        if self.objective.features or self.objective.uses_teacher:
+            return count_loss_flops(self.objective, self.spec).total
         return count_model_flops(self.spec).total
 
     def batch_bytes(self, batch_size: int) -> float:
@@ -446,4 +449,5 @@ def _traced_model(
 
     config = from_dict(json.loads(sections))
     spec = model_spec_of(config, sample_shape=sample_shape, num_classes=num_classes)
+    spec = training_spec(config.diffusion, spec)
     return TracedModel(spec, dtype, kernels, config.diffusion)
