@@ -111,12 +111,14 @@ def test_a_killed_run_resumes_to_the_bit(compiled: bool, tmp_path: Path, train: 
         assert not torch.equal(first[name], expected[name]), name
 
 
-def test_validation_compares_with_runs_that_do_not_align(tmp_path: Path, train: Train) -> None:
+def test_runs_that_align_and_others_compare_in_validation_and_flops(tmp_path: Path, train: Train) -> None:
     flags = ["--training.steps=1", "--validation.freq=1", "--validation.num_images=8", "--optimizer.lr=0"]
     train("aligned", ALIGNED, *flags)
     train("plain", *flags)
     ((aligned,), (plain,)) = (read_metrics(tmp_path / name) for name in ("aligned", "plain"))
     assert aligned["loss"] > plain["loss"] + 0.1
+    per_image = [record["tflops_per_device"] / record["images_per_second"] for record in (aligned, plain)]
+    assert per_image[0] > 1.3 * per_image[1]  # a third of forward and backward, and the head
     validated = [key for key in plain if key.startswith("validation_loss")]
     assert len(validated) > 1 and {key: aligned[key] for key in validated} == {key: plain[key] for key in validated}
 
