@@ -124,11 +124,14 @@ def test_runs_that_align_and_others_compare_in_validation_and_flops(tmp_path: Pa
 
 
 def test_the_weights_go_everywhere_without_the_head(tmp_path: Path, train: Train, run_script: RunScript) -> None:
-    train("aligned", ALIGNED, "--training.steps=2", "--checkpoint.enable_checkpoint")
+    averages = ["--ema.post_hoc_widths=0.05,0.1", "--ema.post_hoc_interval=1"]
+    train("aligned", ALIGNED, "--training.steps=2", "--checkpoint.enable_checkpoint", *averages)
     train("plain", "--training.steps=1", "--checkpoint.enable_checkpoint")
     assert run_script("scripts/generate.py", "aligned", "--classes=1", "--sampling.num_steps=2").code == 0
     assert run_script("scripts/convert_checkpoint.py", "export", "aligned", "w.safetensors").code == 0
     assert run_script("scripts/convert_checkpoint.py", "import", "w.safetensors", "imported").code == 0
+    outcome = run_script("scripts/reconstruct_ema.py", "aligned", "--width=0.075")
+    assert outcome.code == 0, outcome.err
     stored = read_state(tmp_path / "aligned/checkpoint/step-00000002", "ema.")
     model = torchditan.load("imported").model
     expected = {name: value for name, value in stored.items() if not name.startswith("ema.alignment_head.")}

@@ -50,6 +50,12 @@ def required_names(model: nn.Module, *, only_trained: bool = False) -> set[str]:
     return {name for name in saved_parameters(model, only_trained=only_trained) if not name.startswith(TRAINING_ONLY)}
 
 
+def keys_under(prefix: str, entries: Iterable[str]) -> dict[str, str]:
+    """Name of each weight -> its key, for the keys that start with `prefix`. Weights for training only are left out."""
+    keys = {key.removeprefix(prefix): key for key in entries if key.startswith(prefix)}
+    return {name: key for name, key in keys.items() if not name.startswith(TRAINING_ONLY)}
+
+
 def checkpoint_keys(entries: Iterable[str], *, ema: bool) -> dict[str, str]:
     """Name of each weight in the model -> its key in a checkpoint; {} if the checkpoint lacks these weights.
 
@@ -57,14 +63,7 @@ def checkpoint_keys(entries: Iterable[str], *, ema: bool) -> dict[str, str]:
         entries: all keys of the checkpoint.
         ema: averaged weights instead of raw ones.
     """
-    raw, averaged = (
-        {
-            key.removeprefix(prefix): key
-            for key in entries
-            if key.startswith(prefix) and not key.startswith(prefix + TRAINING_ONLY)
-        }
-        for prefix in ("model.", "ema.")
-    )
+    raw, averaged = (keys_under(prefix, entries) for prefix in ("model.", "ema."))
     if not ema:
         return raw
     return {**raw, **averaged} if averaged else {}
