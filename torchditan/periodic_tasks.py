@@ -70,8 +70,8 @@ class PeriodicTasks:
         self.ema = ema
         self.objective = objective
         self.loss = validation_loss(job.config.diffusion, job.spec, teacher)
-        by_timestep = loss_at_uniform_timesteps(job.config.diffusion, job.spec, teacher)
-        self.uniform_loss = by_timestep if job.config.validation.by_timestep else None
+        uniform_loss = loss_at_uniform_timesteps(job.config.diffusion, job.spec, teacher)
+        self.uniform_loss = uniform_loss if job.config.validation.by_timestep else None
         self.guard = guard
         self.scaler = scaler
         self.logger = logger

@@ -512,7 +512,6 @@ def test_the_guidance_interval_counts_t_1_as_data_although_the_model_counts_it_a
 @pytest.mark.parametrize(
     ("flags", "about", "right"),
     [
-        ("--diffusion.prediction=x --diffusion.objective=flow_matching", 'diffusion.prediction = "x"', "must be v"),
         ("--diffusion.noise_schedule=cosine --diffusion.objective=flow_matching", "diffusion.noise_schedule", "ddpm"),
         ("--sampling.sampler=ddim --diffusion.objective=flow_matching", 'sampling.sampler = "ddim"', "euler or heun"),
         ("--sampling.sampler=ancestral --diffusion.objective=flow_matching", "sampling.sampler", "euler or heun"),

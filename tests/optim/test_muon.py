@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 MUON = "--optimizer.name=Muon"
 FLOAT32 = "--optimizer.ns_dtype=float32"
+PUBLISHED = ["--model.name=flux", "--model.flavor=debugmodel"]
 SHAPES = [(12, 8), (8, 8), (8, 20), (12, 8), (12, 8), (6, 10)]
 """Parameters of the tests on several ranks: 4 ranks hold 3, 3, 3, 3 rows, or 2, 2, 2, 0."""
 
@@ -361,13 +362,10 @@ def test_offload_and_micro_batches_follow_the_curve_and_flops_count(train: Train
         (["--optimizer.adamw_lr=0.1"], "optimizer.adamw_lr = 0.1", ["optimizer.name", "Muon"]),
         ([MUON, "--optimizer.momentum=1"], "optimizer.momentum = 1.0", ["0", "1"]),
         ([MUON, "--optimizer.ns_steps=0"], "optimizer.ns_steps = 0", ["1"]),
-        ([MUON, "--optimizer.adamw_lr=0.1", "--optimizer.lr=0"], "optimizer.lr = 0", ["optimizer.adamw_lr"]),
-        ([MUON, "--model.name=flux", "--model.flavor=debugmodel"], 'optimizer.name = "Muon"', ["AdamW", "flux"]),
-        (
-            [MUON, "--model.name=flux", "--model.flavor=debugmodel", "--lora.rank=4"],
-            'optimizer.name = "Muon"',
-            ["AdamW8bit", "flux"],
-        ),
+        ([MUON, "--optimizer.adamw_lr=0.1", "--optimizer.lr=0"], "optimizer.adamw_lr = 0.1", ["optimizer.lr", "0"]),
+        ([MUON, "--optimizer.adjust_lr_fn=original"], 'optimizer.adjust_lr_fn = "original"', ["optimizer.adamw_lr"]),
+        ([MUON, *PUBLISHED], 'optimizer.name = "Muon"', ["AdamW", "AdamW8bit", "published model"]),
+        ([MUON, *PUBLISHED, "--lora.rank=4"], 'optimizer.name = "Muon"', ["AdamW", "AdamW8bit", "published model"]),
     ],
 )
 def test_what_it_cannot_do_is_refused(flags: list[str], about: str, mentions: Sequence[str]) -> None:
@@ -405,7 +403,7 @@ def compare_with_one_process(rank: int, world_size: int, folder: str) -> None:
             init_device_mesh("cpu", (world_size, 1), mesh_dim_names=names),  # DDP
             init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names),  # HSDP on 4 ranks
         ]
-        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-3)):
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-4)):
             for num_matrices in (1, 2):
                 options = {"ns_dtype": dtype, "num_matrices": num_matrices}
                 expected = trained(weights, None, **options)
@@ -421,7 +419,7 @@ def compare_with_one_process(rank: int, world_size: int, folder: str) -> None:
 @pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_sharded_update_is_the_whole_one(world_size: int, tmp_path: Path) -> None:
-    """In float32 within 1e-5 on identical gradients; in bfloat16 within the rounding of its products."""
+    """In float32 within 1e-5 on identical gradients; in bfloat16 within one rounding of the largest change, 0.04."""
     mp.start_processes(
         compare_with_one_process, args=(world_size, str(tmp_path)), nprocs=world_size, start_method="forkserver"
     )

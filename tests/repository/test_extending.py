@@ -342,7 +342,7 @@ def test_choices_follow_the_registry() -> None:
         load_config(["--diffusion.objective=x_predicton"])
     with pytest.raises(ConfigError, match=r"AdamW, AdamW8bit, Muon, PlainMuon; did you mean PlainMuon\?"):
         load_config(["--optimizer.name=plainmuon"])
-    with pytest.raises(ConfigError, match=r"must be one of dit, parallel; did you mean parallel\?"):
+    with pytest.raises(ConfigError, match=r"must be one of dit, value_residual, parallel; did you mean parallel\?"):
         load_config(["--model.block=paralel"])
 
 

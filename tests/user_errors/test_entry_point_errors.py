@@ -151,9 +151,9 @@ ROWS: list[tuple[str, str, list[str]]] = [
         ["auto", "integer"],
     ),
     (
-        "train --diffusion.prediction=epsilon",
-        'diffusion.prediction = "epsilon"',
-        ["flow matching", "v"],
+        "train --diffusion.prediction=epsilon --sampling.num_steps=1",
+        "sampling.num_steps = 1",
+        ["noise", "2"],
     ),
     (
         "train --diffusion.timestep_shift=0",

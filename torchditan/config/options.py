@@ -176,7 +176,11 @@ class Diffusion:
     objective: Annotated[str, OBJECTIVES] = "flow_matching"
     """flow_matching: x_t = (1 - t) noise + t x, velocity target. ddpm: 1000 noise levels (the DiT paper, sdxl)."""
     prediction: Literal["epsilon", "v", "x"] | None = None
-    """What the model predicts. Default: v for flow_matching, which has no other; epsilon (the noise) for ddpm."""
+    """What the model predicts. Default: v, the velocity, for flow_matching; epsilon, the noise, for ddpm."""
+    loss_weighting: Literal["none", "min_snr"] = "none"
+    """Weight of the training loss by noise level: none, or min_snr (Hang et al. 2023). Validation has no weights."""
+    min_snr_gamma: float = 5.0
+    """With min_snr: the squared error of x has weight min(SNR, gamma)."""
     noise_schedule: Literal["linear", "cosine", "scaled_linear"] | None = None
     """Noise levels of ddpm. Default: linear (0.0001 to 0.02), as DiT; scaled_linear for sdxl."""
     timestep_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
@@ -187,6 +191,8 @@ class Diffusion:
     """Standard deviation of logit(t)."""
     timestep_shift: float | None = None
     """Shift towards noise, t / (t + shift (1 - t)), also in sampling; 1 disables it. Default: the model's, or 1."""
+    timestep_shift_base: int | None = None
+    """Set timestep_shift to sqrt(values of a sample / base). 4096 is the base of RAE (Zheng et al. 2025)."""
     label_dropout: float = 0.1
     """Fraction of training samples whose label or caption is dropped, for classifier-free guidance."""
     embedded_guidance: float = 1.0
@@ -256,7 +262,7 @@ class Optimizer:
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     """Muon: factor of lr for a matrix, sqrt(max(1, rows / columns)) or 0.2 sqrt(max(rows, columns))."""
     adamw_lr: float | None = None
-    """Muon: peak learning rate of the AdamW part; by default lr, which suits match_rms_adamw."""
+    """Muon: peak learning rate of the AdamW part. Default with match_rms_adamw: lr. original needs it."""
     momentum: float = 0.95
     """Muon: decay rate of the momentum."""
     nesterov: bool = True

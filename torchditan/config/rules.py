@@ -32,7 +32,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         lambda value: value >= 1,
         "model.patch_size model.input_channels model.text_tokens model.text_width model.pooled_width "
         "autoencoder.downsampling dataset.prefetch_factor dataset.dummy_size "
-        "dataset.bucket_step dataset.num_frames "
+        "dataset.bucket_step dataset.num_frames diffusion.timestep_shift_base "
         "training.batch_size training.global_batch_size training.steps training.gc_freq "
         "training.data_parallel_replicate_degree "
         "checkpoint.interval ema.post_hoc_interval metrics.log_freq metrics.sample_batch_size sampling.num_steps "
@@ -59,7 +59,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "must be greater than 0",
         lambda value: value > 0,
         "model.rope_theta model.timestep_scale diffusion.logit_normal_std diffusion.timestep_shift "
-        "sampling.timestep_shift optimizer.eps autotune.memory_limit_gib lora.alpha",
+        "sampling.timestep_shift diffusion.min_snr_gamma optimizer.eps autotune.memory_limit_gib lora.alpha",
     ),
     (
         "must not be empty",
@@ -180,6 +180,11 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         "{name} does not embed a guidance scale; leave it out",
     ),
     (
+        lambda config: config.diffusion.loss_weighting == "none",
+        "diffusion.min_snr_gamma",
+        "has no effect without weights; set --diffusion.loss_weighting min_snr, or leave it out",
+    ),
+    (
         lambda config: config.checkpoint.initial_load_path is None,
         "checkpoint.initial_load_convention",
         "has no effect without checkpoint.initial_load_path; leave it out",
@@ -236,6 +241,11 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         "has no effect without diffusion.self_alignment; leave it out",
     ),
     (lambda config: config.optimizer.lr == 0, "optimizer.adamw_lr", "needs an optimizer.lr greater than 0"),
+    (
+        lambda config: config.optimizer.adamw_lr is None,
+        "optimizer.adjust_lr_fn",
+        "needs optimizer.adamw_lr, because a rate of Muon is too high for the weights that AdamW updates",
+    ),
 ]
 """(condition, options that must then keep their default, the message). The first match raises."""
 

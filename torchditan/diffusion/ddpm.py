@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -40,6 +40,7 @@ _NOT_READ = (
     "diffusion.timestep_sampling",
     "diffusion.logit_normal_mean",
     "diffusion.logit_normal_std",
+    "diffusion.timestep_shift_base",
     "sampling.timestep_shift",
 )
 _MIN_PROBABILITY = 1e-12  # of a bin, as in ADM: limits the loss where a prediction is far off
@@ -57,6 +58,8 @@ class DDPM(Objective):
     prediction: Literal["epsilon", "v", "x"]
     schedule: Schedule
     learn_sigma: bool
+    min_snr_gamma: float | None = field(default=None, kw_only=True)
+    """Of the weights of Hang et al. (2023, arXiv 2303.09556); None: no weights."""
 
     @classmethod
     def build(cls, config: Diffusion, spec: ModelSpec) -> DDPM:
@@ -66,6 +69,7 @@ class DDPM(Objective):
             prediction=config.prediction or "epsilon",
             schedule=config.noise_schedule or ("scaled_linear" if spec.name in FAMILIES else "linear"),
             learn_sigma=spec.learn_sigma,
+            min_snr_gamma=config.min_snr_gamma if config.loss_weighting == "min_snr" else None,
         )
 
     @classmethod
@@ -98,6 +102,9 @@ class DDPM(Objective):
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness) -> torch.Tensor:
         """Squared error of the prediction, averaged over the values of each sample: (B,) float32.
 
+        With min-SNR, times the weight of the level. The term of the variance has no weight, since its gradients do not
+        reach the prediction.
+
         With a learned variance, plus the term of the variational bound at the same level, in bits per value. It trains
         only the variance. 1000 times the mean term is the bound, so its weight of 0.001 in L_hybrid (equation 16 of
         Nichol and Dhariwal 2021) is 1 here.
@@ -117,6 +124,8 @@ class DDPM(Objective):
         prediction, fraction = self._split(model(a * x + s * noise, level / NUM_LEVELS, cond).float())
         error = prediction - self._target(x, noise, at)
         loss = error.square().flatten(1).mean(1)
+        if self.min_snr_gamma is not None:
+            loss = loss * min_snr_weight(at, prediction=self.prediction, gamma=self.min_snr_gamma).flatten()
         if fraction is None:
             return loss
         factors: dict[str, Any] = {"epsilon": s / a, "v": s, "x": -1}
@@ -188,6 +197,15 @@ class DDPM(Objective):
         if self.prediction == "v":
             return a * x - s * prediction, s * x + a * prediction
         return prediction, (x - a * prediction) / s
+
+
+def min_snr_weight(at: Levels, *, prediction: Literal["epsilon", "v", "x"], gamma: float) -> torch.Tensor:
+    """Weight of a prediction's squared error: min(SNR, gamma) for x, / SNR for epsilon, / (SNR + 1) for v."""
+    snr = (at.signal / at.noise).square()
+    weight = snr.clamp(max=gamma)
+    if prediction == "x":
+        return weight
+    return weight / (snr if prediction == "epsilon" else snr + 1)
 
 
 def _log_variance(fraction: torch.Tensor, at: Levels) -> torch.Tensor:

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
 from torchditan.diffusion.objectives import Objective
-from torchditan.diffusion.samplers import Prediction, solve
+from torchditan.diffusion.samplers import Prediction, Velocity, solve
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.randomness import Randomness
 
@@ -22,14 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlowMatching(Objective):
-    """x_t = (1 - t) noise + t x; the model predicts the velocity dx_t/dt = x - noise.
+    """x_t = (1 - t) noise + t x; the model predicts the velocity dx_t/dt = x - noise, or x, or the noise (epsilon).
 
-    To train another prediction on the same path, override `target` and `velocity` in a subclass.
+    The loss is that of the velocity for each of them, optionally with min-SNR weights (diffusion/predictions.py). To
+    train another prediction on the same path, override `target` and `velocity` in a subclass.
     """
 
     conditioning: Conditioning
     timesteps: Timesteps
     label_dropout: float
+    prediction: Literal["epsilon", "v", "x"] = field(default="v", kw_only=True)
+    min_snr_gamma: float | None = field(default=None, kw_only=True)
+    """None: no weights."""
 
     @classmethod
     def build(cls, config: Diffusion, spec: ModelSpec) -> FlowMatching:
@@ -42,6 +46,8 @@ class FlowMatching(Objective):
                 shift=spec.timestep_shift if config.timestep_shift is None else config.timestep_shift,
             ),
             label_dropout=config.label_dropout,
+            prediction=config.prediction or "v",
+            min_snr_gamma=config.min_snr_gamma if config.loss_weighting == "min_snr" else None,
         )
 
     @classmethod
@@ -54,7 +60,9 @@ class FlowMatching(Objective):
         if model.name == "dit" and model.learn_sigma is None and model.preset == "official":
             yield "model.preset", f"learns sigma, and {right}"
         if config.diffusion.prediction not in (None, "v"):
-            yield "diffusion.prediction", "flow matching predicts the velocity; must be v"
+            from torchditan.diffusion.predictions import option_mistakes
+
+            yield from option_mistakes(config)
         if config.sampling.sampler not in ("euler", "heun"):
             yield "sampling.sampler", "applies only to ddpm; must be euler or heun"
         for option in ("diffusion.noise_schedule", "sampling.spacing", "sampling.clip_sample"):
@@ -63,17 +71,23 @@ class FlowMatching(Objective):
 
     def target(self, x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """The target of the model's prediction, for samples x (B, ...) and noise (B, ...)."""
-        return x - noise
+        if self.prediction == "epsilon":
+            return noise
+        return x if self.prediction == "x" else x - noise
 
     def velocity(self, prediction: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """dx_t/dt from a prediction of the model. The loss compares it and samplers integrate it.
+        """dx_t/dt from a prediction of the model, or from its target, in the loss. `field` is that of samplers.
 
         Args:
             prediction: (B, ...) float32, the model's output or its target.
             x_t: (B, ...) float32, the model's input.
             t: float32, broadcasts over x_t.
         """
-        return prediction
+        if self.prediction == "v":
+            return prediction
+        from torchditan.diffusion.predictions import velocity_of
+
+        return velocity_of(prediction, x_t, t, kind=self.prediction)
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness) -> torch.Tensor:
         """The `error` of the model's prediction for the `inputs`: (B,) float32."""
@@ -99,23 +113,37 @@ class FlowMatching(Objective):
         batch: dict[str, torch.Tensor],
         randomness: Randomness,
     ) -> torch.Tensor:
-        """|velocity(prediction) - velocity(target)|^2, averaged over the values of each sample: (B,) float32."""
-        t = wide(t, x_t)
-        velocity = self.velocity(self.target(batch["sample"], randomness.noise), x_t, t)
-        predicted = self.velocity(prediction.float(), x_t, t)
-        return (predicted - velocity).square().flatten(1).mean(1)
+        """|velocity(prediction) - velocity(target)|^2, averaged over the values of each sample: (B,) float32.
+
+        With min-SNR, times the weight at t.
+        """
+        t_wide = wide(t, x_t)
+        velocity = self.velocity(self.target(batch["sample"], randomness.noise), x_t, t_wide)
+        predicted = self.velocity(prediction.float(), x_t, t_wide)
+        loss = (predicted - velocity).square().flatten(1).mean(1)
+        if self.min_snr_gamma is None:
+            return loss
+        from torchditan.diffusion.predictions import min_snr_weight
+
+        return loss * min_snr_weight(t, kind=self.prediction, gamma=self.min_snr_gamma)
 
     def sample(self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling) -> torch.Tensor:
-        """Integrate `velocity` from t = 0 to t = 1."""
+        """Integrate the velocity from t = 0 to t = 1."""
         timesteps = self.timesteps.grid(sampling.num_steps, shift=sampling.timestep_shift)
+        return solve(self.field(predict, timesteps), noise, timesteps=timesteps, method=sampling.sampler)
 
-        def velocity(x: torch.Tensor, t: float) -> torch.Tensor:
-            return self.velocity(predict(x, t), x, torch.full((), t, device=x.device))
+    def field(self, predict: Prediction, timesteps: list[float]) -> Velocity:
+        """The velocity that samplers integrate through these timesteps."""
+        if self.prediction == "v":
+            return lambda x, t: self.velocity(predict(x, t), x, torch.full((), t, device=x.device))
+        from torchditan.diffusion.predictions import sampling_velocity
 
-        return solve(velocity, noise, timesteps=timesteps, method=sampling.sampler)
+        return sampling_velocity(predict, kind=self.prediction, timesteps=timesteps)
 
     def num_evaluations(self, sampling: Sampling) -> int:
-        return sampling.num_steps * (2 if sampling.sampler == "heun" else 1)
+        if sampling.sampler != "heun":
+            return sampling.num_steps
+        return 2 * sampling.num_steps - (self.prediction == "x")
 
 
 def wide(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -112,8 +112,9 @@ def training_spec(config: Diffusion, spec: ModelSpec) -> ModelSpec:
 
 
 def validation_loss(config: Diffusion, spec: ModelSpec, teacher: nn.Module | None) -> Loss:
-    """The loss without the terms that only help training, so that runs with and without them compare."""
-    return loss_with_teacher(build_objective(dataclasses.replace(config, self_alignment=0.0), spec), teacher)
+    """The loss without weighting and without terms that only help training, so that runs with other ones compare."""
+    plain = dataclasses.replace(config, loss_weighting="none", self_alignment=0.0)
+    return loss_with_teacher(build_objective(plain, spec), teacher)
 
 
 def loss_with_teacher(objective: Objective, teacher: nn.Module | None) -> Loss:
@@ -132,7 +133,7 @@ def sampler_with_noise(objective: Objective, step_noise: Callable[[int], torch.T
 
 
 def loss_at_uniform_timesteps(config: Diffusion, spec: ModelSpec, teacher: nn.Module | None) -> Loss:
-    """The loss of the same objective, with timesteps uniform in [0, 1] in place of the training distribution.
+    """The `validation_loss`, with timesteps uniform in [0, 1] in place of the training distribution.
 
     On the straight path, `randomness.timestep` is then t. The loss of a sample at a given t does not change.
     """

@@ -7,6 +7,7 @@ Configurations are frozen: `complete` returns a new one. Only this module comple
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,13 @@ import torch
 
 from torchditan.checkpoint.files import list_checkpoints, step_of
 from torchditan.config.errors import option_error
-from torchditan.config.options import Config, flatten
+from torchditan.config.options import Config, Diffusion, flatten
 from torchditan.config.rules import has_effect
 from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree
 from torchditan.data_stream.datasets import ImageDataset, StandInDataset
 from torchditan.data_stream.order import BatchPlan
 from torchditan.diffusion.objectives import training_spec
+from torchditan.diffusion.timesteps import shift_of_dimension
 from torchditan.distributed.process_group import Rank
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
@@ -106,11 +108,28 @@ def complete(
     config = complete_batches(config, rank, tune_batch_size=tune_batch_size)
     spec = model_spec_of(config, sample_shape=space.sample_shape, num_classes=len(dataset.class_names))
     spec = training_spec(config.diffusion, spec)
-    config = config.fill_in({"diffusion.timestep_shift": spec.timestep_shift})
+    config = config.fill_in({"diffusion.timestep_shift": timestep_shift_of(config.diffusion, spec)})
     is_own_ddpm = config.diffusion.objective == "ddpm" and config.model.name not in FAMILIES
     if is_own_ddpm and config.autoencoder.name is None:  # pixels
         config = config.fill_in({"sampling.clip_sample": True})
     return config, spec
+
+
+def timestep_shift_of(config: Diffusion, spec: ModelSpec) -> float:
+    """The shift for these samples: that of `diffusion.timestep_shift_base`, or without one the model's.
+
+    Raises:
+        ConfigError: another `diffusion.timestep_shift` was set too.
+    """
+    base, given = config.timestep_shift_base, config.timestep_shift
+    if base is None:
+        return spec.timestep_shift
+    num_values = math.prod(spec.sample_shape)
+    shift = shift_of_dimension(num_values, base)
+    if given not in (None, shift):
+        right = f"timestep_shift_base {base} sets it to {shift:.6g} for {num_values} values; leave one of them out"
+        raise option_error("diffusion.timestep_shift", given, right)
+    return shift
 
 
 def complete_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape: tuple[int, ...]) -> Config:
