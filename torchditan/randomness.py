@@ -31,6 +31,8 @@ class Randomness(NamedTuple):
     """(B,) float32, uniform in [0, 1). The label is dropped if it is below the dropout rate."""
     posterior: torch.Tensor | None = None
     """(B, *sample_shape) float32, standard normal, if latents are drawn from their posterior."""
+    alignment: torch.Tensor | None = None
+    """(B,) float32, uniform in [0, 1), if the run aligns with itself (diffusion/alignment.py)."""
 
     def to(self, device: torch.device) -> Randomness:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -39,8 +41,7 @@ class Randomness(NamedTuple):
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Randomness:
-        posterior = None if self.posterior is None else function(self.posterior)
-        return Randomness(function(self.noise), function(self.timestep), function(self.label_dropout), posterior)
+        return Randomness(**{name: function(value) for name, value in self._asdict().items() if value is not None})
 
 
 @functools.lru_cache(maxsize=256)
@@ -154,7 +155,9 @@ def uniform(seed: int, purpose: str, index: Sequence[int] | np.ndarray) -> torch
     return torch.from_numpy((bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
 
 
-def draw(seed: int, index: Sequence[int], shape: Sequence[int], *, posterior: bool = False) -> Randomness:
+def draw(
+    seed: int, index: Sequence[int], shape: Sequence[int], *, posterior: bool = False, alignment: bool = False
+) -> Randomness:
     """Randomness of the training samples at these positions of the stream.
 
     Args:
@@ -162,10 +165,12 @@ def draw(seed: int, index: Sequence[int], shape: Sequence[int], *, posterior: bo
         index: B global positions.
         shape: shape of one sample as the model sees it, (C, H, W).
         posterior: also draw noise for the autoencoder's posterior.
+        alignment: also draw numbers for self-alignment.
     """
     return Randomness(
         noise=normal(seed, "noise", index, shape),
         timestep=uniform(seed, "timestep", index),
         label_dropout=uniform(seed, "label_dropout", index),
         posterior=normal(seed, "posterior", index, shape) if posterior else None,
+        alignment=uniform(seed, "alignment", index) if alignment else None,
     )

@@ -18,6 +18,9 @@ OBJECTIVES = {
 }
 """`diffusion.objective`: classes that follow `torchditan.diffusion.objectives.Objective`."""
 
+SELF_ALIGNMENT = "torchditan.diffusion.alignment:SelfAlignment"
+"""The wrapper of the objective for `diffusion.self_alignment`."""
+
 BLOCKS = {
     "dit": "torchditan.models.dit:DiTBlock",
     "value_residual": "torchditan.models.value_residual:ValueResidualBlock",

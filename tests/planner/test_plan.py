@@ -29,6 +29,8 @@ from torchditan.ablation.grid import as_flags
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Model, flatten
 from torchditan.diffusion.flow_matching import FlowMatching
+from torchditan.diffusion.loss_flops import count_loss_flops
+from torchditan.diffusion.objectives import build_objective, training_spec
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.finetune.resolutions import published_options
 from torchditan.models import ModelSpec, build_model_spec, model_spec_of
@@ -88,12 +90,15 @@ def looks_inside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TEACHER = "--diffusion.objective=looks_inside"
+ALIGNED = "--diffusion.self_alignment=0.5"
 
 CELLS: dict[int, dict[str, list[str]]] = {
     1: {
         "plain": [],
         "teacher": [TEACHER],
         "teacher full": [TEACHER, FULL],
+        "self-alignment": [ALIGNED],
+        "self-alignment full": [ALIGNED, FULL],
         "full": [FULL],
         "every second block": [EVERY_SECOND],
         "op": OP,
@@ -135,6 +140,7 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "FSDP": [],
         "FSDP teacher": [TEACHER],
         "FSDP teacher full": [TEACHER, FULL],
+        "FSDP self-alignment": [ALIGNED],
         "DDP teacher": [TEACHER, f"{REPLICATE}=2"],
         "FSDP full": [FULL],
         "FSDP official": OFFICIAL,
@@ -168,7 +174,8 @@ def config_of(*flags: str) -> Config:
 def spec_of(config: Config) -> ModelSpec:
     frames = () if config.dataset.num_frames is None else (config.dataset.num_frames,)
     sample_shape = (config.model.input_channels or 0, *frames, *(config.dataset.image_size or ()))
-    return model_spec_of(config, sample_shape=sample_shape, num_classes=config.dataset.num_classes or 0)
+    spec = model_spec_of(config, sample_shape=sample_shape, num_classes=config.dataset.num_classes or 0)
+    return training_spec(config.diffusion, spec)
 
 
 class Census(TorchDispatchMode):
@@ -205,7 +212,7 @@ def num_bytes(tensors: Any) -> int:
 
 def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     """What the trainer builds and does in a step; state of this rank, and its peak in the second step."""
-    from torchditan.diffusion.objectives import build_objective, loss_with_teacher
+    from torchditan.diffusion.objectives import loss_with_teacher
     from torchditan.distributed.parallel_dims import ParallelDims
     from torchditan.distributed.parallelize import parallelize
     from torchditan.optim.divergence import DivergenceGuard
@@ -253,7 +260,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     batch = {"sample": sample, "index": torch.zeros(batch_size, dtype=torch.int64)}
     for name, (shape, dtype) in spec.conditioning.tensors.items():
         batch[name] = torch.ones(batch_size, *shape, dtype=dtype)
-    randomness = draw(0, range(batch_size), spec.sample_shape)
+    randomness = draw(0, range(batch_size), spec.sample_shape, alignment=config.diffusion.self_alignment > 0)
     gradients = 0
 
     def step(number: int) -> None:
@@ -477,6 +484,10 @@ def test_flops_and_mfu_are_those_of_the_run() -> None:
     config = config_of()
     plan = plan_run(config, device="h100", num_devices=2)
     assert plan.flops_per_image == count_model_flops(spec_of(config)).total
+    aligned = config_of(ALIGNED)
+    spec = spec_of(aligned)
+    counted = count_loss_flops(build_objective(aligned.diffusion, spec), spec).total
+    assert plan_run(aligned, device="h100", num_devices=2).flops_per_image == counted > plan.flops_per_image
     images_per_second_per_device = plan.images_per_second / 2  # type: ignore[operator]
     assert plan.mfu == pytest.approx(100 * images_per_second_per_device * plan.flops_per_image / 989e12)
 

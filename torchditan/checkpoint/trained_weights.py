@@ -11,7 +11,7 @@ from torch import nn
 from torchditan.checkpoint.files import CheckpointReader, DamagedCheckpointError, list_checkpoints, step_of, verify
 from torchditan.checkpoint.loading import detached, load_safely
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.models.saved_weights import checkpoint_keys, saved_parameters, saved_weights
+from torchditan.models.saved_weights import checkpoint_keys, required_names, saved_weights
 
 
 def find_checkpoint(folder: Path, step: int | None) -> Path:
@@ -51,7 +51,8 @@ def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool, only_trained:
     Raises:
         ConfigError: the checkpoint lacks these weights, or they do not match the model.
     """
-    weights, required = (listed(model, only_trained=only_trained) for listed in (saved_weights, saved_parameters))
+    weights = saved_weights(model, only_trained=only_trained)
+    required = required_names(model, only_trained=only_trained)
     try:
         reader = CheckpointReader(checkpoint)
         keys = checkpoint_keys(reader.read_metadata().state_dict_metadata, ema=ema)

@@ -203,6 +203,12 @@ class Diffusion:
     """Guidance scale during training, for models that embed it (FLUX.1-dev, HunyuanVideo)."""
     contrastive_weight: float = 0.0
     """Weight of contrastive flow matching, away from the velocity of another sample; 0.05 in the paper, 0 disables."""
+    self_alignment: float = 0.0
+    """Weight of self-alignment (SRA): the EMA model teaches an early block. 0 disables it; its authors suggest 0.5."""
+    self_alignment_blocks: list[int] = field(default_factory=list)
+    """Blocks of the model and of the teacher, from 1. Default: after 2/7 and 5/7 of the depth, 8,20 of XL's 28."""
+    self_alignment_gap: float = 0.2
+    """Largest difference between the teacher's t, which is cleaner, and the model's."""
 
     @property
     def batch_multiple(self) -> int:

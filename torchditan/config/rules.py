@@ -6,6 +6,7 @@ Families of published models and objectives define their own rules; their files 
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter
 from pathlib import PurePath
@@ -13,7 +14,7 @@ from typing import Any
 
 from torchditan.config.errors import did_you_mean, option_error
 from torchditan.config.options import FLAVOR_NAMES, Config, flatten
-from torchditan.registry import FAMILIES, METRICS, OBJECTIVES, registered
+from torchditan.registry import FAMILIES, METRICS, OBJECTIVES, SELF_ALIGNMENT, registered
 
 
 def _is_inner_folder(name: str) -> bool:
@@ -51,7 +52,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "dataset.num_classes dataset.num_workers dataset.shuffle_tags dataset.held_out training.max_norm optimizer.lr "
         "optimizer.weight_decay optimizer.adamw_lr "
         "lr_scheduler.warmup_steps checkpoint.keep_latest_k metrics.sample_freq sampling.guidance_scale lora.rank "
-        "diffusion.embedded_guidance sampling.embedded_guidance "
+        "diffusion.embedded_guidance diffusion.self_alignment sampling.embedded_guidance "
         "validation.freq evaluation.freq evaluation.seed comm.trace_buf_size",
     ),
     (
@@ -83,8 +84,8 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be between 0 and 1",
         lambda value: 0 <= value <= 1,
-        "diffusion.label_dropout lr_scheduler.decay_ratio lr_scheduler.min_lr_factor activation_checkpoint.fraction "
-        "training.dense_ratio",
+        "diffusion.label_dropout diffusion.self_alignment_gap training.dense_ratio "
+        "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor activation_checkpoint.fraction",
     ),
     (
         "must be 0 or more and below 1",
@@ -240,6 +241,11 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         "optimizer.name",
         "knows the matrices of our own blocks only; must be AdamW or AdamW8bit for a published model",
     ),
+    (
+        lambda config: not config.diffusion.self_alignment,
+        "diffusion.self_alignment_blocks diffusion.self_alignment_gap",
+        "has no effect without diffusion.self_alignment; leave it out",
+    ),
     (lambda config: config.optimizer.lr == 0, "optimizer.adamw_lr", "needs an optimizer.lr greater than 0"),
     (
         lambda config: config.optimizer.adamw_lr is None,
@@ -361,6 +367,8 @@ def _validate_objective(config: Config) -> None:
         right = f"{config.diffusion.objective} uses the EMA model as its teacher; must be true"
         raise option_error("ema.enable", False, right)
     _raise_first(config, objective.option_mistakes(config, changed))
+    if config.diffusion.self_alignment:
+        _raise_first(config, pkgutil.resolve_name(SELF_ALIGNMENT).mistakes(config, objective))
 
 
 def _raise_first(config: Config, mistakes: Iterable[tuple[str, str]]) -> None:

@@ -57,6 +57,7 @@ class CollateAndDraw:
     sample_shape: tuple[int, ...] | None
     """(C, H, W) of the model's input; of latents, if the device encodes pixels. None: the batch's shape."""
     posterior: bool
+    alignment: bool
     collate: Collate
 
     def __call__(
@@ -66,7 +67,8 @@ class CollateAndDraw:
         if isinstance(batch, ConfigError):
             return batch
         shape = self.sample_shape or batch["sample"].shape[1:]
-        return batch, draw(self.seed, batch["index"].tolist(), shape, posterior=self.posterior)
+        index = batch["index"].tolist()
+        return batch, draw(self.seed, index, shape, posterior=self.posterior, alignment=self.alignment)
 
 
 class TrainingStream:
@@ -86,6 +88,7 @@ class TrainingStream:
         pin_memory: bool,
         sample_shape: tuple[int, ...] | None = None,
         posterior: bool = False,
+        alignment: bool = False,
         bucket_order: BucketOrder = "epochs",
     ) -> None:
         flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
@@ -106,7 +109,7 @@ class TrainingStream:
                 raise option_error("dataset.aspect_buckets", True, right)
             noise_shape = None
         self.loader_options: dict[str, Any] = {
-            "collate_fn": CollateAndDraw(seed, noise_shape, posterior, Collate(labelled=num_classes > 0)),
+            "collate_fn": CollateAndDraw(seed, noise_shape, posterior, alignment, Collate(labelled=num_classes > 0)),
             "num_workers": num_workers,
             "prefetch_factor": prefetch_factor if num_workers else None,
             "pin_memory": pin_memory,

@@ -37,12 +37,14 @@ class SequentialStream:
         pin_memory: bool,
         sample_shape: tuple[int, ...] | None = None,
         posterior: bool = False,
+        alignment: bool = False,
     ) -> None:
         self.dataset = dataset
         self.plan = plan
         self.seed = seed
         self.sample_shape = sample_shape or dataset.sample_shape
         self.posterior = posterior
+        self.alignment = alignment
         self.flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
         self.collate = Collate(labelled=num_classes > 0)
         self.num_workers = num_workers
@@ -115,7 +117,8 @@ class SequentialStream:
 
     def _draw(self, positions: list[int]) -> tuple[torch.Tensor, Randomness]:
         index = torch.tensor(positions, dtype=torch.int64)
-        randomness = draw(self.seed, positions, self.sample_shape, posterior=self.posterior)
+        drawn = {"posterior": self.posterior, "alignment": self.alignment}
+        randomness = draw(self.seed, positions, self.sample_shape, **drawn)
         return (index.pin_memory(), randomness.pin_memory()) if self.pin_memory else (index, randomness)
 
     def _with_position(self, batch: Batch, index: torch.Tensor) -> Batch:

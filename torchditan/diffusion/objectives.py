@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from torchditan.config.errors import option_error
-from torchditan.registry import OBJECTIVES, registered
+from torchditan.registry import OBJECTIVES, SELF_ALIGNMENT, registered
 
 if TYPE_CHECKING:
     from torchditan.config.options import Config, Diffusion, Sampling
@@ -96,6 +97,8 @@ def build_objective(config: Diffusion, spec: ModelSpec) -> Objective:
         ConfigError: the objective requests features that the model does not have.
     """
     objective: Objective = registered(OBJECTIVES, config.objective).build(config, spec)
+    if config.self_alignment and "alignment_head" in spec.features:
+        objective = pkgutil.resolve_name(SELF_ALIGNMENT).around(objective, config, spec)
     if unknown := [name for name in objective.features if name not in spec.features]:
         known = f"has {spec.features[0]} to {spec.features[-1]}" if spec.features else "has none"
         if spec.token_dropping:
@@ -105,10 +108,15 @@ def build_objective(config: Diffusion, spec: ModelSpec) -> Objective:
     return objective
 
 
+def training_spec(config: Diffusion, spec: ModelSpec) -> ModelSpec:
+    """The model with the parts that only training needs, without which `build_objective` gives the plain objective."""
+    return pkgutil.resolve_name(SELF_ALIGNMENT).training_spec(config, spec) if config.self_alignment else spec
+
+
 def validation_loss(config: Diffusion, spec: ModelSpec, teacher: nn.Module | None) -> Loss:
-    """The loss without `diffusion.loss_weighting`, so that runs with different weights are comparable."""
-    unweighted = dataclasses.replace(config, loss_weighting="none")
-    return loss_with_teacher(build_objective(unweighted, spec), teacher)
+    """The loss without weighting and without terms that only help training, so that runs with other ones compare."""
+    plain = dataclasses.replace(config, loss_weighting="none", self_alignment=0.0)
+    return loss_with_teacher(build_objective(plain, spec), teacher)
 
 
 def loss_with_teacher(objective: Objective, teacher: nn.Module | None) -> Loss:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import GroupedDataset, SequentialDataset
 from torchditan.data_stream.loader import TrainingStream
+from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.host_memory import keep_freed_memory
 from torchditan.distributed.parallelize import CompileOptions, parallelize
 from torchditan.distributed.process_group import init_process_group
@@ -161,6 +162,7 @@ def build_stream(job: Job) -> TrainingStream | SequentialStream:
         "pin_memory": job.device.type == "cuda",
         "sample_shape": job.space.sample_shape,
         "posterior": job.space.draws_posterior,
+        "alignment": job.config.diffusion.self_alignment > 0,
     }
     if options.streaming:
         from torchditan.data_stream.streamed import SequentialStream
@@ -188,11 +190,11 @@ def build_logger(job: Job, model: nn.Module, progress: Progress, dropping: Token
     """The logger of a run at position `progress`. FLOPs of the optimizer (Muon's) count as those of training."""
     trained = [(name, tuple(weight.shape)) for name, weight in model.named_parameters() if weight.requires_grad]
     optimizer = optimizer_flops(job.config.optimizer, trained) / job.plan.global_batch_size
-    dense_flops = count_model_flops(job.spec).total + optimizer
+    dense_flops = _count_flops(job) + optimizer
     flops_per_image: float | Callable[[int, int], float] = dense_flops
     if dropping is not None:
-        flops = count_model_flops(job.spec, num_kept_tokens=dropping.num_kept).total + optimizer
-        flops_per_image = partial(dropping.mean_over_steps, flops, dense_flops)
+        saved = count_model_flops(job.spec).total - count_model_flops(job.spec, num_kept_tokens=dropping.num_kept).total
+        flops_per_image = partial(dropping.mean_over_steps, dense_flops - saved, dense_flops)
     return MetricsLogger(
         job.config.metrics,
         job.run_directory,
@@ -206,6 +208,16 @@ def build_logger(job: Job, model: nn.Module, progress: Progress, dropping: Token
         images_seen=progress.images_seen,
         elapsed_s=progress.elapsed_s,
     )
+
+
+def _count_flops(job: Job) -> int:
+    """FLOPs of the loss of one sample, forward and backward. Only an objective that looks inside adds some."""
+    objective = build_objective(job.config.diffusion, job.spec)
+    if not objective.features and not objective.uses_teacher:
+        return count_model_flops(job.spec).total
+    from torchditan.diffusion.loss_flops import count_loss_flops
+
+    return count_loss_flops(objective, job.spec).total
 
 
 def _peak_flops(device: torch.device) -> float | None:

@@ -22,6 +22,7 @@ from torchditan.config.rules import has_effect
 from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree
 from torchditan.data_stream.datasets import ImageDataset, StandInDataset
 from torchditan.data_stream.order import BatchPlan
+from torchditan.diffusion.objectives import training_spec
 from torchditan.diffusion.timesteps import shift_of_dimension
 from torchditan.distributed.process_group import Rank
 from torchditan.latents.sample_space import SampleSpace
@@ -106,6 +107,7 @@ def complete(
         check_steps(config, run)
     config = complete_batches(config, rank, tune_batch_size=tune_batch_size)
     spec = model_spec_of(config, sample_shape=space.sample_shape, num_classes=len(dataset.class_names))
+    spec = training_spec(config.diffusion, spec)
     config = config.fill_in({"diffusion.timestep_shift": timestep_shift_of(config.diffusion, spec)})
     is_own_ddpm = config.diffusion.objective == "ddpm" and config.model.name not in FAMILIES
     if is_own_ddpm and config.autoencoder.name is None:  # pixels

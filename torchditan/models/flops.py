@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
@@ -79,12 +80,17 @@ class LinearCounter(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_model_flops(spec: ModelSpec, *, num_kept_tokens: int | None = None) -> ModelFlops:
+def count_model_flops(
+    spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor] | None = None, *, num_kept_tokens: int | None = None
+) -> ModelFlops:
     """Count the training step of one sample. Computes nothing: seconds even for 7B parameters.
 
     Args:
         spec: the model.
-        num_kept_tokens: of a model with token dropping, how many image tokens the middle blocks keep; None: all.
+        loss: all that a step computes with the model, on the meta device. None: the prediction, which is all but a few
+            operations, unless the objective reads features or calls a teacher.
+        num_kept_tokens: of a model with token dropping, how many image tokens the middle blocks keep in its prediction;
+            None: all.
     """
     # Imported here because the import is slow and only needed once.
     from torch.utils.flop_counter import FlopCounterMode
@@ -98,9 +104,9 @@ def count_model_flops(spec: ModelSpec, *, num_kept_tokens: int | None = None) ->
         if num_kept_tokens is not None:
             cond["kept_tokens"] = torch.zeros(1, num_kept_tokens, dtype=torch.int64)
         with forward, linears:
-            prediction = model(x_t, t, cond)
+            result = model(x_t, t, cond) if loss is None else loss(model)
         with backward:
-            prediction.sum().backward()
+            result.sum().backward()
 
     tokens, condition_tokens = spec.num_tokens, spec.num_condition_tokens
     per_image = linears.flops_by_rows[1]

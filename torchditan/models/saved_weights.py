@@ -5,7 +5,8 @@ Notable:
 - the list contains every parameter and every persistent buffer (SD3's position table), by its name in the bare model;
 - an average contains only the parameters, because training changes no buffer. To complete averaged weights, take the
   buffers that the same checkpoint stores with the raw weights;
-- older versions exported averaged weights without buffers: a model keeps its own buffers if none are stored.
+- older versions exported averaged weights without buffers: a model keeps its own buffers if none are stored;
+- weights that only training uses are in checkpoints and averages, but are never exported or loaded elsewhere.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch
 from torch import nn
 
 from torchditan.models.initialization import WRAPPERS
+
+TRAINING_ONLY = "alignment_head."
+"""Start of the names of weights that only training uses (models/alignment_head.py)."""
 
 
 def saved_weights(model: nn.Module, *, only_trained: bool = False) -> dict[str, torch.Tensor]:
@@ -36,9 +40,20 @@ def saved_weights(model: nn.Module, *, only_trained: bool = False) -> dict[str, 
 
 
 def saved_parameters(model: nn.Module, *, only_trained: bool = False) -> dict[str, nn.Parameter]:
-    """The parameters of `saved_weights`: an average contains all of them, and stored weights must contain them."""
+    """The parameters of `saved_weights`: an average contains all of them."""
     saved = saved_weights(model, only_trained=only_trained)
     return {name: tensor for name, tensor in saved.items() if isinstance(tensor, nn.Parameter)}
+
+
+def required_names(model: nn.Module, *, only_trained: bool = False) -> set[str]:
+    """Names of the weights that a source of initial weights must contain."""
+    return {name for name in saved_parameters(model, only_trained=only_trained) if not name.startswith(TRAINING_ONLY)}
+
+
+def keys_under(prefix: str, entries: Iterable[str]) -> dict[str, str]:
+    """Name of each weight -> its key, for the keys that start with `prefix`. Weights for training only are left out."""
+    keys = {key.removeprefix(prefix): key for key in entries if key.startswith(prefix)}
+    return {name: key for name, key in keys.items() if not name.startswith(TRAINING_ONLY)}
 
 
 def checkpoint_keys(entries: Iterable[str], *, ema: bool) -> dict[str, str]:
@@ -48,9 +63,7 @@ def checkpoint_keys(entries: Iterable[str], *, ema: bool) -> dict[str, str]:
         entries: all keys of the checkpoint.
         ema: averaged weights instead of raw ones.
     """
-    raw, averaged = (
-        {key.removeprefix(prefix): key for key in entries if key.startswith(prefix)} for prefix in ("model.", "ema.")
-    )
+    raw, averaged = (keys_under(prefix, entries) for prefix in ("model.", "ema."))
     if not ema:
         return raw
     return {**raw, **averaged} if averaged else {}

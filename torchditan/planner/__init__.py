@@ -3,5 +3,5 @@
 
 plan.py combines the traced step (trace.py), memory.py and step_time.py.
 
-May import: config, diffusion, distributed, finetune, job, models, optim, randomness, registry, run, supervision.
+May import: config, diffusion, distributed, finetune, job, models, optim, registry, run, supervision.
 """

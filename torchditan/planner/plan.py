@@ -26,7 +26,8 @@ from torch import nn
 from torchditan.config.errors import option_error
 from torchditan.config.options import Config, Diffusion, flatten
 from torchditan.config.rules import validate
-from torchditan.diffusion.objectives import build_objective
+from torchditan.diffusion.loss_flops import count_loss_flops
+from torchditan.diffusion.objectives import build_objective, training_spec
 from torchditan.diffusion.token_dropping import num_kept_tokens
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallel_dims import ParallelDims
@@ -410,9 +411,14 @@ class TracedModel:
 
     @functools.cached_property
     def flops_per_image(self) -> int:
-        dropping = self.spec.token_dropping
-        num_kept = num_kept_tokens(self.spec.num_tokens, dropping=dropping) if dropping else None
-        return count_model_flops(self.spec, num_kept_tokens=num_kept).total
+        flops = count_model_flops(self.spec).total
+        saved = 0
+        if dropping := self.spec.token_dropping:
+            num_kept = num_kept_tokens(self.spec.num_tokens, dropping=dropping)
+            saved = flops - count_model_flops(self.spec, num_kept_tokens=num_kept).total
+        if self.objective.features or self.objective.uses_teacher:
+            flops = count_loss_flops(self.objective, self.spec).total
+        return flops - saved
 
     def batch_bytes(self, batch_size: int) -> float:
         """Bytes of samples and noise in float32, and of the condition. Other inputs are negligible."""
@@ -457,4 +463,5 @@ def _traced_model(
 
     config = from_dict(json.loads(sections))
     spec = model_spec_of(config, sample_shape=sample_shape, num_classes=num_classes)
+    spec = training_spec(config.diffusion, spec)
     return TracedModel(spec, dtype, kernels, config.diffusion)

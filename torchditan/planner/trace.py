@@ -28,12 +28,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torchditan.config.options import Diffusion
+from torchditan.diffusion.loss_flops import example_batch
 from torchditan.diffusion.objectives import build_objective, loss_with_teacher
 from torchditan.diffusion.token_dropping import TokenDropping
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.models.spec import ModelSpec
 from torchditan.planner.recorder import StepRecorder, list_tensors
-from torchditan.randomness import Randomness
 
 Kernels = Literal["cuda", "cpu"]
 Checkpointing = Literal["none", "full", "op"]
@@ -203,7 +203,7 @@ def _record(
     diffusion: Diffusion,
     drops_tokens: bool,
 ) -> StepRecorder:
-    batch, randomness = _example_batch(spec, batch_size)
+    batch, randomness = example_batch(spec, batch_size)
     for block in blocks:  # backward recomputes blocks with the mode below switched off
         block.forward = _with_kernels(kernels, block.forward)
     mode = "selective" if checkpointing == "op" else checkpointing
@@ -227,16 +227,6 @@ def _record(
         loss.backward()
         recorder.mark("end")
     return recorder
-
-
-def _example_batch(spec: ModelSpec, batch_size: int) -> tuple[dict[str, torch.Tensor], Randomness]:
-    """The tensors that the trainer has on the device at the start of the step."""
-    with torch.device("meta"):
-        sample = torch.empty(batch_size, *spec.sample_shape)
-        batch = {"sample": sample, "index": torch.empty(batch_size, dtype=torch.int64)}
-        for name, (shape, dtype) in spec.conditioning.tensors.items():
-            batch[name] = torch.empty(batch_size, *shape, dtype=dtype)
-        return batch, Randomness(torch.empty_like(sample), torch.empty(batch_size), torch.empty(batch_size))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torchditan.config.options import Config
 from torchditan.config.trajectory import differences
 from torchditan.distributed.process_group import raise_on_all_ranks
 from torchditan.models.initialization import fill
-from torchditan.models.saved_weights import saved_parameters, saved_weights
+from torchditan.models.saved_weights import required_names, saved_weights
 from torchditan.registry import FORMATS
 from torchditan.run.reading import similar_folder
 from torchditan.weights.exported import StoredWeights, describe_checkpoint, describe_file, find_weights
@@ -75,7 +75,8 @@ def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
         right = str(error).removeprefix(f"{Path(path)} ")
         raise option_error("checkpoint.initial_load_path", path, right) from None
     step = "" if stored.step is None else f", step {stored.step} ({stored.weights})"
-    return "; ".join([f"weights of {path}{step}", *differing])
+    fresh = ["a new alignment head"] if set(saved_weights(model)) > required_names(model) | set(stored.shapes) else []
+    return "; ".join([f"weights of {path}{step}", *fresh, *differing])
 
 
 def load_weights_file(model: nn.Module, path: Path) -> StoredWeights:
@@ -132,7 +133,7 @@ def refuse_unknown_convention(stored: StoredWeights, config: Config) -> None:
 
 def refuse_other_model(model: nn.Module, stored: StoredWeights, differing_options: list[str]) -> None:
     """Refuse weights whose names and shapes differ from the model's; only buffers may be missing."""
-    required = saved_parameters(model)
+    required = required_names(model)
     expected = {
         name: tuple(tensor.shape)
         for name, tensor in saved_weights(model).items()
@@ -166,7 +167,7 @@ def _model_options(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _fill_from_file(model: nn.Module, path: Path) -> None:
-    required = saved_parameters(model)
+    required = required_names(model)
     for name, tensor in saved_weights(model).items():
         # Reopened for each tensor: pages of a memory map that were read count as memory of the process.
         with open_file(path) as file:

@@ -29,6 +29,7 @@ from torchditan.checkpoint.post_hoc_ema import AVERAGES, snapshot_folder
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict, to_dict
 from torchditan.config.options import Config
+from torchditan.models.saved_weights import keys_under
 from torchditan.optim.power_ema import gamma_of_width
 from torchditan.run.reading import read_config
 from torchditan.run.training_progress import Progress
@@ -231,8 +232,7 @@ def _open(newest: Path, terms: Sequence[_Term]) -> tuple[dict[str, tuple[int, ..
         for key, entry in readers[newest].read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    averaged = f"{AVERAGES}.0."
-    parameters = {key.removeprefix(averaged): shape for key, shape in entries.items() if key.startswith(averaged)}
+    parameters = {name: entries[key] for name, key in keys_under(f"{AVERAGES}.0.", entries).items()}
     buffers = {key.removeprefix("model."): shape for key, shape in entries.items() if key.startswith("model.")}
 
     def read(name: str) -> Tensor:
