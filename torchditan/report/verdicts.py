@@ -44,6 +44,13 @@ NOT_MEASURED = "not measured on both sides"
 TRAINING_LOSS = Metric("loss_mean", "training loss", "", False, None)
 _CHANGE_THE_LOSS = ("diffusion.", "dataset.", "autoencoder.")
 """Sections that change what a loss measures, so that its values are not comparable."""
+_NOT_IN_VALIDATION = (
+    "diffusion.contrastive_weight",
+    "diffusion.loss_weighting",
+    "diffusion.min_snr_gamma",
+    "diffusion.self_alignment",
+)
+"""Options of these sections that change only the training loss."""
 
 
 class Tests(NamedTuple):
@@ -220,6 +227,8 @@ def _metrics(results: GridResults, figures: list[str] | None) -> list[Metric]:
 
 
 def _is_comparable(pair: Any, metric: Metric) -> bool:
+    if metric.column == "validation_loss" and pair.axis.startswith(_NOT_IN_VALIDATION):
+        return True
     return not (metric.column in ("validation_loss", TRAINING_LOSS.column) and pair.axis.startswith(_CHANGE_THE_LOSS))
 
 
