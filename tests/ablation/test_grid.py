@@ -117,6 +117,10 @@ def test_one_at_a_time_changes_one_axis_of_the_first_values(tmp_path: Path) -> N
     assert set(values[:5]) == {
         first, (True, *first[1:]), (False, "swiglu", "sincos"), (False, "gelu", "rope"), (False, "gelu", "rope_sincos")
     }  # fmt: skip
+    changes = sorted(run.name.partition("_p")[2].partition("_p")[2].partition("_")[2] for run in runs[:5])
+    names = ["mlp-swiglu_seed-0", "position-rope-sincos_seed-0", "position-rope_seed-0", "seed-0", "seed-0"]
+    assert changes == names, "names say what changes"
+    assert len({run.name for run in runs}) == 10
     assert 'one_at_a_time = "yes": must be true or false' in message_of(tmp_path, "one_at_a_time = 'yes'\n" + SMALL)
 
 

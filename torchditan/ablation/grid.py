@@ -48,6 +48,7 @@ SEED = "training.seed"
 """As an axis: runs that differ only in it are repetitions of one cell, not another setting."""
 STANDARD_AXES = (FLAVOR, PATCH_SIZE, BATCH_SIZE, PARALLEL, CHECKPOINTING, COMPILE, PRECISION)
 """Columns of every ledger, even if the grid does not vary them."""
+_ALWAYS_NAMED = (*STANDARD_AXES, SEED, MODEL, RESOLUTION, CHECKPOINT_FRACTION)
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"training.mixed_precision_param": "float32", "float8.enable_float8_linear": False},
@@ -202,7 +203,9 @@ class Grid:
             validate(config)
         except ConfigError as error:
             raise ConfigError(f"{self.name}, {_cell_name(cell)}: {error}") from None
-        return Run(name=run_name(axes), repeat=1, axes=axes, flags=flags, config=config)
+        named = _ALWAYS_NAMED if self.one_at_a_time else self.columns  # the names of ten axes are too long for a file
+        name = run_name({axis: value for axis, value in axes.items() if axis in named or value != self.axes[axis][0]})
+        return Run(name=name, repeat=1, axes=axes, flags=flags, config=config)
 
     def _num_changes(self, cell: dict[str, Any]) -> int:
         """Number of axes whose value is not their first; a seed is not a setting."""
