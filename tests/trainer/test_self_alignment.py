@@ -123,6 +123,18 @@ def test_runs_that_align_and_others_compare_in_validation_and_flops(tmp_path: Pa
     assert len(validated) > 1 and {key: aligned[key] for key in validated} == {key: plain[key] for key in validated}
 
 
+def test_it_trains_together_with_the_other_ingredients(tmp_path: Path, train: Train) -> None:
+    """Contrastive flow matching needs pairs, and FLOPs of self-alignment are counted with one sample."""
+    flags = ["--training.steps=2", "--diffusion.prediction=x", "--diffusion.loss_weighting=min_snr"]
+    flags += ["--model.block=value_residual", "--model.conditioning=adaln_single", "--optimizer.name=Muon"]
+    train("aligned", ALIGNED, *flags)
+    train("contrasted", ALIGNED, "--diffusion.contrastive_weight=0.05", *flags)
+    aligned, contrasted = (read_metrics(tmp_path / name) for name in ("aligned", "contrasted"))
+    assert contrasted[0]["loss"] == aligned[0]["loss"] and contrasted[1]["loss"] != aligned[1]["loss"]
+    per_image = [run[0]["tflops_per_device"] / run[0]["images_per_second"] for run in (aligned, contrasted)]
+    assert per_image[0] == pytest.approx(per_image[1])
+
+
 def test_the_weights_go_everywhere_without_the_head(tmp_path: Path, train: Train, run_script: RunScript) -> None:
     averages = ["--ema.post_hoc_widths=0.05,0.1", "--ema.post_hoc_interval=1"]
     train("aligned", ALIGNED, "--training.steps=2", "--checkpoint.enable_checkpoint", *averages)
