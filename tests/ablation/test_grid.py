@@ -66,6 +66,9 @@ def test_a_run_has_the_course_projects_name() -> None:
     assert run_name(axes) == "dit-l_bs16_ps2_actselective_ctrue_dbfloat16_p1,8"
     further = {"dataset.image_size": [32, 48], "optimizer.lr": 1e-4, "ema.enable": False}
     assert run_name(axes | further).endswith("_p1,8_image_size-32x48_lr-0.0001_enable-false")
+    warmups = {"lr_scheduler.warmup_steps": 5, "optimizer.warmup_steps": 5}
+    names = [run_name(axes | warmups, left_out={axis}).partition("_p1,8_")[2] for axis in warmups]
+    assert names == ["optimizer.warmup_steps-5", "lr_scheduler.warmup_steps-5"], "different names for different changes"
 
 
 def test_batches_grow_innermost_and_repeats_go_round_the_whole_grid(tmp_path: Path) -> None:

@@ -197,6 +197,22 @@ def test_a_grown_grid_goes_on_in_its_folder_and_another_grid_is_refused(run_here
         run_here(small_grid(**{"optimizer.lr": [1e-4]}))
 
 
+def test_a_grid_of_single_changes_keeps_its_baseline(run_here: RunHere) -> None:
+    """Its runs are named by what they change: with another baseline, the old runs would pass for the new ones."""
+
+    def grid(values: list[str], *, one_at_a_time: bool = True) -> Grid:
+        axes: dict[str, list[Any]] = {"training.batch_size": [8], "training.seed": [0], "model.mlp": values}
+        return replace(small_grid(**axes), one_at_a_time=one_at_a_time)
+
+    assert [row["model.mlp"] for row in run_here(grid(["gelu", "swiglu"]))] == ["gelu", "swiglu"]
+    with pytest.raises(ConfigError, match=r"another grid: the first value of model\.mlp is .gelu. there and .swiglu"):
+        run_here(grid(["swiglu", "gelu"]))
+    with pytest.raises(ConfigError, match="another grid: one_at_a_time is true there and false here"):
+        run_here(grid(["gelu", "swiglu"], one_at_a_time=False))
+    more = replace(grid(["gelu", "swiglu"]), axes={**grid(["gelu", "swiglu"]).axes, "training.seed": [1, 0]})
+    assert len(run_here(more)) == 4, "further seeds in any order"
+
+
 def test_a_folder_that_is_no_grid_is_refused_and_left_alone(run_here: RunHere, tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "g"
     folder.mkdir(parents=True)

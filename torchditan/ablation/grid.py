@@ -22,7 +22,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -203,8 +203,8 @@ class Grid:
             validate(config)
         except ConfigError as error:
             raise ConfigError(f"{self.name}, {_cell_name(cell)}: {error}") from None
-        named = _ALWAYS_NAMED if self.one_at_a_time else self.columns  # the names of ten axes are too long for a file
-        name = run_name({axis: value for axis, value in axes.items() if axis in named or value != self.axes[axis][0]})
+        others = set(axes).difference(_ALWAYS_NAMED) if self.one_at_a_time else ()  # ten are too long for a file name
+        name = run_name(axes, left_out={axis for axis in others if axes[axis] == self.axes[axis][0]})
         return Run(name=name, repeat=1, axes=axes, flags=flags, config=config)
 
     def _num_changes(self, cell: dict[str, Any]) -> int:
@@ -223,8 +223,8 @@ class Grid:
         return any(all(matches(key, wanted) for key, wanted in rule.items()) for rule in self.exclude)
 
 
-def run_name(axes: Mapping[str, Any]) -> str:
-    """`dit-l_bs16_ps2_actselective_ctrue_dbfloat16_p1,8`, then other axes as `_key-value`.
+def run_name(axes: Mapping[str, Any], *, left_out: Collection[str] = ()) -> str:
+    """`dit-l_bs16_ps2_actselective_ctrue_dbfloat16_p1,8`, then other axes as `_key-value`, except those `left_out`.
 
     For a published model: `flux-flux.1-dev_512x512_bs1_act0.5_ctrue_dbfloat16_p1,8`.
     """
@@ -240,7 +240,8 @@ def run_name(axes: Mapping[str, Any]) -> str:
     further = [axis for axis in axes if axis not in named]
     keys = [axis.split(".")[-1] for axis in further]
     for axis, key in zip(further, keys, strict=True):
-        name += f"_{key if keys.count(key) == 1 else axis}-{_file_name(axes[axis])}"
+        if axis not in left_out:
+            name += f"_{key if keys.count(key) == 1 else axis}-{_file_name(axes[axis])}"
     return name
 
 

@@ -95,19 +95,27 @@ class GridFolder:
             if strangers or not self.path.is_dir():
                 raise ConfigError(f"{self.path} is not a grid folder (no {GRID_NAME}); name another with --name")
             return
-        stored = read_grid(self.path)
-        here = json.loads(json.dumps(asdict(self.grid)))
-        fixed = ("name", "base", "settings", "steps", "window", "autotune", "memory_limit_gib")
-        differing = [key for key in fixed if stored.get(key) != here[key]]
-        if sorted(stored.get("axes", {})) != sorted(here["axes"]):
-            differing.append("axes")
-        if differing:
-            key = differing[0]
-            was, now = (sorted(content["axes"]) if key == "axes" else content.get(key) for content in (stored, here))
-            raise ConfigError(
-                f"{self.path} holds another grid: {key} is {json.dumps(was)} there and {json.dumps(now)} here; "
-                "name a new folder with --name"
-            )
+        there, here = _identity(read_grid(self.path)), _identity(json.loads(json.dumps(asdict(self.grid))))
+        for key, value in here.items():
+            if there.get(key) != value:
+                raise ConfigError(
+                    f"{self.path} holds another grid: {key} is {json.dumps(there.get(key))} there and "
+                    f"{json.dumps(value)} here; name a new folder with --name"
+                )
+
+
+def _identity(content: dict[str, Any]) -> dict[str, Any]:
+    """What cannot change in the folder of a grid. With `one_at_a_time`, runs are named by changes from the baseline."""
+    axes: dict[str, list[Any]] = content.get("axes", {})
+    keys = ("name", "base", "settings", "steps", "window", "autotune", "memory_limit_gib")
+    is_one_at_a_time = bool(content.get("one_at_a_time"))  # older grids lack it
+    baseline = {axis: values[0] for axis, values in axes.items() if axis != SEED} if is_one_at_a_time else {}
+    return {
+        **{key: content.get(key) for key in keys},
+        "axes": sorted(axes),
+        "one_at_a_time": is_one_at_a_time,
+        **{f"the first value of {axis}": value for axis, value in baseline.items()},
+    }
 
 
 def read_grid(path: Path) -> dict[str, Any]:
