@@ -277,7 +277,7 @@ def test_killed_at_random_and_run_again_it_ends_with_the_ledger_of_an_undisturbe
 
 
 def test_a_second_runner_is_refused_in_one_line_and_the_first_goes_on(tmp_path: Path, train_script: Path) -> None:
-    first = start_runner(tmp_path, SLOW_RUNS="0.5")
+    first = start_runner(tmp_path, SLOW_RUNS="60")  # longer than a second one takes to start under load
     lock = tmp_path / "outputs" / "g" / ".lock"
     while not lock.exists() or not lock.read_text():
         time.sleep(0.02)
