@@ -34,6 +34,7 @@ TINY = [
 ]
 ALIGNED = "--diffusion.self_alignment=0.5"
 KEEP = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2"]
+NOTHING_KEPT = "--checkpoint.save_final=false"
 FULL = "--activation_checkpoint.mode=full"
 REPLICATE = "--training.data_parallel_replicate_degree"
 MODES = {
@@ -73,7 +74,8 @@ def assert_close(run: Path, reference: Path) -> None:
     assert difference < 1e-5, run.name
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_one_curve_on_any_number_of_ranks_and_resumed_on_another(
     world_size: int, tmp_path: Path, train: Train, run_distributed: RunDistributed
 ) -> None:
@@ -83,7 +85,8 @@ def test_one_curve_on_any_number_of_ranks_and_resumed_on_another(
     shutil.copytree(tmp_path / "alone", tmp_path / "resumed")
     shutil.rmtree(tmp_path / f"resumed/checkpoint/step-{STEPS:08d}")
     names = [str(number) for number in range(len(MODES[world_size]))]
-    jobs = [job(tmp_path / name, *flags, steps, *mode) for name, mode in zip(names, MODES[world_size], strict=True)]
+    own = [ALIGNED, NOTHING_KEPT, steps]
+    jobs = [job(tmp_path / name, *own, *mode) for name, mode in zip(names, MODES[world_size], strict=True)]
     jobs.append(job(tmp_path / "resumed", *flags, steps, "--training.batch_size=2"))
     result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], world_size)
     assert result.returncode == 0, result.stderr
@@ -125,7 +128,7 @@ def test_runs_that_align_and_others_compare_in_validation_and_flops(tmp_path: Pa
 
 def test_it_trains_together_with_the_other_ingredients(tmp_path: Path, train: Train) -> None:
     """Contrastive flow matching needs pairs, and FLOPs of self-alignment are counted with one sample."""
-    flags = ["--training.steps=2", "--diffusion.prediction=x", "--diffusion.loss_weighting=min_snr"]
+    flags = ["--training.steps=2", NOTHING_KEPT, "--diffusion.prediction=x", "--diffusion.loss_weighting=min_snr"]
     flags += ["--model.block=value_residual", "--model.conditioning=adaln_single", "--optimizer.name=Muon"]
     train("aligned", ALIGNED, *flags)
     train("contrasted", ALIGNED, "--diffusion.contrastive_weight=0.05", *flags)
@@ -150,7 +153,7 @@ def test_the_weights_go_everywhere_without_the_head(tmp_path: Path, train: Train
     assert {f"ema.{name}" for name in model.state_dict()} == expected.keys() != stored.keys()
     assert all(torch.equal(model.state_dict()[name.removeprefix("ema.")], value) for name, value in expected.items())
 
-    start = ["--training.steps=1", "--checkpoint.initial_load_path"]
+    start = ["--training.steps=1", NOTHING_KEPT, "--checkpoint.initial_load_path"]
     for name, source, flags in [
         ("plain from aligned", "aligned", []),
         ("plain from a file", "w.safetensors", []),
