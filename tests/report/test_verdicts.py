@@ -243,6 +243,17 @@ def test_one_change_at_a_time_is_compared_with_the_baseline_only(tmp_path: Path)
     assert sorted(found) == [(MLP, "swiglu", "gelu"), *others]
 
 
+def test_the_baseline_of_a_grid_that_continues_on_another_device_is_its_first_row(tmp_path: Path) -> None:
+    rows = []
+    for seed, (mlp, norm) in itertools.product(range(3), [("gelu", False), ("swiglu", False), ("gelu", True)]):
+        device = "the first" if len(rows) < 2 else "the second"
+        rows.append(cell(mlp, norm, seed, **{FD: noise(mlp, norm, seed)}) | {"device": device})
+    folder = write_grid(tmp_path / "grid", rows, axes=(MLP, NORM, SEED), one_at_a_time=True)
+    assert {(verdict.axis, verdict.from_value) for verdict in analyse([folder]).verdicts} == {
+        (MLP, "gelu"), (NORM, "false")
+    }  # fmt: skip
+
+
 def test_grids_of_pure_noise_get_verdicts_as_seldom_as_promised(tmp_path: Path) -> None:
     """From ledgers to words: 20 grids of 8 comparisons without any effect. 5 decided grids have a chance of 0.3%."""
     generator = np.random.default_rng(5)

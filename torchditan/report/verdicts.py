@@ -210,9 +210,10 @@ def judge(results: GridResults, figures: list[str] | None = None) -> list[Verdic
 
 def _baseline(results: GridResults, source: str) -> dict[str, str]:
     """The first value of every axis in a grid that changes one axis at a time from there; {} for another grid."""
-    first = results.runs[results.runs["source"] == source].iloc[0]
-    if not results.contents[first["grid"]].get("one_at_a_time"):
+    grid = results.runs.loc[results.runs["source"] == source, "grid"].iloc[0]
+    if not results.contents[grid].get("one_at_a_time"):
         return {}
+    first = results.runs[results.runs["grid"] == grid].iloc[0]  # on another device, if the grid changed it
     return {axis: first[axis] for axis in results.axes if axis != BATCH_SIZE}  # batch sizes ascend
 
 
