@@ -142,7 +142,7 @@ class Trainer:
         self.rollback = Rollback(
             config, global_batch_size=self.plan.global_batch_size, guard=self.guard, checkpoints=self.checkpoints
         )
-        self.logger = build_logger(job, self.model, self.progress, self.token_dropping)
+        self.logger = build_logger(job, self.model, self.progress, self.token_dropping, supervision)
         supervision.log_with(self.logger)
         self.tasks = PeriodicTasks(
             job,

@@ -17,7 +17,7 @@ from torch import nn
 from torchditan.config.loader import load_config
 from torchditan.config.options import Diffusion, Model
 from torchditan.diffusion.flow_matching import FlowMatching
-from torchditan.diffusion.loss_flops import count_loss_flops
+from torchditan.diffusion.loss_flops import count_loss_flops, training_flops
 from torchditan.diffusion.objectives import (
     build_objective,
     loss_at_uniform_timesteps,
@@ -27,7 +27,7 @@ from torchditan.diffusion.objectives import (
 from torchditan.models import ModelSpec, build_model_spec
 from torchditan.models.flops import count_model_flops
 from torchditan.randomness import Randomness, draw
-from torchditan.registry import SELF_ALIGNMENT
+from torchditan.registry import OBJECTIVES, SELF_ALIGNMENT
 
 CONFIG = Diffusion(
     timestep_sampling="uniform",
@@ -197,11 +197,35 @@ def test_flops_count_the_teachers_forward_and_the_head(flavor: str, preset: str)
     spec = plain_spec(flavor, preset=preset, learn_sigma=False)
     config = dataclasses.replace(CONFIG, self_alignment_blocks=[])
     trained = training_spec(config, spec)
-    found, plain = count_loss_flops(build_objective(config, trained), trained), count_model_flops(spec)
+    found, plain = count_loss_flops(config, trained), count_model_flops(spec)
     width = spec.config.width
     head = 3 * 6 * width**2  # three layers: forward, gradients of input and weight
     assert found.total == plain.total + plain.forward + head * spec.num_tokens
     assert found.per_image == plain.per_image + plain_per_image_forward(spec)
+
+
+def test_flops_with_the_contrastive_term_which_needs_two_samples() -> None:
+    both = dataclasses.replace(CONFIG, contrastive_weight=0.05, prediction="x", loss_weighting="min_snr")
+    trained = training_spec(both, plain_spec())
+    assert count_loss_flops(both, trained) == count_loss_flops(CONFIG, trained)
+
+
+class CallsItsOwnNetwork(FlowMatching):
+    """An objective of a plug-in whose loss does not run on the meta device."""
+
+    features = ("blocks.0",)
+    network = nn.Linear(1, 1)
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness) -> torch.Tensor:
+        return super().loss(model, batch, randomness) + self.network(batch["sample"].mean((1, 2, 3))[:, None])[:, 0]
+
+
+def test_a_loss_that_cannot_be_counted_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OBJECTIVES, "own_network", f"{__name__}:CallsItsOwnNetwork")
+    spec, warnings = plain_spec(), list[str]()
+    config = Diffusion(objective="own_network")
+    assert training_flops(config, spec, warn=warnings.append) == count_model_flops(spec).total
+    assert len(warnings) == 1 and "loss of own_network does not run on the meta device" in warnings[0]
 
 
 def plain_per_image_forward(spec: ModelSpec) -> int:

@@ -176,3 +176,11 @@ def test_a_run_from_before_the_option_resumes(tmp_path: Path, train: Train) -> N
             del part[name]
     path.write_text(json.dumps(content))
     assert "resumed at step 1" in train("run", *flags, "--training.steps=2").out
+
+
+def test_it_trains_with_the_other_ingredients(tmp_path: Path, train: Train) -> None:
+    flags = ["--diffusion.prediction=x", "--diffusion.loss_weighting=min_snr", "--diffusion.contrastive_weight=0.05"]
+    flags += ["--model.block=value_residual", "--model.conditioning=in_context", "--optimizer.name=Muon"]
+    train("run", ALIGNED, *flags, "--training.batch_size=2", "--training.steps=2")
+    first, second = read_metrics(tmp_path / "run")
+    assert 0 < second["loss"] != first["loss"]

@@ -3,20 +3,38 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import torch
 
-from torchditan.diffusion.objectives import Objective, loss_with_teacher
+from torchditan.config.options import Diffusion
+from torchditan.diffusion.objectives import build_objective, loss_with_teacher
 from torchditan.models.flops import ModelFlops, count_model_flops
 from torchditan.models.spec import ModelSpec
 from torchditan.randomness import Randomness
 
 
-def count_loss_flops(objective: Objective, spec: ModelSpec) -> ModelFlops:
+def training_flops(config: Diffusion, spec: ModelSpec, *, warn: Callable[[str], None]) -> int:
+    """FLOPs of `count_loss_flops`, or of the model alone if the loss does not run on the meta device.
+
+    An objective of a plug-in may call a network of its own, for example. That must not end the run.
+    """
+    try:
+        return count_loss_flops(config, spec).total
+    except Exception as error:
+        reason = f"the loss of {config.objective} does not run on the meta device: {error}"
+        warn(f"warning: MFU counts the model's prediction only; {reason}".splitlines()[0])
+        return count_model_flops(spec).total
+
+
+def count_loss_flops(config: Diffusion, spec: ModelSpec) -> ModelFlops:
     """Count the training step of one sample, with all that the objective's loss computes on the meta device.
 
-    A teacher counts with its forward: its weights have no gradient.
+    A teacher counts with its forward: its weights have no gradient. The contrastive term needs a second sample, and has
+    no matrix products: it is left out.
     """
-
+    objective = build_objective(dataclasses.replace(config, contrastive_weight=0.0), spec)
     batch, randomness = example_batch(spec, 1)
     with torch.device("meta"):
         teacher = spec.build().to("meta").requires_grad_(False) if objective.uses_teacher else None

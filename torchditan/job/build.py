@@ -186,11 +186,13 @@ def initial_weights_loader(job: Job, model: nn.Module) -> Callable[[], str] | No
     return partial(job.load_initial_weights, model, path, config=job.config)
 
 
-def build_logger(job: Job, model: nn.Module, progress: Progress, dropping: TokenDropping | None) -> MetricsLogger:
+def build_logger(
+    job: Job, model: nn.Module, progress: Progress, dropping: TokenDropping | None, supervision: Supervision
+) -> MetricsLogger:
     """The logger of a run at position `progress`. FLOPs of the optimizer (Muon's) count as those of training."""
     trained = [(name, tuple(weight.shape)) for name, weight in model.named_parameters() if weight.requires_grad]
     optimizer = optimizer_flops(job.config.optimizer, trained) / job.plan.global_batch_size
-    dense_flops = _count_flops(job) + optimizer
+    dense_flops = _count_flops(job, supervision.warn) + optimizer
     flops_per_image: float | Callable[[int, int], float] = dense_flops
     if dropping is not None:
         saved = count_model_flops(job.spec).total - count_model_flops(job.spec, num_kept_tokens=dropping.num_kept).total
@@ -210,14 +212,14 @@ def build_logger(job: Job, model: nn.Module, progress: Progress, dropping: Token
     )
 
 
-def _count_flops(job: Job) -> int:
+def _count_flops(job: Job, warn: Callable[[str], None]) -> int:
     """FLOPs of the loss of one sample, forward and backward. Only an objective that looks inside adds some."""
     objective = build_objective(job.config.diffusion, job.spec)
     if not objective.features and not objective.uses_teacher:
         return count_model_flops(job.spec).total
-    from torchditan.diffusion.loss_flops import count_loss_flops
+    from torchditan.diffusion.loss_flops import training_flops
 
-    return count_loss_flops(objective, job.spec).total
+    return training_flops(job.config.diffusion, job.spec, warn=warn)
 
 
 def _peak_flops(device: torch.device) -> float | None:

@@ -417,7 +417,7 @@ class TracedModel:
             num_kept = num_kept_tokens(self.spec.num_tokens, dropping=dropping)
             saved = flops - count_model_flops(self.spec, num_kept_tokens=num_kept).total
         if self.objective.features or self.objective.uses_teacher:
-            flops = count_loss_flops(self.objective, self.spec).total
+            flops = count_loss_flops(self.diffusion, self.spec).total
         return flops - saved
 
     def batch_bytes(self, batch_size: int) -> float:
