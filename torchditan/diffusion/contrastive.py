@@ -39,9 +39,6 @@ def contrast(predicted: torch.Tensor, velocity: torch.Tensor, *, weight: float) 
     Returns:
         (B,) float32, all 0.
     """
-    if velocity.is_meta and len(velocity) == 1:  # FLOPs are counted with one sample; the term has no matrix products
-        negative = velocity
-    else:
-        negative = velocity.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+    negative = velocity.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
     distance = weight * (predicted - negative).square().flatten(1).mean(1)
     return distance.detach() - distance

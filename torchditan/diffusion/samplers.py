@@ -32,6 +32,7 @@ def solve(velocity: Velocity, noise: torch.Tensor, *, timesteps: list[float], me
         from torchditan.diffusion.dpm_solver import solve_dpmpp_2m
 
         return solve_dpmpp_2m(velocity, noise, timesteps=timesteps)
+    assert method in ("euler", "heun"), method
     x = noise
     for t, t_next in itertools.pairwise(timesteps):
         dt = t_next - t
