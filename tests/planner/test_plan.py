@@ -213,6 +213,7 @@ def num_bytes(tensors: Any) -> int:
 def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     """What the trainer builds and does in a step; state of this rank, and its peak in the second step."""
     from torchditan.diffusion.objectives import loss_with_teacher
+    from torchditan.diffusion.token_dropping import TokenDropping
     from torchditan.distributed.parallel_dims import ParallelDims
     from torchditan.distributed.parallelize import parallelize
     from torchditan.optim.divergence import DivergenceGuard
@@ -253,6 +254,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     ema = EMA(model, decay=0.9, only_trained=config.lora.rank > 0, teacher=teacher) if config.ema.enable else None
     average = ema.average if ema is not None else {}
     loss = loss_with_teacher(objective, teacher)
+    dropping = TokenDropping(spec, 0, steps=1)  # only of a model with token dropping, whose last steps keep all tokens
     batch_size = training.batch_size
     assert isinstance(batch_size, int)
     num_micro_batches = (training.global_batch_size or batch_size * world_size) // (batch_size * world_size)
@@ -265,13 +267,15 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
 
     def step(number: int) -> None:
         nonlocal gradients
+        loss_of_step = dropping.loss_at(number, loss) if spec.token_dropping else loss
         for micro_batch in range(num_micro_batches):
             model.set_requires_gradient_sync(micro_batch == num_micro_batches - 1)
-            losses = loss(model, batch, randomness)
+            losses = loss_of_step(model, batch, randomness)
             (losses.sum() / batch_size).backward()
             del losses
         guard.step(number, clip_grad_norm(parameters, max_norm=1.0))
-        gradients = num_bytes(parameter.grad for parameter in parameters)
+        found = num_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
+        gradients = max(gradients, found)  # the mask token has none in steps on all tokens
         optimizer.zero_grad()
         if ema is not None:
             ema.update(number)
