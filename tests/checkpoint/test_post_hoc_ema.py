@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from full_disk import limit_writes
 from refusals import assert_refused
 
 import torchditan
@@ -134,27 +134,13 @@ def test_a_rollback_replaces_the_snapshots_behind_it(
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """While the snapshots of these steps are written the system takes no file above 1 MB, as on a full disk."""
-    steps: list[int] = []
-    write_files = SnapshotManager._write_files
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limited(self: SnapshotManager, partial: Path, *arguments: Any) -> Any:
-        if step_of(partial.with_suffix("")) in steps:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
-        try:
-            return write_files(self, partial, *arguments)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    monkeypatch.setattr(SnapshotManager, "_write_files", limited)
-    return steps
+    return limit_writes(SnapshotManager, monkeypatch)
 
 
 def test_a_full_disk_and_pruning_never_lose_a_stored_snapshot(
     tmp_path: Path, run_script: RunScript, full_disk: list[int]
 ) -> None:
-    """The last snapshot is no success if it is missing; the same command then writes it without training."""
+    """A run fails without its last snapshot; the same command then writes it without training."""
     full_disk.extend((4, 7))
     flags = ["--training.steps=7", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=1"]
     flags += ["--ema.post_hoc_interval=2"]

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from full_disk import limit_writes
 from refusals import assert_refused
 
-from torchditan.checkpoint.files import list_checkpoints, step_of, verify
+from torchditan.checkpoint.files import list_checkpoints, verify
 from torchditan.checkpoint.loading import read_state
 from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.optim.ema import EMA
@@ -215,21 +216,7 @@ def test_pinned_memory_without_a_gpu_is_refused(run_script: RunScript) -> None:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """While the tensors of these steps are written the system takes no file above 1 MB, as on a full disk."""
-    steps: list[int] = []
-    write_files = CheckpointManager._write_files
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limited(self: CheckpointManager, partial: Path, *arguments: Any) -> Any:
-        if step_of(partial.with_suffix("")) in steps:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
-        try:
-            return write_files(self, partial, *arguments)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    monkeypatch.setattr(CheckpointManager, "_write_files", limited)
-    return steps
+    return limit_writes(CheckpointManager, monkeypatch)
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from random_models import random_model
 from refusals import refused
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -42,17 +43,6 @@ def tiny_config(**options: Any) -> DiTConfig:
     return DiTConfig(**{**sizes, "num_classes": 10, **options})
 
 
-def random_model(config: DiTConfig) -> DiT:
-    """All parameters are random, because zeros hide mistakes."""
-    torch.manual_seed(0)
-    model = DiT(config)
-    model.init_weights(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
-
-
 def inputs(config: DiTConfig) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     x_t, t = torch.randn(3, 3, 8, 8, generator=generator), torch.rand(3, generator=generator)
@@ -70,7 +60,7 @@ def spec_of(**options: Any) -> ModelSpec:
 @pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
 def test_value_residuals_mix_the_first_values_into_all_blocks(conditioning: str) -> None:
     """U_n = softmax(Q_n K_n^T / sqrt(K)) (a_n V_1 + b_n V_n), head by head."""
-    model = random_model(tiny_config(block="value_residual", conditioning=conditioning))
+    model = random_model(tiny_config(block="value_residual", conditioning=conditioning), DiT)
     seen: list[tuple[torch.Tensor, ...]] = []
     for block in model.blocks:
         block.attn.register_forward_hook(lambda module, args, output: seen.append((*args[:2], output[0])))
@@ -92,7 +82,7 @@ def test_value_residuals_mix_the_first_values_into_all_blocks(conditioning: str)
 
 @pytest.mark.parametrize("conditioning", ["adaln", "adaln_single", "in_context"])
 def test_value_residuals_start_as_the_model_without_them_to_the_bit(conditioning: str) -> None:
-    plain = random_model(tiny_config(conditioning=conditioning))
+    plain = random_model(tiny_config(conditioning=conditioning), DiT)
     mixed = DiT(dataclasses.replace(plain.config, block="value_residual"))
     mixed.init_weights(0)
     added = {name: parameter for name, parameter in mixed.named_parameters() if name.endswith("_scale")}
@@ -112,7 +102,7 @@ def test_value_residuals_start_as_the_model_without_them_to_the_bit(conditioning
 
 def test_adaln_single_is_adaln_with_one_matrix_and_a_bias_for_each_block() -> None:
     """PixArt-alpha: S_i = MLP(c) + E_i in block i; the final layer's shift and scale are c + E."""
-    single = random_model(tiny_config(conditioning="adaln_single"))
+    single = random_model(tiny_config(conditioning="adaln_single"), DiT)
     each = DiT(dataclasses.replace(single.config, conditioning="adaln"))
     weights = single.state_dict()
     shared = {kind: weights.pop(f"adaLN_modulation.1.{kind}") for kind in ("weight", "bias")}
@@ -183,7 +173,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def step(config: DiTConfig, mesh: DeviceMesh | None, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A prediction, and the gradients of its square and of a feature."""
-    model = random_model(config)
+    model = random_model(config, DiT)
     names = list(model.state_dict())
     if mesh is not None:
         parallelize(model, blocks=model.blocks, mesh=mesh, param_dtype=torch.float32, **options)
@@ -219,7 +209,7 @@ def test_checkpointed_and_compiled_blocks_give_the_same_gradients(variant: str, 
 
 
 def test_the_first_values_keep_no_queries_and_keys() -> None:
-    model = random_model(tiny_config(block="value_residual"))
+    model = random_model(tiny_config(block="value_residual"), DiT)
     x, first = model.blocks[0](torch.randn(3, 16, 32), torch.randn(3, 32), None)
     assert first.untyped_storage().nbytes() == x.untyped_storage().nbytes()
 

@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from random_models import random_model
 
 from torchditan.models.dit import (
     FLAVORS,
@@ -47,18 +48,6 @@ def official_config(flavor: str, patch_size: int) -> DiTConfig:
 def tiny_config(**options) -> DiTConfig:
     options = {"image_size": (8, 8), "num_classes": 10, "patch_size": 2, "input_channels": 3} | options
     return DiTConfig(depth=2, width=32, num_heads=2, **options)
-
-
-def random_model(config: DiTConfig) -> DiT:
-    """Zero-initialised layers hide mistakes, so all parameters are random here."""
-    torch.manual_seed(0)
-    model = DiT(config)
-    model.init_weights(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name != "pos_embed":
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
 
 
 def inputs(config: DiTConfig, batch_size: int = 3, size: tuple[int, int] | None = None):
@@ -117,7 +106,7 @@ def test_unpatchify_inverts_patchify(height, width, patch_size):
 
 
 def test_patch_embedding_is_the_convolution_its_weight_says():
-    model = random_model(tiny_config())
+    model = random_model(tiny_config(), DiT)
     x = torch.randn(2, 3, 8, 12)
     proj = model.x_embedder.proj
     convolution = F.conv2d(x, proj.weight, proj.bias, stride=2).flatten(2).transpose(1, 2)
@@ -131,7 +120,7 @@ def test_any_height_and_width_that_the_patch_divides(preset, conditioning, num_c
     options = PRESETS[preset] | {"conditioning": conditioning}
     for size in [(8, 8), (4, 12), (10, 2)]:
         config = tiny_config(image_size=size, num_classes=num_classes, **options)
-        model = random_model(config)
+        model = random_model(config, DiT)
         x_t, t, cond = inputs(config)
         prediction = model(x_t, t, cond)
         assert prediction.shape == (3, config.output_channels, *size)
@@ -143,13 +132,13 @@ def test_any_height_and_width_that_the_patch_divides(preset, conditioning, num_c
 def test_learned_sigma_doubles_the_output_channels():
     for learn_sigma, channels in ((False, 3), (True, 6)):
         config = tiny_config(learn_sigma=learn_sigma)
-        assert random_model(config)(*inputs(config)).shape == (3, channels, 8, 8)
+        assert random_model(config, DiT)(*inputs(config)).shape == (3, channels, 8, 8)
 
 
 @pytest.mark.parametrize("conditioning", ["adaln", "adaln_single", "in_context"])
 def test_label_and_timestep_change_the_prediction(conditioning):
     config = tiny_config(conditioning=conditioning)
-    model = random_model(config)
+    model = random_model(config, DiT)
     x_t, t, cond = inputs(config)
     prediction = model(x_t, t, cond)
     null = model(x_t, t, {"class_label": torch.full((3,), 10)})
@@ -165,7 +154,7 @@ def test_an_unconditional_model_has_no_label_table():
 
 def test_samples_of_a_batch_do_not_see_each_other():
     config = tiny_config()
-    model = random_model(config)
+    model = random_model(config, DiT)
     x_t, t, cond = inputs(config)
     one = model(x_t[1:2], t[1:2], {"class_label": cond["class_label"][1:2]})
     torch.testing.assert_close(model(x_t, t, cond)[1:2], one)
@@ -249,7 +238,7 @@ def test_the_model_embeds_the_timestep_as_its_options_say(options):
 def test_rope_sincos_adds_the_table_and_rotates():
     config = tiny_config(position="rope_sincos")
     x_t, t, cond = inputs(config)
-    model = random_model(config)
+    model = random_model(config, DiT)
     predictions = {"rope_sincos": model(x_t, t, cond)}
     for position in ("rope", "sincos"):
         other = DiT(dataclasses.replace(config, position=position))
@@ -277,7 +266,7 @@ def test_the_prediction_is_zero_at_initialisation_and_adaln_blocks_are_identitie
 @pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
 def test_bfloat16_weights_follow_float32_closely(preset, conditioning):
     config = tiny_config(**PRESETS[preset] | {"conditioning": conditioning})
-    model = random_model(config)
+    model = random_model(config, DiT)
     x_t, t, cond = inputs(config)
     exact = model(x_t, t, cond)
     rounded = model.bfloat16()(x_t, t, cond)
@@ -287,7 +276,7 @@ def test_bfloat16_weights_follow_float32_closely(preset, conditioning):
 
 @pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
 def test_features_are_the_patch_tokens_after_a_block_and_change_no_number(conditioning: str) -> None:
-    model = random_model(tiny_config(conditioning=conditioning))
+    model = random_model(tiny_config(conditioning=conditioning), DiT)
     outputs: list[torch.Tensor] = []
     for block in model.blocks:
         block.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))

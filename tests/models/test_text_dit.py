@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from random_models import random_model
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchditan.config.errors import ConfigError
@@ -35,18 +36,6 @@ def tiny_config(text: str | None = "in_context", conditioning: str = "adaln", **
     return DiTConfig(num_classes=0, text=text, conditioning=conditioning, **{**sizes, **of_text, **options})  # type: ignore[arg-type]
 
 
-def random_model(config: DiTConfig) -> DiT:
-    """Zero-initialised layers hide mistakes, so all parameters are random here."""
-    torch.manual_seed(0)
-    model = DiT(config)
-    model.init_weights(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name != "pos_embed":
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
-
-
 def inputs(config: DiTConfig, batch_size: int = 3) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     draw = torch.Generator().manual_seed(1)
     cond = {"prompt_embeds": torch.randn(batch_size, config.text_tokens, config.text_width, generator=draw)}
@@ -63,7 +52,7 @@ def test_every_parameter_learns_from_any_size_of_image(text, conditioning, prese
     options = PRESETS[preset] | {"conditioning": conditioning}
     for size in [(8, 8), (4, 12)]:
         config = tiny_config(text=text, image_size=size, pooled_width=pooled, **options)
-        model = random_model(config)
+        model = random_model(config, DiT)
         prediction = model(*inputs(config))
         assert prediction.shape == (3, config.output_channels, *size)
         prediction.square().mean().backward()
@@ -76,7 +65,7 @@ def test_every_parameter_learns_from_any_size_of_image(text, conditioning, prese
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
 def test_padding_is_not_seen(text, conditioning, name, dtype):
     config = tiny_config(text, conditioning)
-    model = random_model(config)
+    model = random_model(config, DiT)
     x_t, t, cond = inputs(config)
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 1, 0, 1]])
     masked = cond | {name: mask.to(dtype)}
@@ -95,7 +84,7 @@ def test_padding_is_not_seen(text, conditioning, name, dtype):
 @pytest.mark.parametrize(("text", "conditioning"), KINDS)
 def test_a_caption_that_is_all_padding_shows_its_first_token(text, conditioning):
     config = tiny_config(text, conditioning)
-    model = random_model(config)
+    model = random_model(config, DiT)
     x_t, t, cond = inputs(config)
     first = torch.zeros(3, TOKENS, dtype=torch.bool)
     first[:, 0] = True
@@ -107,7 +96,7 @@ def test_a_caption_that_is_all_padding_shows_its_first_token(text, conditioning)
 @pytest.mark.parametrize(("text", "conditioning"), KINDS)
 def test_text_and_pooled_vector_change_the_prediction_and_the_order_of_tokens_does_not(text, conditioning):
     config = tiny_config(text, conditioning)
-    model = random_model(config)
+    model = random_model(config, DiT)
     x_t, t, cond = inputs(config)
     prediction = model(x_t, t, cond)
     for name, value in cond.items():
@@ -173,7 +162,7 @@ def test_new_layers_start_as_documented_and_the_prediction_at_zero(text):
 @pytest.mark.parametrize(("text", "conditioning"), KINDS)
 def test_bfloat16_weights_follow_float32_closely(text, conditioning):
     config = tiny_config(text, conditioning)
-    model = random_model(config)
+    model = random_model(config, DiT)
     x_t, t, cond = inputs(config)
     exact = model(x_t, t, cond)
     rounded = model.bfloat16()(x_t, t, cond)
@@ -230,7 +219,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def step(config: DiTConfig, mesh: DeviceMesh | None, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A prediction under a padding mask, and the gradients of its square."""
-    model = random_model(config)
+    model = random_model(config, DiT)
     weights = model.state_dict()
     if mesh is not None:
         parallelize(model, blocks=model.blocks, mesh=mesh, param_dtype=torch.float32, **options)

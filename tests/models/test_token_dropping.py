@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from random_models import random_model
 from refusals import refused
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
@@ -46,17 +47,6 @@ def tiny_config(**options: Any) -> DiTConfig:
     sizes = {"depth": 5, "width": 32, "num_heads": 2, "patch_size": 2, "input_channels": 3, "image_size": (8, 8)}
     dropping = {"token_dropping": 0.75, "token_dropping_blocks": 2}
     return DiTConfig(**{**sizes, **dropping, "num_classes": 10, **options})
-
-
-def random_model(config: DiTConfig) -> TokenDroppingDiT:
-    """All parameters are random, because zeros hide mistakes."""
-    torch.manual_seed(0)
-    model = TokenDroppingDiT(config)
-    model.init_weights(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
 
 
 def inputs(config: DiTConfig) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -124,7 +114,7 @@ def plain_loop(model: TokenDroppingDiT, number: int, kept: list[int]) -> torch.T
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_forward_is_that_of_a_plain_loop_over_samples(variant: str) -> None:
-    model = random_model(tiny_config(**VARIANTS[variant]))
+    model = random_model(tiny_config(**VARIANTS[variant]), TokenDroppingDiT)
     x_t, t, cond = inputs(model.config)
     found = model(x_t, t, {**cond, "kept_tokens": KEPT})
     of_all = model(x_t, t, cond)
@@ -137,7 +127,7 @@ def test_the_forward_is_that_of_a_plain_loop_over_samples(variant: str) -> None:
 
 
 def test_keeping_all_patches_is_the_forward_without_dropping() -> None:
-    model = random_model(tiny_config(conditioning="in_context"))
+    model = random_model(tiny_config(conditioning="in_context"), TokenDroppingDiT)
     x_t, t, cond = inputs(model.config)
     all_patches = torch.arange(16).expand(3, -1)
     torch.testing.assert_close(model(x_t, t, {**cond, "kept_tokens": all_patches}), model(x_t, t, cond))
@@ -258,7 +248,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def gradients_of_steps(config: DiTConfig, mesh: DeviceMesh | None, **options: Any) -> dict[str, torch.Tensor]:
     """Gradients summed over two steps that drop tokens and two that do not."""
-    model: Any = random_model(config)
+    model: Any = random_model(config, TokenDroppingDiT)
     if mesh is not None:
         parallelize(model, blocks=model.blocks, mesh=mesh, param_dtype=torch.float32, **options)
     x_t, t, cond = inputs(config)
@@ -294,7 +284,7 @@ def test_the_switch_to_all_tokens_compiles_nothing(mesh: DeviceMesh) -> None:
     config, graphs = tiny_config(), []
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model: Any = random_model(config)
+    model: Any = random_model(config, TokenDroppingDiT)
     parallelize(
         model, blocks=model.blocks, mesh=mesh, param_dtype=torch.float32, compile=CompileOptions(backend="eager")
     )

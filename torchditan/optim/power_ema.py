@@ -4,7 +4,7 @@
 Notable:
 - the average after step t weights step s by (s^(gamma + 1) - (s - 1)^(gamma + 1)) / t^(gamma + 1). The profile keeps
   its shape as training goes on, so a width is relative to the length of the run;
-- the first step replaces the initial weights entirely, so there is no warmup.
+- the average after the first step is that step's weights: the initial ones do not count, and no warmup is needed.
 """
 
 from __future__ import annotations
