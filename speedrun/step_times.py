@@ -1,0 +1,156 @@
+#!/usr/bin/env python
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Ratio of the step times of entries to a baseline's: `python speedrun/step_times.py official_dit flow_matching`.
+
+Notable:
+- the entries take turns: 30 steps of the baseline, 30 of the entry, and again. A drift of the machine affects both;
+- each has its own process, which waits without using the processor while the other one trains;
+- the ratio is the median over the turns. It is not reported if their interquartile range exceeds 20% of it;
+- a step is the whole step of the trainer: data, loss, backward, clipping, optimizer and averages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from entries import NUM_THREADS, Entry, load
+
+from torchditan.config.command_line import ScriptParser, count
+from torchditan.config.errors import ConfigError
+from torchditan.run.atomic_files import write_file
+
+FOLDER = Path(__file__).resolve().parent
+STEPS = 30
+MOST_SPREAD = 0.2
+"""Largest interquartile range of the ratios, relative to their median, with which a ratio is reported."""
+
+
+class Worker:
+    """A process that trains an entry for some steps whenever it is asked."""
+
+    def __init__(self, entry: Entry, folder: Path, *, steps: int = STEPS) -> None:
+        threads = {name: str(NUM_THREADS) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        place = [f"--job.dump_folder={folder}", f"--metrics.experiment_name={entry.name}"]
+        command = [sys.executable, str(FOLDER / "launch.py"), entry.name, "speedrun/step_times.py", "--worker"]
+        self.log = folder / f"{entry.name}.log"
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [*command, *entry.flags(seed=0), *place],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **threads},
+            )
+        self.entry, self.steps = entry, steps
+        self.block()  # the first block warms up
+
+    def block(self) -> float:
+        """Seconds of one step, averaged over a block."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{self.steps}\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("seconds "):
+                return float(line.split()[1]) / self.steps
+        last = self.log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        raise ConfigError(f"{self.entry.name}: its training failed ({self.process.wait()}): {last[0]}")
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def ratio_of(ratios: Sequence[float]) -> dict[str, Any]:
+    """Median and interquartile range of the ratios of the turns; no median if they are too far apart."""
+    first, _, third = quantiles(ratios, n=4, method="inclusive")
+    middle = median(ratios)
+    is_steady = third - first <= MOST_SPREAD * middle
+    return {"ratio": middle if is_steady else None, "quartiles": [first, third], "ratios": list(ratios)}
+
+
+def measure(baseline: Entry, entry: Entry, *, turns: int, steps: int = STEPS) -> dict[str, Any]:
+    """Alternate blocks of both and compare them."""
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [Worker(each, Path(folder), steps=steps) for each in (baseline, entry)]
+        try:
+            blocks = [[worker.block() for worker in workers] for _ in range(turns)]
+        finally:
+            for worker in workers:
+                worker.close()
+    return {
+        "baseline": baseline.name,
+        "entry": entry.name,
+        "seconds": blocks,
+        **ratio_of([after / before for before, after in blocks]),
+    }
+
+
+def work(flags: list[str]) -> None:
+    """The worker: builds the trainer as train.py does, and trains a block per line of stdin."""
+    from data import build_dataset
+    from torchditan.config.loader import load_config
+    from torchditan.config.options import dataset_channels
+    from torchditan.job.optional_parts import choose_parts
+    from torchditan.job.prepare import prepare_job
+    from torchditan.trainer import Trainer, run
+
+    class BlockTrainer(Trainer):
+        def train(self) -> None:
+            batches = self.open_stream()
+            self.supervision.start_step = 0
+            for line in sys.stdin:
+                started = time.perf_counter()
+                for _ in range(int(line)):
+                    self.train_step(batches)
+                print(f"seconds {time.perf_counter() - started}", flush=True)
+
+    import torchditan.trainer
+
+    torchditan.trainer.Trainer = BlockTrainer  # type: ignore[misc]
+    config = load_config(flags)
+    train = build_dataset(config.dataset, split="train", input_channels=dataset_channels(config))
+    job = prepare_job(config, train, None, **choose_parts(config, train))
+    assert job is not None
+    run(job)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        work(sys.argv[2:])
+        return
+    parser = ScriptParser(__doc__, options=())
+    parser.add_argument("baseline", help="entry whose step counts as 1")
+    parser.add_argument("entries", nargs="+", help="entries to compare with it")
+    parser.add_argument("--turns", type=count, default=7, help="blocks of each entry, after one that warms up")
+    parser.add_argument("--results", type=Path, default=FOLDER / "results", help="folder of the results")
+    args, rest = parser.parse(sys.argv[1:])
+    if rest:
+        raise ConfigError(f"{rest[0]} is not expected")
+    baseline, *others = [load(name) for name in (args.baseline, *args.entries)]
+    path = args.results / "step_times.json"
+    times = json.loads(path.read_bytes()) if path.exists() else {}
+    for entry in others:
+        print(f"load average {os.getloadavg()[0]:.2f} before {entry.name}")
+        times[entry.recipe] = found = measure(baseline, entry, turns=args.turns)
+        write_file(path, json.dumps(times, indent=2).encode() + b"\n")
+        shown = "not reported: too noisy" if found["ratio"] is None else f"{found['ratio']:.3f}"
+        print(f"{entry.name}: {shown}, quartiles {found['quartiles'][0]:.3f} and {found['quartiles'][1]:.3f}")
+
+
+if __name__ == "__main__":
+    from torchditan.supervision.exit_status import run_job
+
+    sys.exit(run_job(main))

@@ -1,0 +1,133 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Entries of the speedrun: those in the repository, inheritance, code of an entry, and the rules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import entries
+import pytest
+
+from torchditan.config.errors import ConfigError
+from torchditan.config.loader import load_config
+
+BASE = """
+[entry]
+title = "the base"
+images = 640
+[training]
+global_batch_size = 64
+[sampling]
+num_steps = 32
+[optimizer]
+lr = 1e-3
+"""
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    (folder / f"{name}.toml").write_text(text)
+
+
+@pytest.mark.parametrize("name", entries.names())
+def test_every_entry_is_a_training_that_the_protocol_allows(name: str) -> None:
+    entry = entries.load(name)
+    config = load_config(entry.flags(seed=3))
+    assert config.training.seed == 3
+    assert config.training.steps * config.training.global_batch_size == entry.images
+    assert config.dataset.dataset_name == "earth"
+    assert config.sampling.guidance_scale == 1
+    assert config.model.path is None
+    assert (entry.rung is None) or entry.base is not None
+
+
+def test_rungs_have_different_numbers_and_as_many_images_as_their_base() -> None:
+    rungs = [entry for entry in map(entries.load, entries.names()) if entry.rung is not None]
+    assert len({entry.rung for entry in rungs}) == len(rungs)
+    assert all(entries.load(str(entry.base)).images == entry.images for entry in rungs)
+
+
+def test_an_entry_inherits_what_it_does_not_change(tmp_path: Path) -> None:
+    write(tmp_path, "base", BASE + "[ema]\nenable = false\n")
+    write(tmp_path, "change", '[entry]\nbase = "base"\nema_width = 0.05\n[optimizer]\nlr = 3e-3\n')
+    entry = entries.load("change.toml", folder=tmp_path)
+    assert entry.settings == {**entries.load("base", folder=tmp_path).settings, "optimizer.lr": 3e-3}
+    assert (entry.images, entry.num_steps, entry.ema_width) == (640, 10, 0.05)
+    tuned = entries.load("change", {"optimizer.lr": 1e-4}, folder=tmp_path)
+    assert tuned.settings["optimizer.lr"] == 1e-4
+
+
+def test_entries_with_other_numbers_of_images_are_one_recipe(tmp_path: Path) -> None:
+    write(tmp_path, "base", BASE)
+    write(tmp_path, "longer", '[entry]\nbase = "base"\nimages = 6400\n')
+    write(tmp_path, "other", '[entry]\nbase = "base"\n[optimizer]\nlr = 3e-3\n')
+    base, longer, other = (entries.load(name, folder=tmp_path) for name in ("base", "longer", "other"))
+    assert base.recipe == longer.recipe != other.recipe
+
+
+def test_an_entry_may_bring_an_objective_in_one_file(tmp_path: Path) -> None:
+    (tmp_path / "my_objective.py").write_text(
+        "from torchditan.diffusion.flow_matching import FlowMatching\nclass Mine(FlowMatching):\n    pass\n"
+    )
+    write(
+        tmp_path,
+        "mine",
+        BASE.replace("images = 640\n", 'images = 640\ncode = "my_objective.py"\n')
+        + '[diffusion]\nobjective = "mine"\n[entry.registry.OBJECTIVES]\nmine = "my_objective:Mine"\n',
+    )
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import entries, pathlib\n"
+        "from torchditan.config.loader import load_config\n"
+        "from torchditan.registry import OBJECTIVES, registered\n"
+        "entry = entries.load('mine', folder=pathlib.Path(sys.argv[2]))\n"
+        "entry.register()\n"
+        "print(load_config(entry.flags(seed=0)).diffusion.objective, registered(OBJECTIVES, 'mine').__name__)\n"
+    )
+    speedrun = str(Path(entries.__file__).parent)
+    command = [sys.executable, "-c", program, speedrun, str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "mine Mine\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("[entry]\ncolour = 1\n", "colour is not a key of [entry]; must be one of title"),
+        (
+            "[entry]\nimages = 650\n",
+            "images = 650: must be a multiple of training.global_batch_size = 64, at most 96000",
+        ),
+        ("[entry]\nimages = 128000\n", "images = 128000: must be a multiple"),
+        ('[entry]\ncode = "none.py"\n', 'code = "none.py": must be a file in'),
+        ("[optimizer]\nlearning_rate = 1e-3\n", "optimizer.learning_rate is not an option"),
+        ("[sampling]\nguidance_scale = 2\n", "the protocol fixes sampling.guidance_scale"),
+        ("[sampling]\nnum_steps = 33\n", "sampling.num_steps = 33: must be an integer up to 32"),
+        ("[dataset]\nnum_classes = 3\n", "the protocol fixes dataset.num_classes"),
+        ("[training]\nsteps = 3\n", "the protocol fixes training.steps"),
+        ('[model]\npath = "a"\n', "the protocol fixes model.path"),
+        ("[lora]\nrank = 4\n", "the protocol fixes lora.rank"),
+        ("[entry.registry]\nPLANETS = {}\n", "[registry] PLANETS is not a table of torchditan/registry.py"),
+    ],
+)
+def test_an_entry_that_breaks_a_rule_is_refused_in_one_line(tmp_path: Path, change: str, message: str) -> None:
+    write(tmp_path, "base", BASE)
+    text = change.replace("[entry]\n", '[entry]\nbase = "base"\n')
+    write(tmp_path, "change", text if 'base = "base"' in text else f'[entry]\nbase = "base"\n{text}')
+    with pytest.raises(ConfigError) as refusal:
+        entries.load("change", folder=tmp_path)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_names_that_do_not_exist_and_circles_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "one", '[entry]\nbase = "two"\n')
+    write(tmp_path, "two", '[entry]\nbase = "one"\n')
+    with pytest.raises(ConfigError, match="base leads back to one"):
+        entries.load("one", folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"onne is not an entry in .*; did you mean one"):
+        entries.load("onne", folder=tmp_path)
+    without_batch = BASE.replace("[training]\nglobal_batch_size = 64\n", "")
+    write(tmp_path, "three", without_batch)
+    with pytest.raises(ConfigError, match=r"training\.global_batch_size is missing"):
+        entries.load("three", folder=tmp_path)

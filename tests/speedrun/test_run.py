@@ -1,0 +1,140 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""speedrun/run.py: what it runs, writes, keeps and refuses. The scripts that it calls are tested elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import entries
+import pytest
+
+from torchditan.config.errors import ConfigError
+
+SCRIPT = Path(entries.__file__).parent / "run.py"
+_SPEC = importlib.util.spec_from_file_location("speedrun_run", SCRIPT)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+run = importlib.util.module_from_spec(_SPEC)
+sys.modules["speedrun_run"] = run
+_SPEC.loader.exec_module(run)
+
+
+class Scripts:
+    """In place of train.py, reconstruct_ema.py and evaluate.py: writes what they write."""
+
+    def __init__(self, *, evaluations: int = 32) -> None:
+        self.evaluations = evaluations
+        self.calls: list[tuple[str, list[str]]] = []
+
+    def __call__(self, trial: Any, script: str, arguments: list[str]) -> None:
+        self.calls.append((script, arguments))
+        folder = trial.run
+        folder.mkdir(parents=True, exist_ok=True)
+        if script == "train.py":
+            rows = [
+                {"step": 10, "loss": 0.5, "tflops_per_device": 2.0, "step_time_s": 0.5, "images_seen": 640},
+                {"step": 14, "loss": 0.4, "tflops_per_device": 1.0, "step_time_s": 1.0, "images_seen": 896},
+            ]
+            (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+            stored = {
+                "hardware": {"cpu": "a cpu"},
+                "versions": {},
+                "git_commit": "abc",
+                "created": "2026-11-22T10:00:00",
+            }
+            (folder / "config.json").write_text(json.dumps(stored))
+        elif script == "scripts/reconstruct_ema.py":
+            averaged = folder.with_name(f"{folder.name}_ema_{arguments[2]}")
+            averaged.mkdir()
+            (averaged / "config.json").write_text("{}")
+        else:
+            out = Path(next(flag for flag in arguments if flag.startswith("--out=")).removeprefix("--out="))
+            out.mkdir(parents=True)
+            figures = {figure: {"value": 50.0 + i} for i, figure in enumerate(run.FIGURES.values())}
+            card = {"figures": figures, "model_evaluations": self.evaluations, "model_parameters": 9, "sampling": {}}
+            (out / "card.json").write_text(json.dumps(card))
+
+
+def trials(tmp_path: Path, *arguments: str) -> list[Any]:
+    places = ["--outputs", str(tmp_path / "outputs"), "--results", str(tmp_path / "results")]
+    return run.parse(["official_dit", *arguments, *places])[1]
+
+
+def test_a_result_has_all_that_a_reader_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_call", scripts := Scripts())
+    (trial,) = trials(tmp_path, "--seeds", "2")
+    (result,) = run.make(trial)
+    assert json.loads((tmp_path / "results/official_dit/seed-2.json").read_text()) == result
+    assert result["training_flops"] == 10 * 1e12 + 4 * 1e12
+    assert (result["steps"], result["images"], result["last_loss"]) == (14, 896, 0.4)
+    assert result["figures"]["fd"] == 50
+    assert result["definition"] == json.loads(json.dumps(entries.load("official_dit").definition()))
+    assert [script for script, _ in scripts.calls] == ["train.py", "scripts/reconstruct_ema.py", "scripts/evaluate.py"]
+    assert {"--num_samples=2048", "--seed=0", "--metrics=effnet", "--sampling.num_steps=32"} < {*scripts.calls[2][1]}
+    run.make(trial)
+    assert len(scripts.calls) == 3, "a result that exists is not made again"
+
+
+def test_one_training_serves_several_averages_and_samplers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_call", scripts := Scripts())
+    (trial,) = trials(tmp_path, "--seeds", "100", "--set", "optimizer.lr=3e-3", "--ema_widths", "0.05", "0")
+    run.make(trial)
+    (other,) = trials(tmp_path, "--seeds", "100", "--set", "optimizer.lr=3e-3", "sampling.num_steps=16")
+    assert other.run == trial.run
+    run.make(other)
+    assert [script for script, _ in scripts.calls].count("scripts/evaluate.py") == 3
+    assert sorted(path.name for path in (tmp_path / "results/tuning").iterdir()) == [
+        "official_dit_lr-0.003_ema-0.05_seed-100.json",
+        "official_dit_lr-0.003_num_steps-16_ema-0.1_seed-100.json".replace("num_steps", "num-steps"),
+        "official_dit_lr-0.003_seed-100.json",
+    ]
+
+
+def test_more_model_evaluations_than_allowed_give_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_call", Scripts(evaluations=63))
+    with pytest.raises(ConfigError, match="63 model evaluations per sample; the protocol allows 32"):
+        run.make(trials(tmp_path)[0])
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_repetition_within_the_tolerance_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_call", Scripts())
+    (committed,) = trials(tmp_path)
+    run.make(committed)
+    path = committed.result_path(None)
+    (again,) = trials(tmp_path, "--check")
+    run.make(again)
+    assert again.result_path(None) != path
+    assert run.compare(path, again)
+    result = json.loads(path.read_text())
+    result["figures"]["fd"] *= 1.02
+    path.write_text(json.dumps(result))
+    assert not run.compare(path, again)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "nothing is not an entry in entries/"),
+        (["official_dit", "--set", "optimizer.lr=1"], "--seeds = [0]: must be 100 or more with --set and --ema_widths"),
+        (["official_dit", "--seeds", "100", "--set", "lr"], '--set = "lr": must be OPTION=VALUE'),
+        (["official_dit", "--seeds", "100", "--set", "optimizer.l=1"], "optimizer.l is not an option"),
+        (["official_dit", "--seeds", "100", "--set", "training.steps=5"], "the protocol fixes training.steps"),
+        (["official_dit", "--seeds", "0", "0"], "--seeds = [0, 0]: must be different integers from 0"),
+        (["official_dit", "--jobs", "1000"], "--jobs = 1000: must be at most the number of cores"),
+    ],
+)
+def test_a_mistake_is_one_line_before_any_training(tmp_path: Path, arguments: list[str], message: str) -> None:
+    outputs = ["--outputs", str(tmp_path / "outputs"), "--results", str(tmp_path / "results")]
+    command = [sys.executable, str(SCRIPT), *arguments, *outputs]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert finished.stderr.startswith("error: ")
+    assert message in finished.stderr
+    assert finished.stderr.count("\n") == 1
+    assert not (tmp_path / "outputs").exists()
