@@ -5,8 +5,8 @@ Notable:
 - an entry is a training configuration with a section [entry]. It starts from the settings of its `base` and changes
   some, so a rung of the ladder is a few lines;
 - what all entries share is in protocol.toml; an entry that sets one of these options is refused before any work;
-- code of an entry is one file next to its TOML. Its `[registry]` lines are added to torchditan/registry.py's tables in
-  the processes of this entry only.
+- code of an entry is one file next to its TOML. Its registry lines are added to torchditan/registry.py's tables in the
+  processes of this entry only, and cannot replace existing ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,21 @@ NUM_THREADS = 1
 FIRST_TUNING_SEED = 100
 LADDER_SEEDS = (0, 1, 2)
 CONFIRMATION_SEEDS = (10, 11, 12, 13, 14)
+BASELINE = "official_dit"
+"""The entry with which records are compared, unless they name another one."""
 METRIC = "FD-EffNetLite0"
-
-_SECTIONS = ("model", "diffusion", "optimizer", "lr_scheduler", "ema", "sampling")
-_TRAINING = ("global_batch_size", "max_norm", "dense_ratio")
-_FORBIDDEN = ("model.path", "sampling.guidance_scale", "ema.post_hoc_widths", "ema.post_hoc_interval")
-_KEYS = ("title", "base", "images", "ema_width", "rung", "code", "registry")
 STORED_WIDTHS = (0.05, 0.1)
 """`ema.post_hoc_widths` of entries with `ema_width`. Any width near them can be chosen from the same run."""
+
 _NUM_SNAPSHOTS = 10
+_UNIFORM_WIDTH = 0.2887
+_SECTIONS = ("model", "diffusion", "optimizer", "lr_scheduler", "ema", "sampling")
+_TRAINING = ("global_batch_size", "max_norm", "dense_ratio")
+_FORBIDDEN = ("model.path", "ema.post_hoc_widths", "ema.post_hoc_interval")
+_KEYS = ("title", "base", "compare", "images", "ema_width", "rung", "code", "registry")
+_TABLES = ("OBJECTIVES", "BLOCKS", "OPTIMIZERS", "ARCHITECTURES")
+"""Registries that an entry may extend: the model and its training, not the metric."""
+_EXISTING = {table: frozenset(getattr(registry, table)) for table in _TABLES}
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,15 @@ class Entry:
     """Options of train.py by name, without those of protocol.toml."""
     base: str | None = None
     """The entry from which it inherits, and with which a rung is compared."""
+    compare: str = BASELINE
+    """The entry with which a record is compared."""
     rung: int | None = None
     """Position in the ladder; None for other entries."""
     ema_width: float | None = None
     """Width of the post-hoc average that is scored; None scores the run's own EMA, or its weights without one."""
     code: Path | None = None
     registry: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Lines for the tables of torchditan/registry.py: {"OBJECTIVES": {"mine": "my_file:MyObjective"}}."""
+    """Lines for tables of torchditan/registry.py: {"OBJECTIVES": {"mine": "my_file:MyObjective"}}."""
 
     @property
     def batch_size(self) -> int:
@@ -91,33 +99,42 @@ class Entry:
         return [f"--job.config_file={PROTOCOL}", *as_flags(settings)]
 
     def definition(self) -> dict[str, Any]:
-        """All that determines the result but the seed and the code, for the result's JSON."""
+        """All that determines the result but the seed, as JSON values."""
         return {
             "images": self.images,
             "ema_width": self.ema_width,
             "settings": dict(sorted(self.settings.items())),
             "code": None if self.code is None else self.code.read_text(encoding="utf-8"),
             "registry": self.registry,
+            "protocol": dict(sorted(read_toml(PROTOCOL).items())),
         }
 
-    @property
+    def digest(self) -> str:
+        """Names a training. Entries that differ only in how they are sampled and averaged afterwards share it."""
+        settings = {name: value for name, value in self.settings.items() if not name.startswith("sampling.")}
+        return _hash(self.definition() | {"settings": settings, "ema_width": self.ema_width is not None})
+
     def recipe(self) -> str:
-        """The definition without the number of images: entries with equal recipes share a step time."""
-        return hashlib.sha256(json.dumps(self.definition() | {"images": None}, sort_keys=True).encode()).hexdigest()[
-            :12
-        ]
-
-    def register(self) -> None:
-        """Add the entry's lines to the registries of this process, so that its options are known."""
-        if self.code is not None:
-            sys.path.insert(0, str(self.code.parent))
-        for table, lines in self.registry.items():
-            getattr(registry, table).update(lines)
+        """Names what a step does: entries that differ only in their images, sampling and average share it."""
+        settings = {name: value for name, value in self.settings.items() if not name.startswith("sampling.")}
+        return _hash(self.definition() | {"settings": settings, "ema_width": None, "images": None})
 
 
-def names() -> list[str]:
+def _hash(definition: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(definition, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def register(lines: dict[str, dict[str, str]], code: Path | None) -> None:
+    """Add an entry's lines to the registries of this process, so that its options are known."""
+    if code is not None:
+        sys.path.insert(0, str(code.parent))
+    for table, added in lines.items():
+        getattr(registry, table).update(added)
+
+
+def names(folder: Path = ENTRIES) -> list[str]:
     """All entries, sorted."""
-    return sorted(path.stem for path in ENTRIES.glob("*.toml"))
+    return sorted(path.stem for path in folder.glob("*.toml"))
 
 
 def load(name: str, changes: dict[str, Any] | None = None, *, folder: Path = ENTRIES) -> Entry:
@@ -131,58 +148,68 @@ def load(name: str, changes: dict[str, Any] | None = None, *, folder: Path = ENT
     Raises:
         ConfigError: the file does not exist, or breaks a rule.
     """
-    entry = _load(name.removesuffix(".toml"), folder, inheriting=())
-    if changes:
-        entry = Entry(**{**vars(entry), "settings": {**entry.settings, **changes}})
-    _check(entry)
+    entry = _load(name.removesuffix(".toml"), folder, heirs=())
+    entry = replace(entry, settings={**entry.settings, **(changes or {})})
+    _check_options(entry)
+    _check_numbers(entry)
+    if entry.rung is not None:
+        if entry.base is None:
+            raise ConfigError(f"{entry.name}.toml: a rung needs the base that it is compared with")
+        images = _load(entry.base, folder, heirs=()).images
+        if images != entry.images:
+            right = f"must be {images}, as its base {entry.base} has: a rung changes one thing"
+            raise option_error(f"{entry.name}.toml: images", entry.images, right)
     return entry
 
 
-def _load(name: str, folder: Path, *, inheriting: tuple[str, ...]) -> Entry:
+def _load(name: str, folder: Path, *, heirs: tuple[str, ...]) -> Entry:
     path = folder / f"{name}.toml"
     if not path.is_file():
-        known = [path.stem for path in folder.glob("*.toml")]
-        raise ConfigError(f"{name} is not an entry in {folder.name}/{did_you_mean(name, known)}")
-    if name in inheriting:
-        raise ConfigError(f"{path.name}: base leads back to {name}; one of {', '.join(inheriting)} must have none")
+        raise ConfigError(f"{name} is not an entry in {folder.name}/{did_you_mean(name, names(folder))}")
+    if name in heirs:
+        raise ConfigError(f"{path.name}: its bases form a cycle, {' -> '.join([*heirs[heirs.index(name) :], name])}")
     values = read_toml(path)
-    own = {name.removeprefix("entry."): values.pop(name) for name in [*values] if name.startswith("entry.")}
+    own = {option.removeprefix("entry."): values.pop(option) for option in [*values] if option.startswith("entry.")}
     for key in own:
         if key not in _KEYS:
             raise ConfigError(f"{path.name}: {key} is not a key of [entry]; must be one of {', '.join(_KEYS)}")
     base = own.get("base")
-    parent = None if base is None else _load(str(base), folder, inheriting=(*inheriting, name))
-    settings = {**(parent.settings if parent else {}), **values}
-    images = own.get("images", parent.images if parent else BUDGET)
-    code = own.get("code")
-    own_code = folder / str(code) if code is not None else None
-    if own_code is not None and not own_code.is_file():
-        raise option_error(f"{path.name}: code", code, f"must be a file in {folder.name}/")
-    if own_code is not None and parent is not None and parent.code is not None:
-        raise option_error(
-            f"{path.name}: code", code, f"its base has {parent.code.name}; an entry has one file of code"
-        )
-    width = own.get("ema_width", parent.ema_width if parent else None)
+    parent = Entry("", "", BUDGET, {}) if base is None else _load(str(base), folder, heirs=(*heirs, name))
+    code = parent.code
+    if "code" in own:
+        code = folder / str(own["code"])
+        if not code.is_file():
+            raise option_error(f"{path.name}: code", own["code"], f"must be a file in {folder.name}/")
+        if parent.code is not None:
+            right = f"its base has {parent.code.name}; an entry has one file of code"
+            raise option_error(f"{path.name}: code", own["code"], right)
+    tables = {**parent.registry, **own.get("registry", {})}
     return Entry(
         name=name,
         title=str(own.get("title", name)),
-        images=images,
-        settings=settings,
+        images=own.get("images", parent.images),
+        settings={**parent.settings, **values},
         base=base,
+        compare=str(own.get("compare", BASELINE)),
         rung=own.get("rung"),
-        ema_width=width or None,
-        code=own_code or (parent.code if parent else None),
-        registry={**(parent.registry if parent else {}), **own.get("registry", {})},
+        ema_width=own.get("ema_width", parent.ema_width) or None,
+        code=code,
+        registry={
+            table: {**parent.registry.get(table, {}), **own.get("registry", {}).get(table, {})} for table in tables
+        },
     )
 
 
-def _check(entry: Entry) -> None:
+def _check_options(entry: Entry) -> None:
     where = f"{entry.name}.toml"
-    for table in entry.registry:
-        if not isinstance(getattr(registry, table, None), dict):
-            raise ConfigError(f"{where}: [registry] {table} is not a table of torchditan/registry.py")
-    shared = read_toml(PROTOCOL)
-    known = options()
+    for table, lines in entry.registry.items():
+        if table not in _TABLES:
+            right = f"must be one of {', '.join(_TABLES)}"
+            raise ConfigError(f"{where}: [entry.registry.{table}] cannot be extended; {right}")
+        taken = [name for name in lines if name in _EXISTING[table]]
+        if taken:
+            raise ConfigError(f"{where}: [entry.registry.{table}] {taken[0]} exists; use another name")
+    shared, known = read_toml(PROTOCOL), options()
     for option in entry.settings:
         if option not in known:
             raise ConfigError(f"{where}: {option} is not an option{did_you_mean(option, list(known))}")
@@ -190,12 +217,32 @@ def _check(entry: Entry) -> None:
         is_free = section in _SECTIONS or (section == "training" and key in _TRAINING)
         if option in shared or option in _FORBIDDEN or not is_free:
             raise ConfigError(f"{where}: the protocol fixes {option}; remove it")
-    if "training.global_batch_size" not in entry.settings:
-        raise ConfigError(f"{where}: training.global_batch_size is missing; the steps follow from it")
-    num_steps = entry.settings.get("sampling.num_steps")
-    if not isinstance(num_steps, int) or not 0 < num_steps <= MODEL_EVALUATIONS:
-        right = f"must be an integer up to {MODEL_EVALUATIONS}, the model evaluations of a sample"
+
+
+def _check_numbers(entry: Entry) -> None:
+    where = f"{entry.name}.toml"
+    batch_size, num_steps = (
+        entry.settings.get(f"{name}") for name in ("training.global_batch_size", "sampling.num_steps")
+    )
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise option_error(f"{where}: training.global_batch_size", batch_size, "must be a positive integer")
+    evaluations = 2 if entry.settings.get("sampling.sampler") == "heun" else 1
+    if not isinstance(num_steps, int) or not 0 < num_steps * evaluations <= MODEL_EVALUATIONS:
+        right = (
+            f"must be at most {MODEL_EVALUATIONS // evaluations}: a sample has {MODEL_EVALUATIONS} model evaluations"
+        )
         raise option_error(f"{where}: sampling.num_steps", num_steps, right)
-    if not isinstance(entry.images, int) or not 0 < entry.images <= BUDGET or entry.images % entry.batch_size:
-        right = f"must be a multiple of training.global_batch_size = {entry.batch_size}, at most {BUDGET}"
+    if not isinstance(entry.images, int) or not 0 < entry.images <= BUDGET or entry.images % batch_size:
+        right = f"must be a multiple of training.global_batch_size = {batch_size}, at most {BUDGET}"
         raise option_error(f"{where}: images", entry.images, right)
+    check_width(f"{where}: ema_width", entry.ema_width)
+
+
+def check_width(name: str, width: float | None) -> None:
+    """Refuse a width that no average has.
+
+    Raises:
+        ConfigError: it is not None, and not between 0 and that of a uniform average.
+    """
+    if width is not None and not 0 < width < _UNIFORM_WIDTH:
+        raise option_error(name, width, f"must be above 0 and below {_UNIFORM_WIDTH}, the width of a uniform average")

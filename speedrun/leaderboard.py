@@ -8,6 +8,7 @@ It writes speedrun/LEADERBOARD.md and the pictures next to it. `--check` only sa
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from entries import CONFIRMATION_SEEDS, FIRST_TUNING_SEED, LADDER_SEEDS, METRIC, Entry, load, names
-from ladder import Result, Rung, compare, gains, is_copying, pooled_std, read_results
+from entries import BASELINE, CONFIRMATION_SEEDS, FIRST_TUNING_SEED, LADDER_SEEDS, METRIC, Entry, load, names, register
+from ladder import Result, climb, is_copying, lower_bound, pair, read_results
 
 from torchditan.config.command_line import ScriptParser
 from torchditan.config.errors import ConfigError
@@ -26,9 +27,6 @@ from torchditan.run.atomic_files import atomic_writer, write_file
 FOLDER = Path(__file__).resolve().parent
 PAGE = FOLDER / "LEADERBOARD.md"
 PLOT = FOLDER / "leaderboard.png"
-BASELINE = "official_dit"
-"""The entry with which records are compared, at `BUDGET` images."""
-
 Results = Mapping[str, Mapping[int, Result]]
 
 
@@ -50,116 +48,107 @@ def page(entries: Sequence[Entry], results: Results, trials: Sequence[Result], t
 def _records(entries: Sequence[Entry], results: Results, times: Mapping[str, Any]) -> Iterator[str]:
     yield "## Records and baselines"
     yield ""
-    confirmed = [entry for entry in entries if _seeds(results[entry.name], CONFIRMATION_SEEDS)]
+    confirmed = [entry for entry in entries if _seeds(results[entry.name])]
     if not confirmed:
         yield "No entry has results of the confirmation seeds yet."
         yield ""
         return
-    yield f"Mean over the training seeds {_words(CONFIRMATION_SEEDS)}, with Student's 95% interval."
+    yield f"Means over the training seeds {_words(CONFIRMATION_SEEDS)}, with Student's 95% interval."
     yield ""
     yield (
-        f"- *Better than the baseline* compares with `{BASELINE}` seed by seed: the mean gain, and its lower bound at "
-        "a confidence of 95%, one-sided."
+        "- *Compared with* another entry seed by seed: how much lower the distance is, and the lower bound of that at "
+        "a confidence of 95%, one-sided. It is better if the bound is above 0 and KID against held-out images agrees."
     )
-    yield "- *FLOPs* are those of training, with optimizer and teacher, relative to the baseline."
-    yield "- *Time* is steps times the ratio of step times to the baseline's ([step_times.py](step_times.py))."
+    yield f"- *FLOPs* are those of training, with optimizer and teacher, relative to `{BASELINE}`."
+    yield f"- *Time* is steps times the ratio of step times ([step_times.py](step_times.py)), relative to `{BASELINE}`."
+    yield "- *Nearer* is the probability that a sample is nearer to a training image than a held-out image is."
     yield ""
     yield f"![{METRIC} against training images and FLOPs](leaderboard.png)"
     yield ""
-    yield f"| entry | images | {METRIC} | KID x 1000, held out | FLOPs | time | better than the baseline | seeds |"
+    yield f"| entry | images | {METRIC} | KID x 1000, held out | nearer | FLOPs | time | compared with |"
     yield "|---|---|---|---|---|---|---|---|"
     base = results.get(BASELINE, {})
-    for entry in sorted(confirmed, key=lambda entry: _mean(results[entry.name], CONFIRMATION_SEEDS, "fd")):
-        own = results[entry.name]
-        seeds = _seeds(own, CONFIRMATION_SEEDS)
-        ratio = _flops(own, seeds) / _flops(base, seeds) if _seeds(base, seeds) else None
+    base_flops = [base[seed]["training_flops"] for seed in _seeds(base)]
+    for entry in sorted(confirmed, key=lambda entry: _mean([r["figures"]["fd"] for r in _confirmed(results, entry)])):
+        found = _confirmed(results, entry)
+        figures = [result["figures"] for result in found]
+        flops = _mean([result["training_flops"] for result in found])
         cells = [
             f"[{entry.name}](entries/{entry.name}.toml): {entry.title}",
             f"{entry.images:,}",
-            _interval([own[seed]["figures"]["fd"] for seed in seeds]),
-            _interval([1000 * own[seed]["figures"]["kid_held_out"] for seed in seeds]),
-            "" if ratio is None else f"{ratio:.2f}",
-            _time(entry, own, base, times),
-            "" if entry.name == BASELINE else _comparison(base, own),
-            str(len(seeds)),
+            _interval([figure["fd"] for figure in figures]),
+            _interval([1000 * figure["kid_held_out"] for figure in figures]),
+            f"{_mean([figure['closer_than_held_out'] for figure in figures]):.2f}",
+            f"{flops / _mean(base_flops):.2f}" if base_flops else "",
+            _time(entry, entries, times),
+            _comparison(entry, results, found),
         ]
-        copies = " (**copies**: not valid)" if any(is_copying(own[seed]) for seed in seeds) else ""
-        yield "| " + " | ".join([cells[0] + copies, *cells[1:]]) + " |"
+        yield "| " + " | ".join(cells) + " |"
     yield ""
 
 
-def _comparison(base: Mapping[int, Result], own: Mapping[int, Result]) -> str:
-    paired = gains(base, own, CONFIRMATION_SEEDS)
-    if not paired:
-        return "no common seed"
-    result = compare(paired)
-    kid = gains(base, own, CONFIRMATION_SEEDS, "kid_held_out")
-    bound = "one seed" if result.lower is None else f"{_percent(result.lower)} or more"
-    disagrees = "; **KID disagrees**" if (sum(kid) > 0) != (result.mean > 0) else ""
-    return f"{'yes' if result.is_better and not disagrees else 'no'}: {_percent(result.mean)}, {bound}{disagrees}"
+def _comparison(entry: Entry, results: Results, found: Sequence[Result]) -> str:
+    """Whether an entry is better than the one that it names."""
+    if entry.name == entry.compare:
+        return ""
+    if is_copying(found):
+        return "**copies training images: not valid**"
+    pairs = pair(results.get(entry.compare, {}), results[entry.name], CONFIRMATION_SEEDS)
+    if pairs.seeds != list(CONFIRMATION_SEEDS):
+        return f"{entry.compare}: {len(pairs.seeds)} of {len(CONFIRMATION_SEEDS)} seeds"
+    lower = lower_bound(pairs.gains)
+    assert lower is not None
+    is_better = lower > 0 and pairs.kid_agrees
+    disagrees = "" if pairs.kid_agrees else "; KID disagrees"
+    word = "**better**" if is_better else "not better"
+    return f"{entry.compare}: {word}, {_lower(pairs.mean)} lower, {_lower(lower)} or more{disagrees}"
 
 
-def _time(entry: Entry, own: Mapping[int, Result], base: Mapping[int, Result], times: Mapping[str, Any]) -> str:
+def _time(entry: Entry, entries: Sequence[Entry], times: Mapping[str, Any]) -> str:
     """Training time relative to the baseline's, from the measured ratio of step times."""
-    if entry.name == BASELINE:
-        return "1.00"
-    measured = times.get(entry.recipe)
-    if measured is None or not base:
+    base = next((each for each in entries if each.name == BASELINE), None)
+    if base is None:
         return "not measured"
-    if measured["ratio"] is None:
-        return "too noisy"
-    steps = next(iter(own.values()))["steps"] / next(iter(base.values()))["steps"]
-    return f"{steps * measured['ratio']:.2f}"
-
-
-def ladder_rungs(entries: Sequence[Entry], results: Results) -> list[Rung]:
-    """The rungs with results, in the order of the ladder, with the spread pooled over all of them."""
-    rungs = []
-    for entry in sorted((entry for entry in entries if entry.rung is not None), key=lambda entry: entry.rung or 0):
-        assert entry.base is not None
-        base, own = results[entry.base], results[entry.name]
-        paired = gains(base, own, LADDER_SEEDS)
-        if paired:
-            kid = gains(base, own, LADDER_SEEDS, "kid_held_out")
-            copies = any(is_copying(own[seed]) for seed in _seeds(own, LADDER_SEEDS))
-            rungs.append(Rung(entry, paired, kid, copies))
-    std = pooled_std([rung.gains for rung in rungs])
-    return [Rung(rung.entry, rung.gains, rung.kid_gains, rung.has_copies, std) for rung in rungs]
+    steps = entry.num_steps / base.num_steps
+    if entry.recipe() == base.recipe():
+        return f"{steps:.2f}"
+    measured = times.get(entry.recipe())
+    if measured is None or measured["baseline_recipe"] != base.recipe():
+        return "not measured"
+    return "too noisy" if measured["ratio"] is None else f"{steps * measured['ratio']:.2f}"
 
 
 def _ladder(entries: Sequence[Entry], results: Results) -> Iterator[str]:
     yield "## The ladder"
     yield ""
-    rungs = ladder_rungs(entries, results)
+    rungs = climb(entries, results)
     if not rungs:
         yield "No rung has results yet."
         yield ""
         return
-    std = rungs[0].pooled_std
     yield (
         f"Each rung changes one thing in its base, at {rungs[0].entry.images:,} images and the seeds "
-        f"{_words(LADDER_SEEDS)}. The gain is the decrease of log {METRIC}, per seed. A rung is kept if all seeds "
-        "gain, the mean gain exceeds twice its standard error, and KID against held-out images agrees."
+        f"{_words(LADDER_SEEDS)}. *Lower* is how much lower {METRIC} is than that of the base. A rung is kept if it is "
+        "lower for all seeds, the mean exceeds the margin of two standard errors, and KID against held-out images "
+        "agrees. [ladder.py](ladder.py) has the formulas."
     )
-    if std is not None:
-        yield f"The standard deviation of one gain, pooled over all rungs, is {100 * std:.1f}%."
     yield ""
-    yield f"| rung | change | base | {METRIC} | gain per seed | mean gain, 2 standard errors | FLOPs | kept |"
+    yield f"| rung | change | base | {METRIC} | lower, per seed | mean, margin | FLOPs | kept |"
     yield "|---|---|---|---|---|---|---|---|"
     for rung in rungs:
-        entry, own = rung.entry, results[rung.entry.name]
-        base = results[entry.base or ""]
-        seeds = [seed for seed in LADDER_SEEDS if seed in own and seed in base]
-        error = rung.standard_error
+        entry, pairs = rung.entry, rung.pairs
+        own, base = ([results[name][seed] for seed in pairs.seeds] for name in (entry.name, entry.base or ""))
+        flops = _mean([r["training_flops"] for r in own]) / _mean([r["training_flops"] for r in base])
+        kid = "" if pairs.kid_agrees else " (KID disagrees)"
         cells = [
             str(entry.rung),
             f"[{entry.title}](entries/{entry.name}.toml)",
             str(entry.base),
-            _interval([own[seed]["figures"]["fd"] for seed in seeds]),
-            ", ".join(_percent(gain) for gain in rung.gains),
-            _percent(rung.mean) + ("" if error is None else f", {200 * error:.1f}%"),
-            f"{_flops(own, seeds) / _flops(base, seeds):.2f}",
-            "**yes**" if rung.is_kept else "no",
+            _interval([result["figures"]["fd"] for result in own]),
+            ", ".join(_lower(gain) for gain in pairs.gains),
+            _lower(pairs.mean) + ("" if rung.margin is None else f", {_lower(rung.margin)}"),
+            f"{flops:.2f}",
+            ("**yes**" if rung.is_kept else "no" if rung.is_complete else "incomplete") + kid,
         ]
         yield "| " + " | ".join(cells) + " |"
     yield ""
@@ -181,36 +170,53 @@ def _trials(trials: Sequence[Result]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     trainings: dict[tuple[str, str, int], list[Result]] = {}
     for trial in trials:
-        changes = ", ".join(f"{option} = {value}" for option, value in sorted(trial["changes"].items())) or "none"
-        trainings.setdefault((trial["entry"], changes, trial["seed"]), []).append(trial)
+        trained = {option: value for option, value in trial["changes"].items() if not option.startswith("sampling.")}
+        key = (trial["entry"], _changes(trained) or "none", trial["seed"])
+        trainings.setdefault(key, []).append(trial)
     totals = {name: sum(key[0] == name for key in trainings) for name, _, _ in trainings}
     for (name, changes, seed), made in sorted(trainings.items()):
-        widths = sorted(made, key=lambda trial: trial["ema_width"] or 0)
-        found = ", ".join(f"{trial['ema_width'] or 'own'}: {trial['figures']['fd']:.1f}" for trial in widths)
+        scores = sorted((_scoring(trial), _score(trial)) for trial in made)
+        found = ", ".join(f"{scoring}: {score}" for scoring, score in scores)
         yield f"| {name} | {totals[name]} | {changes} | {seed} | {found} |"
     yield ""
 
 
-def _flops(results: Mapping[int, Result], seeds: Sequence[int]) -> float:
-    return sum(results[seed]["training_flops"] for seed in seeds) / len(seeds)
+def _changes(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{option} = {value}" for option, value in sorted(values.items()))
 
 
-def _seeds(results: Mapping[int, Result], wanted: Sequence[int]) -> list[int]:
-    return [seed for seed in wanted if seed in results]
+def _scoring(trial: Result) -> str:
+    """How a trial's weights were averaged and sampled, where it differs from the entry."""
+    sampling = {option: value for option, value in trial["changes"].items() if option.startswith("sampling.")}
+    return " ".join(filter(None, [f"{trial['ema_width'] or 'own'}", _changes(sampling)]))
 
 
-def _mean(results: Mapping[int, Result], seeds: Sequence[int], figure: str) -> float:
-    values = [results[seed]["figures"][figure] for seed in _seeds(results, seeds)]
+def _score(trial: Result) -> str:
+    return "failed" if "failed" in trial else f"{trial['figures']['fd']:.1f}"
+
+
+def _seeds(results: Mapping[int, Result]) -> list[int]:
+    return [seed for seed in CONFIRMATION_SEEDS if seed in results]
+
+
+def _confirmed(results: Results, entry: Entry) -> list[Result]:
+    return [results[entry.name][seed] for seed in _seeds(results[entry.name])]
+
+
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
 def _interval(values: Sequence[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
     spread = spread_of(values)
-    return f"{spread.mean:.1f}" + ("" if spread.half_width is None else f" ± {spread.half_width:.1f}")
+    return f"{spread.mean:.1f} ± {spread.half_width:.1f}"
 
 
-def _percent(gain: float) -> str:
-    return f"{100 * gain:+.1f}%"
+def _lower(gain: float) -> str:
+    """A gain as a percentage of the distance before."""
+    return f"{100 * -math.expm1(-gain):.1f}%"
 
 
 def _words(seeds: Sequence[int]) -> str:
@@ -227,19 +233,16 @@ def draw(entries: Sequence[Entry], results: Results, path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
     families: dict[str, list[Entry]] = {}
     for entry in entries:
-        if results[entry.name] and entry.rung is None:
-            families.setdefault(entry.recipe, []).append(entry)
+        if _seeds(results[entry.name]):
+            families.setdefault(entry.recipe(), []).append(entry)
     for family in families.values():
         family.sort(key=lambda entry: entry.images)
-        longest = family[-1]
         for axis, quantity in zip(axes, ("images", "training_flops"), strict=True):
-            points = [
-                (_mean_of(results[e.name], quantity), [r["figures"]["fd"] for r in results[e.name].values()])
-                for e in family
-            ]
-            means = [sum(values) / len(values) for _, values in points]
-            (line,) = axis.plot([x for x, _ in points], means, label=f"{longest.title}")
-            for x, values in points:
+            found = [_confirmed(results, entry) for entry in family]
+            at = [_mean([result[quantity] for result in made]) for made in found]
+            distances = [[result["figures"]["fd"] for result in made] for made in found]
+            (line,) = axis.plot(at, [_mean(values) for values in distances], label=family[-1].title)
+            for x, values in zip(at, distances, strict=True):
                 axis.plot([x] * len(values), values, ".", color=line.get_color(), markersize=5)
     for axis, label in zip(axes, ("training images", "training FLOPs"), strict=True):
         axis.set_xscale("log")
@@ -254,10 +257,6 @@ def draw(entries: Sequence[Entry], results: Results, path: Path) -> None:
     plt.close(figure)
 
 
-def _mean_of(results: Mapping[int, Result], quantity: str) -> float:
-    return sum(result[quantity] for result in results.values()) / len(results)
-
-
 def main() -> None:
     parser = ScriptParser(__doc__, options=())
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not up to date")
@@ -267,6 +266,8 @@ def main() -> None:
     if rest:
         raise ConfigError(f"{rest[0]} is not expected")
     entries = [load(name) for name in names()]
+    for entry in entries:
+        register(entry.registry, entry.code)
     results = {entry.name: read_results(args.results, entry) for entry in entries}
     trials = [json.loads(path.read_bytes()) for path in sorted((args.results / "tuning").glob("*.json"))]
     timed = args.results / "step_times.json"
@@ -277,7 +278,7 @@ def main() -> None:
             raise ConfigError(f"{PAGE.name} is not up to date; run python speedrun/leaderboard.py")
         return
     write_file(args.out / PAGE.name, text)
-    if any(results[entry.name] and entry.rung is None for entry in entries):
+    if any(_seeds(found) for found in results.values()):
         draw(entries, results, args.out / PLOT.name)
     print(args.out / PAGE.name)
 

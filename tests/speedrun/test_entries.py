@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import entries
 import pytest
 
+from torchditan import registry
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 
@@ -31,21 +33,23 @@ def write(folder: Path, name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", entries.names())
-def test_every_entry_is_a_training_that_the_protocol_allows(name: str) -> None:
+def test_every_entry_is_a_training_that_the_protocol_allows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = entries.load(name)
+    for table, lines in entry.registry.items():
+        for key, value in lines.items():
+            monkeypatch.setitem(getattr(registry, table), key, value)
     config = load_config(entry.flags(seed=3))
     assert config.training.seed == 3
     assert config.training.steps * config.training.global_batch_size == entry.images
     assert config.dataset.dataset_name == "earth"
     assert config.sampling.guidance_scale == 1
     assert config.model.path is None
-    assert (entry.rung is None) or entry.base is not None
+    assert entry.compare in entries.names()
 
 
-def test_rungs_have_different_numbers_and_as_many_images_as_their_base() -> None:
+def test_rungs_have_different_numbers() -> None:
     rungs = [entry for entry in map(entries.load, entries.names()) if entry.rung is not None]
     assert len({entry.rung for entry in rungs}) == len(rungs)
-    assert all(entries.load(str(entry.base)).images == entry.images for entry in rungs)
 
 
 def test_an_entry_inherits_what_it_does_not_change(tmp_path: Path) -> None:
@@ -58,12 +62,22 @@ def test_an_entry_inherits_what_it_does_not_change(tmp_path: Path) -> None:
     assert tuned.settings["optimizer.lr"] == 1e-4
 
 
-def test_entries_with_other_numbers_of_images_are_one_recipe(tmp_path: Path) -> None:
+def test_a_recipe_names_what_changes_a_step_and_a_digest_what_changes_the_training(tmp_path: Path) -> None:
     write(tmp_path, "base", BASE)
-    write(tmp_path, "longer", '[entry]\nbase = "base"\nimages = 6400\n')
-    write(tmp_path, "other", '[entry]\nbase = "base"\n[optimizer]\nlr = 3e-3\n')
-    base, longer, other = (entries.load(name, folder=tmp_path) for name in ("base", "longer", "other"))
-    assert base.recipe == longer.recipe != other.recipe
+    for name, change in {
+        "longer": "images = 6400",
+        "averaged": "ema_width = 0.1",
+        "sampled": "[sampling]\nnum_steps = 16",
+        "trained": "[optimizer]\nlr = 3e-3",
+    }.items():
+        write(tmp_path, name, f'[entry]\nbase = "base"\n{change}\n')
+    base, longer, averaged, sampled, trained = (
+        entries.load(name, folder=tmp_path) for name in ("base", "longer", "averaged", "sampled", "trained")
+    )
+    assert base.recipe() == longer.recipe() == averaged.recipe() == sampled.recipe() != trained.recipe()
+    assert base.digest() == sampled.digest()
+    assert len({entry.digest() for entry in (base, longer, averaged, trained)}) == 4
+    assert replace(averaged, ema_width=0.05).digest() == averaged.digest()
 
 
 def test_an_entry_may_bring_an_objective_in_one_file(tmp_path: Path) -> None:
@@ -82,7 +96,7 @@ def test_an_entry_may_bring_an_objective_in_one_file(tmp_path: Path) -> None:
         "from torchditan.config.loader import load_config\n"
         "from torchditan.registry import OBJECTIVES, registered\n"
         "entry = entries.load('mine', folder=pathlib.Path(sys.argv[2]))\n"
-        "entry.register()\n"
+        "entries.register(entry.registry, entry.code)\n"
         "print(load_config(entry.flags(seed=0)).diffusion.objective, registered(OBJECTIVES, 'mine').__name__)\n"
     )
     speedrun = str(Path(entries.__file__).parent)
@@ -102,12 +116,18 @@ def test_an_entry_may_bring_an_objective_in_one_file(tmp_path: Path) -> None:
         ('[entry]\ncode = "none.py"\n', 'code = "none.py": must be a file in'),
         ("[optimizer]\nlearning_rate = 1e-3\n", "optimizer.learning_rate is not an option"),
         ("[sampling]\nguidance_scale = 2\n", "the protocol fixes sampling.guidance_scale"),
-        ("[sampling]\nnum_steps = 33\n", "sampling.num_steps = 33: must be an integer up to 32"),
+        ("[sampling]\nnum_steps = 33\n", "sampling.num_steps = 33: must be at most 32"),
+        ('[sampling]\nsampler = "heun"\n', "sampling.num_steps = 32: must be at most 16"),
+        ("[training]\nglobal_batch_size = 0\n", "training.global_batch_size = 0: must be a positive integer"),
+        ("[model]\npatch_size = 2\n", "the protocol fixes model.patch_size"),
+        ("[entry]\nema_width = 0.5\n", "ema_width = 0.5: must be above 0 and below 0.2887"),
+        ("[entry]\nrung = 1\nimages = 1280\n", "images = 1280: must be 640, as its base base has"),
         ("[dataset]\nnum_classes = 3\n", "the protocol fixes dataset.num_classes"),
         ("[training]\nsteps = 3\n", "the protocol fixes training.steps"),
         ('[model]\npath = "a"\n', "the protocol fixes model.path"),
         ("[lora]\nrank = 4\n", "the protocol fixes lora.rank"),
-        ("[entry.registry]\nPLANETS = {}\n", "[registry] PLANETS is not a table of torchditan/registry.py"),
+        ('[entry.registry.METRICS]\neffnet = "a:b"\n', "[entry.registry.METRICS] cannot be extended; must be one of"),
+        ('[entry.registry.BLOCKS]\ndit = "a:b"\n', "[entry.registry.BLOCKS] dit exists; use another name"),
     ],
 )
 def test_an_entry_that_breaks_a_rule_is_refused_in_one_line(tmp_path: Path, change: str, message: str) -> None:
@@ -123,11 +143,14 @@ def test_an_entry_that_breaks_a_rule_is_refused_in_one_line(tmp_path: Path, chan
 def test_names_that_do_not_exist_and_circles_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "one", '[entry]\nbase = "two"\n')
     write(tmp_path, "two", '[entry]\nbase = "one"\n')
-    with pytest.raises(ConfigError, match="base leads back to one"):
+    with pytest.raises(ConfigError, match="its bases form a cycle, one -> two -> one"):
         entries.load("one", folder=tmp_path)
     with pytest.raises(ConfigError, match=r"onne is not an entry in .*; did you mean one"):
         entries.load("onne", folder=tmp_path)
     without_batch = BASE.replace("[training]\nglobal_batch_size = 64\n", "")
     write(tmp_path, "three", without_batch)
-    with pytest.raises(ConfigError, match=r"training\.global_batch_size is missing"):
+    with pytest.raises(ConfigError, match=r"training\.global_batch_size = none: must be a positive integer"):
         entries.load("three", folder=tmp_path)
+    write(tmp_path, "four", BASE.replace("[entry]\n", "[entry]\nrung = 1\n"))
+    with pytest.raises(ConfigError, match="a rung needs the base that it is compared with"):
+        entries.load("four", folder=tmp_path)

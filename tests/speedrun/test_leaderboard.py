@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import entries
+import ladder
 import leaderboard
 import pytest
 
@@ -27,14 +28,13 @@ def results(entry: entries.Entry, distances: dict[int, float], **figures: float)
         seed: {
             "entry": entry.name,
             "seed": seed,
-            "steps": entry.images // 64,
             "images": entry.images,
             "training_flops": 1e12 * entry.images,
             "figures": {
                 "fd": fd,
                 "kid_held_out": fd / 1000,
-                "nearest_distance": 9.0,
-                "held_out_nearest_distance": 6.0,
+                "closer_than_held_out": 0.05,
+                "closest_percent": 0.0,
                 **figures,
             },
         }
@@ -46,10 +46,11 @@ def page(found: dict[str, Any], chosen: list[entries.Entry], trials: list[Any] |
     return leaderboard.page(chosen, {**{entry.name: {} for entry in chosen}, **found}, trials or [], times or {})
 
 
-def confirmed() -> dict[str, Any]:
+def confirmed(**figures: float) -> dict[str, Any]:
+    before, after = (60.0, 62.0, 61.0, 60.5, 61.5), (50.0, 51.0, 50.5, 50.2, 50.8)
     return {
-        "official_dit": results(BASELINE, {10: 60.0, 11: 62.0, 12: 61.0}),
-        "winner": results(WINNER, {10: 50.0, 11: 51.0, 12: 50.5}),
+        "official_dit": results(BASELINE, {10 + i: fd for i, fd in enumerate(before)}),
+        "winner": results(WINNER, {10 + i: fd for i, fd in enumerate(after)}, **figures),
     }
 
 
@@ -58,66 +59,82 @@ def row(text: str, name: str) -> str:
 
 
 def test_a_record_is_compared_with_the_baseline_at_the_same_seeds() -> None:
-    times = {WINNER.recipe: {"ratio": 1.1}}
+    times = {WINNER.recipe(): {"ratio": 1.1, "baseline_recipe": BASELINE.recipe()}}
     text = page(confirmed(), [BASELINE, WINNER], times=times)
     assert text.index("[winner]") < text.index("[official_dit]"), "the best comes first"
-    # log(60/50), log(62/51), log(61/50.5): mean 18.9%; FLOPs 1/5, time 300 / 1500 x 1.1
-    assert "| 19,200 | 50.5 ± 1.2 | 50.5 ± 1.2 | 0.20 | 0.22 | yes: +18.9%, +" in row(text, "winner")
-    assert "| 96,000 | 61.0 ± 2.5 |" in row(text, "official_dit")
+    # 1 - the geometric mean of 50 / 60, 51 / 62 ...; FLOPs 1 / 5, time 600 / 1500 x 1.1
+    assert "| 19,200 | 50.5 ± 0.5 | 50.5 ± 0.5 | 0.05 | 0.20 | 0.44 | official_dit: **better**, 17.2% lower, " in row(
+        text, "winner"
+    )
+    assert "| 96,000 | 61.0 ± 1.0 | 61.0 ± 1.0 | 0.05 | 1.00 | 1.00 |  |" in row(text, "official_dit")
 
 
 def test_noise_distances_to_training_images_alone_and_copies_are_no_record() -> None:
     found = confirmed()
-    found["winner"] = results(WINNER, {10: 50.0, 11: 63.0, 12: 61.5})
-    assert "| no: " in row(page(found, [BASELINE, WINNER]), "winner")
-    found["winner"] = results(WINNER, {10: 50.0, 11: 51.0, 12: 50.5}, kid_held_out=0.2)
-    assert "| no: +18.9%" in row(page(found, [BASELINE, WINNER]), "winner")
-    assert "KID disagrees" in row(page(found, [BASELINE, WINNER]), "winner")
-    found["winner"] = results(WINNER, {10: 50.0, 11: 51.0, 12: 50.5}, nearest_distance=5.0)
-    assert "**copies**: not valid" in row(page(found, [BASELINE, WINNER]), "winner")
+    found["winner"] = results(WINNER, {10: 50.0, 11: 63.0, 12: 61.5, 13: 59.0, 14: 62.0})
+    assert "official_dit: not better, " in row(page(found, [BASELINE, WINNER]), "winner")
+    disagreeing = row(page(confirmed(kid_held_out=0.2), [BASELINE, WINNER]), "winner")
+    assert "not better, 17.2% lower" in disagreeing
+    assert "KID disagrees" in disagreeing
+    assert "not valid" in row(page(confirmed(closest_percent=0.2), [BASELINE, WINNER]), "winner")
 
 
-def test_times_that_are_missing_or_noisy_are_not_shown() -> None:
-    assert "| not measured |" in row(page(confirmed(), [BASELINE, WINNER]), "winner")
-    assert "| too noisy |" in row(
-        page(confirmed(), [BASELINE, WINNER], times={WINNER.recipe: {"ratio": None}}), "winner"
-    )
+@pytest.mark.parametrize("seeds", [1, 2, 4])
+def test_with_fewer_seeds_there_is_no_verdict(seeds: int) -> None:
+    found = {name: dict(list(made.items())[:seeds]) for name, made in confirmed().items()}
+    assert f"official_dit: {seeds} of 5 seeds |" in row(page(found, [BASELINE, WINNER]), "winner")
 
 
-def test_a_failed_rung_stays_in_the_table() -> None:
+def test_a_record_can_name_another_entry_to_be_compared_with() -> None:
+    found = {**confirmed(), "other": results(WINNER, {10 + i: 50.0 for i in range(5)})}
+    other = replace(WINNER, name="other", compare="winner")
+    assert "| winner: **better**, 1.0% lower" in row(page(found, [BASELINE, WINNER, other]), "other")
+
+
+def test_times_that_are_missing_noisy_or_of_another_baseline_are_not_shown() -> None:
+    chosen = [BASELINE, WINNER]
+    assert "| not measured |" in row(page(confirmed(), chosen), "winner")
+    times = {WINNER.recipe(): {"ratio": None, "baseline_recipe": BASELINE.recipe()}}
+    assert "| too noisy |" in row(page(confirmed(), chosen, times=times), "winner")
+    times = {WINNER.recipe(): {"ratio": 1.1, "baseline_recipe": "another"}}
+    assert "| not measured |" in row(page(confirmed(), chosen, times=times), "winner")
+
+
+def test_a_failed_rung_stays_in_the_table_and_one_with_missing_seeds_is_incomplete() -> None:
     found = {
         "official_dit": results(BASELINE, {0: 100.0, 1: 101.0, 2: 99.0}),
         "rung": results(RUNG, {0: 100.0, 1: 102.0, 2: 98.0}),
         "better": results(RUNG, {0: 80.0, 1: 81.0, 2: 79.0}),
+        "started": results(RUNG, {0: 80.0}),
     }
     better = replace(RUNG, name="better", title="another change", rung=2)
-    lines = page(found, [BASELINE, RUNG, better]).splitlines()
+    started = replace(RUNG, name="started", rung=3)
+    lines = page(found, [BASELINE, RUNG, better, started]).splitlines()
     assert next(line for line in lines if line.startswith("| 1 |")).endswith("| 1.00 | no |")
     assert next(line for line in lines if line.startswith("| 2 |")).endswith("| 1.00 | **yes** |")
+    assert next(line for line in lines if line.startswith("| 3 |")).endswith("| 1.00 | incomplete |")
 
 
-def test_tuning_trials_are_counted() -> None:
+def test_trainings_are_counted_as_trials_but_not_averages_and_samplers() -> None:
+    trial = {"entry": "official_dit", "seed": 100, "ema_width": 0.05, "figures": {"fd": 50}}
     trials = [
-        {
-            "entry": "official_dit",
-            "changes": {"optimizer.lr": lr},
-            "seed": 100,
-            "ema_width": width,
-            "figures": {"fd": 50},
-        }
-        for lr in (1e-4, 1e-3)
-        for width in (0.05, 0.1)
+        {**trial, "changes": {"optimizer.lr": 1e-4}},
+        {**trial, "changes": {"optimizer.lr": 1e-4}, "ema_width": 0.1},
+        {**trial, "changes": {"optimizer.lr": 1e-4, "sampling.sampler": "ddim"}},
+        {"entry": "official_dit", "seed": 100, "ema_width": 0.05, "failed": "NaN", "changes": {"optimizer.lr": 1.0}},
     ]
     lines = page({}, [BASELINE], trials).splitlines()
-    assert "| official_dit | 2 | optimizer.lr = 0.0001 | 100 | 0.05: 50.0, 0.1: 50.0 |" in lines
+    scores = "0.05: 50.0, 0.05 sampling.sampler = ddim: 50.0, 0.1: 50.0"
+    assert f"| official_dit | 2 | optimizer.lr = 0.0001 | 100 | {scores} |" in lines
+    assert "| official_dit | 2 | optimizer.lr = 1.0 | 100 | 0.05: failed |" in lines
 
 
 def test_a_result_of_another_definition_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "official_dit"
     folder.mkdir()
     (folder / "seed-0.json").write_text(json.dumps({"seed": 0, "definition": {}}))
-    with pytest.raises(ConfigError, match="is of another definition of official_dit"):
-        leaderboard.read_results(tmp_path, BASELINE)
+    with pytest.raises(ConfigError, match="was made with an older version of official_dit"):
+        ladder.read_results(tmp_path, BASELINE)
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

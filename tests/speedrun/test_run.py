@@ -7,6 +7,8 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,14 @@ class Scripts:
         if script == "train.py":
             rows = [
                 {"step": 10, "loss": 0.5, "tflops_per_device": 2.0, "step_time_s": 0.5, "images_seen": 640},
-                {"step": 14, "loss": 0.4, "tflops_per_device": 1.0, "step_time_s": 1.0, "images_seen": 896},
+                {
+                    "step": 14,
+                    "loss": 0.4,
+                    "tflops_per_device": 1.0,
+                    "step_time_s": 1.0,
+                    "images_seen": 896,
+                    "elapsed_s": 7.5,
+                },
             ]
             (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
             stored = {
@@ -48,6 +57,7 @@ class Scripts:
                 "created": "2026-11-22T10:00:00",
             }
             (folder / "config.json").write_text(json.dumps(stored))
+            (folder / "status.json").write_text(json.dumps({"status": "completed"}))
         elif script == "scripts/reconstruct_ema.py":
             averaged = folder.with_name(f"{folder.name}_ema_{arguments[2]}")
             averaged.mkdir()
@@ -57,6 +67,7 @@ class Scripts:
             out.mkdir(parents=True)
             figures = {figure: {"value": 50.0 + i} for i, figure in enumerate(run.FIGURES.values())}
             card = {"figures": figures, "model_evaluations": self.evaluations, "model_parameters": 9, "sampling": {}}
+            card["step"] = trial.entry.num_steps
             (out / "card.json").write_text(json.dumps(card))
 
 
@@ -71,7 +82,7 @@ def test_a_result_has_all_that_a_reader_checks(tmp_path: Path, monkeypatch: pyte
     (result,) = run.make(trial)
     assert json.loads((tmp_path / "results/official_dit/seed-2.json").read_text()) == result
     assert result["training_flops"] == 10 * 1e12 + 4 * 1e12
-    assert (result["steps"], result["images"], result["last_loss"]) == (14, 896, 0.4)
+    assert (result["steps"], result["images"], result["last_loss"], result["training_seconds"]) == (14, 896, 0.4, 7.5)
     assert result["figures"]["fd"] == 50
     assert result["definition"] == json.loads(json.dumps(entries.load("official_dit").definition()))
     assert [script for script, _ in scripts.calls] == ["train.py", "scripts/reconstruct_ema.py", "scripts/evaluate.py"]
@@ -89,9 +100,9 @@ def test_one_training_serves_several_averages_and_samplers(tmp_path: Path, monke
     run.make(other)
     assert [script for script, _ in scripts.calls].count("scripts/evaluate.py") == 3
     assert sorted(path.name for path in (tmp_path / "results/tuning").iterdir()) == [
-        "official_dit_lr-0.003_ema-0.05_seed-100.json",
-        "official_dit_lr-0.003_num_steps-16_ema-0.1_seed-100.json".replace("num_steps", "num-steps"),
-        "official_dit_lr-0.003_seed-100.json",
+        "official_dit_optimizer.lr-0.003_ema-0.05_seed-100.json",
+        "official_dit_optimizer.lr-0.003_sampling.num-steps-16_ema-0.1_seed-100.json",
+        "official_dit_optimizer.lr-0.003_seed-100.json",
     ]
 
 
@@ -102,19 +113,67 @@ def test_more_model_evaluations_than_allowed_give_no_result(tmp_path: Path, monk
     assert not (tmp_path / "results").exists()
 
 
-def test_a_repetition_within_the_tolerance_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_call", Scripts())
+def test_a_changed_entry_is_trained_anew_and_its_old_result_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_call", scripts := Scripts())
+    (trial,) = trials(tmp_path)
+    run.make(trial)
+    changed = replace(trial, entry=replace(trial.entry, settings={**trial.entry.settings, "optimizer.lr": 5e-3}))
+    with pytest.raises(ConfigError, match=r"seed-0\.json was made with an older version of official_dit; delete it"):
+        run.make(changed)
+    trial.result_path(None).unlink()
+    run.make(changed)
+    assert [script for script, _ in scripts.calls].count("train.py") == 2
+
+
+def test_a_failed_training_is_a_trial_when_tuning_and_an_error_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(trial: Any, script: str, arguments: list[str]) -> None:
+        trial.run.mkdir(parents=True)
+        (trial.run / "status.json").write_text(json.dumps({"status": "error", "reason": "step 7: the loss is NaN"}))
+        raise ConfigError("train.py failed (1)")
+
+    monkeypatch.setattr(run, "_call", fail)
+    (result,) = run.make(trials(tmp_path, "--seeds", "100")[0])
+    assert result["failed"] == "step 7: the loss is NaN"
+    with pytest.raises(ConfigError, match=r"train\.py failed"):
+        run.make(trials(tmp_path, "--seeds", "0")[0])
+
+
+def test_after_a_failure_no_further_trial_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def fail(trial: Any) -> None:
+        started.append(trial.seed)
+        time.sleep(0.05)
+        raise ConfigError("broken")
+
+    monkeypatch.setattr(run, "make", fail)
+    with pytest.raises(ConfigError, match="broken"):
+        run.make_all(trials(tmp_path, "--seeds", *map(str, range(50))), jobs=1)
+    assert len(started) < 50
+
+
+def test_a_check_repeats_a_committed_result_and_compares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "_call", scripts := Scripts())
     (committed,) = trials(tmp_path)
+    again = trials(tmp_path, "--check")
+    with pytest.raises(ConfigError, match="no committed result of official_dit, seed 0; leave --check out"):
+        run.check(again, tmp_path / "results", jobs=1)
     run.make(committed)
-    path = committed.result_path(None)
-    (again,) = trials(tmp_path, "--check")
-    run.make(again)
-    assert again.result_path(None) != path
-    assert run.compare(path, again)
+    for _ in range(2):  # a finished check starts anew
+        assert run.check(again, tmp_path / "results", jobs=1)
+    assert [script for script, _ in scripts.calls].count("train.py") == 3
+    path = committed.result_path(committed.entry.ema_width)
     result = json.loads(path.read_text())
-    result["figures"]["fd"] *= 1.02
+    result["figures"]["fd"] *= 1.05
     path.write_text(json.dumps(result))
-    assert not run.compare(path, again)
+    assert not run.check(again, tmp_path / "results", jobs=1)
+    assert "of the committed one: DIFFERS" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -126,6 +185,11 @@ def test_a_repetition_within_the_tolerance_agrees(tmp_path: Path, monkeypatch: p
         (["official_dit", "--seeds", "100", "--set", "optimizer.l=1"], "optimizer.l is not an option"),
         (["official_dit", "--seeds", "100", "--set", "training.steps=5"], "the protocol fixes training.steps"),
         (["official_dit", "--seeds", "0", "0"], "--seeds = [0, 0]: must be different integers from 0"),
+        (["official_dit", "--seeds", "100", "--ema_widths", "0.3"], "--ema_widths = 0.3: must be above 0 and below"),
+        (
+            ["official_dit", "--seeds", "100", "--set", "optimizer.lr=1", "--check"],
+            "--check repeats the entry as it is",
+        ),
         (["official_dit", "--jobs", "1000"], "--jobs = 1000: must be at most the number of cores"),
     ],
 )

@@ -9,7 +9,7 @@
 | KID | kernel distance: 100 subsets of 1,000; a smaller set is in each subset as a whole | 0 |
 | precision, recall | share of generated (real) images near a real (generated) one, k = 3 | high |
 | density, coverage | real images near a generated one; share of real images with one near, k = 5 | high |
-| KID to held-out | kernel distance to the held-out images, which copies of training images do not lower | low |
+| KID to held-out | kernel distance to the held-out images | like that of the reference to them, held-out KID |
 | held-out FD, held-out KID | the same distance of held-out images: the floor at that many images | |
 | copies: closer than held-out | P(generated image is closer to its nearest training image than a held-out one) | 0.5 |
 | copies: closest 1% | share of generated images closer than 99% of held-out ones | 0.01 |
