@@ -46,7 +46,8 @@ class Worker:
     def __init__(self, entry: Entry, folder: Path, *, steps: int = STEPS) -> None:
         place = [f"--job.dump_folder={folder}", f"--metrics.experiment_name={entry.name}"]
         command = [*launch_command(entry, folder), "speedrun/step_times.py", "--worker"]
-        self.log = folder / f"{entry.name}.log"
+        folder.mkdir()
+        self.log = folder / "log"
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 [*command, *entry.flags(seed=0), *place],
@@ -61,8 +62,9 @@ class Worker:
     def block(self) -> float:
         """Seconds of one step, averaged over a block."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(f"{self.steps}\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it failed, and said why
+            self.process.stdin.write(f"{self.steps}\n")
+            self.process.stdin.flush()
         for line in self.process.stdout:
             if line.startswith("seconds "):
                 return float(line.split()[1]) / self.steps
@@ -71,7 +73,8 @@ class Worker:
 
     def close(self) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.wait()
 
 
@@ -88,8 +91,8 @@ def measure(baseline: Entry, entry: Entry, *, turns: int, steps: int = STEPS) ->
     load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         workers = []
-        for each in (baseline, entry):
-            workers.append(Worker(each, Path(folder), steps=steps))
+        for name, each in (("before", baseline), ("after", entry)):
+            workers.append(Worker(each, Path(folder) / name, steps=steps))
             stack.callback(workers[-1].close)
         for worker in workers:
             worker.block()  # warms up
