@@ -35,7 +35,7 @@ def page(entries: Sequence[Entry], results: Results, trials: Sequence[Result], t
     lines = [
         "# Leaderboard of the laptop speedrun",
         "",
-        "`python speedrun/leaderboard.py` writes this page from the JSON files in [results/](results). "
+        "`python speedrun/leaderboard.py` writes this page from the JSON files in `results/`. "
         "[README.md](README.md) has the rules.",
         "",
         *_records(entries, results, times),
