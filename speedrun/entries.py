@@ -111,13 +111,19 @@ class Entry:
 
     def digest(self) -> str:
         """Names a training. Entries that differ only in how they are sampled and averaged afterwards share it."""
-        settings = {name: value for name, value in self.settings.items() if not name.startswith("sampling.")}
-        return _hash(self.definition() | {"settings": settings, "ema_width": self.ema_width is not None})
+        trained = split_sampling(self.settings)[0]
+        return _hash(self.definition() | {"settings": trained, "ema_width": self.ema_width is not None})
 
     def recipe(self) -> str:
         """Names what a step does: entries that differ only in their images, sampling and average share it."""
-        settings = {name: value for name, value in self.settings.items() if not name.startswith("sampling.")}
-        return _hash(self.definition() | {"settings": settings, "ema_width": None, "images": None})
+        trained = split_sampling(self.settings)[0]
+        return _hash(self.definition() | {"settings": trained, "ema_width": None, "images": None})
+
+
+def split_sampling(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of a training, and those of drawing samples from it."""
+    sampling = {option: value for option, value in settings.items() if option.startswith("sampling.")}
+    return {option: value for option, value in settings.items() if option not in sampling}, sampling
 
 
 def _hash(definition: dict[str, Any]) -> str:
@@ -221,9 +227,7 @@ def _check_options(entry: Entry) -> None:
 
 def _check_numbers(entry: Entry) -> None:
     where = f"{entry.name}.toml"
-    batch_size, num_steps = (
-        entry.settings.get(f"{name}") for name in ("training.global_batch_size", "sampling.num_steps")
-    )
+    batch_size, num_steps = (entry.settings.get(name) for name in ("training.global_batch_size", "sampling.num_steps"))
     if not isinstance(batch_size, int) or batch_size < 1:
         raise option_error(f"{where}: training.global_batch_size", batch_size, "must be a positive integer")
     evaluations = 2 if entry.settings.get("sampling.sampler") == "heun" else 1
@@ -235,6 +239,8 @@ def _check_numbers(entry: Entry) -> None:
     if not isinstance(entry.images, int) or not 0 < entry.images <= BUDGET or entry.images % batch_size:
         right = f"must be a multiple of training.global_batch_size = {batch_size}, at most {BUDGET}"
         raise option_error(f"{where}: images", entry.images, right)
+    if entry.rung is not None and (not isinstance(entry.rung, int) or entry.rung < 1):
+        raise option_error(f"{where}: rung", entry.rung, "must be a positive integer")
     check_width(f"{where}: ema_width", entry.ema_width)
 
 
@@ -244,5 +250,5 @@ def check_width(name: str, width: float | None) -> None:
     Raises:
         ConfigError: it is not None, and not between 0 and that of a uniform average.
     """
-    if width is not None and not 0 < width < _UNIFORM_WIDTH:
+    if width is not None and not (isinstance(width, float) and 0 < width < _UNIFORM_WIDTH):
         raise option_error(name, width, f"must be above 0 and below {_UNIFORM_WIDTH}, the width of a uniform average")

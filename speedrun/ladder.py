@@ -48,14 +48,24 @@ def read_results(folder: Path, entry: Entry) -> dict[int, Result]:
     """
     results: dict[int, Result] = {}
     for path in sorted((folder / entry.name).glob("seed-*.json")):
-        try:
-            result = json.loads(path.read_bytes())
-        except ValueError:
-            raise ConfigError(f"{path} is not JSON; delete it and run the entry again") from None
+        result = read_result(path)
         if result["definition"] != json.loads(json.dumps(entry.definition())):
             raise ConfigError(f"{path} was made with an older version of {entry.name}; delete it and run it again")
         results[result["seed"]] = result
     return results
+
+
+def read_result(path: Path) -> Result:
+    """A file of run.py.
+
+    Raises:
+        ConfigError: it is not JSON.
+    """
+    try:
+        result: Result = json.loads(path.read_bytes())
+    except ValueError:
+        raise ConfigError(f"{path} is not JSON; delete it and run the entry again") from None
+    return result
 
 
 class Pairs(NamedTuple):

@@ -16,8 +16,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from entries import BASELINE, CONFIRMATION_SEEDS, FIRST_TUNING_SEED, LADDER_SEEDS, METRIC, Entry, load, names, register
-from ladder import Result, climb, is_copying, lower_bound, pair, read_results
+from entries import (
+    BASELINE,
+    CONFIRMATION_SEEDS,
+    FIRST_TUNING_SEED,
+    LADDER_SEEDS,
+    METRIC,
+    Entry,
+    load,
+    names,
+    register,
+    split_sampling,
+)
+from ladder import Result, climb, is_copying, lower_bound, pair, read_result, read_results
 
 from torchditan.config.command_line import ScriptParser
 from torchditan.config.errors import ConfigError
@@ -170,8 +181,7 @@ def _trials(trials: Sequence[Result]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     trainings: dict[tuple[str, str, int], list[Result]] = {}
     for trial in trials:
-        trained = {option: value for option, value in trial["changes"].items() if not option.startswith("sampling.")}
-        key = (trial["entry"], _changes(trained) or "none", trial["seed"])
+        key = (trial["entry"], _changes(split_sampling(trial["changes"])[0]) or "none", trial["seed"])
         trainings.setdefault(key, []).append(trial)
     totals = {name: sum(key[0] == name for key in trainings) for name, _, _ in trainings}
     for (name, changes, seed), made in sorted(trainings.items()):
@@ -187,8 +197,8 @@ def _changes(values: Mapping[str, Any]) -> str:
 
 def _scoring(trial: Result) -> str:
     """How a trial's weights were averaged and sampled, where it differs from the entry."""
-    sampling = {option: value for option, value in trial["changes"].items() if option.startswith("sampling.")}
-    return " ".join(filter(None, [f"{trial['ema_width'] or 'own'}", _changes(sampling)]))
+    sampling = _changes(split_sampling(trial["changes"])[1])
+    return " ".join(filter(None, [f"{trial['ema_width'] or 'own'}", sampling]))
 
 
 def _score(trial: Result) -> str:
@@ -269,7 +279,7 @@ def main() -> None:
     for entry in entries:
         register(entry.registry, entry.code)
     results = {entry.name: read_results(args.results, entry) for entry in entries}
-    trials = [json.loads(path.read_bytes()) for path in sorted((args.results / "tuning").glob("*.json"))]
+    trials = [read_result(path) for path in sorted((args.results / "tuning").glob("*.json"))]
     timed = args.results / "step_times.json"
     times = json.loads(timed.read_bytes()) if timed.exists() else {}
     text = page(entries, results, trials, times).encode()

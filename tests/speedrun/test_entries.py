@@ -120,6 +120,8 @@ def test_an_entry_may_bring_an_objective_in_one_file(tmp_path: Path) -> None:
         ('[sampling]\nsampler = "heun"\n', "sampling.num_steps = 32: must be at most 16"),
         ("[training]\nglobal_batch_size = 0\n", "training.global_batch_size = 0: must be a positive integer"),
         ("[model]\npatch_size = 2\n", "the protocol fixes model.patch_size"),
+        ('[entry]\nema_width = "wide"\n', 'ema_width = "wide": must be above 0 and below 0.2887'),
+        ('[entry]\nrung = "first"\n', 'rung = "first": must be a positive integer'),
         ("[entry]\nema_width = 0.5\n", "ema_width = 0.5: must be above 0 and below 0.2887"),
         ("[entry]\nrung = 1\nimages = 1280\n", "images = 1280: must be 640, as its base base has"),
         ("[dataset]\nnum_classes = 3\n", "the protocol fixes dataset.num_classes"),

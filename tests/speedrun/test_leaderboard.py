@@ -137,6 +137,18 @@ def test_a_result_of_another_definition_is_refused(tmp_path: Path) -> None:
         ladder.read_results(tmp_path, BASELINE)
 
 
+def test_a_damaged_trial_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "tuning").mkdir()
+    (tmp_path / "tuning" / "a.json").write_text("{")
+    command = [sys.executable, str(SCRIPT), "--results", str(tmp_path), "--out", str(tmp_path / "out")]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 2
+    assert (
+        finished.stderr == f"error: {tmp_path / 'tuning' / 'a.json'} is not JSON; delete it and run the entry again\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     leaderboard.draw([BASELINE, WINNER], confirmed(), tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000

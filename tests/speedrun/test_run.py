@@ -183,6 +183,7 @@ def test_a_check_repeats_a_committed_result_and_compares(
         (["official_dit", "--set", "optimizer.lr=1"], "--seeds = [0]: must be 100 or more with --set and --ema_widths"),
         (["official_dit", "--seeds", "100", "--set", "lr"], '--set = "lr": must be OPTION=VALUE'),
         (["official_dit", "--seeds", "100", "--set", "optimizer.l=1"], "optimizer.l is not an option"),
+        (["official_dit", "--seeds", "100", "--set", "optimizer.lr=abc"], 'optimizer.lr = "abc": must be a number'),
         (["official_dit", "--seeds", "100", "--set", "training.steps=5"], "the protocol fixes training.steps"),
         (["official_dit", "--seeds", "0", "0"], "--seeds = [0, 0]: must be different integers from 0"),
         (["official_dit", "--seeds", "100", "--ema_widths", "0.3"], "--ema_widths = 0.3: must be above 0 and below"),
