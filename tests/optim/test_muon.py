@@ -100,7 +100,7 @@ def test_it_takes_the_matrices_of_the_blocks_and_adamw_the_rest(
     optimizer = build_optimizer(model, Optimizer(name="Muon", weight_decay=0.1))
     assert isinstance(optimizer, OptimizerParts)
     *muons, adamw = optimizer.parts
-    assert {type(part) for part in muons} == {Muon} and type(adamw) is torch.optim.AdamW
+    assert {type(part) for part in muons} == {Muon} and isinstance(adamw, torch.optim.AdamW)
     assert all(group["weight_decay"] == 0.1 for part in muons for group in part.param_groups)
     assert num_matrices_of("blocks.0.attn.qkv.weight", (128, 64)) == 1  # grouped queries
 
