@@ -5,8 +5,10 @@ Notable:
 - `fully_shard` splits dimension 0 into equal chunks and pads the last ones. The first rank holds the most. A parameter
   with few rows (the sin-cos table has one) is gathered with all its padding;
 - gathers and reductions, and when their memory is freed, follow FSDP2 of torch 2.11 to 2.13 as parallelize.py uses it.
-  With shards or frozen weights, one block and the all-gather of the next are in memory at a time. Otherwise all blocks
-  are, from forward to backward. Gradients are reduced in float32 through a copy that the next block's reduction frees;
+  One block and the all-gather of the next are in memory at a time. Gradients are reduced in float32 through a copy that
+  the next block's reduction frees;
+- one process and DDP follow distributed/replicate.py: a copy of all weights in the precision of the run, if it is not
+  float32, and a buffer for the gradients of a block, which become those of the optimizer;
 - the optimizer state is counted from the tensors the optimizer creates on the meta device, or declares
   (optimizer_cost.py);
 - the optimizer, clipping and EMA work in place: the optimizer step is never the peak;
@@ -17,6 +19,7 @@ All sizes are in bytes.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -181,6 +184,18 @@ class _Unit:
     """The remaining float32 gradient."""
 
 
+def is_replicated(parameters: Parameters, layout: Layout) -> bool:
+    """Whether distributed/replicate.py holds the weights, by the rule of parallelize.py."""
+    has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in block)
+    return layout.num_shards == 1 and not has_frozen and not layout.cpu_offload
+
+
+def copied_bytes(weights: Sequence[Weight], layout: Layout) -> int:
+    """Bytes of the computing weights that distributed/replicate.py copies from the stored ones."""
+    sizes = [(weight.gathered_itemsize(layout.param_bytes), weight) for weight in weights]
+    return sum(size * math.prod(weight.shape) for size, weight in sizes if size != weight.itemsize)
+
+
 def _unit(tensors: Sequence[Weight], layout: Layout) -> _Unit:
     trained = sum(tensor.padded(layout.num_shards) for tensor in tensors if tensor.is_trained)
     return _Unit(
@@ -212,7 +227,8 @@ def timeline(
         batch_bytes: bytes of the batch and its noise.
         workspace: bytes that the device libraries take from the allocator.
     """
-    step = _Step(parameters, layout, batch_bytes=batch_bytes, workspace=workspace)
+    kind = _ReplicatedStep if is_replicated(parameters, layout) else _Step
+    step = kind(parameters, layout, batch_bytes=batch_bytes, workspace=workspace)
     step.forward(traces, batch_size)
     step.backward(traces, batch_size)
     step.update()
@@ -312,9 +328,7 @@ class _Step:
         reduced, unreduced = self.blocks[first:], self.blocks[:first]
         shards = 0 if layout.cpu_offload else sum(block.shard for block in reduced)
         unsharded = sum(self._unsharded(unit) for unit in (*unreduced, self.root))
-        held_back = 0.0
-        if layout.num_replicas > 1 and layout.reduce_bytes != FLOAT32:  # FSDP keeps the sums over replicas
-            held_back = sum(block.reduced / layout.num_shards for block in reduced)
+        held_back = self._held_back(reduced)
         parts = {
             "parameters": self.constant["parameters"],
             "gathered parameters": gathered,
@@ -329,6 +343,12 @@ class _Step:
             "libraries": self.constant["libraries"],
         }
         self.instants.append(Instant(label, parts))
+
+    def _held_back(self, reduced: Sequence[_Unit]) -> float:
+        """FSDP keeps the sums over replicas."""
+        if self.layout.num_replicas == 1 or self.layout.reduce_bytes == FLOAT32:
+            return 0.0
+        return sum(block.reduced / self.layout.num_shards for block in reduced)
 
     def _unsharded(self, unit: _Unit) -> int:
         """Until the last micro-batch every rank keeps its gradients unsharded, in the dtype of the reduction."""
@@ -357,3 +377,58 @@ class _Step:
         is_cast = self.layout.reduce_bytes != FLOAT32
         output = block.shard + (block.reduced / self.layout.num_shards if is_cast else 0)
         return max(own_gradient, output - self._unsharded(block))
+
+
+class _ReplicatedStep(_Step):
+    """The moments of a step with the weights in distributed/replicate.py."""
+
+    def __init__(self, parameters: Parameters, layout: Layout, *, batch_bytes: float, workspace: float) -> None:
+        super().__init__(parameters, layout, batch_bytes=batch_bytes, workspace=workspace)
+        copies = copied_bytes(parameters.all, layout)
+        self.blocks = [dataclasses.replace(block, gathered=0) for block in self.blocks]
+        self.root = dataclasses.replace(self.root, gathered=copies)  # all copies exist all the time
+        self.is_cast = layout.reduce_bytes != FLOAT32
+
+    def backward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
+        blocks = self.blocks
+        if self.is_cast and self.layout.num_replicas > 1:  # the ranks reduce until the end, then all are cast
+            self.blocks = [dataclasses.replace(block, shard=block.reduced) for block in blocks]
+        for i, block in reversed(list(enumerate(blocks))):
+            label = f"block {i + 1} of {len(blocks)}"
+            working = traces[i].backward.peak(batch_size)
+            self._add(f"backward of {label}", gathered=self.root.gathered, working=working, first_reduced=i + 1)
+            self.kept += traces[i].backward.left(batch_size)
+            if i > 0:
+                self._add_reduction(f"reduction of {label}", block, first_reduced=i + 1)
+        # The backward pass of a block ends when that of the block before it begins. The first block waits for the rest.
+        working = traces[0].tail.peak(batch_size) + self._own_gradient(blocks[0])
+        self._add("backward of the embedders", gathered=self.root.gathered, working=working, first_reduced=1)
+        self.kept += traces[0].tail.left(batch_size)
+        self.blocks = blocks
+        own = self._own_gradient(self.root)
+        self._add_reduction(f"reduction of block 1 of {len(blocks)}", blocks[0], first_reduced=1, working=own)
+        self._add_reduction("reduction of the rest", self.root, first_reduced=0)
+
+    def update(self) -> None:
+        self.kept = 0.0
+        self._add("optimizer step", gathered=self.root.gathered, working=self.root.shard, first_reduced=0)
+
+    def _add_reduction(self, label: str, unit: _Unit, *, first_reduced: int, working: float = 0) -> None:
+        is_alone, sums = self.layout.num_replicas == 1, self.layout.num_micro_batches > 1
+        is_same = self.layout.reduce_bytes == self.layout.param_bytes
+        is_plain = is_alone and is_same and not self.is_cast  # autograd's gradients are those of the optimizer
+        self._add(
+            label,
+            gathered=self.root.gathered,
+            working=working + self._own_gradient(unit) + (unit.shard if is_alone and self.is_cast else 0),
+            first_reduced=first_reduced,
+            reduction=0 if is_plain or (sums and not is_same) else unit.reduced,
+        )
+
+    def _own_gradient(self, unit: _Unit) -> int:
+        """In the dtype of the computing weights, unless it is the sum over micro-batches."""
+        is_sum = self.layout.num_micro_batches > 1 and self.layout.reduce_bytes == self.layout.param_bytes
+        return 0 if is_sum else unit.gradient
+
+    def _held_back(self, reduced: Sequence[_Unit]) -> float:
+        return 0.0
