@@ -187,6 +187,20 @@ def test_a_step_copies_in_one_call_and_gradients_in_one_per_block(mesh: DeviceMe
     assert all(parameter.grad is not None for parameter in parameters if parameter.requires_grad)
 
 
+def test_each_block_frees_its_copies_after_its_backward_pass(mesh: DeviceMesh) -> None:
+    model, sizes = built(replicate, mesh), []
+    loss = loss_of(model, 0)
+    copies = [block.attn.qkv.weight for block in model.blocks]
+    assert {copy.dtype for copy in copies} == {BFLOAT16}
+    for block in model.blocks:
+        block.register_full_backward_hook(lambda *_: sizes.append([c.untyped_storage().size() > 0 for c in copies]))
+    loss_of(model, 1).backward()
+    assert sizes == [[True, True, True], [True, True, False], [True, False, False]]
+    assert all(copy.untyped_storage().size() == 0 for copy in copies)
+    loss.backward()  # copies again what the first forward saved
+    assert all(copy.untyped_storage().size() == 0 for copy in copies)
+
+
 def test_one_process_in_float32_is_the_plain_model(mesh: DeviceMesh) -> None:
     model, plain = built(replicate, mesh, param_dtype=FLOAT32), spec_of().build()
     assert not model._forward_pre_hooks and not model._forward_hooks

@@ -6,6 +6,8 @@ Notable:
   the computing weights instead: copies in the precision of the run, or the same memory if the precisions are equal;
 - one foreach call refreshes all copies, in the first forward after an update. `fully_shard` would cast and copy
   parameter by parameter, and again for every micro-batch;
+- the backward pass frees the copies block by block, as `fully_shard` does, so that they add nothing to the optimizer
+  step. Each block has one allocation;
 - when the backward pass of a block ends, its gradients move to one buffer in the dtype of the reduction. DDP averages
   the buffer over the ranks while the backward pass continues. The arithmetic is that of `fully_shard`;
 - one process in float32 needs none of this: it trains the plain model;
@@ -15,6 +17,7 @@ Notable:
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -26,6 +29,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves
+
+ALIGNMENT = 64
+"""A copy starts at a multiple of this number of elements."""
 
 
 def can_replicate(blocks: nn.ModuleList, mesh: DeviceMesh) -> bool:
@@ -114,13 +120,30 @@ class _Buffer:
     tensor: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Unit:
     """A block, or everything outside the blocks."""
 
     weights: list[_Weight] = field(default_factory=list)
     buffers: list[_Buffer] = field(default_factory=list)
     """Those whose reduction has not started. Weights that get their first gradient later have their own."""
+    memory: torch.Tensor | None = None
+    """That of all copies, 1D; None if the unit computes with the float32 weights."""
+    copies: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    """The float32 weights that `copies` are copies of."""
+    is_fresh: bool = False
+    """Whether the copies exist and are those of the current weights."""
+
+    def allocate(self) -> None:
+        if self.memory is not None:
+            self.memory.untyped_storage().resize_(self.memory.numel() * self.memory.element_size())
+
+    def free(self) -> None:
+        """Free the copies. Their tensors stay, because autograd refers to them."""
+        self.is_fresh = False
+        if self.memory is not None:
+            self.memory.untyped_storage().resize_(0)
 
 
 class Replica:
@@ -144,10 +167,7 @@ class Replica:
         self.syncs = True
         self._units: list[_Unit] = []
         """The blocks, then the rest. Made in the first forward, when the weights have memory."""
-        self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        """The computing weights with their own memory, and what they are copies of."""
         self._is_computing = False
-        self._is_fresh = False
         self._has_callback = False
         self._current_block: int | None = None
         self._reductions: deque[tuple[_Buffer, dist.Work]] = deque()
@@ -167,7 +187,8 @@ class Replica:
 
     def reshard(self) -> None:
         """Show the float32 weights, and copy them again in the next forward."""
-        self._is_fresh = False
+        for unit in self._units:
+            unit.free()
         self._show(computing=False)
 
     def _show(self, *, computing: bool) -> None:
@@ -182,29 +203,52 @@ class Replica:
     @torch.no_grad()
     def _prepare(self) -> None:
         """Create the computing weights."""
-        unit_of = {parameter: i for i, block in enumerate(self.blocks) for parameter in block.parameters()}
-        self._units = [_Unit() for _ in range(len(self.blocks) + 1)]
-        for master, places in _places(self.model).items():
-            local = (master.to_local() if isinstance(master, DTensor) else master).detach()
-            tensor = local
-            if local.is_floating_point() and local.dtype != self.param_dtype:
-                tensor = torch.empty_like(local, dtype=self.param_dtype)
-                for tensors, each in zip(self._copies, (tensor, local), strict=True):
-                    tensors.append(each)
-            weight = _Weight(master, nn.Parameter(tensor, requires_grad=master.requires_grad), places)
-            self._units[unit_of.get(master, -1)].weights.append(weight)
+        root = len(self.blocks)
+        unit_of: dict[nn.Parameter, int] = {}
+        for number, block in enumerate(self.blocks):
+            for parameter in block.parameters():
+                unit_of[parameter] = root if parameter in unit_of else number  # shared by blocks: freed at the end
+        self._units = [_Unit() for _ in range(root + 1)]
+        members: list[list[nn.Parameter]] = [[] for _ in self._units]
+        places = _places(self.model)
+        for parameter in places:
+            members[unit_of.get(parameter, root)].append(parameter)
+        for unit, masters in zip(self._units, members, strict=True):
+            computing = self._computing_weights(unit, masters)
+            unit.weights += [_Weight(m, c, places[m]) for m, c in zip(masters, computing, strict=True)]
+
+    def _computing_weights(self, unit: _Unit, masters: list[nn.Parameter]) -> list[nn.Parameter]:
+        local = [(master.to_local() if isinstance(master, DTensor) else master).detach() for master in masters]
+        is_copied = [tensor.is_floating_point() and tensor.dtype != self.param_dtype for tensor in local]
+        unit.sources = [tensor for tensor, copied in zip(local, is_copied, strict=True) if copied]
+        if unit.sources:
+            ends = list(itertools.accumulate(_aligned(tensor.numel()) for tensor in unit.sources))
+            unit.memory = torch.empty(ends[-1], dtype=self.param_dtype, device=unit.sources[0].device)
+            parts = zip([0, *ends], unit.sources, strict=False)
+            unit.copies = [unit.memory[start:][: source.numel()].view(source.shape) for start, source in parts]
+        copies = iter(unit.copies)
+        tensors = [next(copies) if copied else tensor for tensor, copied in zip(local, is_copied, strict=True)]
+        return [nn.Parameter(t, requires_grad=m.requires_grad) for t, m in zip(tensors, masters, strict=True)]
 
     @torch.no_grad()
-    def _refresh(self) -> None:
-        if self._copies[0]:
-            torch._foreach_copy_(*self._copies)
-        self._is_fresh = True
+    def _refresh(self, units: list[_Unit]) -> None:
+        """Copy the float32 weights, in one call, where that was not done since the last change."""
+        stale = [unit for unit in units if not unit.is_fresh]
+        for unit in stale:
+            unit.allocate()
+            unit.is_fresh = True
+        memories = tuple(unit.memory for unit in stale if unit.memory is not None)
+        if memories:
+            with torch.autograd._unsafe_preserve_version_counter(memories):  # the values are those that autograd saved
+                torch._foreach_copy_(
+                    [copy for unit in stale for copy in unit.copies],
+                    [source for unit in stale for source in unit.sources],
+                )
 
     def _before_forward(self, *_: Any) -> None:
         if not self._units:
             self._prepare()
-        if not self._is_fresh:
-            self._refresh()
+        self._refresh(self._units)
         self._has_callback = False  # also after a backward pass that failed
         self._show(computing=True)
 
@@ -219,17 +263,19 @@ class Replica:
         if not self._has_callback:
             self._has_callback = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-        self._show(computing=True)  # of an earlier forward, for recomputation
+        self._refresh(self._units[-1:])  # of an earlier forward
+        self._show(computing=True)
 
     def _before_backward_of_block(self, number: int, _gradient: torch.Tensor) -> None:
-        """The block whose backward pass ran until now has all its gradients."""
-        if self._current_block not in (None, number):
-            self._take_gradients(self._units[self._current_block])
+        """The block whose backward pass ran until now is done with its weights and has its gradients."""
+        if self._current_block is not None and self._current_block != number:
+            self._finish_backward(self._units[self._current_block])
         self._current_block = number
+        self._refresh(self._units[number : number + 1])  # of an earlier forward
 
     def _after_backward(self) -> None:
         for unit in self._units:
-            self._take_gradients(unit)
+            self._finish_backward(unit)
         while self._reductions:
             buffer, work = self._reductions.popleft()
             work.wait()
@@ -237,12 +283,12 @@ class Replica:
         self._current_block = None
         self._has_callback = False
         self._show(computing=False)
-        if self.syncs:
-            self._is_fresh = False
 
     @torch.no_grad()
-    def _take_gradients(self, unit: _Unit) -> None:
-        """Move the gradients of the computing weights to buffers. Start their reduction in the last micro-batch."""
+    def _finish_backward(self, unit: _Unit) -> None:
+        """Move the gradients to buffers. In the last micro-batch, free the copies and start the reduction."""
+        if self.syncs:
+            unit.free()
         if not self.syncs and self.reduce_dtype == self.param_dtype:
             return  # autograd adds them up
         new: list[_Weight] = []
@@ -289,6 +335,11 @@ class Replica:
                 weight.master.grad = gradient
             else:
                 weight.master.grad += gradient
+
+
+def _aligned(numel: int) -> int:
+    """Elements of an allocation whose end is aligned for kernels that load 16 bytes at a time."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 def _split_like(buffer: torch.Tensor, weights: list[_Weight]) -> list[torch.Tensor]:

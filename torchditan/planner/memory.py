@@ -7,8 +7,8 @@ Notable:
 - gathers and reductions, and when their memory is freed, follow FSDP2 of torch 2.11 to 2.13 as parallelize.py uses it.
   One block and the all-gather of the next are in memory at a time. Gradients are reduced in float32 through a copy that
   the next block's reduction frees;
-- one process and DDP follow distributed/replicate.py: a copy of all weights in the precision of the run, if it is not
-  float32, and a buffer for the gradients of a block, which become those of the optimizer;
+- one process and DDP follow distributed/replicate.py: if the precision is not float32, copies of all weights until the
+  backward pass of their block; and a buffer for the gradients of a block, which become those of the optimizer;
 - the optimizer state is counted from the tensors the optimizer creates on the meta device, or declares
   (optimizer_cost.py);
 - the optimizer, clipping and EMA work in place: the optimizer step is never the peak;
@@ -28,6 +28,7 @@ from typing import Literal
 import torch
 
 from torchditan.config.options import Optimizer
+from torchditan.distributed.replicate import ALIGNMENT
 from torchditan.models.spec import ModelSpec
 from torchditan.planner.optimizer_cost import optimizer_state_bytes
 from torchditan.planner.trace import StepTrace
@@ -193,7 +194,8 @@ def is_replicated(parameters: Parameters, layout: Layout) -> bool:
 def copied_bytes(weights: Sequence[Weight], layout: Layout) -> int:
     """Bytes of the computing weights that distributed/replicate.py copies from the stored ones."""
     sizes = [(weight.gathered_itemsize(layout.param_bytes), weight) for weight in weights]
-    return sum(size * math.prod(weight.shape) for size, weight in sizes if size != weight.itemsize)
+    numel = [(size, math.prod(weight.shape)) for size, weight in sizes if size != weight.itemsize]
+    return sum(size * ALIGNMENT * math.ceil(number / ALIGNMENT) for size, number in numel)
 
 
 def _unit(tensors: Sequence[Weight], layout: Layout) -> _Unit:
@@ -265,7 +267,8 @@ class _Step:
 
     def forward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
         embed, head = traces[0].embed, traces[-1].head
-        self._add("forward, embedders", gathered=self.root.gathered + self.teacher, working=embed.peak(batch_size))
+        gathered = self._gathered_in_embedders() + self.teacher
+        self._add("forward, embedders", gathered=gathered, working=embed.peak(batch_size))
         self.kept += embed.left(batch_size)
         for i, trace in enumerate(traces):
             label = f"block {i + 1} of {len(self.blocks)}"
@@ -356,6 +359,9 @@ class _Step:
             return 0
         return self.layout.reduce_bytes * unit.gradient // self.layout.param_bytes
 
+    def _gathered_in_embedders(self) -> float:
+        return self.root.gathered
+
     def _gathered_in_gather(self, i: int) -> float:
         before = self.blocks[i - 1].gathered if i > 0 else self.root.gathered
         return self.root.gathered + before + self.blocks[i].gathered * (1 + 1 / self.layout.num_shards)
@@ -384,9 +390,9 @@ class _ReplicatedStep(_Step):
 
     def __init__(self, parameters: Parameters, layout: Layout, *, batch_bytes: float, workspace: float) -> None:
         super().__init__(parameters, layout, batch_bytes=batch_bytes, workspace=workspace)
-        copies = copied_bytes(parameters.all, layout)
-        self.blocks = [dataclasses.replace(block, gathered=0) for block in self.blocks]
-        self.root = dataclasses.replace(self.root, gathered=copies)  # all copies exist all the time
+        copies = [copied_bytes(block, layout) for block in parameters.blocks]
+        self.blocks = [dataclasses.replace(b, gathered=size) for b, size in zip(self.blocks, copies, strict=True)]
+        self.root = dataclasses.replace(self.root, gathered=copied_bytes(parameters.root, layout))
         self.is_cast = layout.reduce_bytes != FLOAT32
 
     def backward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
@@ -396,30 +402,37 @@ class _ReplicatedStep(_Step):
         for i, block in reversed(list(enumerate(blocks))):
             label = f"block {i + 1} of {len(blocks)}"
             working = traces[i].backward.peak(batch_size)
-            self._add(f"backward of {label}", gathered=self.root.gathered, working=working, first_reduced=i + 1)
+            gathered = self._gathered_in_backward(i)
+            self._add(f"backward of {label}", gathered=gathered, working=working, first_reduced=i + 1)
             self.kept += traces[i].backward.left(batch_size)
             if i > 0:
-                self._add_reduction(f"reduction of {label}", block, first_reduced=i + 1)
+                gathered = self._gathered_in_backward(i, own=False)
+                self._add_reduction(f"reduction of {label}", block, first_reduced=i + 1, gathered=gathered)
         # The backward pass of a block ends when that of the block before it begins. The first block waits for the rest.
         working = traces[0].tail.peak(batch_size) + self._own_gradient(blocks[0])
-        self._add("backward of the embedders", gathered=self.root.gathered, working=working, first_reduced=1)
+        gathered = self._gathered_in_backward(0)
+        self._add("backward of the embedders", gathered=gathered, working=working, first_reduced=1)
         self.kept += traces[0].tail.left(batch_size)
         self.blocks = blocks
-        own = self._own_gradient(self.root)
-        self._add_reduction(f"reduction of block 1 of {len(blocks)}", blocks[0], first_reduced=1, working=own)
-        self._add_reduction("reduction of the rest", self.root, first_reduced=0)
+        label, own = f"reduction of block 1 of {len(blocks)}", self._own_gradient(self.root)
+        self._add_reduction(label, blocks[0], first_reduced=1, gathered=self.root.gathered, working=own)
+        self._add_reduction("reduction of the rest", self.root, first_reduced=0, gathered=0)
 
-    def update(self) -> None:
-        self.kept = 0.0
-        self._add("optimizer step", gathered=self.root.gathered, working=self.root.shard, first_reduced=0)
+    def _gathered_in_embedders(self) -> float:
+        return self._gathered_in_backward(len(self.blocks), own=False)  # one call copies all
 
-    def _add_reduction(self, label: str, unit: _Unit, *, first_reduced: int, working: float = 0) -> None:
+    def _gathered_in_forward(self, i: int) -> float:
+        return self._gathered_in_embedders()
+
+    def _add_reduction(
+        self, label: str, unit: _Unit, *, first_reduced: int, gathered: float, working: float = 0
+    ) -> None:
         is_alone, sums = self.layout.num_replicas == 1, self.layout.num_micro_batches > 1
         is_same = self.layout.reduce_bytes == self.layout.param_bytes
         is_plain = is_alone and is_same and not self.is_cast  # autograd's gradients are those of the optimizer
         self._add(
             label,
-            gathered=self.root.gathered,
+            gathered=gathered,
             working=working + self._own_gradient(unit) + (unit.shard if is_alone and self.is_cast else 0),
             first_reduced=first_reduced,
             reduction=0 if is_plain or (sums and not is_same) else unit.reduced,
