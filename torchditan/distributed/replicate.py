@@ -147,7 +147,11 @@ class _Unit:
 
 
 class Replica:
-    """Exchanges the float32 weights of a model and its computing weights. See the functions above."""
+    """Shows the computing weights of a model in forward and backward, and moves their gradients to the float32 weights.
+
+    Autograd runs the nodes that are ready from the newest to the oldest. When the gradient of a block's output is
+    known, the blocks that ran after it are therefore done.
+    """
 
     def __init__(
         self,
@@ -218,17 +222,19 @@ class Replica:
             unit.weights += [_Weight(m, c, places[m]) for m, c in zip(masters, computing, strict=True)]
 
     def _computing_weights(self, unit: _Unit, masters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Copies in one allocation, or parameters on the memory of the float32 weights."""
         local = [(master.to_local() if isinstance(master, DTensor) else master).detach() for master in masters]
-        is_copied = [tensor.is_floating_point() and tensor.dtype != self.param_dtype for tensor in local]
-        unit.sources = [tensor for tensor, copied in zip(local, is_copied, strict=True) if copied]
+        unit.sources = [tensor for tensor in local if tensor.is_floating_point() and tensor.dtype != self.param_dtype]
+        starts = [0, *itertools.accumulate(_aligned(source.numel()) for source in unit.sources)]
         if unit.sources:
-            ends = list(itertools.accumulate(_aligned(tensor.numel()) for tensor in unit.sources))
-            unit.memory = torch.empty(ends[-1], dtype=self.param_dtype, device=unit.sources[0].device)
-            parts = zip([0, *ends], unit.sources, strict=False)
-            unit.copies = [unit.memory[start:][: source.numel()].view(source.shape) for start, source in parts]
-        copies = iter(unit.copies)
-        tensors = [next(copies) if copied else tensor for tensor, copied in zip(local, is_copied, strict=True)]
-        return [nn.Parameter(t, requires_grad=m.requires_grad) for t, m in zip(tensors, masters, strict=True)]
+            unit.memory = torch.empty(starts[-1], dtype=self.param_dtype, device=unit.sources[0].device)
+            places = zip(starts, unit.sources, strict=False)
+            unit.copies = [unit.memory[start:][: source.numel()].view(source.shape) for start, source in places]
+        copy_of = dict(zip(unit.sources, unit.copies, strict=True))
+        return [
+            nn.Parameter(copy_of.get(tensor, tensor), requires_grad=master.requires_grad)
+            for tensor, master in zip(local, masters, strict=True)
+        ]
 
     @torch.no_grad()
     def _refresh(self, units: list[_Unit]) -> None:
