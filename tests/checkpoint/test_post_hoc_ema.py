@@ -197,7 +197,7 @@ def add(self):
 def save(self):
     finish(self)
     average = self.direct.averages[0]
-    torch.save({{name: tensor.full_tensor() for name, tensor in average.items()}}, "{folder}/direct.pt")
+    torch.save({{name: tensor.clone() for name, tensor in average.items()}}, "{folder}/direct.pt")
 
 PostHocEMA.__init__, PostHocEMA.add_step, PostHocEMA.finish = with_direct, add, save
 sys.exit(run_job(train.main))

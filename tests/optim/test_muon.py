@@ -25,6 +25,7 @@ from torchditan.config.options import Model, Optimizer
 from torchditan.models import build_model_spec
 from torchditan.models.flops import count_model_flops
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
+from torchditan.optim.ema import local_tensor
 from torchditan.optim.muon import Muon, lr_adjustment, newton_schulz_flops, num_matrices_of, orthogonalize
 from torchditan.optim.optimizers import (
     OptimizerParts,
@@ -100,7 +101,7 @@ def test_it_takes_the_matrices_of_the_blocks_and_adamw_the_rest(
     optimizer = build_optimizer(model, Optimizer(name="Muon", weight_decay=0.1))
     assert isinstance(optimizer, OptimizerParts)
     *muons, adamw = optimizer.parts
-    assert {type(part) for part in muons} == {Muon} and type(adamw) is torch.optim.AdamW
+    assert {type(part) for part in muons} == {Muon} and isinstance(adamw, torch.optim.AdamW)
     assert all(group["weight_decay"] == 0.1 for part in muons for group in part.param_groups)
     assert num_matrices_of("blocks.0.attn.qkv.weight", (128, 64)) == 1  # grouped queries
 
@@ -318,7 +319,7 @@ def test_a_rollback_returns_to_the_momentum_of_the_checkpoint(
         for name, parameter in trainer.model.named_parameters():
             for part in optimizer_parts(trainer.optimizer):
                 if "momentum_buffer" in (state := part.state.get(parameter, {})):
-                    found[name] = state["momentum_buffer"].to_local().clone()
+                    found[name] = local_tensor(state["momentum_buffer"]).clone()
         return found
 
     class Spied(Trainer):

@@ -382,7 +382,11 @@ def spied(train: Train, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.full_tensor().detach().clone() for name, tensor in saved_parameters(model).items()}
+    return {name: whole(tensor).detach().clone() for name, tensor in saved_parameters(model).items()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def test_the_teacher_is_the_average_from_before_the_step_without_gradients(spied: Callable[..., None]) -> None:
@@ -533,8 +537,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     for part in optimizer_parts(optimizer):
         for name, parameter in model.named_parameters():
             for key, value in part.state.get(parameter, {}).items():
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
-                found[f"{name}.{key}"] = whole.clone()
+                found[f"{name}.{key}"] = whole(value).clone()
     return found
 
 

@@ -568,6 +568,7 @@ sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *{arguments!r}]
 import train
 from torchditan.diffusion.flow_matching import FlowMatching
+from torchditan.optim.ema import local_tensor
 from torchditan.supervision.supervision import Supervision
 from torchditan.trainer import Trainer
 from torchditan.supervision.exit_status import run_job
@@ -586,7 +587,7 @@ trainers = []
 step = Trainer.set_learning_rate
 
 def remember(self, number):
-    self.before = {{name: p.detach().to_local().clone() for name, p in self.model.named_parameters()}}
+    self.before = {{name: local_tensor(p.detach()).clone() for name, p in self.model.named_parameters()}}
     trainers[:] = [self]
     return step(self, number)
 
@@ -595,7 +596,7 @@ failed = Supervision.record_failure
 
 def check(self, error):
     model, before = trainers[0].model, trainers[0].before
-    same = all((p.detach().to_local() == before[name]).all() for name, p in model.named_parameters())
+    same = all((local_tensor(p.detach()) == before[name]).all() for name, p in model.named_parameters())
     print("weights untouched" if same else "WEIGHTS CHANGED", flush=True)
     failed(self, error)
 

@@ -1,9 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""One way to parallelise any model: activation checkpointing -> per-block compile -> fully_shard.
+"""One way to parallelise any model: activation checkpointing -> per-block compile -> fully_shard or replicate.
 
 Notable:
-- every mode uses `fully_shard`, including one process and DDP (a replicate-only mesh). All modes therefore have
-  float32 master weights and the same precision policy;
+- `fully_shard` splits the weights over ranks. One process and DDP have nothing to split, and use `replicate`: the same
+  arithmetic with fewer copies. All modes have float32 master weights and the same precision policy;
 - inputs are not cast (t and x_t stay float32). The patch and timestep embeddings cast them to the dtype of their
   weights;
 - compile and checkpointing replace `block.forward` on the instance, so parameter names never change.
@@ -18,10 +18,11 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from torchditan.config.errors import option_error
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
+from torchditan.distributed.replicate import can_replicate, replicate
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ def parallelize(
 ) -> nn.Module:
     """Checkpoint, compile and shard a model in place, usually while it is on the meta device.
 
+    Adds the methods `set_requires_gradient_sync` and `reshard` to the model.
+
     Args:
         model: any module. The parameters outside the blocks form one additional communication unit.
         blocks: the repeated blocks of the model.
@@ -61,6 +64,25 @@ def parallelize(
     )
     if compile is not None:
         compile_blocks(blocks, options=compile)
+    if can_replicate(blocks, mesh) and not cpu_offload:
+        replicate(model, blocks=blocks, mesh=mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    else:
+        shard(
+            model, blocks=blocks, mesh=mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype, cpu_offload=cpu_offload
+        )
+    return model
+
+
+def shard(
+    model: nn.Module,
+    *,
+    blocks: nn.ModuleList,
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    cpu_offload: bool = False,
+) -> None:
+    """Apply `fully_shard` to each block and to the rest of a model. Arguments of `parallelize`."""
     # Some blocks return views of one tensor. The warning concerns in-place writes to views, which this code never does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -75,7 +97,6 @@ def parallelize(
     # A fully frozen model (a teacher) has no backward pass, which would free the gathered weights of the root.
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=is_frozen)
-    return model
 
 
 def check_backend(backend: str) -> None:
@@ -121,8 +142,10 @@ def compile_blocks(blocks: nn.ModuleList, *, options: CompileOptions) -> None:
 def drop_gathered_weights(model: nn.Module) -> None:
     """Free the full weights that a forward without a backward left behind, after the shards were changed in place.
 
-    FSDP frees them in the backward pass; until then the next forward would compute with the old ones.
+    The backward pass frees them; until then the next forward would compute with the old ones. So it would with the
+    copies of `replicate`.
     """
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        reshard = getattr(module, "reshard", None)  # of `fully_shard` or `replicate`
+        if callable(reshard):
+            reshard()

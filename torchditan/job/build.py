@@ -75,7 +75,7 @@ def build_teacher(job: Job, supervision: Supervision, mesh: DeviceMesh) -> Any:
 def _shard_and_fill(job: Job, model: nn.Module, supervision: Supervision, mesh: DeviceMesh) -> Any:
     config, spec = job.config, job.spec
     compile_options = CompileOptions(backend=config.compile.backend, mode=config.compile.mode)
-    sharded: Any = parallelize(  # has init_weights and the methods of an FSDPModule
+    sharded: Any = parallelize(  # has init_weights and set_requires_gradient_sync
         model,
         blocks=spec.blocks(model),
         mesh=mesh,

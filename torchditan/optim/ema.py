@@ -15,7 +15,7 @@ from torchditan.models.saved_weights import saved_parameters
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a tensor."""
+    """This rank's shard of a tensor. Call it under `no_grad`; otherwise autograd records it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -58,15 +58,15 @@ class EMA:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Add the weights after this optimizer step to the average."""
-        averages = [local_tensor(average.detach()) for average in self.average.values()]
-        weights = [local_tensor(parameter.detach()) for parameter in self.parameters.values()]
+        averages = [local_tensor(average) for average in self.average.values()]
+        weights = [local_tensor(parameter) for parameter in self.parameters.values()]
         torch._foreach_lerp_(averages, weights, 1 - self.decay_at(step))
 
     @torch.no_grad()
     def restart(self) -> None:
         """Restart from the current weights."""
         for name, parameter in self.parameters.items():
-            local_tensor(self.average[name]).copy_(local_tensor(parameter.detach()))
+            local_tensor(self.average[name]).copy_(local_tensor(parameter))
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -80,7 +80,7 @@ class EMA:
     @torch.no_grad()
     def _swap(self) -> None:
         for name, parameter in self.parameters.items():
-            weight, average = local_tensor(parameter.detach()), local_tensor(self.average[name])
+            weight, average = local_tensor(parameter), local_tensor(self.average[name])
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchditan.config.options import LRScheduler
 from torchditan.config.options import Optimizer as OptimizerConfig
+from torchditan.optim.ema import local_tensor
 from torchditan.registry import OPTIMIZERS, registered
 
 
@@ -145,7 +147,22 @@ def optimizer_flops(
 
 def adamw(config: OptimizerConfig) -> list[ParameterGroup]:
     """AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101), fused."""
-    return [ParameterGroup(torch.optim.AdamW, {**adam_options(config), "fused": True})]
+    return [ParameterGroup(ShardedAdamW, {**adam_options(config), "fused": True})]
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """torch's AdamW on this rank's shards.
+
+    On DTensors the host needs longer to dispatch an update than a GPU to compute it. The parameters and the state stay
+    DTensors, so checkpoints do not change.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        """Fill the lists of tensors that the update of a group reads and writes."""
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local_tensor, tensors)
+        return has_complex
 
 
 def adam_options(config: OptimizerConfig) -> dict[str, Any]:
@@ -207,20 +224,33 @@ def learning_rate(step: int, *, steps: int, peak: float, config: LRScheduler) ->
     return peak * (config.min_lr_factor + (1 - config.min_lr_factor) * decay)
 
 
+@torch.no_grad()
 def clip_grad_norm(parameters: list[nn.Parameter], *, max_norm: float) -> torch.Tensor:
     """Clip the gradients to a global norm over all ranks, on the device.
 
     Args:
-        parameters: those with gradients.
+        parameters: those with gradients, all sharded alike.
         max_norm: 0 measures the norm without clipping.
 
     Returns:
         The norm before clipping, a scalar; not finite if any gradient of any rank is not finite.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+    shards = [local_tensor(gradient) for gradient in gradients]
+    norm = torch.nn.utils.get_total_norm(shards, foreach=True)
+    if gradients and isinstance(gradients[0], DTensor):
+        norm = _norm_over_shards(norm, gradients[0])
+    if max_norm > 0 and gradients:
+        torch._foreach_mul_(shards, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def _norm_over_shards(norm: torch.Tensor, gradient: DTensor) -> torch.Tensor:
+    """The norm over all shards, from that of this rank's. `gradient` is sharded like all others."""
+    mesh = gradient.device_mesh
+    for dim, placement in enumerate(gradient.placements):
+        if placement.is_shard() and mesh.size(dim) > 1:
+            square = norm.square()
+            dist.all_reduce(square, group=mesh.get_group(dim))
+            norm = square.sqrt()
     return norm

@@ -66,7 +66,7 @@ class PowerEMA:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Add the weights after this optimizer step to every average."""
-        weights = [local_tensor(parameter.detach()) for parameter in self.parameters.values()]
+        weights = [local_tensor(parameter) for parameter in self.parameters.values()]
         for gamma, average in zip(self.gammas, self.averages, strict=True):
             tensors = [local_tensor(tensor) for tensor in average.values()]
             torch._foreach_lerp_(tensors, weights, 1 - decay_at(step, gamma))

@@ -5,8 +5,10 @@ Notable:
 - `fully_shard` splits dimension 0 into equal chunks and pads the last ones. The first rank holds the most. A parameter
   with few rows (the sin-cos table has one) is gathered with all its padding;
 - gathers and reductions, and when their memory is freed, follow FSDP2 of torch 2.11 to 2.13 as parallelize.py uses it.
-  With shards or frozen weights, one block and the all-gather of the next are in memory at a time. Otherwise all blocks
-  are, from forward to backward. Gradients are reduced in float32 through a copy that the next block's reduction frees;
+  One block and the all-gather of the next are in memory at a time. Gradients are reduced in float32 through a copy that
+  the next block's reduction frees;
+- one process and DDP follow distributed/replicate.py: if the precision is not float32, copies of all weights until the
+  backward pass of their block; and a buffer for the gradients of a block, which become those of the optimizer;
 - the optimizer state is counted from the tensors the optimizer creates on the meta device, or declares
   (optimizer_cost.py);
 - the optimizer, clipping and EMA work in place: the optimizer step is never the peak;
@@ -17,6 +19,7 @@ All sizes are in bytes.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ from typing import Literal
 import torch
 
 from torchditan.config.options import Optimizer
+from torchditan.distributed.replicate import ALIGNMENT
 from torchditan.models.spec import ModelSpec
 from torchditan.planner.optimizer_cost import optimizer_state_bytes
 from torchditan.planner.trace import StepTrace
@@ -181,6 +185,19 @@ class _Unit:
     """The remaining float32 gradient."""
 
 
+def is_replicated(parameters: Parameters, layout: Layout) -> bool:
+    """Whether distributed/replicate.py holds the weights, by the rule of parallelize.py."""
+    has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in block)
+    return layout.num_shards == 1 and not has_frozen and not layout.cpu_offload
+
+
+def copied_bytes(weights: Sequence[Weight], layout: Layout) -> int:
+    """Bytes of the computing weights that distributed/replicate.py copies from the stored ones."""
+    sizes = [(weight.gathered_itemsize(layout.param_bytes), weight) for weight in weights]
+    numel = [(size, math.prod(weight.shape)) for size, weight in sizes if size != weight.itemsize]
+    return sum(size * ALIGNMENT * math.ceil(number / ALIGNMENT) for size, number in numel)
+
+
 def _unit(tensors: Sequence[Weight], layout: Layout) -> _Unit:
     trained = sum(tensor.padded(layout.num_shards) for tensor in tensors if tensor.is_trained)
     return _Unit(
@@ -212,7 +229,8 @@ def timeline(
         batch_bytes: bytes of the batch and its noise.
         workspace: bytes that the device libraries take from the allocator.
     """
-    step = _Step(parameters, layout, batch_bytes=batch_bytes, workspace=workspace)
+    kind = _ReplicatedStep if is_replicated(parameters, layout) else _Step
+    step = kind(parameters, layout, batch_bytes=batch_bytes, workspace=workspace)
     step.forward(traces, batch_size)
     step.backward(traces, batch_size)
     step.update()
@@ -249,7 +267,8 @@ class _Step:
 
     def forward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
         embed, head = traces[0].embed, traces[-1].head
-        self._add("forward, embedders", gathered=self.root.gathered + self.teacher, working=embed.peak(batch_size))
+        gathered = self._gathered_in_embedders() + self.teacher
+        self._add("forward, embedders", gathered=gathered, working=embed.peak(batch_size))
         self.kept += embed.left(batch_size)
         for i, trace in enumerate(traces):
             label = f"block {i + 1} of {len(self.blocks)}"
@@ -312,9 +331,7 @@ class _Step:
         reduced, unreduced = self.blocks[first:], self.blocks[:first]
         shards = 0 if layout.cpu_offload else sum(block.shard for block in reduced)
         unsharded = sum(self._unsharded(unit) for unit in (*unreduced, self.root))
-        held_back = 0.0
-        if layout.num_replicas > 1 and layout.reduce_bytes != FLOAT32:  # FSDP keeps the sums over replicas
-            held_back = sum(block.reduced / layout.num_shards for block in reduced)
+        held_back = self._held_back(reduced)
         parts = {
             "parameters": self.constant["parameters"],
             "gathered parameters": gathered,
@@ -330,11 +347,20 @@ class _Step:
         }
         self.instants.append(Instant(label, parts))
 
+    def _held_back(self, reduced: Sequence[_Unit]) -> float:
+        """FSDP keeps the sums over replicas."""
+        if self.layout.num_replicas == 1 or self.layout.reduce_bytes == FLOAT32:
+            return 0.0
+        return sum(block.reduced / self.layout.num_shards for block in reduced)
+
     def _unsharded(self, unit: _Unit) -> int:
         """Until the last micro-batch every rank keeps its gradients unsharded, in the dtype of the reduction."""
         if self.layout.num_micro_batches == 1:
             return 0
         return self.layout.reduce_bytes * unit.gradient // self.layout.param_bytes
+
+    def _gathered_in_embedders(self) -> float:
+        return self.root.gathered
 
     def _gathered_in_gather(self, i: int) -> float:
         before = self.blocks[i - 1].gathered if i > 0 else self.root.gathered
@@ -357,3 +383,65 @@ class _Step:
         is_cast = self.layout.reduce_bytes != FLOAT32
         output = block.shard + (block.reduced / self.layout.num_shards if is_cast else 0)
         return max(own_gradient, output - self._unsharded(block))
+
+
+class _ReplicatedStep(_Step):
+    """The moments of a step with the weights in distributed/replicate.py."""
+
+    def __init__(self, parameters: Parameters, layout: Layout, *, batch_bytes: float, workspace: float) -> None:
+        super().__init__(parameters, layout, batch_bytes=batch_bytes, workspace=workspace)
+        copies = [copied_bytes(block, layout) for block in parameters.blocks]
+        self.blocks = [dataclasses.replace(b, gathered=size) for b, size in zip(self.blocks, copies, strict=True)]
+        self.root = dataclasses.replace(self.root, gathered=copied_bytes(parameters.root, layout))
+        self.is_cast = layout.reduce_bytes != FLOAT32
+
+    def backward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
+        blocks = self.blocks
+        if self.is_cast and self.layout.num_replicas > 1:  # the ranks reduce until the end, then all are cast
+            self.blocks = [dataclasses.replace(block, shard=block.reduced) for block in blocks]
+        for i, block in reversed(list(enumerate(blocks))):
+            label = f"block {i + 1} of {len(blocks)}"
+            working = traces[i].backward.peak(batch_size)
+            gathered = self._gathered_in_backward(i)
+            self._add(f"backward of {label}", gathered=gathered, working=working, first_reduced=i + 1)
+            self.kept += traces[i].backward.left(batch_size)
+            if i > 0:
+                gathered = self._gathered_in_backward(i, own=False)
+                self._add_reduction(f"reduction of {label}", block, first_reduced=i + 1, gathered=gathered)
+        # The backward pass of a block ends when that of the block before it begins. The first block waits for the rest.
+        working = traces[0].tail.peak(batch_size) + self._own_gradient(blocks[0])
+        gathered = self._gathered_in_backward(0)
+        self._add("backward of the embedders", gathered=gathered, working=working, first_reduced=1)
+        self.kept += traces[0].tail.left(batch_size)
+        self.blocks = blocks
+        label, own = f"reduction of block 1 of {len(blocks)}", self._own_gradient(self.root)
+        self._add_reduction(label, blocks[0], first_reduced=1, gathered=self.root.gathered, working=own)
+        self._add_reduction("reduction of the rest", self.root, first_reduced=0, gathered=0)
+
+    def _gathered_in_embedders(self) -> float:
+        return self._gathered_in_backward(len(self.blocks), own=False)  # one call copies all
+
+    def _gathered_in_forward(self, i: int) -> float:
+        return self._gathered_in_embedders()
+
+    def _add_reduction(
+        self, label: str, unit: _Unit, *, first_reduced: int, gathered: float, working: float = 0
+    ) -> None:
+        is_alone, sums = self.layout.num_replicas == 1, self.layout.num_micro_batches > 1
+        is_same = self.layout.reduce_bytes == self.layout.param_bytes
+        is_plain = is_alone and is_same and not self.is_cast  # autograd's gradients are those of the optimizer
+        self._add(
+            label,
+            gathered=gathered,
+            working=working + self._own_gradient(unit) + (unit.shard if is_alone and self.is_cast else 0),
+            first_reduced=first_reduced,
+            reduction=0 if is_plain or (sums and not is_same) else unit.reduced,
+        )
+
+    def _own_gradient(self, unit: _Unit) -> int:
+        """In the dtype of the computing weights, unless it is the sum over micro-batches."""
+        is_sum = self.layout.num_micro_batches > 1 and self.layout.reduce_bytes == self.layout.param_bytes
+        return 0 if is_sum else unit.gradient
+
+    def _held_back(self, reduced: Sequence[_Unit]) -> float:
+        return 0.0

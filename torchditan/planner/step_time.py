@@ -21,7 +21,15 @@ import numpy as np
 
 from torchditan.optim.optimizers import optimizer_flops
 from torchditan.planner.devices import Device
-from torchditan.planner.memory import FLOAT32, Layout, Parameters, Weight, model_state
+from torchditan.planner.memory import (
+    FLOAT32,
+    Layout,
+    Parameters,
+    Weight,
+    copied_bytes,
+    is_replicated,
+    model_state,
+)
 from torchditan.planner.optimizer_cost import elements_updated_whole
 from torchditan.planner.trace import Segment, StepTrace
 
@@ -77,7 +85,7 @@ class StepTime:
     """Seconds of one optimizer step, by part."""
 
     compute: float
-    """Forward and backward, including the copies of FSDP."""
+    """Forward and backward, including the copies around gathers and reductions."""
     update: float
     """Clipping, optimizer and EMA. Muon's exchange of matrices counts here, because nothing hides it."""
     communication: float
@@ -98,7 +106,8 @@ def step_time(
     scatter, replicas = zip(*(_reduce_seconds(block, layout, speed.device) for block in parameters.blocks), strict=True)
     root_gather = _gather_seconds(parameters.root, layout, speed.device)
     root_reduce = sum(_reduce_seconds(parameters.root, layout, speed.device))
-    copy_in, copy_out = _copy_seconds(parameters.root, layout, speed)
+    replicated = is_replicated(parameters, layout)
+    copy_in, copy_out = _copy_seconds(parameters.root, layout, speed, replicated=replicated)
     compute = copy_in + copy_out
     compute += sum(speed.seconds(segment, batch_size) for segment in (traces[0].embed, traces[-1].head, traces[0].tail))
     compute *= layout.num_micro_batches
@@ -106,7 +115,9 @@ def step_time(
     for micro_batch in range(layout.num_micro_batches):
         is_last = micro_batch == layout.num_micro_batches - 1
         for i, trace in enumerate(traces):
-            copy_in, copy_out = _copy_seconds(parameters.blocks[i], layout, speed)
+            copy_in, copy_out = _copy_seconds(parameters.blocks[i], layout, speed, replicated=replicated)
+            if replicated and micro_batch > 0:
+                copy_in = 0.0  # once per step
             forward = speed.seconds(trace.forward, batch_size, in_block=True) + copy_in
             backward = speed.seconds(trace.backward, batch_size, in_block=True) + is_last * copy_out
             if layout.num_shards > 1:
@@ -196,13 +207,19 @@ def collective_seconds(num_bytes: float, *, ranks: int, stride: int, device: Dev
     return num_bytes * (ranks - 1) / ranks / (LINK_EFFICIENCY * bandwidth * 1e9) + latency
 
 
-def _copy_seconds(weights: Sequence[Weight], layout: Layout, speed: Speed) -> tuple[float, float]:
-    """Seconds of the copies of FSDP around a gather (cast of float32 shards, copy into place) and a reduction."""
+def _copy_seconds(weights: Sequence[Weight], layout: Layout, speed: Speed, *, replicated: bool) -> tuple[float, float]:
+    """Seconds of the copies around a gather (cast of float32 shards, copy into place) and a reduction."""
+    trained = _trained_elements(weights, layout)
+    reduce = trained * (layout.param_bytes + layout.reduce_bytes)
+    if replicated:  # one cast of the weights, and of their gradients; nothing in float32 on one process
+        gather: float = sum(weight.itemsize * math.prod(weight.shape) for weight in weights)
+        gather = gather + copied_bytes(weights, layout) if copied_bytes(weights, layout) else 0.0
+        is_plain = layout.num_replicas == 1 and layout.param_bytes == layout.reduce_bytes == FLOAT32
+        cast = 0 if layout.reduce_bytes == FLOAT32 else trained * (layout.reduce_bytes + FLOAT32)
+        return gather / speed.bytes_per_s, (0 if is_plain else reduce + cast) / speed.bytes_per_s
     gathered = _gathered_bytes(weights, layout)
     stored = sum(weight.itemsize * weight.padded(layout.num_shards) for weight in weights)
-    trained = _trained_elements(weights, layout)
     gather = (stored + gathered) / layout.num_shards + 2 * gathered
-    reduce = trained * (layout.param_bytes + layout.reduce_bytes)
     if layout.num_shards == 1:
         reduce += trained * (layout.reduce_bytes + FLOAT32)
     return gather / speed.bytes_per_s, reduce / speed.bytes_per_s
