@@ -80,6 +80,7 @@ def run(job: Job) -> None:
             raise
         finally:
             supervision.close()
+            torch.set_float32_matmul_precision("highest")  # for what the process does after the run
 
 
 class Trainer:

@@ -558,7 +558,11 @@ def test_compiling_and_float8_and_faster_devices_make_steps_shorter() -> None:
     assert step("--float8.enable_float8_linear") < step()
     assert step("--float8.enable_float8_linear", device="a100-80gb") == step(device="a100-80gb")
     assert step(device="h200") < step() < step(device="a100-80gb")
-    assert step("--training.mixed_precision_param=float32") > 2 * step()
+    float32 = "--training.mixed_precision_param=float32"
+    assert step(float32) > 2 * step()
+    high = "--training.float32_matmul_precision=high"
+    assert step(high) == step() < step(float32, high) < step(float32)
+    assert step(float32, high, device="mi300x") == step(float32, device="mi300x")
 
 
 def published_plan(model: str, *flags: str, device: str = "h100", num_devices: int = 1) -> planner.Plan:

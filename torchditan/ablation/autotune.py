@@ -53,6 +53,7 @@ _DECIDES_TOO = (
     "training.deterministic",
     "training.mixed_precision_param",
     "training.mixed_precision_reduce",
+    "training.float32_matmul_precision",
     "training.data_parallel_replicate_degree",
     "training.data_parallel_shard_degree",
     "training.enable_cpu_offload",

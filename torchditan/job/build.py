@@ -42,6 +42,7 @@ def open_process_group(job: Job, supervision: Supervision) -> None:
     if job.device.type == "cpu":
         keep_freed_memory()
     set_determinism(config.training.seed, deterministic=config.training.deterministic)
+    torch.set_float32_matmul_precision(config.training.float32_matmul_precision)
     if job.rank.world_size > 1:
         from torchditan.supervision.watchdog import record_collectives
 

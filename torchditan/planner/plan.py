@@ -334,6 +334,7 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         speed = Speed.of(
             device,
             is_float32=training.mixed_precision_param == "float32",
+            tf32=training.float32_matmul_precision != "highest",
             float8=config.float8.enable_float8_linear and device.has_float8,
             compiled=training.compile,
         )
