@@ -43,7 +43,7 @@ from torchditan.run.reading import read_config
 from torchditan.trainer import Trainer
 
 if TYPE_CHECKING:
-    from tests.conftest import RunScript
+    from tests.conftest import RunDistributed, RunScript
 
 TINY = (
     "--model.flavor=debugmodel",
@@ -195,7 +195,7 @@ def test_a_resumed_run_reuses_its_choice_unless_its_device_lacks_it(
 
     line, first = train(1)
     num_calls = 3  # blocks of the debugmodel
-    assert line.endswith("forward and backward: flash 6.00 ms, efficient 3.00 ms")
+    assert line.endswith("measured per micro-batch: flash 6.00 ms, efficient 3.00 ms")
     assert first["attention_backend"]["backend"] == "efficient"
     assert first["attention_backend"]["microseconds"] == {"flash": num_calls * 2000, "efficient": num_calls * 1000}
     assert measured == list(CANDIDATES)
@@ -211,6 +211,14 @@ def test_a_resumed_run_reuses_its_choice_unless_its_device_lacks_it(
     assert (third["attention_backend"]["backend"], third["attention_backend"]["microseconds"]) == ("math", {"math": 1})
     assert measured == 2 * list(CANDIDATES)
     assert kernels == ["math"] * 3  # efficient is not here, and math follows it
+
+
+def test_two_ranks_use_one_backend(run_distributed: RunDistributed, tmp_path: Path) -> None:
+    flags = [*TINY, f"--job.dump_folder={tmp_path}", "--training.steps=1", "--training.attention_backend=math"]
+    finished = run_distributed(["train.py", *flags], world_size=2)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("attention: math") == 1
+    assert read_config(tmp_path / "run")["attention_backend"]["backend"] == "math"
 
 
 def test_a_rank_that_is_not_the_first_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,4 +280,4 @@ def _measured(calls: Mapping[Call, int], device: torch.device) -> _Choice | None
     largest = max(calls, key=lambda call: math.prod(call.query.shape) * call.key.shape[-2])
     backend = fastest(microseconds, by_torch=chosen_by_torch(largest, device))
     figures = ", ".join(f"{name} {time / 1000:.2f} ms" for name, time in microseconds.items())
-    return _Choice(backend, f"measured over a micro-batch, forward and backward: {figures}", microseconds)
+    return _Choice(backend, f"measured per micro-batch: {figures}", microseconds)
