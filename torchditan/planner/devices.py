@@ -50,7 +50,8 @@ class Device:
     @property
     def tf32_flops(self) -> float:
         """Of float32 products in TF32: half the bfloat16 peak of an NVIDIA GPU. Other GPUs are planned without TF32."""
-        return self.bfloat16_flops / 2 if self.driver_name.startswith("NVIDIA") else self.float32_flops
+        is_nvidia = self.driver_name.startswith("NVIDIA")
+        return max(self.bfloat16_flops / 2, self.float32_flops) if is_nvidia else self.float32_flops
 
 
 # name, driver's name, GiB, float32 TFLOP/s, float8, memory GB/s, link GB/s, devices per node, network GB/s, cuBLAS MiB
