@@ -237,6 +237,7 @@ class Subject:
             "class_balance": args.class_balance if trained.num_classes else None,
             "rounding": args.rounding,
             "device": self.rank.device.type,
+            **({"float32_matmul_precision": low} if (low := args.float32_matmul_precision) != "highest" else {}),
         }
 
     def _default_folder(self) -> Path:
@@ -322,8 +323,7 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
     class_counts = real["train"].class_counts if "train" in real else None
     if args.save_reference is not None and rank.rank == 0:
         assert trained is not None
-        num_images = real["train"].num_images
-        save_reference(args.save_reference, metrics, datasets["train"], trained, num_images=num_images)
+        save_reference(args.save_reference, metrics, datasets["train"], trained, num_images=real["train"].num_images)
     for seed in subject.seeds:
         start = time.perf_counter()
         shown = show(metrics, subject.pictures(seed, class_counts=class_counts), "generated")
@@ -416,7 +416,7 @@ def origin_of(args: argparse.Namespace, trained: TrainedModel | None) -> Any:
 
 def make_card(args: argparse.Namespace, origin: Any, *, rank: Rank, **found: Any) -> Card:
     from torchditan.evaluation.card import Card
-    from torchditan.evaluation.card_origin import environment_of, precision_of
+    from torchditan.evaluation.card_origin import environment_of
 
     is_run = origin.images is None
     return Card(
@@ -427,7 +427,6 @@ def make_card(args: argparse.Namespace, origin: Any, *, rank: Rank, **found: Any
         ranks=rank.world_size,
         epochs=args.epochs,
         inception_weights=None if args.inception_weights is None else str(args.inception_weights),
-        precision=precision_of(rank.device),
         reference_run=None if is_run or args.run is None else str(args.run),
         **found,
         **environment_of(rank.device),
@@ -476,6 +475,7 @@ def main() -> None:
     from torchditan.supervision.exit_status import OutOfMemory, is_out_of_memory
 
     set_cpu_threads()
+    torch.set_float32_matmul_precision(args.float32_matmul_precision)
     rank = Rank.from_environment()
     check_devices(rank)
     if rank.world_size > 1:

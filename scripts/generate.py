@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the remaining `--sampling.*` flags for the configuration."""
-    from torchditan.config.command_line import RunParser, check_output, count
+    from torchditan.config.command_line import RunParser, add_float32_matmul_precision, check_output, count
     from torchditan.config.errors import option_error
 
     parser = RunParser(__doc__)
@@ -39,6 +39,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="precision (default: float32; published models: the run's)"
     )
+    add_float32_matmul_precision(parser)
     parser.add_argument("--without_lora", action="store_true", help="sample the base model without the LoRA")
     parser.add_argument(
         "--original", action="store_true", help="also sample the model that the run started from, with the same noise"
@@ -114,6 +115,7 @@ def main() -> None:
     from torchditan.weights.trained_model import TrainedModel
 
     set_cpu_threads()
+    torch.set_float32_matmul_precision(args.float32_matmul_precision)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     with report_progress(f"loading {args.run}"):
         trained = TrainedModel.load(args.run, step=args.step, weights=args.weights, dtype=dtype, flags=flags)

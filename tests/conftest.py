@@ -136,6 +136,7 @@ def run_script(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
         finally:
             gc.enable()
             torch.use_deterministic_algorithms(False)
+            torch.set_float32_matmul_precision("highest")
             if dist.is_initialized():
                 dist.destroy_process_group()
         assert isinstance(stop.value.code, int)

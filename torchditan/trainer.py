@@ -29,6 +29,7 @@ from torchditan.diffusion.objectives import build_objective, loss_with_teacher
 from torchditan.distributed.process_group import raise_on_all_ranks
 from torchditan.job import announcements
 from torchditan.job.build import (
+    attention_backend,
     build_ema,
     build_logger,
     build_loss_scaler,
@@ -56,10 +57,7 @@ from torchditan.supervision.supervision import Supervision
 def run(job: Job) -> None:
     """Lock the run directory, build the trainer and train. status.json always records how the run ended."""
     job.run_directory.open(
-        to_dict(job.config),
-        trajectory=trajectory(job.config),
-        device=str(job.device),
-        world_size=job.rank.world_size,
+        to_dict(job.config), trajectory=trajectory(job.config), device=str(job.device), world_size=job.rank.world_size
     )
     # Until the very end: if a rank fails, torchrun sends SIGTERM to the others, which must not interrupt them while
     # they write down the reason.
@@ -69,7 +67,8 @@ def run(job: Job) -> None:
         try:
             job.run_directory.write_status("running", step=0)
             trainer = Trainer(job, supervision, stop_request)
-            trainer.train()
+            with attention_backend(job, trainer.logger.message):
+                trainer.train()
             trainer.end("completed")
         except Interrupted as stop:
             assert trainer is not None
@@ -80,6 +79,7 @@ def run(job: Job) -> None:
             raise
         finally:
             supervision.close()
+            torch.set_float32_matmul_precision("highest")  # for what the process does after the run
 
 
 class Trainer:

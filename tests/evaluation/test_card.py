@@ -29,6 +29,7 @@ from torchditan.config.trajectory import VALUES_BEFORE, trajectory
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.objectives import build_objective
 from torchditan.diffusion.timesteps import Timesteps
+from torchditan.evaluation.arguments import parse_arguments
 from torchditan.evaluation.card import Card, CardFigure, ImageSet, Origin, arguments_of, read_card, settings_of
 from torchditan.evaluation.card_comparison import check_repeatable, differences
 from torchditan.evaluation.card_figures import card_figure, card_figures, t_quantile
@@ -526,6 +527,7 @@ def test_a_run_directory_fills_in_its_part_of_a_card(tmp_path: Path) -> None:
         "guidance_channels": None,
     }
     assert found.autoencoder_path is None
+    assert found.training_precision == "bfloat16"
     whole = {**{part.name: getattr(card(), part.name) for part in dataclasses.fields(Card)}, **vars(found)}
     assert read_back(tmp_path, Card(**{**whole, **environment_of(torch.device("cpu"))})).run_id == "12ab34cd"
 
@@ -534,6 +536,24 @@ def read_back(folder: Path, written: Card) -> Card:
     write_card(folder, written)
     assert read_card(folder) == written
     return written
+
+
+def test_a_card_says_the_precision_of_products_in_training_and_drawing_and_repeats_it(tmp_path: Path) -> None:
+    low = Config().replace({"training.mixed_precision_param": "float32", "training.float32_matmul_precision": "medium"})
+    assert origin(stored_run(tmp_path / "run", low), low).training_precision == "float32, products medium"
+    cpu = torch.device("cpu")
+    assert environment_of(cpu)["precision"] == "float32"
+    torch.set_float32_matmul_precision("high")
+    try:
+        environment = environment_of(cpu)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    drawn = read_back(tmp_path / "card", card(**environment))
+    assert (drawn.precision, drawn.float32_matmul_precision) == ("float32, products high", "high")
+    assert "--float32_matmul_precision=high" in arguments_of(drawn)
+    assert settings_of(drawn)["precision"] != settings_of(card())["precision"]
+    assert not any("precision" in argument for argument in arguments_of(card()))
+    assert parse_arguments(arguments_of(drawn), description=None)[0].float32_matmul_precision == "high"
 
 
 def test_only_a_decoder_that_was_given_is_part_of_the_card(tmp_path: Path) -> None:

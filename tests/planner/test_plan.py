@@ -36,10 +36,12 @@ from torchditan.finetune.resolutions import published_options
 from torchditan.models import ModelSpec, build_model_spec, model_spec_of
 from torchditan.models.flops import count_model_flops
 from torchditan.planner import plan as planner
+from torchditan.planner import trace as tracing
 from torchditan.planner.devices import DEVICES, device_named
 from torchditan.planner.memory import Parameters, Weight, model_parameters, model_state
 from torchditan.planner.plan import largest_batch, plan_run
 from torchditan.planner.plan_report import describe
+from torchditan.planner.recorder import StepRecorder
 from torchditan.planner.step_time import LINK_EFFICIENCY, collective_seconds
 from torchditan.planner.trace import StepTrace, keep_three_of_each_row, trace_blocks
 from torchditan.registry import FAMILIES, registered
@@ -558,7 +560,41 @@ def test_compiling_and_float8_and_faster_devices_make_steps_shorter() -> None:
     assert step("--float8.enable_float8_linear") < step()
     assert step("--float8.enable_float8_linear", device="a100-80gb") == step(device="a100-80gb")
     assert step(device="h200") < step() < step(device="a100-80gb")
-    assert step("--training.mixed_precision_param=float32") > 2 * step()
+    float32 = "--training.mixed_precision_param=float32"
+    assert step(float32) > 2 * step()
+    high = "--training.float32_matmul_precision=high"
+    assert step(high) == step() < step(float32, high) < step(float32)
+    assert step(float32, high, device="mi300x") == step(float32, device="mi300x")
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "operators"),
+    [
+        ("h100", [], {"cudnn"}),  # as torch 2.13 chooses
+        ("a100-80gb", [], {"flash"}),
+        ("a100-80gb", ["--training.attention_backend=cudnn"], {"cudnn"}),
+        ("h100", ["--training.attention_backend=flash"], {"flash"}),
+        ("h100", ["--training.attention_backend=efficient"], {"efficient"}),
+        ("h100", ["--training.attention_backend=math"], set()),
+        ("h100", ["--training.mixed_precision_param=float32"], {"efficient"}),  # the only one for float32
+    ],
+)
+def test_a_plan_has_the_attention_that_torch_chooses_or_the_run_sets(
+    device: str, flags: list[str], operators: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[str] = set()
+
+    class Recorder(StepRecorder):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func._overloadpacket.__name__
+            if name.startswith("_scaled_dot_product_") and not name.endswith("_backward"):
+                seen.add(name.removeprefix("_scaled_dot_product_").removesuffix("_attention"))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    monkeypatch.setattr(tracing, "StepRecorder", Recorder)
+    planner._traced_model.cache_clear()
+    plan_run(config_of("--model.flavor=debugmodel", *flags), device=device, num_devices=1)
+    assert seen == operators
 
 
 def published_plan(model: str, *flags: str, device: str = "h100", num_devices: int = 1) -> planner.Plan:

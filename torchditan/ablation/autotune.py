@@ -53,6 +53,8 @@ _DECIDES_TOO = (
     "training.deterministic",
     "training.mixed_precision_param",
     "training.mixed_precision_reduce",
+    "training.float32_matmul_precision",
+    "training.attention_backend",
     "training.data_parallel_replicate_degree",
     "training.data_parallel_shard_degree",
     "training.enable_cpu_offload",

@@ -72,6 +72,16 @@ class RunParser(ScriptParser):
         self.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
 
 
+def add_float32_matmul_precision(parser: ScriptParser) -> None:
+    """The precision in which a script draws; that of the run applies only to its training."""
+    parser.add_argument(
+        "--float32_matmul_precision",
+        choices=("highest", "high", "medium"),
+        default="highest",
+        help="of the model's float32 products (default: highest, whatever the run's was)",
+    )
+
+
 def check_output(option: str, path: Path) -> None:
     """Check, before any work, that a file can be written.
 

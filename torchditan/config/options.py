@@ -240,6 +240,10 @@ class Training:
     """Parameter precision in forward and backward; float16 uses loss scaling. Trained weights stay float32."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Precision of the gradient reduction over ranks."""
+    float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """Products of float32 matrices in the run: IEEE float32, TF32 on CUDA (high), or also bfloat16 on CPUs with AMX."""
+    attention_backend: Literal["auto", "default", "cudnn", "flash", "efficient", "math"] = "auto"
+    """Kernel of attention where it applies: the one measured as fastest on this GPU (auto), torch's choice or yours."""
     data_parallel_replicate_degree: int = 1
     """Number of model replicas: the world size gives DDP, a number between 1 and the world size gives HSDP."""
     data_parallel_shard_degree: int = -1

@@ -45,6 +45,7 @@ VALUES_BEFORE: dict[str, Any] = {
     "sampling.spacing": "trailing",
     "sampling.timestep_shift": None,
     "training.dense_ratio": 0.1,
+    "training.float32_matmul_precision": "highest",
 }
 """Options added since commit 36e2f02, each with the behavior of every run before the option existed.
 
@@ -80,6 +81,7 @@ TRAJECTORY_KEYS = (
     "training.max_norm",
     "training.mixed_precision_param",
     "training.mixed_precision_reduce",
+    "training.float32_matmul_precision",
     "float8.enable_float8_linear",
     "float8.recipe_name",
     "checkpoint.initial_load_path",

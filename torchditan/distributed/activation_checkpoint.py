@@ -28,7 +28,8 @@ _OPS_TO_SAVE = {
 
 
 def _save_expensive_ops(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _OPS_TO_SAVE else CheckpointPolicy.PREFER_RECOMPUTE
+    is_saved = op in _OPS_TO_SAVE or str(op) == "torch_attn._varlen_attn.default"  # torch defines it when it is used
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def apply_activation_checkpoint(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchditan.config.command_line import RunParser, check_output, count
+from torchditan.config.command_line import RunParser, add_float32_matmul_precision, check_output, count
 from torchditan.config.errors import ConfigError, did_you_mean, option_error
 from torchditan.registry import METRICS
 
@@ -15,8 +15,8 @@ DEFAULT_METRICS = ("effnet", "classifier")
 NUM_SAMPLES = 2600
 """More than twice the 1,280 features of EfficientNet-Lite0, so that both halves have a full-rank covariance."""
 _OF_SAMPLES = (
-    *("samples_per_class", "num_samples", "class_balance", "rounding", "seeds"),
-    *("step", "weights", "save_images"),
+    *("samples_per_class", "num_samples", "step", "weights", "class_balance", "save_images", "rounding", "seeds"),
+    "float32_matmul_precision",
 )
 """Options without effect on the images of a file."""
 
@@ -51,6 +51,7 @@ def parse_arguments(argv: list[str], *, description: str | None) -> tuple[argpar
         default="nearest",
         help="from the model's output to 8 bits (default: nearest; ADM's scripts round down)",
     )
+    add_float32_matmul_precision(parser)
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
     parser.add_argument("--epochs", type=count, default=20, help="epochs of the classifier (default: 20)")
     parser.add_argument("--reference", type=Path, help=".npz of images or statistics that replaces the training images")
@@ -88,17 +89,7 @@ def _check(args: argparse.Namespace, flags: list[str], parser: RunParser) -> Non
         raise option_error("--reference", None, "must be given with --images, or give the run whose data is compared")
     if args.samples_per_class is not None and args.class_balance not in (None, "balanced"):
         raise option_error("--class_balance", args.class_balance, "--samples_per_class needs balanced")
-    of_samples = (
-        "samples_per_class",
-        "num_samples",
-        "step",
-        "weights",
-        "class_balance",
-        "save_images",
-        "rounding",
-        "seeds",
-    )
-    for option in of_samples if args.images is not None else ():
+    for option in _OF_SAMPLES if args.images is not None else ():
         if getattr(args, option) != parser.get_default(option):
             raise option_error(f"--{option}", getattr(args, option), "has no effect with --images; leave it out")
     if args.images is not None and flags:

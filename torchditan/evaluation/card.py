@@ -97,6 +97,8 @@ class Origin:
     """SHA-256 of the canonical JSON of the stored configuration."""
     trajectory_hash: str | None = None
     """SHA-256 of the options that decide what a run learns, without its seed: equal for two seeds of one recipe."""
+    training_precision: str | None = None
+    """`mixed_precision_param`, and `float32_matmul_precision` if it is not highest: "float32, products high"."""
     training_commit: str | None = None
     training_versions: dict[str, str | None] = field(default_factory=dict)
     training_hardware: str | None = None
@@ -153,6 +155,9 @@ class Card(Origin):
     device: str
     device_name: str | None = None
     precision: str = "float32"
+    """Of the model that drew, in words. Extractors always compute in float32."""
+    float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """`--float32_matmul_precision`: of the products of the model that drew."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Duration of each part of the evaluation."""
     created: str
@@ -319,6 +324,7 @@ def settings_of(card: Card) -> dict[str, Any]:
 
 def arguments_of(card: Card) -> list[str]:
     """The arguments with which scripts/evaluate.py repeats a card, the run first."""
+    precision = card.float32_matmul_precision
     given = {
         "step": card.step,
         "weights": card.weights,
@@ -331,6 +337,7 @@ def arguments_of(card: Card) -> list[str]:
         "batch_size": card.batch_size,
         "class_balance": card.class_balance,
         "rounding": card.rounding,
+        "float32_matmul_precision": None if precision == "highest" else precision,
         "epochs": card.epochs,
         "autoencoder.path": card.autoencoder_path,
     }

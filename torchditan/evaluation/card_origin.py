@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from torchditan.config.loader import from_dict
-from torchditan.config.options import Config, Sampling
+from torchditan.config.options import Config, Sampling, Training
 from torchditan.config.trajectory import VALUES_BEFORE, trajectory
 from torchditan.diffusion.objectives import sampler_with_noise
 from torchditan.evaluation.card import Data, ImageSet, Origin
@@ -71,6 +71,7 @@ def origin_of_run(
         training_seed=None if is_foreign else config.training.seed,
         config_hash=_hash(content["config"]),
         trajectory_hash=trajectory_hash(stored),
+        training_precision=None if is_foreign else _precision_text(stored.training),
         training_commit=content.get("git_commit"),
         training_versions={} if is_foreign else content.get("versions") or {},
         training_hardware=_hardware_text(content.get("hardware")),
@@ -151,15 +152,24 @@ def evaluations_per_sample(objective: Objective, spec: ModelSpec, sampling: Samp
     return len(timesteps) + sum(low <= t <= high for t in timesteps)
 
 
+def _precision_text(training: Training) -> str:
+    products = training.float32_matmul_precision
+    return training.mixed_precision_param + ("" if products == "highest" else f", products {products}")
+
+
 def precision_of(device: torch.device) -> str:
-    """Of the model that draws: "float32", where convolutions on a GPU may be in TF32."""
+    """Of the model that draws: "float32", where convolutions on a GPU may be in TF32, and products in less."""
     is_tf32 = device.type == "cuda" and torch.backends.cudnn.allow_tf32
-    return "float32, convolutions in TF32" if is_tf32 else "float32"
+    products = torch.get_float32_matmul_precision()
+    text = "float32" if products == "highest" else f"float32, products {products}"
+    return f"{text}, convolutions in TF32" if is_tf32 else text
 
 
 def environment_of(device: torch.device) -> dict[str, Any]:
-    """The entries of a `Card` about this code and machine: commit, versions, device and time."""
+    """The entries of a `Card` about this code, process and machine: commit, versions, precision, device and time."""
     return {
+        "precision": precision_of(device),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "commit": provenance.git_commit(),
         "versions": provenance.versions("torchditan", "torch", "numpy"),
         "device": device.type,

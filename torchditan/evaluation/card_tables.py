@@ -33,6 +33,7 @@ def markdown(card: Card, path: Path) -> str:
         "run": card.run,
         **{f"imported {name}": (card.imported or {}).get(name) for name in ("file", "format")},
         "training hardware": card.training_hardware,
+        "training precision": card.training_precision,
         **{f"training {name}": version for name, version in card.training_versions.items()},
         "ranks": card.ranks,
         **{f"seconds {name}": f"{seconds:.1f}" for name, seconds in card.seconds.items()},

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import ImageDataset
+from torchditan.distributed.float32_products import ieee_float32
 from torchditan.evaluation.metric import Figure, Metric, Pictures, Source, ToPixels, batches_of
 from torchditan.evaluation.ranks import from_rank_0, gather_on_rank_0, rank_and_world_size
 from torchditan.evaluation.reconstruction import to_8_bit
@@ -46,8 +47,9 @@ def show(metrics: Sequence[Metric], batches: Iterable[Pictures], source: Source)
     hashes: dict[int, bytes] = {}
     counts: Counter[int] = Counter()
     for pictures in batches:
-        for metric in metrics:
-            metric.update(pictures)
+        with ieee_float32():  # the model that draws may compute in a lower precision
+            for metric in metrics:
+                metric.update(pictures)
         for number, image in zip(pictures.numbers.tolist(), pictures.images.contiguous().numpy(), strict=True):
             hashes[number] = hashlib.sha256(image.data).digest()
         if pictures.labels is not None:
@@ -101,7 +103,8 @@ def compute(metrics: Sequence[Metric]) -> dict[str, Any]:
     if rank_and_world_size()[0] == 0:
         try:
             for metric in metrics:
-                found = metric.compute()
+                with ieee_float32():
+                    found = metric.compute()
                 assert not found.keys() & results.keys(), f"two metrics give {', '.join(found.keys() & results.keys())}"
                 results |= found
         except ConfigError as mistake:

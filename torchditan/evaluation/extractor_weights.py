@@ -7,12 +7,12 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchditan.config.errors import ConfigError
+from torchditan.distributed.float32_products import ieee_float32
 
 
 def sha256_of(path: Path) -> str:
@@ -48,14 +48,5 @@ def read_weights(path: Path, *, sha256: str, name: str) -> dict[str, Tensor]:
 @contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
     """Inference in IEEE float32: no autocast, no TF32 or bfloat16 in convolutions and matrix products."""
-    backends: Any = torch.backends
-    operations = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
-    before = [operation.fp32_precision for operation in operations]
-    try:
-        for operation in operations:
-            operation.fp32_precision = "ieee"
-        with torch.inference_mode(), torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        for operation, precision in zip(operations, before, strict=True):
-            operation.fp32_precision = precision
+    with ieee_float32(convolutions=True), torch.inference_mode(), torch.autocast(device.type, enabled=False):
+        yield

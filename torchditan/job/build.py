@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,12 +43,25 @@ def open_process_group(job: Job, supervision: Supervision) -> None:
     if job.device.type == "cpu":
         keep_freed_memory()
     set_determinism(config.training.seed, deterministic=config.training.deterministic)
+    torch.set_float32_matmul_precision(config.training.float32_matmul_precision)
     if job.rank.world_size > 1:
         from torchditan.supervision.watchdog import record_collectives
 
         record_collectives(job.run_directory.folder("flight_recorder"), buffer_size=config.comm.trace_buf_size)
     init_process_group(job.rank, timeout_seconds=config.comm.init_timeout_seconds)
     supervision.connect(timeout_seconds=config.comm.init_timeout_seconds)
+
+
+def attention_backend(job: Job, say: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Context manager of training, with the kernels of `training.attention_backend`. auto does not measure a CPU, nor a
+    deterministic run, whose bits must not depend on a measurement."""
+    training = job.config.training
+    is_measured = job.device.type == "cuda" and not training.deterministic
+    if training.attention_backend == "default" or (training.attention_backend == "auto" and not is_measured):
+        return nullcontext()
+    from torchditan.job.attention_backend import chosen_backend
+
+    return chosen_backend(job, say)
 
 
 def build_model(job: Job, supervision: Supervision, mesh: DeviceMesh) -> tuple[Any, str | None]:

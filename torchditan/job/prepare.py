@@ -172,6 +172,10 @@ def _check_machine(config: Config, rank: Rank) -> None:
         from torchditan.distributed.float8 import check_float8
 
         check_float8(config.float8, device=rank.device)
+    backend = config.training.attention_backend
+    if rank.device.type == "cpu" and backend in ("cudnn", "efficient"):
+        right = "a CPU has flash and math; must be one of them, auto or default"
+        raise option_error("training.attention_backend", backend, right)
     if config.training.compile:
         check_backend(config.compile.backend)
     check_async_mode(config, device=rank.device)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchditan.autoencoders import Autoencoder, check_name, kind_of, open_autoencoder
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.options import Autoencoder as AutoencoderConfig
+from torchditan.distributed.float32_products import ieee_float32
 from torchditan.latents.sample_space import Batch, SampleSpace, pixel_space
 from torchditan.latents.shards import LatentIndex, to_sample
 
@@ -105,7 +106,8 @@ class EncodedPixels(SampleSpace):
         autoencoder.drop_decoder()
 
     def prepare(self, batch: Batch, posterior: Tensor | None = None) -> Batch:
-        mean, logvar = self.autoencoder.moments(batch["sample"])
+        with ieee_float32():  # latents do not depend on the precision of the run
+            mean, logvar = self.autoencoder.moments(batch["sample"])
         raw = {"latent": mean} if logvar is None else {"latent": mean, "logvar": logvar}
         batch["sample"] = to_sample(raw, shift=self.shift, scale=self.scale, posterior_noise=posterior)
         return batch
@@ -176,7 +178,8 @@ def decode_with(
     leading = latents.shape[:-sample_dims]
     at_once = min(at_once, _DECODE_BATCH_SIZE) if sample_dims == 3 else 1
     chunks = latents.flatten(0, -sample_dims - 1).split(at_once)  # (n, C, h, w) each
-    return torch.cat([autoencoder.decode(chunk).cpu() for chunk in chunks]).unflatten(0, leading)
+    with ieee_float32():
+        return torch.cat([autoencoder.decode(chunk).cpu() for chunk in chunks]).unflatten(0, leading)
 
 
 def _complete_from_index(config: AutoencoderConfig, index: LatentIndex) -> AutoencoderConfig:

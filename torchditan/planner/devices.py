@@ -39,8 +39,19 @@ class Device:
         return peak
 
     @property
+    def prefers_cudnn(self) -> bool:
+        """Whether torch 2.13 chooses cuDNN's attention where it can: on the H100, and assumed for its successors."""
+        return self.name.startswith(("h100", "h200", "h20", "gh200", "b200", "gb200"))
+
+    @property
     def float32_flops(self) -> float:
         return self.float32_tflops * 1e12
+
+    @property
+    def tf32_flops(self) -> float:
+        """Of float32 products in TF32: half the bfloat16 peak of an NVIDIA GPU. Other GPUs are planned without TF32."""
+        is_nvidia = self.driver_name.startswith("NVIDIA")
+        return max(self.bfloat16_flops / 2, self.float32_flops) if is_nvidia else self.float32_flops
 
 
 # name, driver's name, GiB, float32 TFLOP/s, float8, memory GB/s, link GB/s, devices per node, network GB/s, cuBLAS MiB

@@ -160,7 +160,7 @@ def plan_run(config: Config, *, device: str | None, num_devices: int) -> Plan:
             raise option_error("training.batch_size", "auto", right)
         batch_size = max(config.diffusion.batch_multiple, largest_batch(config, known.name, num_devices))
         config = with_options(config, batch_size=batch_size)
-    return _plan(_resolve(config, num_devices), known, _kernels(device), num_devices)
+    return _plan(_resolve(config, num_devices), known, _kernels(device, config), num_devices)
 
 
 def largest_batch(config: Config, device: str, num_devices: int) -> int:
@@ -174,9 +174,10 @@ def largest_batch(config: Config, device: str, num_devices: int) -> int:
         raise option_error("--device", device, "has no known memory size; name an accelerator")
     smallest = config.diffusion.batch_multiple
     base = _resolve(with_options(config, batch_size=smallest), num_devices)
+    kernels = _kernels(device, config)
 
     def fits(multiple: int) -> bool:
-        return bool(_plan(with_options(base, batch_size=multiple * smallest), known, "cuda", num_devices).fits)
+        return bool(_plan(with_options(base, batch_size=multiple * smallest), known, kernels, num_devices).fits)
 
     if not fits(1):
         return 0
@@ -246,8 +247,20 @@ def _known(device: str | None) -> Device | None:
     return None if device in (None, "cpu") else device_named(str(device))
 
 
-def _kernels(device: str | None) -> Kernels:
-    return "cpu" if device == "cpu" else "cuda"
+def _kernels(device: str | None, config: Config) -> Kernels:
+    """Those of the attention backend that the run sets, or else of torch's own choice. auto may measure another one."""
+    if device == "cpu":
+        return "cpu"
+    known, backend = _known(device), config.training.attention_backend
+    if backend in ("auto", "default"):
+        backend = "cudnn" if known is not None and known.prefers_cudnn else "flash"
+    of_backend: dict[str, Kernels] = {
+        "cudnn": "cuda_cudnn",
+        "flash": "cuda",
+        "efficient": "cuda_efficient",
+        "math": "cuda_math",
+    }
+    return of_backend[backend]
 
 
 def _resolve(config: Config, num_devices: int) -> Config:
@@ -334,6 +347,7 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         speed = Speed.of(
             device,
             is_float32=training.mixed_precision_param == "float32",
+            tf32=training.float32_matmul_precision != "highest",
             float8=config.float8.enable_float8_linear and device.has_float8,
             compiled=training.compile,
         )

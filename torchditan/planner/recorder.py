@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _FLASH_TILE = 128
+_WITH_ACCUMULATOR = {"_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward"}
 
 
 class StepRecorder(TorchDispatchMode):
@@ -95,8 +96,11 @@ def list_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _attention_workspace(name: str, args: tuple[Any, ...]) -> int:
-    """Bytes that the flash backward allocates internally: a float32 accumulator of dq, and the row sums."""
-    if name != "_scaled_dot_product_flash_attention_backward":
+    """Bytes that the flash backward allocates internally: a float32 accumulator of dq, and the row sums.
+
+    That of cuDNN, whose workspace is not published, is assumed to need the same.
+    """
+    if name not in _WITH_ACCUMULATOR:
         return 0
     batch, heads, tokens, head_dim = args[1].shape
     rows = -(-tokens // _FLASH_TILE) * _FLASH_TILE

@@ -61,12 +61,15 @@ class Speed:
 
     device: Device
     product_flops: float
+    float32_flops: float
+    """Peak of float32 products in the precision of the run."""
     compiled: bool
 
     @classmethod
-    def of(cls, device: Device, *, is_float32: bool, float8: bool, compiled: bool) -> Speed:
-        peak = device.float32_flops if is_float32 else device.bfloat16_flops
-        return cls(device, PRODUCT_EFFICIENCY * peak * (FLOAT8_SPEEDUP if float8 else 1), compiled)
+    def of(cls, device: Device, *, is_float32: bool, tf32: bool, float8: bool, compiled: bool) -> Speed:
+        float32_flops = device.tf32_flops if tf32 else device.float32_flops
+        peak = float32_flops if is_float32 else device.bfloat16_flops
+        return cls(device, PRODUCT_EFFICIENCY * peak * (FLOAT8_SPEEDUP if float8 else 1), float32_flops, compiled)
 
     @property
     def bytes_per_s(self) -> float:
@@ -140,22 +143,22 @@ def step_time(
     state = model_state(parameters, num_shards=layout.num_shards, optimizer=layout.optimizer)
     averages = 0 if layout.ema == "none" else layout.num_averages
     update_bytes = local * (_UPDATE_BYTES + _EMA_BYTES * averages) + 2 * state["optimizer"]
-    update = update_bytes / speed.bytes_per_s + _whole_updates_seconds(parameters, layout, speed.device)
+    update = update_bytes / speed.bytes_per_s + _whole_updates_seconds(parameters, layout, speed)
     return StepTime(compute=compute, update=update, communication=communication, exposed=exposed)
 
 
-def _whole_updates_seconds(parameters: Parameters, layout: Layout, device: Device) -> float:
+def _whole_updates_seconds(parameters: Parameters, layout: Layout, speed: Speed) -> float:
     """Seconds of the updates that need whole parameters (Muon's): products on their owners, and the exchanges.
 
     A rank receives the parameters that it owns, then its rows of all results, in the dtype of the products.
     """
-    optimizer, shapes = layout.optimizer, parameters.trained_shapes
+    optimizer, shapes, device = layout.optimizer, parameters.trained_shapes, speed.device
     num_ranks = layout.num_shards * layout.num_replicas
     flops = optimizer_flops(optimizer, shapes, num_ranks=num_ranks)
     if not flops:
         return 0.0
     is_float32 = optimizer.ns_dtype == "float32"
-    peak = device.float32_flops if is_float32 else device.bfloat16_flops
+    peak = speed.float32_flops if is_float32 else device.bfloat16_flops
     num_bytes = (FLOAT32 if is_float32 else 2) * elements_updated_whole(optimizer, shapes)
     gather = collective_seconds(num_bytes / num_ranks, ranks=layout.num_shards, stride=1, device=device)
     scatter = collective_seconds(num_bytes / layout.num_shards, ranks=num_ranks, stride=1, device=device)

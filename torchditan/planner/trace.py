@@ -9,8 +9,8 @@ Notable:
 - of each sequence of equal blocks three are traced, each on its own: the first, one for all in between, and the last;
 - every number is affine in the batch size, so two traces give it for all batch sizes;
 - the meta device has no attention and norm kernels, so the trace uses those of the target device. On a GPU these are
-  flash attention (bfloat16) or memory-efficient attention (float32, or with a mask) and the fused RMSNorm; on a CPU
-  its flash attention.
+  the fused RMSNorm, and attention by cuDNN or flash where they can compute it (not in float32; flash not with a mask),
+  else memory-efficient attention; on a CPU its flash attention.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from torchditan.distributed.activation_checkpoint import apply_activation_checkp
 from torchditan.models.spec import ModelSpec
 from torchditan.planner.recorder import StepRecorder, list_tensors
 
-Kernels = Literal["cuda", "cpu"]
+Kernels = Literal["cpu", "cuda", "cuda_cudnn", "cuda_efficient", "cuda_math"]
+"""Those of a CPU, or of a GPU that prefers flash attention (cuda), cuDNN's, ... (`training.attention_backend`)."""
 Checkpointing = Literal["none", "full", "op"]
 """Tensors that a block keeps for backward: all (none), its inputs (full), or outputs of products and attention (op)."""
 
@@ -284,9 +285,9 @@ class DeviceKernels(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and self.kernels != "cuda_math":  # the meta device decomposes that
             return self._attention(*args, **kwargs)
-        if func is F.rms_norm and self.kernels == "cuda":
+        if func is F.rms_norm and self.kernels != "cpu":
             weight = args[2] if len(args) > 2 else kwargs.get("weight")
             return FusedRMSNorm.apply(args[0], args[0].new_ones(()) if weight is None else weight)
         return func(*args, **kwargs)
@@ -303,10 +304,13 @@ class DeviceKernels(TorchFunctionMode):
         if self.kernels == "cpu":
             bias = _attention_bias(query, key, attn_mask)
             return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=bias)[0]
-        if query.dtype == torch.float32 or attn_mask is not None:
-            bias = _attention_bias(query, key, attn_mask)
-            return aten._scaled_dot_product_efficient_attention(query, key, value, bias, True)[0]
-        return aten._scaled_dot_product_flash_attention(query, key, value)[0]
+        is_half = query.dtype != torch.float32
+        if self.kernels == "cuda" and is_half and attn_mask is None:
+            return aten._scaled_dot_product_flash_attention(query, key, value)[0]
+        bias = _attention_bias(query, key, attn_mask)
+        if self.kernels == "cuda_cudnn" and is_half:
+            return aten._scaled_dot_product_cudnn_attention(query, key, value, bias, True)[0]
+        return aten._scaled_dot_product_efficient_attention(query, key, value, bias, True)[0]
 
 
 def _attention_bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -40,6 +40,8 @@ STATES = ("running", "completed", "interrupted", "oom", "error")
 _OWN_NAMES = ("config.json", "metrics.jsonl", "status.json", ".lock", "samples", "wandb", "flight_recorder")
 
 
+_RECORDED = ("attention_backend",)  # entries of config.json that a resumed run keeps
+
 _FOLDER_OPTIONS = (
     ("checkpoint", "folder"),
     ("metrics", "save_tb_folder"),
@@ -137,8 +139,14 @@ class RunDirectory:
             "git_commit": provenance.git_commit(),
             "hardware": {**provenance.hardware(device, world_size), **_kept_threads(stored)},
             "command": sys.argv,
+            **{entry: stored[entry] for entry in _RECORDED if stored and entry in stored},
         }
         write_file(self.config_path, to_json(content, indent=2))
+
+    def record(self, entry: str, value: Any) -> None:
+        """Add what a run found out on its device, an entry of `_RECORDED`, to config.json."""
+        if self.is_writer:
+            write_file(self.config_path, to_json({**read_config(self.path), entry: value}, indent=2))
 
     def _remove_debris(self) -> None:
         """Remove temporary files of killed processes."""
