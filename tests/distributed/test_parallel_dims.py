@@ -7,6 +7,7 @@ import pytest
 
 from torchditan.config.errors import ConfigError
 from torchditan.distributed.parallel_dims import ParallelDims
+from torchditan.distributed.process_group import Rank
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,46 @@ def test_degrees_resolve(replicate: int, shard: int, world_size: int, resolved: 
     dims = ParallelDims.resolve(replicate=replicate, shard=shard, world_size=world_size)
     assert (dims.replicate, dims.shard) == resolved
     assert dims.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "world_size", "context", "data_ranks", "shards", "mode"),
+    [
+        (1, -1, 2, 2, 1, 2, "FSDP over 2 ranks, context parallelism over 2"),
+        (1, -1, 8, 2, 4, 8, "FSDP over 8 ranks, context parallelism over 2"),
+        (2, -1, 8, 4, 2, 4, "HSDP over 2 x 4 ranks, context parallelism over 4"),
+        (4, 1, 8, 2, 4, 2, "HSDP over 4 x 2 ranks, context parallelism over 2"),
+    ],
+)
+def test_ranks_that_share_tokens_share_parameters_and_count_as_one_data_rank(
+    replicate: int, shard: int, world_size: int, context: int, data_ranks: int, shards: int, mode: str
+) -> None:
+    dims = ParallelDims.resolve(replicate=replicate, shard=shard, world_size=world_size, context=context)
+    assert (dims.num_data_ranks, dims.num_shards, dims.world_size, dims.mode) == (data_ranks, shards, world_size, mode)
+    found = [dims.data_rank(Rank(rank, rank, world_size)) for rank in range(world_size)]
+    assert [rank.rank for rank in found] == sorted(list(range(data_ranks)) * context)
+    assert {rank.world_size for rank in found} == {data_ranks}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ((1, -1, 4), "training.context_parallel_degree = 4: must divide the 2 rank(s) of this job"),
+        ((2, -1, 2), "training.data_parallel_replicate_degree = 2: must divide the 1 group(s) of 2 ranks of this job"),
+        (
+            (1, 2, 2),
+            "training.data_parallel_shard_degree = 2: times data_parallel_replicate_degree 1 is 2, but this job has "
+            "1 group(s) of 2 ranks; must be 1 or -1",
+        ),
+    ],
+)
+def test_context_degrees_that_do_not_fit_the_world_size_are_refused(
+    degrees: tuple[int, int, int], message: str
+) -> None:
+    replicate, shard, context = degrees
+    with pytest.raises(ConfigError) as caught:
+        ParallelDims.resolve(replicate=replicate, shard=shard, context=context, world_size=2)
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ def prepare_job(
         replicate=config.training.data_parallel_replicate_degree,
         shard=config.training.data_parallel_shard_degree,
         world_size=rank.world_size,
+        context=config.training.context_parallel_degree,
     )
     assert config.metrics.experiment_name is not None
     path = run_path(config.job.dump_folder, config.metrics.experiment_name)
@@ -125,10 +126,15 @@ def prepare_job(
         raise option_error("cache.only", True, f"{dataset.name} has no captions to encode; leave it out")
     else:
         space = _open_space(continued, dataset, device=rank.device, open_latents=open_latents)
+    data_rank = parallel_dims.data_rank(rank)
     completed, spec = complete(
-        continued, dataset=dataset, space=space, rank=rank, run=run, tune_batch_size=tune_batch_size
+        continued, dataset=dataset, space=space, rank=data_rank, run=run, tune_batch_size=tune_batch_size
     )
-    plan = plan_batches(completed, rank)
+    if parallel_dims.context > 1:
+        from torchditan.distributed.context_parallel import check_model
+
+        check_model(spec, parallel_dims.context)
+    plan = plan_batches(completed, data_rank)
     build_objective(completed.diffusion, spec)  # refuses a model that lacks the requested features
     spec = with_condition_of(spec, dataset, completed, device=rank.device)
     if validation_dataset is not None:
@@ -140,7 +146,7 @@ def prepare_job(
         space=space,
         spec=spec,
         plan=plan,
-        batches=describe_batches(plan, asked=config.training.batch_size),
+        batches=describe_batches(plan, asked=config.training.batch_size, context=parallel_dims.context),
         rank=rank,
         parallel_dims=parallel_dims,
         run_directory=RunDirectory(path, is_writer=rank.rank == 0),
