@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torchditan.config.loader import load_config
 from torchditan.config.options import Model
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.context_parallel import check_model, split_tokens, split_tokens_over_ranks
+from torchditan.distributed.parallelize import CompileOptions, compile_blocks
 from torchditan.models import ModelSpec, build_model_spec
 from torchditan.models.dit import Block, DiT, DiTConfig
 from torchditan.planner.trace import DeviceKernels
@@ -101,6 +103,24 @@ def compare_with_one_process(rank: int, world_size: int, folder: str) -> None:
 def test_outputs_and_gradients_are_those_of_one_process(world_size: int, tmp_path: Path) -> None:
     arguments = (world_size, str(tmp_path))
     mp.start_processes(compare_with_one_process, args=arguments, nprocs=world_size, start_method="forkserver")
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_block_with_its_exchanges_compiles_into_one_graph() -> None:
+    expected = outputs_and_gradients(random_model({}))
+    model = random_model({})
+    split_tokens_over_ranks(model, degree=1, timeout_seconds=60)
+    compile_blocks(model.blocks, options=CompileOptions(backend="aot_eager"))  # fullgraph
+    found = outputs_and_gradients(model)
+    for key, value in found.items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-9)
 
 
 def saved_bytes(config: DiTConfig, *, degree: int) -> int:
