@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ import torch.multiprocessing as mp
 from refusals import refused
 
 from torchditan.config.loader import load_config
-from torchditan.config.options import Model
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
-from torchditan.distributed.context_parallel import check_model, split_tokens, split_tokens_over_ranks
+from torchditan.distributed.context_parallel import split_tokens, split_tokens_over_ranks
 from torchditan.distributed.parallelize import CompileOptions, compile_blocks
-from torchditan.models import ModelSpec, build_model_spec
 from torchditan.models.dit import Block, DiT, DiTConfig
 from torchditan.planner.trace import DeviceKernels
 from torchditan.registry import BLOCKS
@@ -164,24 +161,11 @@ def test_a_rank_keeps_a_copy_of_its_tokens_only() -> None:
         assert torch.equal(part, x[:, 2:4]) and part.untyped_storage().nbytes() == part.numel() * 4
 
 
-def spec_of(**options: Any) -> ModelSpec:
-    return build_model_spec(Model(flavor="DiT-S", **options), sample_shape=(4, 8, 8), num_classes=10)
-
-
-def test_a_model_that_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for degree in (1, 2, 3, 6):
-        check_model(spec_of(), degree)
-    with refused("training.context_parallel_degree = 4", "6", "DiT-S", "3"):
-        check_model(spec_of(), 4)
-    with refused("training.context_parallel_degree = 2", "other", "1"):
-        check_model(dataclasses.replace(spec_of(), name="other", config=None), 2)
-    monkeypatch.setitem(BLOCKS, "own", f"{__name__}:OwnBlock")
-    with refused("training.context_parallel_degree = 2", "own", "mixes_only_in_attention"):
-        check_model(spec_of(block="own"), 2)
-
-
 class OwnBlock(Block):
     """A block of a plug-in, which may do anything with the tokens."""
+
+
+SPLIT = "--training.context_parallel_degree"
 
 
 @pytest.mark.parametrize(
@@ -195,9 +179,19 @@ class OwnBlock(Block):
 )
 def test_options_that_do_not_work_with_it_are_refused(flags: list[str], about: str) -> None:
     with refused(about, "training.context_parallel_degree", "2"):
-        load_config(["--training.context_parallel_degree=2", *flags])
+        load_config([f"{SPLIT}=2", *flags])
 
 
-def test_a_published_model_is_refused() -> None:
+def test_a_model_that_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for degree in (1, 2, 3, 6):
+        load_config([f"{SPLIT}={degree}", "--model.flavor=DiT-S"])
+    with refused("training.context_parallel_degree = 4", "6", "3"):
+        load_config([f"{SPLIT}=4", "--model.flavor=DiT-S"])
+    load_config([f"{SPLIT}=4", "--model.flavor=DiT-S", "--model.overrides=num_heads=8"])
     with refused("training.context_parallel_degree = 2", "sd3", "1"):
-        load_config(["--training.context_parallel_degree=2", "--model.name=sd3", "--model.flavor=debugmodel"])
+        load_config([f"{SPLIT}=2", "--model.name=sd3", "--model.flavor=debugmodel"])
+    with refused("training.context_parallel_degree = 0", "1"):
+        load_config([f"{SPLIT}=0"])
+    monkeypatch.setitem(BLOCKS, "dit", f"{__name__}:OwnBlock")
+    with refused("training.context_parallel_degree = 2", "dit", "mixes_only_in_attention"):
+        load_config([f"{SPLIT}=2"])

@@ -6,8 +6,14 @@ from __future__ import annotations
 import pytest
 
 from torchditan.config.errors import ConfigError
+from torchditan.config.options import Training
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.process_group import Rank
+
+
+def resolve(replicate: int, shard: int, world_size: int, *, context: int = 1) -> ParallelDims:
+    degrees = {"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
+    return ParallelDims.resolve(Training(**degrees, context_parallel_degree=context), world_size=world_size)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +29,7 @@ from torchditan.distributed.process_group import Rank
     ],
 )
 def test_degrees_resolve(replicate: int, shard: int, world_size: int, resolved: tuple[int, int], mode: str) -> None:
-    dims = ParallelDims.resolve(replicate=replicate, shard=shard, world_size=world_size)
+    dims = resolve(replicate, shard, world_size)
     assert (dims.replicate, dims.shard) == resolved
     assert dims.mode == mode
 
@@ -40,8 +46,8 @@ def test_degrees_resolve(replicate: int, shard: int, world_size: int, resolved: 
 def test_ranks_that_share_tokens_share_parameters_and_count_as_one_data_rank(
     replicate: int, shard: int, world_size: int, context: int, data_ranks: int, shards: int, mode: str
 ) -> None:
-    dims = ParallelDims.resolve(replicate=replicate, shard=shard, world_size=world_size, context=context)
-    assert (dims.num_data_ranks, dims.num_shards, dims.world_size, dims.mode) == (data_ranks, shards, world_size, mode)
+    dims = resolve(replicate, shard, world_size, context=context)
+    assert (dims.num_shards, dims.world_size, dims.mode) == (shards, world_size, mode)
     found = [dims.data_rank(Rank(rank, rank, world_size)) for rank in range(world_size)]
     assert [rank.rank for rank in found] == sorted(list(range(data_ranks)) * context)
     assert {rank.world_size for rank in found} == {data_ranks}
@@ -64,7 +70,7 @@ def test_context_degrees_that_do_not_fit_the_world_size_are_refused(
 ) -> None:
     replicate, shard, context = degrees
     with pytest.raises(ConfigError) as caught:
-        ParallelDims.resolve(replicate=replicate, shard=shard, context=context, world_size=2)
+        resolve(replicate, shard, 2, context=context)
     assert str(caught.value) == message
 
 
@@ -98,5 +104,5 @@ def test_degrees_that_do_not_multiply_to_the_world_size_are_refused(
     replicate: int, shard: int, world_size: int, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        ParallelDims.resolve(replicate=replicate, shard=shard, world_size=world_size)
+        resolve(replicate, shard, world_size)
     assert str(caught.value) == message

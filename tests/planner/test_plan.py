@@ -230,10 +230,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     training, spec = config.training, spec_of(config)
-    context = training.context_parallel_degree
-    dims = ParallelDims.resolve(
-        replicate=training.data_parallel_replicate_degree, shard=-1, context=context, world_size=world_size
-    )
+    dims, context = ParallelDims.resolve(training, world_size=world_size), training.context_parallel_degree
     mesh = dims.build_mesh("cpu")
 
     def build(*, is_trained: bool) -> Any:
@@ -269,7 +266,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     dropping = TokenDropping(spec, 0, steps=1)  # only of a model with token dropping, whose last steps keep all tokens
     batch_size = training.batch_size
     assert isinstance(batch_size, int)
-    at_once = batch_size * dims.num_data_ranks
+    at_once = batch_size * world_size // context
     num_micro_batches = (training.global_batch_size or at_once) // at_once
     sample = torch.randn(batch_size, *spec.sample_shape)
     batch = {"sample": sample, "index": torch.zeros(batch_size, dtype=torch.int64)}

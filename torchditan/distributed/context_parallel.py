@@ -31,11 +31,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from torchditan.config.errors import option_error
-from torchditan.config.options import Config
-from torchditan.models.dit import Attention, DiT, DiTConfig
-from torchditan.models.spec import ModelSpec
-from torchditan.registry import BLOCKS, FAMILIES, registered
+from torchditan.config.options import Config, Model
+from torchditan.models.dit import Attention, DiT, flavor_size
+from torchditan.registry import BLOCKS, registered
 
 OPTION = "training.context_parallel_degree"
 
@@ -50,13 +48,13 @@ def split_tokens(model: nn.Module, *, degree: int, rank: int, group_name: str | 
     """Let a model compute one rank's part of the tokens, in place, while gradients are recorded.
 
     Args:
-        model: a DiT that `check_model` accepts, on any device, not yet compiled or sharded.
+        model: a DiT, on any device, not yet compiled or sharded.
         degree: number of ranks in the group. It divides the number of heads.
         rank: of this process in the group.
         group_name: the process group; None sends nothing. The results then have the sizes of a rank's own, but no
             meaning, which is enough for the planner.
     """
-    assert isinstance(model, DiT), "check_model refuses others"
+    assert isinstance(model, DiT), "option_mistakes refuses others"
     tokens = TokenGroup(degree, rank, group_name)
     whole: Any = model  # mypy does not let an instance replace its methods
     whole.run_blocks = partial(tokens.run_blocks, model.run_blocks)
@@ -167,31 +165,31 @@ def _all_to_all(x: torch.Tensor, group_name: str | None) -> torch.Tensor:
 
 def option_mistakes(config: Config) -> Iterator[tuple[str, str]]:
     """(option, what would be right) for each option that does not work with a degree above 1."""
-    degree = f"with {OPTION} {config.training.context_parallel_degree}"
-    if config.model.name in FAMILIES:
-        yield OPTION, f"splits the tokens of native models only; must be 1 with {config.model.name}"
-    if config.model.token_dropping:
-        yield "model.token_dropping", f"keeps tokens that are on different ranks; must be 0 {degree}"
-    if config.dataset.streaming:
-        yield "dataset.streaming", f"gives each rank other samples; must be false {degree}"
-    if config.training.batch_size == "auto":
-        yield "training.batch_size", f"must be a number {degree}; the planner estimates the largest"
-    if config.float8.enable_float8_linear:
-        yield "float8.enable_float8_linear", f"must be false {degree}"
-
-
-def check_model(spec: ModelSpec, degree: int) -> None:
-    """Refuse a model whose tokens or heads cannot be split over `degree` ranks.
-
-    Raises:
-        ConfigError: another architecture, a block that may mix tokens elsewhere, or a wrong number of heads.
-    """
-    if not isinstance(spec.config, DiTConfig):
-        raise option_error(OPTION, degree, f"splits the tokens of model.name dit only; must be 1 with {spec.name}")
-    if not registered(BLOCKS, spec.config.block).mixes_only_in_attention:
-        right = f"the block {spec.config.block} does not declare mixes_only_in_attention; must be 1"
-        raise option_error(OPTION, degree, right)
-    heads = spec.config.num_heads
+    model, degree = config.model, config.training.context_parallel_degree
+    if model.name != "dit":
+        yield OPTION, f"splits the tokens of model.name dit only; must be 1 with {model.name}"
+        return
+    if not registered(BLOCKS, model.block).mixes_only_in_attention:
+        yield OPTION, f"the block {model.block} does not declare mixes_only_in_attention; must be 1"
+    heads = _num_heads(model)
     if heads % degree:
         divisors = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
-        raise option_error(OPTION, degree, f"must divide the {heads} heads of {spec.flavor}: one of {divisors}")
+        yield OPTION, f"must divide the {heads} attention heads of the model: one of {divisors}"
+    right = f"with {OPTION} {degree}"
+    if model.token_dropping:
+        yield "model.token_dropping", f"keeps tokens that are on different ranks; must be 0 {right}"
+    if config.dataset.streaming:
+        yield "dataset.streaming", f"gives each rank other samples; must be false {right}"
+    if config.training.batch_size == "auto":
+        yield "training.batch_size", f"must be a number {right}; the planner estimates the largest"
+    if config.float8.enable_float8_linear:
+        yield "float8.enable_float8_linear", f"must be false {right}"
+
+
+def _num_heads(model: Model) -> int:
+    heads = flavor_size(model.flavor, model.preset).num_heads
+    for text in model.overrides:
+        name, _, value = text.partition("=")
+        if name == "num_heads" and value.isdecimal():  # build_dit_spec refuses other values
+            heads = int(value)
+    return heads

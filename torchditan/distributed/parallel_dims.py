@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchditan.config.errors import option_error
+from torchditan.config.options import Training
 from torchditan.distributed.process_group import Rank
 
 
@@ -23,17 +24,19 @@ class ParallelDims:
     context: int = 1
 
     @classmethod
-    def resolve(cls, *, replicate: int, shard: int, world_size: int, context: int = 1) -> ParallelDims:
+    def resolve(cls, training: Training, *, world_size: int) -> ParallelDims:
         """Resolve the degrees for this world size. A shard degree of -1 uses all remaining ranks.
 
         Raises:
             ConfigError: the product of the degrees is not the world size.
         """
+        replicate, shard = training.data_parallel_replicate_degree, training.data_parallel_shard_degree
+        context = training.context_parallel_degree
+        left, ranks = world_size // context, f"{world_size} rank(s)"
         if world_size % context:
-            right = f"must divide the {world_size} rank(s) of this job"
-            raise option_error("training.context_parallel_degree", context, right)
-        left = world_size // context
-        ranks = f"{left} rank(s)" if context == 1 else f"{left} group(s) of {context} ranks"
+            raise option_error("training.context_parallel_degree", context, f"must divide the {ranks} of this job")
+        if context > 1:
+            ranks = f"{left} group(s) of {context} ranks"
         if left % replicate:
             right = f"must divide the {ranks} of this job"
             raise option_error("training.data_parallel_replicate_degree", replicate, right)
@@ -48,12 +51,7 @@ class ParallelDims:
 
     @property
     def world_size(self) -> int:
-        return self.num_data_ranks * self.context
-
-    @property
-    def num_data_ranks(self) -> int:
-        """Ranks with different samples."""
-        return self.replicate * self.shard
+        return self.replicate * self.shard * self.context
 
     @property
     def num_shards(self) -> int:
@@ -62,7 +60,7 @@ class ParallelDims:
 
     def data_rank(self, rank: Rank) -> Rank:
         """The rank among those with different samples."""
-        return replace(rank, rank=rank.rank // self.context, world_size=self.num_data_ranks)
+        return replace(rank, rank=rank.rank // self.context, world_size=self.world_size // self.context)
 
     @property
     def mode(self) -> str:

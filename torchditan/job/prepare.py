@@ -101,12 +101,7 @@ def prepare_job(
         # cuBLAS reads it when it creates a handle, which encoding captions already does.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     rank = Rank.from_environment()
-    parallel_dims = ParallelDims.resolve(
-        replicate=config.training.data_parallel_replicate_degree,
-        shard=config.training.data_parallel_shard_degree,
-        world_size=rank.world_size,
-        context=config.training.context_parallel_degree,
-    )
+    parallel_dims = ParallelDims.resolve(config.training, world_size=rank.world_size)
     assert config.metrics.experiment_name is not None
     path = run_path(config.job.dump_folder, config.metrics.experiment_name)
     threads_changed = set_cpu_threads(path)
@@ -130,10 +125,6 @@ def prepare_job(
     completed, spec = complete(
         continued, dataset=dataset, space=space, rank=data_rank, run=run, tune_batch_size=tune_batch_size
     )
-    if parallel_dims.context > 1:
-        from torchditan.distributed.context_parallel import check_model
-
-        check_model(spec, parallel_dims.context)
     plan = plan_batches(completed, data_rank)
     build_objective(completed.diffusion, spec)  # refuses a model that lacks the requested features
     spec = with_condition_of(spec, dataset, completed, device=rank.device)

@@ -24,13 +24,12 @@ import torch
 from torch import nn
 
 from torchditan.config.errors import option_error
-from torchditan.config.options import Config, Diffusion, Training, flatten
+from torchditan.config.options import Config, Diffusion, flatten
 from torchditan.config.rules import validate
 from torchditan.diffusion.loss_flops import count_loss_flops
 from torchditan.diffusion.objectives import build_objective, training_spec
 from torchditan.diffusion.token_dropping import num_kept_tokens
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
-from torchditan.distributed.context_parallel import check_model
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.finetune.resolutions import latent_channels
 from torchditan.models import ModelSpec, model_spec_of
@@ -282,17 +281,8 @@ def _resolve(config: Config, num_devices: int) -> Config:
     for option in by_dataset:
         if values[option] is None:
             raise option_error(option, None, f"must be given: the planner does not open the dataset {name}")
-    dims = _dims(config.training, num_devices)
+    dims = ParallelDims.resolve(config.training, world_size=num_devices)
     return complete_batches(config, dims.data_rank(Rank(rank=0, local_rank=0, world_size=num_devices)))
-
-
-def _dims(training: Training, num_devices: int) -> ParallelDims:
-    return ParallelDims.resolve(
-        replicate=training.data_parallel_replicate_degree,
-        shard=training.data_parallel_shard_degree,
-        context=training.context_parallel_degree,
-        world_size=num_devices,
-    )
 
 
 def _resolve_latents(config: Config) -> Config:
@@ -316,9 +306,9 @@ def _resolve_latents(config: Config) -> Config:
 def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: int) -> Plan:
     """The plan of a resolved configuration."""
     training = config.training
-    dims = _dims(training, num_devices)
+    dims = ParallelDims.resolve(training, world_size=num_devices)
     assert isinstance(training.batch_size, int)
-    at_once = training.batch_size * dims.num_data_ranks
+    at_once = training.batch_size * num_devices // dims.context
     global_batch_size = training.global_batch_size or at_once
     model = TracedModel.of(config, kernels)
     layout = Layout(
@@ -447,7 +437,6 @@ class TracedModel:
         """Bytes of q, k, v and the output of attention for a rank's tokens of one image; 0 without a split."""
         if context == 1:
             return 0.0
-        check_model(self.spec, context)
         tokens = self.spec.num_tokens + self.spec.config.num_context_tokens
         return 4 * self.dtype.itemsize * self.spec.config.width * math.ceil(tokens / context)
 
