@@ -84,7 +84,9 @@ def test_batches_grow_innermost_and_repeats_go_round_the_whole_grid(tmp_path: Pa
 
 def test_a_run_has_the_devices_that_share_its_tokens(tmp_path: Path) -> None:
     axes = 'parallel = ["1,1", "1,2"]\ntraining.context_parallel_degree = [1, 4]'
-    runs = load_grid(write_grid(tmp_path, f'steps = 4\n[axes]\nmodel.flavor = ["debugmodel"]\n{axes}\n')).runs()
+    runs = load_grid(
+        write_grid(tmp_path, f'steps = 4\nwindow = 2\n[axes]\nmodel.flavor = ["debugmodel"]\n{axes}\n')
+    ).runs()
     assert sorted(run.num_devices for run in runs) == [1, 2, 4, 8]
 
 
