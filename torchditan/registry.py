@@ -21,6 +21,9 @@ OBJECTIVES = {
 SELF_ALIGNMENT = "torchditan.diffusion.alignment:SelfAlignment"
 """The wrapper of the objective for `diffusion.self_alignment`."""
 
+CONTEXT_PARALLEL = "torchditan.distributed.context_parallel"
+"""The module for `training.context_parallel_degree` above 1."""
+
 BLOCKS = {
     "dit": "torchditan.models.dit:DiTBlock",
     "value_residual": "torchditan.models.value_residual:ValueResidualBlock",

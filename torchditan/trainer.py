@@ -245,7 +245,7 @@ class Trainer:
             self.model.set_requires_gradient_sync(micro_batch == self.plan.num_micro_batches - 1)
             losses = loss_of_step(self.model, batch, randomness)  # (B,)
             # Gradients are averaged over ranks, so each rank computes the mean of its share.
-            share = losses.sum() / (self.plan.global_batch_size // self.rank.world_size)
+            share = losses.sum() / (self.plan.global_batch_size // self.plan.world_size)
             (share if self.scaler is None else share * self.scaler.scale).backward()
             loss += share.detach()
         self.supervision.note(step, "gradient norm and optimizer")

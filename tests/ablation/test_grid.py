@@ -82,6 +82,14 @@ def test_batches_grow_innermost_and_repeats_go_round_the_whole_grid(tmp_path: Pa
     assert runs[0].cell == runs[8].cell != runs[3].cell
 
 
+def test_a_run_has_the_devices_that_share_its_tokens(tmp_path: Path) -> None:
+    axes = 'parallel = ["1,1", "1,2"]\ntraining.context_parallel_degree = [1, 4]'
+    runs = load_grid(
+        write_grid(tmp_path, f'steps = 4\nwindow = 2\n[axes]\nmodel.flavor = ["debugmodel"]\n{axes}\n')
+    ).runs()
+    assert sorted(run.num_devices for run in runs) == [1, 2, 4, 8]
+
+
 def test_seeds_are_repetitions_that_go_round_the_whole_grid(tmp_path: Path) -> None:
     axes = {"training.batch_size": [2, 4], "training.seed": [0, 7]}
     runs = load_grid(write_grid(tmp_path), axes=axes).runs()

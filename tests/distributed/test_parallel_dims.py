@@ -6,7 +6,14 @@ from __future__ import annotations
 import pytest
 
 from torchditan.config.errors import ConfigError
+from torchditan.config.options import Training
 from torchditan.distributed.parallel_dims import ParallelDims
+from torchditan.distributed.process_group import Rank
+
+
+def resolve(replicate: int, shard: int, world_size: int, *, context: int = 1) -> ParallelDims:
+    degrees = {"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
+    return ParallelDims.resolve(Training(**degrees, context_parallel_degree=context), world_size=world_size)
 
 
 @pytest.mark.parametrize(
@@ -22,9 +29,49 @@ from torchditan.distributed.parallel_dims import ParallelDims
     ],
 )
 def test_degrees_resolve(replicate: int, shard: int, world_size: int, resolved: tuple[int, int], mode: str) -> None:
-    dims = ParallelDims.resolve(replicate=replicate, shard=shard, world_size=world_size)
+    dims = resolve(replicate, shard, world_size)
     assert (dims.replicate, dims.shard) == resolved
     assert dims.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "world_size", "context", "data_ranks", "shards", "mode"),
+    [
+        (1, -1, 2, 2, 1, 2, "FSDP over 2 ranks, context parallelism over 2"),
+        (1, -1, 8, 2, 4, 8, "FSDP over 8 ranks, context parallelism over 2"),
+        (2, -1, 8, 4, 2, 4, "HSDP over 2 x 4 ranks, context parallelism over 4"),
+        (4, 1, 8, 2, 4, 2, "HSDP over 4 x 2 ranks, context parallelism over 2"),
+    ],
+)
+def test_ranks_that_share_tokens_share_parameters_and_count_as_one_data_rank(
+    replicate: int, shard: int, world_size: int, context: int, data_ranks: int, shards: int, mode: str
+) -> None:
+    dims = resolve(replicate, shard, world_size, context=context)
+    assert (dims.num_shards, dims.world_size, dims.mode) == (shards, world_size, mode)
+    found = [dims.data_rank(Rank(rank, rank, world_size)) for rank in range(world_size)]
+    assert [rank.rank for rank in found] == sorted(list(range(data_ranks)) * context)
+    assert {rank.world_size for rank in found} == {data_ranks}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ((1, -1, 4), "training.context_parallel_degree = 4: must divide the 2 rank(s) of this job"),
+        ((2, -1, 2), "training.data_parallel_replicate_degree = 2: must divide the 1 group(s) of 2 ranks of this job"),
+        (
+            (1, 2, 2),
+            "training.data_parallel_shard_degree = 2: times data_parallel_replicate_degree 1 is 2, but this job has "
+            "1 group(s) of 2 ranks; must be 1 or -1",
+        ),
+    ],
+)
+def test_context_degrees_that_do_not_fit_the_world_size_are_refused(
+    degrees: tuple[int, int, int], message: str
+) -> None:
+    replicate, shard, context = degrees
+    with pytest.raises(ConfigError) as caught:
+        resolve(replicate, shard, 2, context=context)
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
@@ -57,5 +104,5 @@ def test_degrees_that_do_not_multiply_to_the_world_size_are_refused(
     replicate: int, shard: int, world_size: int, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        ParallelDims.resolve(replicate=replicate, shard=shard, world_size=world_size)
+        resolve(replicate, shard, world_size)
     assert str(caught.value) == message

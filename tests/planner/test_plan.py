@@ -59,6 +59,7 @@ VALUE_RESIDUAL, ADALN_SINGLE = "--model.block=value_residual", "--model.conditio
 IN_CONTEXT = "--model.conditioning=in_context"
 DROPPING = ["--model.token_dropping=0.75", "--model.token_dropping_blocks=1"]
 REPLICATE = "--training.data_parallel_replicate_degree"
+CONTEXT = "--training.context_parallel_degree=2"
 FRACTION = ["--activation_checkpoint.mode=fraction", "--activation_checkpoint.fraction=0.5"]
 FLOAT16 = "--training.mixed_precision_param=float16"
 LORA = ["--lora.rank=4", "--ema.enable=false"]
@@ -154,6 +155,9 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "DDP": [f"{REPLICATE}=2"],
         "DDP full": [f"{REPLICATE}=2", FULL],
         "DDP bfloat16 reduced": [f"{REPLICATE}=2", "--training.mixed_precision_reduce=bfloat16"],
+        "context": [CONTEXT],
+        "context, in context, full": [CONTEXT, IN_CONTEXT, FULL],
+        "context, self-alignment": [CONTEXT, ALIGNED],
         "flux": published("flux/debugmodel"),
         "flux LoRA int8 full": published("flux/debugmodel", *INT8, FULL),
         "sd3 DDP full": published("sd3/debugmodel", f"{REPLICATE}=2", FULL),
@@ -165,6 +169,8 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "HSDP Muon": [MUON, f"{REPLICATE}=2"],
         "HSDP full, many parameters": [f"{REPLICATE}=2", FULL, "--model.flavor=DiT-Ti", "--training.batch_size=2"],
         "DDP": [f"{REPLICATE}=4", *OP],
+        "FSDP context": [CONTEXT, "--training.global_batch_size=16"],
+        "HSDP context": [CONTEXT, f"{REPLICATE}=2", FULL],
     },
 }
 
@@ -216,6 +222,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     """What the trainer builds and does in a step; state of this rank, and its peak in the second step."""
     from torchditan.diffusion.objectives import loss_with_teacher
     from torchditan.diffusion.token_dropping import TokenDropping
+    from torchditan.distributed.context_parallel import split_tokens_over_ranks
     from torchditan.distributed.parallel_dims import ParallelDims
     from torchditan.distributed.parallelize import parallelize
     from torchditan.optim.divergence import DivergenceGuard
@@ -225,7 +232,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     training, spec = config.training, spec_of(config)
-    dims = ParallelDims.resolve(replicate=training.data_parallel_replicate_degree, shard=-1, world_size=world_size)
+    dims, context = ParallelDims.resolve(training, world_size=world_size), training.context_parallel_degree
     mesh = dims.build_mesh("cpu")
 
     def build(*, is_trained: bool) -> Any:
@@ -233,6 +240,8 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
             model: Any = spec.build()
         if not is_trained:
             model.requires_grad_(False)
+        elif context > 1:
+            split_tokens_over_ranks(model, degree=context, timeout_seconds=120)
         parallelize(
             model,
             blocks=spec.blocks(model),
@@ -259,7 +268,8 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     dropping = TokenDropping(spec, 0, steps=1)  # only of a model with token dropping, whose last steps keep all tokens
     batch_size = training.batch_size
     assert isinstance(batch_size, int)
-    num_micro_batches = (training.global_batch_size or batch_size * world_size) // (batch_size * world_size)
+    at_once = batch_size * world_size // context
+    num_micro_batches = (training.global_batch_size or at_once) // at_once
     sample = torch.randn(batch_size, *spec.sample_shape)
     batch = {"sample": sample, "index": torch.zeros(batch_size, dtype=torch.int64)}
     for name, (shape, dtype) in spec.conditioning.tensors.items():
@@ -325,10 +335,11 @@ def test_state_is_exact_and_the_peak_within_three_tenths_of_a_percent_of_real_ru
     plans = [plan_run(config, device="cpu", num_devices=world_size) for config in configs]
     for row in measured:
         name, config, plan = list(cells)[row["cell"]], configs[row["cell"]], plans[row["cell"]]
-        shard_rank = row["rank"] % plan.shard
+        num_shards = plan.shard * plan.context
+        shard_rank = row["rank"] % num_shards
         state = model_state(
             model_parameters(spec_of(config)),
-            num_shards=plan.shard,
+            num_shards=num_shards,
             shard_rank=shard_rank,
             ema=("trained" if config.lora.rank else "all") if config.ema.enable else "none",
             optimizer=config.optimizer,

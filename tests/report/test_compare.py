@@ -191,6 +191,15 @@ def test_the_parallel_mode_is_that_of_the_world(tmp_path: Path, replicate: int, 
     assert [run.parallel_mode for run in compare([folder, alone]).runs] == [mode, "one process"]
 
 
+def test_the_parallel_mode_names_a_context_degree(tmp_path: Path) -> None:
+    degrees = {"replicate_degree": 2, "shard_degree": 1}
+    options = {f"training.data_parallel_{name}": degree for name, degree in degrees.items()}
+    options["training.context_parallel_degree"] = 2  # of 4 ranks; two share the parameters, too
+    folders = [write_run(tmp_path / name, hardware=A40, options=options) for name in "ab"]
+    modes = [run.parallel_mode for run in compare(folders).runs]
+    assert modes == 2 * ["HSDP, context parallelism over 2"]
+
+
 def test_equal_time_is_the_last_time_that_all_reached(two: Comparison) -> None:
     cpu, gpu = two.runs
     assert two.equal_time_s == 7.25

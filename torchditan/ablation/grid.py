@@ -133,7 +133,7 @@ class Run:
     @property
     def num_devices(self) -> int:
         replicate, shard = parallel_degrees(self.axes[PARALLEL])
-        return replicate * shard
+        return replicate * shard * self.config.training.context_parallel_degree
 
     @functools.cached_property
     def cell(self) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ LEGACY_KEYS: dict[str, tuple[Any, str] | None] = {
     "training.tensor_parallel_degree": (1, "tensor parallelism is not supported"),
     "training.enable_loss_parallel": None,
     "training.disable_loss_parallel": None,
-    "experimental.context_parallel_degree": (1, "context parallelism is not supported"),
+    "experimental.context_parallel_degree": (1, "context parallelism is training.context_parallel_degree here"),
     "experimental.pipeline_parallel_degree": (1, "pipeline parallelism is not supported"),
     "experimental.pipeline_parallel_schedule": None,  # these four have an effect only with a degree above 1
     "experimental.pipeline_parallel_split_points": None,

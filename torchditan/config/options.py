@@ -248,6 +248,8 @@ class Training:
     """Number of model replicas: the world size gives DDP, a number between 1 and the world size gives HSDP."""
     data_parallel_shard_degree: int = -1
     """Number of ranks that share the parameters (FSDP); -1 uses all remaining ranks."""
+    context_parallel_degree: int = 1
+    """Number of ranks that share the tokens of each sample, for long sequences. They count as one in batch_size."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     on_nonfinite: Literal["stop", "rollback"] = "stop"

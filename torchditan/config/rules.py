@@ -14,7 +14,7 @@ from typing import Any
 
 from torchditan.config.errors import did_you_mean, option_error
 from torchditan.config.options import FLAVOR_NAMES, Config, flatten
-from torchditan.registry import FAMILIES, METRICS, OBJECTIVES, SELF_ALIGNMENT, registered
+from torchditan.registry import CONTEXT_PARALLEL, FAMILIES, METRICS, OBJECTIVES, SELF_ALIGNMENT, registered
 
 
 def _is_inner_folder(name: str) -> bool:
@@ -34,7 +34,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "model.pooled_width autoencoder.downsampling dataset.prefetch_factor dataset.dummy_size "
         "dataset.bucket_step dataset.num_frames diffusion.timestep_shift_base "
         "training.batch_size training.global_batch_size training.steps training.gc_freq "
-        "training.data_parallel_replicate_degree "
+        "training.data_parallel_replicate_degree training.context_parallel_degree "
         "checkpoint.interval ema.post_hoc_interval metrics.log_freq metrics.sample_batch_size sampling.num_steps "
         "sampling.guidance_channels sampling.images_per_class sampling.max_classes validation.num_images "
         "evaluation.num_samples "
@@ -356,7 +356,7 @@ def _validate_activation_checkpoint(config: Config) -> None:
 
 
 def _validate_objective(config: Config) -> None:
-    """Rules of the objective itself. They run last because its file imports torch."""
+    """Rules of the objective itself and of other parts whose files import torch. They run last."""
     values, defaults = flatten(config), flatten(Config())
     changed = {option for option, value in values.items() if value != defaults[option]}
     objective = registered(OBJECTIVES, config.diffusion.objective)
@@ -369,6 +369,8 @@ def _validate_objective(config: Config) -> None:
     _raise_first(config, objective.option_mistakes(config, changed))
     if config.diffusion.self_alignment:
         _raise_first(config, pkgutil.resolve_name(SELF_ALIGNMENT).mistakes(config, objective))
+    if config.training.context_parallel_degree > 1:
+        _raise_first(config, pkgutil.resolve_name(CONTEXT_PARALLEL).option_mistakes(config))
 
 
 def _raise_first(config: Config, mistakes: Iterable[tuple[str, str]]) -> None:

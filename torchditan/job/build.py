@@ -68,6 +68,10 @@ def build_model(job: Job, supervision: Supervision, mesh: DeviceMesh) -> tuple[A
     """Return the sharded model with its weights, in training mode, and which layers compute in float8."""
     with torch.device("meta"):
         model = job.spec.build()
+    if (degree := job.parallel_dims.context) > 1:
+        from torchditan.distributed.context_parallel import split_tokens_over_ranks
+
+        split_tokens_over_ranks(model, degree=degree, timeout_seconds=job.config.comm.init_timeout_seconds)
     float8_layers = _convert_to_float8(job, model) if job.config.float8.enable_float8_linear else None
     return _shard_and_fill(job, model, supervision, mesh).train(), float8_layers
 

@@ -101,11 +101,7 @@ def prepare_job(
         # cuBLAS reads it when it creates a handle, which encoding captions already does.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     rank = Rank.from_environment()
-    parallel_dims = ParallelDims.resolve(
-        replicate=config.training.data_parallel_replicate_degree,
-        shard=config.training.data_parallel_shard_degree,
-        world_size=rank.world_size,
-    )
+    parallel_dims = ParallelDims.resolve(config.training, world_size=rank.world_size)
     assert config.metrics.experiment_name is not None
     path = run_path(config.job.dump_folder, config.metrics.experiment_name)
     threads_changed = set_cpu_threads(path)
@@ -125,10 +121,11 @@ def prepare_job(
         raise option_error("cache.only", True, f"{dataset.name} has no captions to encode; leave it out")
     else:
         space = _open_space(continued, dataset, device=rank.device, open_latents=open_latents)
+    data_rank = parallel_dims.data_rank(rank)
     completed, spec = complete(
-        continued, dataset=dataset, space=space, rank=rank, run=run, tune_batch_size=tune_batch_size
+        continued, dataset=dataset, space=space, rank=data_rank, run=run, tune_batch_size=tune_batch_size
     )
-    plan = plan_batches(completed, rank)
+    plan = plan_batches(completed, data_rank)
     build_objective(completed.diffusion, spec)  # refuses a model that lacks the requested features
     spec = with_condition_of(spec, dataset, completed, device=rank.device)
     if validation_dataset is not None:
@@ -140,7 +137,7 @@ def prepare_job(
         space=space,
         spec=spec,
         plan=plan,
-        batches=describe_batches(plan, asked=config.training.batch_size),
+        batches=describe_batches(plan, asked=config.training.batch_size, context=parallel_dims.context),
         rank=rank,
         parallel_dims=parallel_dims,
         run_directory=RunDirectory(path, is_writer=rank.rank == 0),

@@ -297,8 +297,11 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, N, K)
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)  # (B, N, H, K)
-        return self.proj(x.flatten(2))
+        return self.proj(self.mix_tokens(q, k, v, mask).transpose(1, 2).flatten(2))
+
+    def mix_tokens(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Attend, (B, H, N, K). Nowhere else do tokens of `run_blocks` read each other."""
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 class CrossAttention(nn.Module):
@@ -386,6 +389,8 @@ class Block(nn.Module):
     """The last layers before the residual stream. Without adaLN's gates (conditioning in_context) they start small."""
     conditionings: tuple[str, ...] = ("adaln", "in_context")
     """Values of `model.conditioning` that the block supports."""
+    mixes_only_in_attention: bool = False
+    """Whether tokens read each other only in `Attention.mix_tokens`, which context parallelism requires."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()
@@ -427,6 +432,7 @@ class DiTBlock(Block):
     zero_weights: tuple[str, ...] = ("cross_attn.proj.weight",)
     residual_weights = ("attn.proj.weight", "mlp.fc2.weight", "mlp.w3.weight")
     conditionings = ("adaln", "adaln_single", "in_context")
+    mixes_only_in_attention = True
 
     def __init__(self, config: DiTConfig):
         super().__init__(config)
@@ -556,10 +562,10 @@ class DiT(nn.Module):
         rope = rope_table(config, height, width, x_t.device) if "rope" in config.position else None
         modulation = self.adaLN_modulation(c) if config.conditioning == "adaln_single" else c
         x, found = self.run_blocks(x, modulation, rope, text, mask, cond, features)
-        if config.num_context_tokens:
-            x = x[:, config.num_context_tokens :]
-        prediction = unpatchify(self.final_layer(x, c), config.patch_size, height, width)
-        return (prediction, found) if features else prediction
+        prediction = unpatchify(self.predict_patches(x, c), config.patch_size, height, width)
+        if not features:
+            return prediction
+        return prediction, {name: tokens[:, config.num_context_tokens :] for name, tokens in found.items()}
 
     def run_blocks(
         self,
@@ -571,7 +577,7 @@ class DiT(nn.Module):
         cond: Mapping[str, torch.Tensor],
         features: Collection[str],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Apply the blocks to the tokens x (B, context + N, D). Returns the tokens and the features, as `forward`."""
+        """Apply the blocks to the tokens x (B, context + N, D). Returns them and the features, of all tokens too."""
         found: dict[str, torch.Tensor] = {}
         carried: list[torch.Tensor] = []
         for i, block in enumerate(self.blocks):
@@ -579,8 +585,14 @@ class DiT(nn.Module):
             if isinstance(x, tuple):
                 x, *carried = x
             if (name := f"blocks.{i}") in features:
-                found[name] = x[:, self.config.num_context_tokens :]  # (B, N, D)
+                found[name] = x
         return x, found
+
+    def predict_patches(self, x: torch.Tensor, c: torch.Tensor | None) -> torch.Tensor:
+        """Tokens (B, context + N, D) -> patches of the prediction (B, N, P * P * C)."""
+        if self.config.num_context_tokens:
+            x = x[:, self.config.num_context_tokens :]
+        return self.final_layer(x, c)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

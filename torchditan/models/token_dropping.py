@@ -83,7 +83,7 @@ class TokenDroppingDiT(DiT):
                     raise option_error("model.token_dropping", self.config.token_dropping, right)
             if (name := f"blocks.{i}") in features:
                 assert is_dense, f"{name} has no output for all patches"
-                found[name] = x[:, context:]  # (B, N, D)
+                found[name] = x
         return x, found
 
     @torch.no_grad()

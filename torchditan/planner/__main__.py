@@ -108,7 +108,7 @@ def sweep(config: Config, device: str, batch_size: int) -> list[Plan]:
             num_devices=num_devices,
         )
         for num_devices in _SWEEP
-        for replicate, shard in parallel_modes(num_devices, device)
+        for replicate, shard in parallel_modes(num_devices, device, context=config.training.context_parallel_degree)
     ]
 
 

@@ -158,6 +158,12 @@ class Layout:
     """Averages of each of these weights: the EMA, and those of `ema.post_hoc_widths`."""
     uses_teacher: bool = False
     """Whether the objective calls the EMA model. Its parameters are the average, gathered block by block."""
+    context: int = 1
+    """Ranks that share the tokens of a sample. They are among `num_shards`."""
+    exchanged_bytes: float = 0
+    """Bytes that context parallelism exchanges for one image, per rank and forward pass of a block."""
+    num_exchanges: int = 2
+    """Passes of a block that exchange: forward and backward, and a recomputed forward."""
 
 
 @dataclass(frozen=True)

@@ -71,11 +71,13 @@ class Plan:
     """DDP, FSDP, HSDP or one process."""
     replicate: int
     shard: int
+    context: int
+    """Devices that share the tokens of a sample."""
     checkpointing: str
     """none, full, `selective op`, `selective 2` (every second block), or `fraction 0.5`."""
     compiled: bool
     batch_size: int
-    """Images per device in one forward pass."""
+    """Images per device in one forward pass, or per group of devices that share their tokens."""
     num_micro_batches: int
     model: TracedModel = field(repr=False)
     state: dict[str, int]
@@ -87,6 +89,10 @@ class Plan:
     time: StepTime | None
     optimizer_flops: int = 0
     """FLOPs of the matrix products of an optimizer step, on all devices together: Muon's."""
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_size * self.num_micro_batches * self.replicate * self.shard
 
     @property
     def num_parameters(self) -> int:
@@ -102,8 +108,7 @@ class Plan:
 
         Counted on first use, which takes seconds for 7B.
         """
-        images = self.batch_size * self.num_micro_batches * self.num_devices
-        return self.model.flops_per_image + self.optimizer_flops // images
+        return self.model.flops_per_image + self.optimizer_flops // self.global_batch_size
 
     @property
     def parts(self) -> dict[str, float]:
@@ -130,7 +135,7 @@ class Plan:
         """Throughput of all devices together."""
         if self.time is None:
             return None
-        return self.batch_size * self.num_micro_batches * self.num_devices / self.time.total
+        return self.global_batch_size / self.time.total
 
     @property
     def mfu(self) -> float | None:
@@ -197,7 +202,7 @@ def alternatives(config: Config, device: str, num_devices: int) -> list[Plan]:
     If none fits, the plan is for one image. The fastest plan that fits comes first.
     """
     plans = []
-    for replicate, shard in parallel_modes(num_devices, device):
+    for replicate, shard in parallel_modes(num_devices, device, context=config.training.context_parallel_degree):
         for mode, option in (("none", "2"), ("selective", "2"), ("selective", "op"), ("full", "2")):
             changed = with_options(config, replicate=replicate, shard=shard, mode=mode, option=option)
             batch_size = largest_batch(changed, device, num_devices)
@@ -207,16 +212,17 @@ def alternatives(config: Config, device: str, num_devices: int) -> list[Plan]:
     return sorted(plans, key=lambda plan: (not plan.fits, -(plan.images_per_second or 0)))
 
 
-def parallel_modes(num_devices: int, device: str | None) -> list[tuple[int, int]]:
+def parallel_modes(num_devices: int, device: str | None, *, context: int = 1) -> list[tuple[int, int]]:
     """(replicate, shard) of DDP, FSDP and HSDP. HSDP shards inside a node, or half a node if there is only one."""
-    if num_devices == 1:
+    num_ranks = num_devices // context
+    if num_ranks == 1:
         return [(1, 1)]
     known = _known(device)
-    per_node = known.devices_per_node if known is not None else 8
-    inside = per_node if num_devices > per_node and num_devices % per_node == 0 else num_devices // 2
-    modes = [(num_devices, 1), (1, num_devices)]
-    if 1 < inside < num_devices and num_devices % inside == 0:
-        modes.insert(1, (num_devices // inside, inside))
+    per_node = max(1, (known.devices_per_node if known is not None else 8) // context)
+    inside = per_node if num_ranks > per_node and num_ranks % per_node == 0 else num_ranks // 2
+    modes = [(num_ranks, 1), (1, num_ranks)]
+    if 1 < inside < num_ranks and num_ranks % inside == 0:
+        modes.insert(1, (num_ranks // inside, inside))
     return modes
 
 
@@ -288,7 +294,8 @@ def _resolve(config: Config, num_devices: int) -> Config:
     for option in by_dataset:
         if values[option] is None:
             raise option_error(option, None, f"must be given: the planner does not open the dataset {name}")
-    return complete_batches(config, Rank(rank=0, local_rank=0, world_size=num_devices))
+    dims = ParallelDims.resolve(config.training, world_size=num_devices)
+    return complete_batches(config, dims.data_rank(Rank(rank=0, local_rank=0, world_size=num_devices)))
 
 
 def _resolve_latents(config: Config) -> Config:
@@ -312,25 +319,25 @@ def _resolve_latents(config: Config) -> Config:
 def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: int) -> Plan:
     """The plan of a resolved configuration."""
     training = config.training
-    dims = ParallelDims.resolve(
-        replicate=training.data_parallel_replicate_degree,
-        shard=training.data_parallel_shard_degree,
-        world_size=num_devices,
-    )
+    dims = ParallelDims.resolve(training, world_size=num_devices)
     assert isinstance(training.batch_size, int)
-    global_batch_size = training.global_batch_size or training.batch_size * num_devices
+    at_once = training.batch_size * num_devices // dims.context
+    global_batch_size = training.global_batch_size or at_once
     model = TracedModel.of(config, kernels)
     layout = Layout(
-        num_shards=dims.shard,
+        num_shards=dims.num_shards,
         num_replicas=dims.replicate,
         param_bytes=_DTYPES[training.mixed_precision_param].itemsize,
         reduce_bytes=_DTYPES[training.mixed_precision_reduce].itemsize,
-        num_micro_batches=global_batch_size // (training.batch_size * num_devices),
+        num_micro_batches=global_batch_size // at_once,
         ema=_ema(config),
         num_averages=config.ema.enable + len(config.ema.post_hoc_widths),
         cpu_offload=training.enable_cpu_offload,
         optimizer=config.optimizer,
         uses_teacher=model.objective.uses_teacher,
+        context=dims.context,
+        exchanged_bytes=model.exchanged_bytes(dims.context),
+        num_exchanges=2 if config.activation_checkpoint.mode == "none" else 3,
     )
     traces = model.traces(config)
     instants = timeline(
@@ -360,6 +367,7 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         mode=_mode(dims),
         replicate=dims.replicate,
         shard=dims.shard,
+        context=dims.context,
         checkpointing=_checkpointing(config),
         compiled=training.compile,
         batch_size=training.batch_size,
@@ -367,7 +375,7 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         model=model,
         state=model_state(
             model.parameters,
-            num_shards=dims.shard,
+            num_shards=dims.num_shards,
             ema=layout.ema,
             num_averages=layout.num_averages,
             optimizer=layout.optimizer,
@@ -382,7 +390,7 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
 def _mode(dims: ParallelDims) -> str:
     if dims.world_size == 1:
         return "one process"
-    if dims.shard == 1:
+    if dims.num_shards == 1:
         return "DDP"
     return "FSDP" if dims.replicate == 1 else "HSDP"
 
@@ -411,7 +419,7 @@ class TracedModel:
         parameters = model_parameters(spec)
         buffer_bytes = parameters.buffer_bytes + self.objective.table_bytes
         self.parameters: Parameters = dataclasses.replace(parameters, buffer_bytes=buffer_bytes)
-        self._traces: dict[tuple[Checkpointing, bool], list[StepTrace]] = {}
+        self._traces: dict[tuple[Checkpointing, bool, int], list[StepTrace]] = {}
 
     @classmethod
     def of(cls, config: Config, kernels: Kernels) -> TracedModel:
@@ -439,11 +447,21 @@ class TracedModel:
         condition = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.spec.conditioning.tensors.values())
         return batch_size * (2 * 4 * math.prod(self.spec.sample_shape) + condition + 16)
 
+    def exchanged_bytes(self, context: int) -> float:
+        """Bytes of q, k, v and the output of attention for a rank's tokens of one image; 0 without a split."""
+        if context == 1:
+            return 0.0
+        tokens = self.spec.num_tokens + self.spec.config.num_context_tokens
+        return 4 * self.dtype.itemsize * self.spec.config.width * math.ceil(tokens / context)
+
     def traces(self, config: Config, *, drops_tokens: bool = False) -> list[StepTrace]:
         """The trace of each block, with the checkpointing that apply_activation_checkpoint chooses for it."""
         checkpointing, num_blocks = config.activation_checkpoint, len(self.parameters.blocks)
+        trace = functools.partial(
+            self._trace, drops_tokens=drops_tokens, context=config.training.context_parallel_degree
+        )
         if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
-            return self._trace("op", drops_tokens)
+            return trace("op")
         blocks = nn.ModuleList(nn.Identity() for _ in range(num_blocks))
         apply_activation_checkpoint(
             blocks,
@@ -452,11 +470,11 @@ class TracedModel:
             fraction=checkpointing.fraction,
         )
         kinds: list[Checkpointing] = ["full" if "forward" in vars(block) else "none" for block in blocks]
-        return [self._trace(kind, drops_tokens)[i] for i, kind in enumerate(kinds)]
+        return [trace(kind)[i] for i, kind in enumerate(kinds)]
 
-    def _trace(self, kind: Checkpointing, drops_tokens: bool) -> list[StepTrace]:
+    def _trace(self, kind: Checkpointing, *, drops_tokens: bool, context: int) -> list[StepTrace]:
         """Traces of all blocks, with the same checkpointing for each."""
-        key = kind, drops_tokens
+        key = kind, drops_tokens, context
         if key not in self._traces:
             self._traces[key] = trace_blocks(
                 self.spec,
@@ -465,6 +483,7 @@ class TracedModel:
                 kernels=self.kernels,
                 diffusion=self.diffusion,
                 drops_tokens=drops_tokens,
+                context=context,
             )
         return self._traces[key]
 

@@ -42,6 +42,9 @@ def describe(plan: Plan, config: Config) -> str:
     """Describe one run: memory of each device and time of a step."""
     device = plan.device.name if plan.device is not None else "a device without a datasheet"
     micro = f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
+    context, sharing = "", "device"
+    if plan.context > 1:
+        context, sharing = f" x {plan.context}", f"{plan.context} devices that share its tokens"
     weights = "float32 master weights"
     if config.lora.rank:
         trained = f"a LoRA of rank {config.lora.rank} with {plan.num_trained_parameters:,}"
@@ -49,8 +52,8 @@ def describe(plan: Plan, config: Config) -> str:
     lines = [
         f"{model_name(config)}, {plan.num_parameters:,} parameters, "
         f"{config.training.mixed_precision_param} over {weights}, {config.optimizer.name}",
-        f"{plan.mode} ({plan.replicate} x {plan.shard}) on {plan.num_devices} x {device}, "
-        f"batch {plan.batch_size} per device{micro}, checkpointing {plan.checkpointing}, "
+        f"{plan.mode} ({plan.replicate} x {plan.shard}{context}) on {plan.num_devices} x {device}, "
+        f"batch {plan.batch_size} per {sharing}{micro}, checkpointing {plan.checkpointing}, "
         f"{'compiled' if plan.compiled else 'eager'}",
         "",
         f"memory of the fullest device at its peak, {plan.peak.label}:",
@@ -158,6 +161,7 @@ def recommendation(largest: Sequence[Plan]) -> str:
         f"--training.batch_size {best.batch_size}",
         f"--activation_checkpoint.mode {mode[0]}",
         *(f"--activation_checkpoint.selective_ac_option {option}" for option in mode[1:]),
+        *([f"--training.context_parallel_degree {best.context}"] if best.context > 1 else []),
     ]
     return f"recommended, the fastest that fits: {' '.join(flags)}"
 

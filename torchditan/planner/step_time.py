@@ -8,6 +8,7 @@ Notable:
 - the all-gather of the next block and the reduction of the last one overlap with the computation of a block; the longer
   of the two counts. The sum over replicas in other nodes overlaps with both. The first gathers and the last reductions
   overlap with nothing;
+- the all-to-alls of context parallelism overlap with nothing: attention needs their result;
 - the efficiencies below are assumptions, the same for every device, and printed with each plan.
 """
 
@@ -115,6 +116,7 @@ def step_time(
     compute += sum(speed.seconds(segment, batch_size) for segment in (traces[0].embed, traces[-1].head, traces[0].tail))
     compute *= layout.num_micro_batches
     communication, exposed = 0.0, 0.0
+    exchange = _exchange_seconds(layout, speed.device, batch_size)
     for micro_batch in range(layout.num_micro_batches):
         is_last = micro_batch == layout.num_micro_batches - 1
         for i, trace in enumerate(traces):
@@ -134,6 +136,8 @@ def step_time(
                 inside, across = inside + across, 0.0
             compute += forward + backward
             exposed += max(0.0, following - forward) + max(0.0, inside - backward, across - backward)
+            communication += exchange
+            exposed += exchange
         communication += 2 * sum(gather) + is_last * (sum(scatter) + sum(replicas) + root_reduce) + root_gather
         if layout.uses_teacher:  # the blocks of the teacher hide each other's gathers
             communication += sum(gather) + root_gather
@@ -176,6 +180,13 @@ def _trained_elements(weights: Sequence[Weight], layout: Layout) -> int:
 def _gather_seconds(weights: Sequence[Weight], layout: Layout, device: Device) -> float:
     num_bytes = _gathered_bytes(weights, layout)
     return collective_seconds(num_bytes, ranks=layout.num_shards, stride=1, device=device)
+
+
+def _exchange_seconds(layout: Layout, device: Device, batch_size: int) -> float:
+    """Seconds of a block's all-to-alls in one micro-batch, two in each pass. A rank keeps 1 / ranks of the bytes."""
+    num_bytes = layout.exchanged_bytes * batch_size / 2
+    one = collective_seconds(num_bytes, ranks=layout.context, stride=1, device=device)
+    return 2 * layout.num_exchanges * one
 
 
 def _replicas_are_apart(layout: Layout, device: Device) -> bool:

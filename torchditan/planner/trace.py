@@ -32,6 +32,7 @@ from torchditan.diffusion.loss_flops import example_batch
 from torchditan.diffusion.objectives import build_objective, loss_with_teacher
 from torchditan.diffusion.token_dropping import TokenDropping
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
+from torchditan.distributed.context_parallel import split_tokens
 from torchditan.models.spec import ModelSpec
 from torchditan.planner.recorder import StepRecorder, list_tensors
 
@@ -96,6 +97,7 @@ def trace_blocks(
     kernels: Kernels,
     diffusion: Diffusion = _DIFFUSION,
     drops_tokens: bool = False,
+    context: int = 1,
 ) -> list[StepTrace]:
     """Trace a step of `spec`, with the same checkpointing for every block.
 
@@ -109,6 +111,7 @@ def trace_blocks(
         kernels: device whose kernels attention and norms use.
         diffusion: the objective and its options. Label dropout above 0 masks the labels.
         drops_tokens: for a model with token dropping, trace a step that drops tokens.
+        context: ranks that share the tokens of a sample. The trace is that of the first.
 
     Returns:
         The trace of each block.
@@ -120,6 +123,8 @@ def trace_blocks(
         objective = build_objective(diffusion, spec)
         is_whole = bool(objective.features) or objective.uses_teacher or spec.token_dropping > 0
         stands_for = list(range(len(spec.blocks(model)))) if is_whole else keep_three_of_each_row(spec, model)
+        if context > 1:
+            split_tokens(model, degree=context, rank=0, group_name=None)
         blocks = spec.blocks(_computing_in(model, dtype))
         recorder = _record(
             spec,

@@ -96,8 +96,10 @@ class Run:
         shard = self.options.get("training.data_parallel_shard_degree")
         if not (self.world_size and replicate and shard):
             return None
-        mode = parallel_mode(f"{replicate},{self.world_size // replicate if shard == -1 else shard}")
-        return "one process" if mode == "one device" else mode
+        mode = parallel_mode(f"{replicate},{self.world_size // replicate}")
+        context = self.options.get("training.context_parallel_degree", 1)
+        tokens = f", context parallelism over {context}" if context > 1 else ""
+        return "one process" if mode == "one device" else f"{mode}{tokens}"
 
     @property
     def global_batch_size(self) -> int | None:

@@ -1,0 +1,158 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Whole runs with context parallelism: the curve, the counts and the grids of one process, and resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from torchditan.run.reading import read_config, read_metrics
+
+if TYPE_CHECKING:
+    from tests.conftest import Outcome, RunDistributed, RunScript
+
+    Train = Callable[..., Outcome]
+
+TINY = [
+    "--model.flavor=debugmodel",
+    "--model.patch_size=2",
+    "--dataset.num_workers=0",
+    "--training.mixed_precision_param=float32",
+    "--training.global_batch_size=8",
+    "--training.steps=6",
+    "--optimizer.lr=1e-3",
+    "--metrics.log_freq=1",
+    "--metrics.enable_sampling=false",
+    "--validation.freq=0",
+    "--checkpoint.save_final=false",
+]
+KEEP = ["--checkpoint.save_final=true"]
+FULL, OP = "--activation_checkpoint.mode=full", "--activation_checkpoint.selective_ac_option=op"
+SELECTIVE = "--activation_checkpoint.mode=selective"
+CONTEXT, REPLICATE = "--training.context_parallel_degree", "--training.data_parallel_replicate_degree"
+COMPILED = ["--training.compile", "--compile.backend=aot_eager"]
+GRIDS = ["--metrics.enable_sampling", "--sampling.num_steps=2", "--sampling.max_classes=3"]
+GRIDS += ["--sampling.images_per_class=1", "--validation.freq=6", "--validation.num_images=5"]
+TEXT = ["--dataset.dataset_name=dummy", "--dataset.image_size=8", "--model.input_channels=4"]
+TEXT += ["--dataset.num_classes=0", "--model.text=in_context", "--model.text_tokens=5", "--model.text_width=8"]
+WAYS = {  # flags of what is trained
+    "plain": GRIDS,
+    "in context": ["--model.conditioning=in_context"],
+    "self-alignment": ["--diffusion.self_alignment=0.5", "--ema.decay=0.9"],
+    "value residual": ["--model.block=value_residual"],
+    "official": ["--model.preset=official", "--diffusion.objective=ddpm"],
+    "text": TEXT,
+}
+TWO = [
+    ("plain", [f"{CONTEXT}=2", "--training.batch_size=4"]),
+    ("self-alignment", [f"{CONTEXT}=2", FULL]),
+]
+SLOW_TWO = [
+    ("in context", [f"{CONTEXT}=2", FULL]),
+    ("value residual", [f"{CONTEXT}=2", SELECTIVE, OP]),
+    ("official", [f"{CONTEXT}=2"]),
+    ("text", [f"{CONTEXT}=2"]),
+    ("in context", [f"{CONTEXT}=2", *COMPILED]),
+    ("value residual", [f"{CONTEXT}=2", *COMPILED, FULL]),
+]
+FOUR = [
+    ("plain", [f"{CONTEXT}=2", "--training.batch_size=2"]),
+    ("plain", [f"{CONTEXT}=2", f"{REPLICATE}=2"]),
+    ("in context", [f"{CONTEXT}=4"]),
+    ("self-alignment", [f"{CONTEXT}=4"]),
+]
+
+
+def job(run: Path, *flags: str) -> list[str]:
+    return [*TINY, *flags, f"--job.dump_folder={run.parent}", f"--metrics.experiment_name={run.name}"]
+
+
+@pytest.fixture
+def train(run_script: RunScript, tmp_path: Path) -> Train:
+    """`train("run", "--training.steps=9")`: a run of the tiny model in `tmp_path`, in this process."""
+
+    def run(name: str, *flags: str) -> Outcome:
+        outcome = run_script("train.py", *job(tmp_path / name, *flags))
+        assert outcome.code == 0, outcome.err
+        return outcome
+
+    return run
+
+
+def run_jobs(run_distributed: RunDistributed, jobs: list[list[str]], world_size: int) -> str:
+    result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], world_size)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def assert_same_curve(run: Path, expected: Path) -> None:
+    records, references = read_metrics(run), read_metrics(expected)
+    assert len(records) == len(references) > 0
+    for record, reference in zip(records, references, strict=True):
+        assert record["images_seen"] == reference["images_seen"]
+        for key in record.keys() & {"loss", "grad_norm", "validation_loss"}:
+            assert record[key] == pytest.approx(reference[key], rel=1e-5), (run, key)
+
+
+def flops_per_image(run: Path) -> float:
+    """What the throughput and the FLOPs per device of a run imply."""
+    devices = read_config(run)["hardware"]["device_count"]
+    record = read_metrics(run)[-1]
+    return 1e12 * record["tflops_per_device"] * devices / record["images_per_second"]
+
+
+def assert_same_grid(first: Path, second: Path) -> None:
+    from PIL import Image, ImageChops
+
+    one, two = (Image.open(run / "samples" / "step_00000006.png").convert("L") for run in (first, second))
+    width, height = one.size
+    below_the_title = (0, height // 4, width, height)
+    assert ImageChops.difference(one.crop(below_the_title), two.crop(below_the_title)).getextrema()[1] <= 1
+
+
+@pytest.mark.parametrize(
+    ("world_size", "modes"),
+    [(2, TWO), pytest.param(2, SLOW_TWO, marks=pytest.mark.slow), pytest.param(4, FOUR, marks=pytest.mark.slow)],
+    ids=["2", "2, more", "4"],
+)
+def test_ranks_that_share_tokens_follow_the_curve_of_one_process(
+    world_size: int, modes: list[tuple[str, list[str]]], tmp_path: Path, train: Train, run_distributed: RunDistributed
+) -> None:
+    for way in dict.fromkeys(way for way, _ in modes):
+        train(way, *WAYS[way], "--training.batch_size=8")
+    runs = [tmp_path / str(number) for number in range(len(modes))]
+    jobs = [job(run, *WAYS[way], *flags) for run, (way, flags) in zip(runs, modes, strict=True)]
+    output = run_jobs(run_distributed, jobs, world_size)
+    assert "context parallelism over" in output
+    for run, (way, _) in zip(runs, modes, strict=True):
+        assert_same_curve(run, tmp_path / way)
+        assert flops_per_image(run) == pytest.approx(flops_per_image(tmp_path / way))
+        if way == "plain":
+            assert_same_grid(run, tmp_path / way)
+
+
+def test_a_run_continues_on_another_degree(tmp_path: Path, train: Train, run_distributed: RunDistributed) -> None:
+    flags = [*KEEP, "--training.batch_size=4"]
+    train("whole", *flags)
+    train("split later", *flags, "--training.steps=3")
+    split = f"{CONTEXT}=2"
+    jobs = [
+        job(tmp_path / "split later", *flags, split),
+        job(tmp_path / "split first", *flags, split, "--training.steps=3"),
+    ]
+    output = run_jobs(run_distributed, jobs, 2)
+    assert "resumed at step 3" in output
+    assert "batch_size 4 x 2 micro-batches x 1 group of 2 ranks = global batch 8" in output
+    assert "resumed at step 3" in train("split first", *flags).out
+    for run in ("split later", "split first"):
+        assert_same_curve(tmp_path / run, tmp_path / "whole")
+
+
+def test_one_process_cannot_share_its_tokens(run_script: RunScript, tmp_path: Path) -> None:
+    outcome = run_script("train.py", *job(tmp_path / "run", f"{CONTEXT}=2"))
+    assert outcome.code == 2 and outcome.err.startswith("error: training.context_parallel_degree = 2: "), outcome.err
+    assert not (tmp_path / "run").exists()
