@@ -29,6 +29,7 @@ OPTIONAL_PARTS = {
     "torchditan.autoencoders",
     "torchditan.checkpoint.post_hoc_ema",
     "torchditan.checkpoint.trained_weights",
+    "torchditan.distributed.compilation",
     "torchditan.distributed.float32_products",
     "torchditan.distributed.float8",
     "torchditan.evaluation.arguments",
