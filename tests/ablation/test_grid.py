@@ -198,6 +198,7 @@ def test_exclusions_take_out_what_they_match_alone(tmp_path: Path) -> None:
         ("training.steps = [1]", "axes: training.steps cannot be set in a grid: the runner sets it"),
         ("float8.recipe_name = ['rowwise']", 'has no effect in any run: it needs precision = "bfloat16_f8"'),
         ("compile.mode = ['default']", None),
+        ("compile.scope = ['block', 'model']", None),
         ("ema.decay = [0.5, 0.9]", None),
         (
             "activation_checkpoint.selective_ac_option = ['1']",

@@ -20,7 +20,8 @@ pytest.importorskip("peft")
 from tiny_published import blocks_of, flux_inputs, predict, sd3_inputs, seeded, tiny_flux, tiny_sd3
 
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
-from torchditan.distributed.parallelize import CompileOptions, compile_blocks, parallelize
+from torchditan.distributed.compilation import compile_model
+from torchditan.distributed.parallelize import CompileOptions, parallelize
 from torchditan.finetune.int8 import Int8Linear, base_names, fill_parameter, quantize_base
 from torchditan.finetune.lora import add_lora, init_lora, lora_parameters
 
@@ -200,7 +201,7 @@ def test_blocks_compile_into_one_graph_each() -> None:
     state = seeded(tiny_flux).state_dict()
     models = [build_lora(tiny_flux, base="int8", state=state) for _ in range(2)]
     for blocks in (models[1].transformer_blocks, models[1].single_transformer_blocks):
-        compile_blocks(blocks, options=CompileOptions())
+        compile_model(nn.Identity(), blocks=blocks, options=CompileOptions())
     curves = [train(model, flux_inputs(dtype=torch.bfloat16), steps=3) for model in models]
     assert curves[1] == pytest.approx(curves[0], rel=5e-3)
     assert curves[1] != [curves[1][0]] * 3

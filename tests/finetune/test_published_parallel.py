@@ -82,6 +82,19 @@ def test_every_block_compiles_into_one_graph(name, flavor, mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "flavor"), [model for model in MODELS if model[0] not in ("flux", "qwen_image")])
+def test_whole_models_compile_into_one_graph(name, flavor, mesh):
+    """The two others are refused."""
+    torch.compiler.reset()
+    loss, model = trained(name, flavor, mesh, param_dtype=torch.bfloat16)
+    options = CompileOptions(backend="eager", scope="model")
+    again, compiled = trained(name, flavor, mesh, param_dtype=torch.bfloat16, compile=options)
+    assert again == loss
+    found = gradients(compiled)
+    assert all(torch.equal(grad, found[key]) for key, grad in gradients(model).items())
+
+
+@pytest.mark.slow
 def test_flux_compiles_with_inductor(mesh):
     torch.compiler.reset()
     loss, _ = trained("flux", "debugmodel", mesh, param_dtype=torch.float32)

@@ -460,6 +460,17 @@ def test_ddp_of_the_7b_does_not_fit_80_gb_and_fsdp_over_8_does() -> None:
     assert largest_batch(dit_7b(*DDP_OVER_8), "a100-80gb", 8) == 0
 
 
+def test_cuda_graphs_keep_the_copies_of_the_weights() -> None:
+    flags = ["--model.flavor=DiT-S", "--training.batch_size=8", "--training.compile", "--compile.scope=model"]
+    plain, graphs = (
+        plan_run(load_config([*flags, f"--compile.mode={mode}"]), device="h100", num_devices=1)
+        for mode in ("default", "reduce-overhead")
+    )
+    added = graphs.peak.parts["parameters"] - plain.peak.parts["parameters"]
+    assert added == pytest.approx(2 * plain.num_parameters, rel=1e-3)
+    assert graphs.peak.parts["gathered parameters"] == 0
+
+
 def test_plans_grow_with_the_batch() -> None:
     plans = [
         plan_run(dit_7b(f"--training.batch_size={batch}"), device="h100", num_devices=8)

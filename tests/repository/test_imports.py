@@ -29,6 +29,7 @@ OPTIONAL_PARTS = {
     "torchditan.autoencoders",
     "torchditan.checkpoint.post_hoc_ema",
     "torchditan.checkpoint.trained_weights",
+    "torchditan.distributed.compilation",
     "torchditan.distributed.float32_products",
     "torchditan.distributed.float8",
     "torchditan.evaluation.arguments",
@@ -210,10 +211,11 @@ def test_the_core_imports_no_optional_part_not_even_through_others(core: str) ->
         if name not in reached:
             reached.add(name)
             waiting += graph[name]
-    # Chosen by an option inside a function: the two precisions, attention kernels, averages that are stored, and the
-    # scores of a grid of captions. Autoencoders and metrics use float32_products.
+    # Chosen by an option inside a function: torch.compile, the two precisions, attention kernels, averages that are
+    # stored, and the scores of a grid of captions. Autoencoders and metrics use float32_products.
     chosen = {
         "torchditan.checkpoint.post_hoc_ema",
+        "torchditan.distributed.compilation",
         "torchditan.distributed.float32_products",
         "torchditan.distributed.float8",
         "torchditan.optim.adamw_8bit",

@@ -233,7 +233,7 @@ class Training:
     deterministic: bool = False
     """Use only deterministic kernels: slower, but bitwise reproducible."""
     compile: bool = False
-    """Compile every transformer block with torch.compile."""
+    """Compile the transformer blocks, or the whole model, with torch.compile."""
     max_norm: float = 1.0
     """Clip gradients to this global norm; 0 measures the norm without clipping."""
     mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -326,8 +326,14 @@ class Compile:
 
     backend: str = "inductor"
     """Backend of torch.compile."""
-    mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
-    """Mode of the inductor backend; max-autotune-no-cudagraphs tries matmul templates, which makes the start slow."""
+    scope: Literal["block", "model"] = "block"
+    """Compile every block on its own, or the whole model as one graph: a longer start, only for one process and DDP."""
+    mode: Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"] = "default"
+    """Mode of inductor. max-autotune tries matmul templates: a slow start. It and reduce-overhead use CUDA graphs."""
+
+    @property
+    def has_cuda_graphs(self) -> bool:
+        return self.mode in ("reduce-overhead", "max-autotune")
 
 
 @dataclass(frozen=True)

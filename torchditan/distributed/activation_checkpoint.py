@@ -25,11 +25,21 @@ _OPS_TO_SAVE = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
+_VARLEN_ATTENTION = "torch_attn._varlen_attn.default"
+"""torch defines it when it is used."""
 
 
 def _save_expensive_ops(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    is_saved = op in _OPS_TO_SAVE or str(op) == "torch_attn._varlen_attn.default"  # torch defines it when it is used
+    is_saved = op in _OPS_TO_SAVE or str(op) == _VARLEN_ATTENTION
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_save_expensive_ops)
+
+
+# Without this name of the policy, torch does not read the graphs of checkpointed blocks from its cache.
+_selective_contexts.cache_hash = " ".join([*sorted(map(str, _OPS_TO_SAVE)), _VARLEN_ATTENTION])  # type: ignore[attr-defined]
 
 
 def apply_activation_checkpoint(
@@ -52,7 +62,7 @@ def apply_activation_checkpoint(
         return
     chosen, options = list(blocks), {}
     if mode == "selective" and selective_option == "op":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _save_expensive_ops)
+        options["context_fn"] = _selective_contexts
     elif mode == "selective":
         chosen = chosen[int(selective_option) - 1 :: int(selective_option)]
     elif mode == "fraction":

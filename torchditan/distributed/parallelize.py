@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""One way to parallelise any model: activation checkpointing -> per-block compile -> fully_shard or replicate.
+"""One way to parallelise any model: activation checkpointing -> compile -> fully_shard or replicate.
 
 Notable:
 - `fully_shard` splits the weights over ranks. One process and DDP have nothing to split, and use `replicate`: the same
@@ -12,7 +12,6 @@ Notable:
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -20,15 +19,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from torchditan.config.errors import option_error
+from torchditan.config.options import Compile
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.replicate import can_replicate, replicate
 
-
-@dataclass(frozen=True)
-class CompileOptions:
-    backend: str = "inductor"
-    mode: str = "default"
+CompileOptions = Compile
+"""The options of `[compile]`, under the name that callers of `parallelize` know."""
 
 
 def parallelize(
@@ -39,7 +35,7 @@ def parallelize(
     activation_checkpoint: Literal["none", "full", "selective", "fraction"] = "none",
     selective_ac_option: str = "2",
     checkpoint_fraction: float = 1.0,
-    compile: CompileOptions | None = None,
+    compile: Compile | None = None,
     param_dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype = torch.float32,
     cpu_offload: bool = False,
@@ -54,7 +50,7 @@ def parallelize(
         mesh: 1D (shard) or 2D (replicate, shard), see `ParallelDims.build_mesh`.
         activation_checkpoint: see `apply_activation_checkpoint`.
         selective_ac_option, checkpoint_fraction: see `apply_activation_checkpoint`.
-        compile: options of torch.compile for each block, or None for eager.
+        compile: options of torch.compile, or None for eager. Only `replicate` knows a whole model in one graph.
         param_dtype: dtype of the parameters in forward and backward.
         reduce_dtype: dtype in which gradients are reduced over ranks.
         cpu_offload: keep the sharded parameters, gradients and optimizer state in host memory.
@@ -63,10 +59,21 @@ def parallelize(
         blocks, mode=activation_checkpoint, selective_option=selective_ac_option, fraction=checkpoint_fraction
     )
     if compile is not None:
-        compile_blocks(blocks, options=compile)
+        from torchditan.distributed.compilation import compile_model
+
+        compile_model(model, blocks=blocks, options=compile)
     if can_replicate(blocks, mesh) and not cpu_offload:
-        replicate(model, blocks=blocks, mesh=mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        replicate(
+            model,
+            blocks=blocks,
+            mesh=mesh,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            is_one_graph=compile is not None and compile.scope == "model",
+            has_cuda_graphs=compile is not None and compile.has_cuda_graphs,
+        )
     else:
+        assert compile is None or compile.scope == "block", "refused by check_compile"
         shard(
             model, blocks=blocks, mesh=mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype, cpu_offload=cpu_offload
         )
@@ -99,13 +106,6 @@ def shard(
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=is_frozen)
 
 
-def check_backend(backend: str) -> None:
-    """Refuse a backend that torch.compile does not know."""
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        raise option_error("compile.backend", backend, f"must be one of {', '.join(known)}")
-
-
 def compile_advice(*, compiles: bool, float8: bool, device: torch.device) -> str | None:
     """A message if torch.compile would make the job faster, else None."""
     if compiles:
@@ -127,16 +127,6 @@ def precision_advice(precision: str, device: torch.device) -> str | None:
     if device.type == "cpu" and precision == "bfloat16" and is_slow:
         return "hint: this CPU has no bfloat16 products; --training.mixed_precision_param float32 can be 4 times faster"
     return None
-
-
-def compile_blocks(blocks: nn.ModuleList, *, options: CompileOptions) -> None:
-    """Compile the forward of every block; blocks of one shape share one compiled graph."""
-    import torch._dynamo
-
-    # A UNet's blocks have more shapes than the 8 that dynamo gives one function before it calls that a failure.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(blocks))
-    for block in blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True, backend=options.backend, mode=options.mode)
 
 
 def drop_gathered_weights(model: nn.Module) -> None:

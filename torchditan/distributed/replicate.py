@@ -11,6 +11,8 @@ Notable:
 - when the backward pass of a block ends, its gradients move to one buffer in the dtype of the reduction. DDP averages
   the buffer over the ranks while the backward pass continues. The arithmetic is that of `fully_shard`;
 - one process in float32 needs none of this: it trains the plain model;
+- a model that is compiled as one graph has one backward pass, after which all gradients are reduced. CUDA graphs read
+  the copies at the addresses they were recorded with, so the copies then stay allocated;
 - in DDP the float32 weights are DTensors, with the mesh and placements that `fully_shard` would give them.
 """
 
@@ -43,7 +45,14 @@ def can_replicate(blocks: nn.ModuleList, mesh: DeviceMesh) -> bool:
 
 
 def replicate(
-    model: nn.Module, *, blocks: nn.ModuleList, mesh: DeviceMesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype
+    model: nn.Module,
+    *,
+    blocks: nn.ModuleList,
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    is_one_graph: bool = False,
+    has_cuda_graphs: bool = False,
 ) -> None:
     """Give a model the precision and the gradient reduction of `fully_shard` on one shard, in place.
 
@@ -56,16 +65,21 @@ def replicate(
         mesh: of `ParallelDims.build_mesh`, with one shard.
         param_dtype: dtype of the weights in forward and backward.
         reduce_dtype: dtype in which gradients are accumulated over micro-batches and reduced over ranks.
+        is_one_graph: the forward of the model is one compiled function. Hooks of blocks would end its graph.
+        has_cuda_graphs: CUDA graphs compute forward and backward. They need fixed addresses of the weights, and
+            overwrite their gradients in the next micro-batch.
     """
     if mesh.size() > 1:
         _make_dtensors(model, mesh)
-    replica = Replica(model, blocks, mesh=mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    replica = Replica(
+        model, blocks, mesh=mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype, has_cuda_graphs=has_cuda_graphs
+    )
     added: Any = model
     added.set_requires_gradient_sync = replica.set_requires_gradient_sync
     added.reshard = replica.reshard
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if mesh.size() > 1 or dtypes != {param_dtype} or reduce_dtype != param_dtype:
-        replica.register_hooks()
+    if mesh.size() > 1 or dtypes != {param_dtype} or reduce_dtype != param_dtype or has_cuda_graphs:
+        replica.register_hooks(of_blocks=not is_one_graph)
 
 
 def _make_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -134,15 +148,16 @@ class _Unit:
     """The float32 weights that `copies` are copies of."""
     is_fresh: bool = False
     """Whether the copies exist and are those of the current weights."""
+    stays_allocated: bool = False
 
     def allocate(self) -> None:
-        if self.memory is not None:
+        if self.memory is not None and not self.memory.untyped_storage().size():  # resizing always moves the memory
             self.memory.untyped_storage().resize_(self.memory.numel() * self.memory.element_size())
 
     def free(self) -> None:
-        """Free the copies. Their tensors stay, because autograd refers to them."""
+        """Mark the copies as old, and free their memory. Their tensors stay, because autograd refers to them."""
         self.is_fresh = False
-        if self.memory is not None:
+        if self.memory is not None and not self.stays_allocated:
             self.memory.untyped_storage().resize_(0)
 
 
@@ -161,6 +176,7 @@ class Replica:
         mesh: DeviceMesh,
         param_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
+        has_cuda_graphs: bool = False,
     ) -> None:
         self.model = model
         self.blocks = blocks
@@ -168,6 +184,7 @@ class Replica:
         self.group = mesh.get_group(0) if mesh.size() > 1 else None
         self.param_dtype = param_dtype
         self.reduce_dtype = reduce_dtype
+        self.has_cuda_graphs = has_cuda_graphs
         self.syncs = True
         self._units: list[_Unit] = []
         """The blocks, then the rest. Made in the first forward, when the weights have memory."""
@@ -176,10 +193,10 @@ class Replica:
         self._current_block: int | None = None
         self._reductions: deque[tuple[_Buffer, dist.Work]] = deque()
 
-    def register_hooks(self) -> None:
+    def register_hooks(self, *, of_blocks: bool = True) -> None:
         self.model.register_forward_pre_hook(self._before_forward, prepend=True)
         self.model.register_forward_hook(self._after_forward, always_call=True)
-        for number, block in enumerate(self.blocks):
+        for number, block in enumerate(self.blocks if of_blocks else ()):
             block.register_forward_hook(functools.partial(self._after_block, number))
         # Whoever asks for the weights may write to them.
         self.model.register_state_dict_pre_hook(lambda *_: self.reshard())
@@ -212,7 +229,7 @@ class Replica:
         for number, block in enumerate(self.blocks):
             for parameter in block.parameters():
                 unit_of[parameter] = root if parameter in unit_of else number  # shared by blocks: freed at the end
-        self._units = [_Unit() for _ in range(root + 1)]
+        self._units = [_Unit(stays_allocated=self.has_cuda_graphs) for _ in range(root + 1)]
         members: list[list[nn.Parameter]] = [[] for _ in self._units]
         places = _places(self.model)
         for parameter in places:
@@ -295,7 +312,7 @@ class Replica:
         """Move the gradients to buffers. In the last micro-batch, free the copies and start the reduction."""
         if self.syncs:
             unit.free()
-        if not self.syncs and self.reduce_dtype == self.param_dtype:
+        if not self.syncs and self.reduce_dtype == self.param_dtype and not self.has_cuda_graphs:
             return  # autograd adds them up
         new: list[_Weight] = []
         for weight in unit.weights:

@@ -17,7 +17,7 @@ from torchditan.data_stream.datasets import GroupedDataset, SequentialDataset
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.host_memory import keep_freed_memory
-from torchditan.distributed.parallelize import CompileOptions, parallelize
+from torchditan.distributed.parallelize import parallelize
 from torchditan.distributed.process_group import init_process_group
 from torchditan.job.prepare import Job
 from torchditan.models.flops import count_model_flops
@@ -92,7 +92,6 @@ def build_teacher(job: Job, supervision: Supervision, mesh: DeviceMesh) -> Any:
 
 def _shard_and_fill(job: Job, model: nn.Module, supervision: Supervision, mesh: DeviceMesh) -> Any:
     config, spec = job.config, job.spec
-    compile_options = CompileOptions(backend=config.compile.backend, mode=config.compile.mode)
     sharded: Any = parallelize(  # has init_weights and set_requires_gradient_sync
         model,
         blocks=spec.blocks(model),
@@ -100,7 +99,7 @@ def _shard_and_fill(job: Job, model: nn.Module, supervision: Supervision, mesh: 
         activation_checkpoint=config.activation_checkpoint.mode,
         selective_ac_option=config.activation_checkpoint.selective_ac_option,
         checkpoint_fraction=config.activation_checkpoint.fraction,
-        compile=compile_options if config.training.compile else None,
+        compile=config.compile if config.training.compile else None,
         param_dtype=DTYPES[config.training.mixed_precision_param],
         reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
         cpu_offload=config.training.enable_cpu_offload,

@@ -19,7 +19,6 @@ from torchditan.data_stream.order import BatchPlan
 from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.cpu_threads import set_cpu_threads
 from torchditan.distributed.parallel_dims import ParallelDims
-from torchditan.distributed.parallelize import check_backend
 from torchditan.distributed.process_group import Rank, check_devices
 from torchditan.job.complete import (
     complete,
@@ -105,7 +104,7 @@ def prepare_job(
     assert config.metrics.experiment_name is not None
     path = run_path(config.job.dump_folder, config.metrics.experiment_name)
     threads_changed = set_cpu_threads(path)
-    _check_machine(config, rank)
+    _check_machine(config, rank, num_shards=parallel_dims.num_shards)
     run = read_stored_run(path)
     continued, kept = keep_values_of_run(config, run)
     if kept and rank.rank == 0:
@@ -162,7 +161,7 @@ def _build_evaluation(
     return build(config, dataset=dataset, held_out=held_out, space=space, conditioning=conditioning, device=rank.device)
 
 
-def _check_machine(config: Config, rank: Rank) -> None:
+def _check_machine(config: Config, rank: Rank, *, num_shards: int) -> None:
     """Check that the devices and the installation support these settings."""
     check_devices(rank)
     if config.float8.enable_float8_linear:
@@ -174,7 +173,10 @@ def _check_machine(config: Config, rank: Rank) -> None:
         right = "a CPU has flash and math; must be one of them, auto or default"
         raise option_error("training.attention_backend", backend, right)
     if config.training.compile:
-        check_backend(config.compile.backend)
+        from torchditan.distributed.compilation import cache_folder, check_compile
+
+        check_compile(config, device=rank.device, num_shards=num_shards)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder(config, device=rank.device).absolute()))
     check_async_mode(config, device=rank.device)
     check_trackers(config.metrics)
     check_profiling(config.profiling, rank.device)

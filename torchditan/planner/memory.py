@@ -162,6 +162,8 @@ class Layout:
     """Ranks that share the tokens of a sample. They are among `num_shards`."""
     exchanged_bytes: float = 0
     """Bytes that context parallelism exchanges for one image, per rank and forward pass of a block."""
+    keeps_copies: bool = False
+    """Whether the copies of distributed/replicate.py stay allocated, for CUDA graphs."""
     num_exchanges: int = 2
     """Passes of a block that exchange: forward and backward, and a recomputed forward."""
 
@@ -396,9 +398,12 @@ class _ReplicatedStep(_Step):
 
     def __init__(self, parameters: Parameters, layout: Layout, *, batch_bytes: float, workspace: float) -> None:
         super().__init__(parameters, layout, batch_bytes=batch_bytes, workspace=workspace)
-        copies = [copied_bytes(block, layout) for block in parameters.blocks]
-        self.blocks = [dataclasses.replace(b, gathered=size) for b, size in zip(self.blocks, copies, strict=True)]
-        self.root = dataclasses.replace(self.root, gathered=copied_bytes(parameters.root, layout))
+        copies = [copied_bytes(unit, layout) for unit in (*parameters.blocks, parameters.root)]
+        if layout.keeps_copies:
+            self.constant["parameters"] += sum(copies)
+            copies = [0] * len(copies)
+        units = [dataclasses.replace(u, gathered=n) for u, n in zip((*self.blocks, self.root), copies, strict=True)]
+        self.blocks, self.root = units[:-1], units[-1]
         self.is_cast = layout.reduce_bytes != FLOAT32
 
     def backward(self, traces: Sequence[StepTrace], batch_size: int) -> None:

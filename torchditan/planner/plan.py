@@ -4,8 +4,7 @@
 Notable:
 - a plan needs only a configuration of train.py. It reads no data and builds nothing large;
 - published models are planned like our own, including LoRA and quantised weights;
-- model state is exact arithmetic; other memory is traced (trace.py) with eager blocks. A compiled run needs less than
-  its plan;
+- model state is exact arithmetic; other memory is traced (trace.py) with eager blocks. Compiled ones need less;
 - time is a roofline estimate (step_time.py): use it to compare settings, not as a guarantee;
 - traces and FLOPs of a model are cached, so that further plans of the same model take milliseconds.
 """
@@ -338,6 +337,7 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         context=dims.context,
         exchanged_bytes=model.exchanged_bytes(dims.context),
         num_exchanges=2 if config.activation_checkpoint.mode == "none" else 3,
+        keeps_copies=training.compile and config.compile.has_cuda_graphs,
     )
     traces = model.traces(config)
     instants = timeline(

@@ -1,0 +1,233 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""torch.compile of blocks and of the whole model: the same gradients, one graph, what CUDA graphs need, the cache."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from refusals import refused
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from torchditan.config.loader import load_config
+from torchditan.config.options import Compile, Model
+from torchditan.distributed.compilation import cache_folder, check_compile
+from torchditan.distributed.parallelize import parallelize
+from torchditan.models import build_model_spec
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+BATCH = 2
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def new_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def built(mesh: DeviceMesh, **options: Any) -> Any:
+    """A model of two blocks with random weights. The official preset has a frozen parameter outside them."""
+    spec = build_model_spec(
+        Model(flavor="debugmodel", preset="official", patch_size=4, overrides=("depth=2",)),
+        sample_shape=(4, 8, 8),
+        num_classes=10,
+    )
+    with torch.device("meta"):
+        model: Any = spec.build()
+    parallelize(model, blocks=spec.blocks(model), mesh=mesh, **{"param_dtype": FLOAT32, **options})
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    with torch.no_grad():  # adaLN-zero would hide most gradients
+        for number, parameter in enumerate(model.parameters()):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if parameter.requires_grad:
+                local.add_(torch.randn(local.shape, generator=torch.Generator().manual_seed(number)), alpha=0.05)
+    return model
+
+
+def loss_of(model: Any, seed: int, batch: int = BATCH) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x_t, target = torch.randn(2, batch, 4, 8, 8, generator=generator)
+    label = torch.randint(0, 11, (batch,), generator=generator)
+    prediction = model(x_t, torch.rand(batch, generator=generator), {"class_label": label})
+    return (prediction[:, :4].float() - target).square().mean()
+
+
+def train(model: Any, *, steps: int = 3) -> list[torch.Tensor]:
+    """Losses and weights of a few steps of two micro-batches, with other sizes without gradients between them."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(steps):
+        for micro_batch in range(2):
+            model.set_requires_gradient_sync(micro_batch == 1)
+            loss = loss_of(model, 2 * step + micro_batch)
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # as samples and validation are drawn
+            losses += [loss_of(model, step, batch=batch) for batch in (1, 3)]
+        model.reshard()
+    return losses + [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"param_dtype": BFLOAT16, "activation_checkpoint": "full"},
+        {"activation_checkpoint": "selective", "selective_ac_option": "op"},
+    ],
+    ids=["float32", "bfloat16 full", "op"],
+)
+@pytest.mark.parametrize("scope", ["block", "model"])
+def test_one_graph_is_compiled_once_and_trains_as_eager_code(
+    scope: Any, options: dict[str, Any], mesh: DeviceMesh
+) -> None:
+    expected = train(built(mesh, **options))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = train(built(mesh, compile=Compile(backend="aot_eager", scope=scope), **options))
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+
+
+class Graphs:
+    """A backend with the two properties of CUDA graphs: weights are read at the addresses of the first call, and each
+    call overwrites the outputs of the last one."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self.backend = aot_autograd(fw_compiler=self.record, bw_compiler=self.record)
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any, **_options: Any) -> Any:
+        return self.backend(graph, inputs)
+
+    def record(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        addresses: dict[int, int] = {}
+        outputs: list[Any] = []
+
+        def replay(*inputs: Any) -> list[Any]:
+            self.num_calls += 1
+            for number, tensor in enumerate(inputs):
+                if isinstance(tensor, torch.nn.Parameter):
+                    assert addresses.setdefault(number, tensor.data_ptr()) == tensor.data_ptr()
+            new = graph(*inputs)
+            if not outputs:
+                outputs.extend(copy.copy(new))
+            for old, tensor in zip(outputs, new, strict=True):
+                if isinstance(tensor, torch.Tensor) and old is not tensor:
+                    old.copy_(tensor)
+            return [old.detach() if isinstance(old, torch.Tensor) else old for old in outputs]
+
+        return make_boxed_func(replay)
+
+
+@pytest.mark.parametrize("reduce_dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("param_dtype", [FLOAT32, BFLOAT16])
+def test_weights_and_gradients_are_where_cuda_graphs_need_them(
+    param_dtype: torch.dtype, reduce_dtype: torch.dtype, mesh: DeviceMesh
+) -> None:
+    dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    expected = train(built(mesh, compile=Compile(backend="aot_eager", scope="model"), **dtypes))
+    torch._dynamo.reset()
+    graphs: Any = Graphs()  # torch.compile takes a function, too
+    found = train(built(mesh, compile=Compile(backend=graphs, scope="model", mode="reduce-overhead"), **dtypes))
+    assert graphs.num_calls == 3 * 2 * 2  # steps, micro-batches, forward and backward
+    assert [i for i, pair in enumerate(zip(found, expected, strict=True)) if not torch.equal(*pair)] == []
+
+
+def check(*flags: str, device: torch.device = CUDA, num_shards: int = 1) -> None:
+    check_compile(load_config(["--training.compile", *flags]), device=device, num_shards=num_shards)
+
+
+MODEL, GRAPHS = "--compile.scope=model", "--compile.mode=reduce-overhead"
+
+
+def test_what_cannot_be_compiled_together_is_refused() -> None:
+    check(MODEL, GRAPHS)
+    check(MODEL, "--compile.mode=max-autotune")
+    check(MODEL, device=CPU)
+    check(num_shards=8)
+    with refused('compile.backend = "inductr"', "inductor"):
+        check("--compile.backend=inductr")
+    for flags, mention, where in (
+        ([MODEL, GRAPHS], "CPU", {"device": CPU}),
+        ([GRAPHS], "compile.scope model", {}),
+        ([MODEL, GRAPHS, "--compile.backend=aot_eager"], "aot_eager", {}),
+    ):
+        with refused('compile.mode = "reduce-overhead"', mention, "default"):
+            check(*flags, **where)
+    for flags, mention, where in (
+        ([], "4 ranks", {"num_shards": 4}),
+        (["--training.enable_cpu_offload"], "training.enable_cpu_offload", {}),
+        (["--lora.rank=4", "--model.name=flux", "--model.flavor=debugmodel"], "LoRA", {}),
+        (["--diffusion.self_alignment=0.5"], "diffusion.self_alignment", {}),
+        (["--model.token_dropping=0.5"], "model.token_dropping", {}),
+        (["--model.name=qwen_image", "--model.flavor=debugmodel"], "qwen_image", {}),
+    ):
+        with refused('compile.scope = "model"', mention, "block"):
+            check(MODEL, *flags, **where)
+
+
+def test_the_cache_of_compiled_code_is_that_of_the_dump_folder_and_the_device(tmp_path: Path) -> None:
+    folder = cache_folder(load_config([f"--job.dump_folder={tmp_path}"]), device=CPU)
+    assert folder.parent == tmp_path / "cache" / "compiled"
+    assert folder.name and folder.name == folder.name.lower() and " " not in folder.name
+    assert cache_folder(load_config(["--cache.folder=/elsewhere"]), device=CPU).parts[:3] == (
+        "/",
+        "elsewhere",
+        "compiled",
+    )
+
+
+def start(_rank: int, number: int, folder: str, scope: Any, options: dict[str, Any]) -> None:
+    """One step of a compiled model in a new process."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        loss_of(built(mesh, compile=Compile(scope=scope), **options), 0).backward()
+    finally:
+        dist.destroy_process_group()
+    found = {name: dict(counters[name]) for name in ("aot_autograd", "inductor")}
+    Path(folder, f"{number}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
+@pytest.mark.parametrize(
+    ("scope", "options"),
+    [("block", {"activation_checkpoint": "selective", "selective_ac_option": "op"}), ("model", {})],
+    ids=["block op", "model"],
+)
+def test_a_second_start_compiles_nothing(scope: str, options: dict[str, Any], tmp_path: Path) -> None:
+    for number in range(2):  # one after the other: a restart, or a rank that starts later
+        mp.start_processes(start, (number, str(tmp_path), scope, options), nprocs=1, start_method="forkserver")
+    first, second = (json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2))
+    assert first["aot_autograd"]["autograd_cache_miss"] == 1 and first["aot_autograd"]["autograd_cache_saved"] == 1
+    assert second["aot_autograd"]["autograd_cache_hit"] == 1
+    assert not second["aot_autograd"].get("autograd_cache_miss") and not second["inductor"].get("fxgraph_cache_miss")

@@ -1,0 +1,83 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""torch.compile: of each block or of the whole model, what it cannot be combined with, and where its results are kept.
+
+Notable:
+- blocks of one shape share one graph, which compiles quickly. Between blocks run the hooks of `fully_shard` and
+  `replicate`, which gather weights and reduce gradients while others compute;
+- one graph of the whole model fuses across blocks and has nothing in between. Its gradients are known at the end of
+  its backward pass, so that DDP reduces all of them after it;
+- the results are stored on disk. Ranks, restarts and other runs with the same graphs read them instead of compiling.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+import torch._dynamo
+from torch import nn
+
+from torchditan.config.errors import option_error
+from torchditan.config.options import Compile, Config
+from torchditan.run import provenance
+
+_SET_HOOKS = ("flux", "qwen_image")
+"""Published models that call `called_with`."""
+
+
+def compile_model(model: nn.Module, *, blocks: nn.ModuleList, options: Compile) -> None:
+    """Compile the forward of every block, or that of the model, in place."""
+    # A UNet's blocks have more shapes than the 8 that dynamo gives one function before it calls that a failure.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(blocks))
+    for module in [model] if options.scope == "model" else blocks:
+        module.forward = torch.compile(module.forward, fullgraph=True, backend=options.backend, mode=options.mode)
+
+
+def check_compile(config: Config, *, device: torch.device, num_shards: int) -> None:
+    """Refuse an unknown backend, and what the scope or the mode cannot be combined with.
+
+    Args:
+        config: with `training.compile`.
+        device: of this rank.
+        num_shards: ranks that share the weights.
+    """
+    options = config.compile
+    known = torch.compiler.list_backends(exclude_tags=())
+    if options.backend not in known:
+        raise option_error("compile.backend", options.backend, f"must be one of {', '.join(known)}")
+    if options.has_cuda_graphs:
+        cannot = None
+        if device.type != "cuda":
+            cannot = "but this job runs on a CPU"
+        elif options.backend != "inductor":
+            cannot = f"which compile.backend {options.backend} does not have"
+        elif options.scope != "model":
+            cannot = "which need compile.scope model"
+        if cannot is not None:
+            right = f"uses CUDA graphs, {cannot}; without them it must be default or max-autotune-no-cudagraphs"
+            raise option_error("compile.mode", options.mode, right)
+    if options.scope == "model" and (reason := _why_not_one_graph(config, num_shards)) is not None:
+        raise option_error("compile.scope", "model", f"{reason}; must be block")
+
+
+def _why_not_one_graph(config: Config, num_shards: int) -> str | None:
+    if num_shards > 1:
+        return f"cannot gather the weights that {num_shards} ranks share block by block"
+    if config.training.enable_cpu_offload:
+        return "cannot fetch the weights of training.enable_cpu_offload block by block"
+    if config.lora.rank > 0:
+        return "cannot free the frozen weights of a LoRA block by block"
+    if config.diffusion.self_alignment > 0:
+        return "cannot free the weights of the teacher of diffusion.self_alignment block by block"
+    if config.model.name in _SET_HOOKS:
+        return f"cannot trace the hooks that {config.model.name} sets while it computes"
+    if config.model.token_dropping > 0:
+        return "would compile the model again where model.token_dropping ends"
+    return None
+
+
+def cache_folder(config: Config, *, device: torch.device) -> Path:
+    """Folder of compiled code, shared by the runs of a dump folder. CPUs with other instructions have another one."""
+    folder = Path(config.cache.folder or Path(config.job.dump_folder) / "cache").expanduser()
+    return folder / "compiled" / re.sub(r"[^A-Za-z0-9]+", "-", provenance.device_name(str(device))).strip("-").lower()
