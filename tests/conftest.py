@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import gc
+import getpass
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 # Set before torch is imported: ranks of a multi-process test share few cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Jobs keep compiled code in their dump folder. Those of tests share torch's usual place, so that tests compile less.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 
 pytest.register_assert_rewrite("refusals")
 
