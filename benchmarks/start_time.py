@@ -114,12 +114,11 @@ def line_of(name: str, seconds: dict[str, float]) -> str:
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
-        description="Time from the command to the first step. Other options are passed to train.py.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Time from the command to the first step. Other options are passed to train.py."
     )
     add = parser.add_argument
     add("--compile", action="store_true", help="compiled starts: with an empty cache, and again")
-    add("--turns", type=int, default=3, help="starts, or pairs of compiled starts; medians count")
+    add("--turns", type=int, default=3, help="starts, or pairs of compiled starts; medians count (default: 3)")
     add("--out", type=Path, help="the JSON (default: benchmarks/results/start_time_<eager or compiled>.json)")
     args, flags = parser.parse_known_args(argv)
     mode = "compiled" if args.compile else "eager"

@@ -69,6 +69,7 @@ def new_row(case: Case, group: Group) -> Row:
         "sample_shape": list(SAMPLE_SHAPES[case.model]),
         "batch_size": group.batch_size,
         "num_ranks": group.num_ranks,
+        "threads": torch.get_num_threads(),
         "status": "ok",
         "reason": None,
         "num_parameters": None,
@@ -195,9 +196,9 @@ def measure(group: Group, settings: Settings) -> list[Row]:
     device = rank.device
     peak = peak_flops(torch.cuda.get_device_name()) if device.type == "cuda" else None
     resident_before = resident_memory("VmRSS")
-    rows = {case: new_row(case, group) for case in group.cases}
     steps: dict[Case, Step] = {}
     with process_group(rank), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        rows = {case: new_row(case, group) for case in group.cases}  # after the number of threads is set
         for number, (case, row) in enumerate(rows.items()):
             try:
                 step = build_step(

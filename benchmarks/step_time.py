@@ -45,18 +45,24 @@ CPU_SUITES = ("diffusers", "plain", "sampling", "trainer", "float32_products")
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
-        description="Time of a training step and of drawing images, of ours, diffusers and plain PyTorch.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Time of a training step and of drawing images, of ours, diffusers and plain PyTorch."
     )
     add = parser.add_argument
-    add("suites", nargs="*", metavar="suite", help=f"what to measure: {', '.join(SUITES)} (default: all but options)")
+    add(
+        "suites",
+        nargs="*",
+        metavar="suite",
+        help=f"{', '.join(SUITES)} (default: all but options; float8 and sweep on a GPU)",
+    )
     add(
         "--flags",
         type=shlex.split,
         default=[],
         help="options of train.py, for the suite options",
     )
-    add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu", help="where to measure")
+    add(
+        "--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu", help="where to measure (default: a GPU)"
+    )
     add("--models", nargs="+", choices=list(SAMPLE_SHAPES), help="flavors (default: DiT-S; XL, and 7B alone, on a GPU)")
     add("--variants", nargs="+", choices=VARIANTS, help="precisions and modes (default: all; those of bf16 on a GPU)")
     add("--ranks", type=int, nargs="+", help="numbers of processes (default: 1 and 2; 1 on a GPU)")
@@ -210,7 +216,6 @@ def main(argv: Sequence[str]) -> int:
     head = {
         "benchmark": "step_time",
         "command": shlex.join(["python", "benchmarks/step_time.py", *argv]),
-        "threads": args.threads,
         "sampling_steps": args.sampling_steps,
         **environment(args.device),
     }

@@ -172,7 +172,7 @@ def test_a_quick_run_writes_every_row_and_every_ratio(
     assert [path.name for path in tmp_path.iterdir()] == ["step_time.json"]
 
     result = json.loads(out.read_text())
-    keys = "benchmark command sampling_steps device device_name cpu_name threads load_average_before git_commit"
+    keys = "benchmark command sampling_steps device device_name cpu_name load_average_before git_commit"
     assert set(keys.split()) < set(result)
     assert result["versions"]["torch"] == torch.__version__
     measured = [group for group in result["groups"] if group["rows"][0]["status"] == "ok"]
