@@ -28,17 +28,14 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
-from data import build_dataset
+from trainer_step import build_trainer
+
 from torchditan.checkpoint.files import list_checkpoints
 from torchditan.checkpoint.manager import CheckpointManager
-from torchditan.config.loader import load_config, to_dict
-from torchditan.config.options import Config, dataset_channels
-from torchditan.config.trajectory import trajectory
-from torchditan.job.prepare import prepare_job
+from torchditan.config.loader import load_config
+from torchditan.config.options import Config
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
-from torchditan.supervision.preemption import StopRequest
-from torchditan.supervision.supervision import Supervision
 from torchditan.trainer import Trainer
 
 TARGETS = {"cpu": 0.25, "cuda": 0.1}
@@ -81,14 +78,6 @@ def job(folder: Path, flags: list[str], *, async_mode: str) -> Config:
             *flags,
         ]
     )
-
-
-def build(config: Config) -> Trainer:
-    """A trainer before its first step."""
-    job = prepare_job(config, build_dataset(config.dataset, split="train", input_channels=dataset_channels(config)))
-    assert job is not None
-    job.run_directory.open(to_dict(config), trajectory=trajectory(config))
-    return Trainer(job, Supervision(job.rank, job.run_directory), StopRequest())
 
 
 def manager(trainer: Trainer, name: str, *, async_mode: str) -> CheckpointManager:
@@ -172,7 +161,7 @@ def main() -> None:
     args, flags = parse(sys.argv[1:])
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        trainer = build(job(Path(folder), flags, async_mode="disabled"))
+        trainer = build_trainer(job(Path(folder), flags, async_mode="disabled"))
         device = trainer.device.type
         async_mode = args.async_mode or ("async" if device == "cpu" else "async_with_pinned_mem")
         result = measure(trainer, args, async_mode=async_mode)

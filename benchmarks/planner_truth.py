@@ -5,7 +5,7 @@
 Notable:
 - every cell runs in a separate process, on random normal data and weights. Cells that do not fit according to the plan
   are skipped. Cells that run out of memory record the reason;
-- measured: the allocator's peak in a step after two others, and the median of the steps;
+- measured: the allocator's peak in 5 steps after two others, and their mean time;
 - compiled cells are measured too and reported separately, because the planner plans them as eager cells.
 """
 
@@ -15,10 +15,11 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import shlex
-import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +29,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
-from step_cases import NUM_CLASSES, PATCH_SIZE, SAMPLE_SHAPES, Case, fill_with_normal, make_batch, trainer_step
-from step_measure import GIB, one_process, time_steps
+from step_cases import NUM_CLASSES, PATCH_SIZE, SAMPLE_SHAPES
+from step_measure import GIB, process_group, time_block
+from trainer_step import build_trainer, fill_with_normal, trainer_step
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import build_config
 from torchditan.config.options import Config
+from torchditan.distributed.process_group import Rank
 from torchditan.planner.devices import device_named
 from torchditan.planner.plan import plan_run
 from torchditan.run import provenance
@@ -108,39 +111,21 @@ def cells(models: Sequence[str], *, compiled: bool) -> list[Cell]:
 
 
 def measure(cell: Cell, device: torch.device) -> Row:
-    """Peak memory in GiB (None on a CPU) and median seconds of the trainer's step, in this process."""
-    from torchditan.distributed.parallel_dims import ParallelDims
-    from torchditan.distributed.parallelize import CompileOptions, parallelize
-    from torchditan.models import build_model_spec
-
-    config = cell.config()
-    sample_shape = SAMPLE_SHAPES[cell.flavor]
-    spec = build_model_spec(config.model, sample_shape=sample_shape, num_classes=NUM_CLASSES)
-    with one_process():
-        with torch.device("meta"):
-            model = spec.build()
-        parallelize(
-            model,
-            blocks=spec.blocks(model),
-            mesh=ParallelDims(replicate=1, shard=1).build_mesh(device.type),
-            activation_checkpoint=config.activation_checkpoint.mode,
-            selective_ac_option=config.activation_checkpoint.selective_ac_option,
-            compile=CompileOptions() if cell.compiled else None,
-        )
-        model.to_empty(device=device)
-        fill_with_normal(model)
-        model.train()
-        case = Case("ours", cell.flavor, "torchditan", "bf16", "eager", "trainer", ema=config.ema.enable)
-        step = trainer_step(model, spec, case)
-        batch = make_batch(spec, cell.batch_size, device)
-        time_steps(step, batch, steps=WARMUP, device=device)
-        peak = None
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        times = time_steps(step, batch, steps=STEPS, device=device)
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated() / GIB
-    return {"measured_gib": peak, "measured_s": statistics.median(times)}
+    """Peak memory in GiB (None on a CPU) and seconds of the trainer's step, in this process."""
+    with process_group(Rank.from_environment()), tempfile.TemporaryDirectory() as folder:
+        place = {"job.dump_folder": folder, "metrics.experiment_name": "cell", "metrics.enable_sampling": False}
+        trainer = build_trainer(cell.config().replace({**place, "training.steps": 1000}))
+        fill_with_normal(trainer.model)
+        step = trainer_step(trainer)
+        try:
+            time_block(step, steps=WARMUP, device=device)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            seconds = time_block(step, steps=STEPS, device=device)
+            peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
+        finally:
+            step.close()
+    return {"measured_gib": peak, "measured_s": seconds}
 
 
 def compare(cell: Cell, *, device: str, device_name: str | None, timeout: float) -> Row:
@@ -204,6 +189,8 @@ def _number(value: float | None, spec: str) -> str:
 
 def main() -> None:
     args = parse(sys.argv[1:])
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     device = torch.device(args.device)
     if args.cell:
         print(json.dumps(measure(Cell(**json.loads(args.cell)), device)))

@@ -1,21 +1,22 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Time, throughput and memory of one training step: `python benchmarks/step_time.py`.
+"""Time of a training step and of drawing images, of ours and of others: `python benchmarks/step_time.py`.
 
 Notable:
-- on a CPU: our DiT against diffusers' `DiTTransformer2DModel` of the same shape, forward + backward + fused AdamW,
-  in turns; the median counts;
-- on a GPU: the trainer's whole step (objective, clipping, non-finite guard, EMA), one process per model, swept over
-  batch sizes until memory runs out;
-- step_cases.py defines the cases and step_measure.py the measurements. This file has the command line, the ratios, the
-  table and the JSON.
+- ours is the trainer's whole step. The others are diffusers' `DiTTransformer2DModel` and a DiT in plain PyTorch
+  (plain_dit.py), both in a loop as research repositories write it;
+- two models at a time, in new processes; blocks of steps take turns, and medians count;
+- step_cases.py defines the suites and step_measure.py the measurements. This file has the command line, the table and
+  the JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
+import math
 import os
 import re
 import shlex
@@ -26,63 +27,82 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
-from step_cases import CPU_VARIANTS, GPU_BATCH_SIZES, SAMPLE_SHAPES, cpu_cases, gpu_cases
-from step_measure import OUT_OF_TIME, Row, new_row, one_process, sweep_in_subprocess, take_turns
+import step_measure
+import torch
+from step_cases import SAMPLE_SHAPES, SUITES, VARIANTS, Choice, Group, build_groups
+from step_measure import Row, Settings, missing_rows, ratio_of
 
+from torchditan.distributed.cpu_threads import limit_spinning
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 
-TARGETS = {"fp32_eager": 0.96, "bf16_compiled": 0.42}
-"""Maximum time of our variant for DiT-S, as a multiple of diffusers in fp32 eager."""
+RESULTS = Path(__file__).resolve().parent / "results"
+CPU_SUITES = ("diffusers", "plain", "sampling", "trainer", "float32_products")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Time, throughput and memory of one training step, against diffusers on a CPU, swept over models "
-        "and batch sizes on a GPU.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
     cuda = torch.cuda.is_available()
-    add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu", help="where to measure")
-    add(
-        "--against",
-        choices=["diffusers", "none"],
-        help="implementation to compare with (default: diffusers on a CPU, else none)",
+    parser = argparse.ArgumentParser(
+        description="Time of a training step and of drawing images, of ours, diffusers and plain PyTorch."
     )
-    add("--size", choices=["full", "debug"], default="full", help="debug: a tiny model, to check that it runs")
-    add("--models", nargs="+", choices=list(SAMPLE_SHAPES), help="flavors (default: DiT-S, or XL, L and 7B on a GPU)")
-    add("--variants", nargs="+", choices=CPU_VARIANTS, help="on a CPU: what to compare (default: all)")
-    add("--batch_size", type=int, nargs="+", help="images per step (default: 16; on a GPU a sweep)")
-    add("--repeats", type=int, default=7, help="measured steps per case; their median counts")
-    add("--warmup", type=int, default=2, help="steps before, including compilation")
-    add("--threads", type=int, help="CPU threads (default: torch's)")
-    add("--time_limit", type=float, default=420, help="seconds: of a GPU sweep, or of each memory process")
-    add("--no_memory", dest="memory", action="store_false", help="on a CPU: skip the processes that measure memory")
+    add = parser.add_argument
+    add(
+        "suites",
+        nargs="*",
+        metavar="suite",
+        help=f"{', '.join(SUITES)} (default: all but options; float8 and sweep on a GPU)",
+    )
+    add(
+        "--flags",
+        type=shlex.split,
+        default=[],
+        help="options of train.py, for the suite options",
+    )
+    add(
+        "--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu", help="where to measure (default: a GPU)"
+    )
+    add("--models", nargs="+", choices=list(SAMPLE_SHAPES), help="flavors (default: DiT-S; XL, and 7B alone, on a GPU)")
+    add("--variants", nargs="+", choices=VARIANTS, help="precisions and modes (default: all; those of bf16 on a GPU)")
+    add("--ranks", type=int, nargs="+", help="numbers of processes (default: 1 and 2; 1 on a GPU)")
+    add("--batch_size", type=int, nargs="+", help="images of a step over all ranks (default: by suite)")
+    add("--turns", type=int, help="blocks of each case (default: 7; 8 of sampling, which draws 256 images)")
+    add("--steps", type=int, help="steps in a block (default: 1; on a GPU 10 of training)")
+    add("--warmup", type=int, help="steps of each case before, with compilation (default: 2; GPU: 5; sampling: 1)")
+    add(
+        "--sampling_steps",
+        type=int,
+        help="solver steps of a drawn image (default: 1; 50 on a GPU)",
+    )
+    add("--threads", type=int, help="CPU threads of each rank (default: its share of the cores)")
+    add("--time_limit", type=float, default=math.inf, help="seconds: then starts nothing, and a minute later ends all")
+    add("--quick", action="store_true", help="a tiny model for seconds, to check that it runs")
     add("--out", type=Path, help="the JSON (default: benchmarks/results/step_time_<device>.json)")
     args = parser.parse_args(argv)
 
+    if unknown := [suite for suite in args.suites if suite not in SUITES]:
+        parser.error(f"suite {unknown[0]}: must be one of {', '.join(SUITES)}")
+    if ("options" in args.suites) != bool(args.flags):
+        parser.error("--flags: the suite options, and only that one, needs it, such as --flags=--training.compile")
     if args.device == "cuda" and not cuda:
         parser.error("--device cuda: this machine has no CUDA device; use --device cpu")
-    if min(args.repeats, args.warmup, *(args.batch_size or [1])) < 1:
-        parser.error("--repeats, --warmup and --batch_size must be at least 1")
-    if args.device == "cuda" and (args.variants or not args.memory):
-        parser.error("--variants and --no_memory are for a CPU; on a GPU choose --models and --batch_size")
-    if args.device == "cpu" and len(args.batch_size or [1]) > 1:
-        parser.error("--batch_size: one size on a CPU; several are for the sweep on a GPU")
-    args.variants = args.variants or list(CPU_VARIANTS)
-    args.against = args.against or ("diffusers" if args.device == "cpu" else "none")
-    if args.against == "diffusers" and importlib.util.find_spec("diffusers") is None:
-        parser.error("--against diffusers: it is not installed; pip install -e '.[benchmark]', or --against none")
-    if args.size == "debug":
-        args.models = args.models or ["debugmodel"]
-    args.models = args.models or (["DiT-S"] if args.device == "cpu" else ["DiT-XL", "DiT-L", "DiT-7B"])
-    if args.device == "cpu":
-        args.batch_size = args.batch_size or [2 if args.size == "debug" else 16]
+    counts = (args.turns, args.steps, args.warmup, args.sampling_steps, args.threads, *(args.ranks or []))
+    if any(count is not None and count < 1 for count in counts):
+        parser.error("--turns, --steps, --warmup, --sampling_steps, --threads and --ranks must be at least 1")
+    on_cpu = args.device == "cpu"
+    args.sampling_steps = args.sampling_steps or (1 if on_cpu else 50)
+    args.suites = args.suites or (list(CPU_SUITES) if on_cpu else [suite for suite in SUITES if suite != "options"])
+    if args.quick:
+        args.models, args.turns, args.steps, args.warmup = ["debugmodel"], 3, 1, 1
+        args.batch_size = args.batch_size or [2]
+        args.variants, args.ranks = args.variants or ["fp32_eager"], args.ranks or [1]
+    args.variants = args.variants or list(VARIANTS if on_cpu else VARIANTS[2:])
+    args.ranks = args.ranks or ([1, 2] if on_cpu else [1])
+    if uneven := [size for size in args.batch_size or [] for ranks in args.ranks if size < 1 or size % ranks]:
+        parser.error(f"--batch_size {uneven[0]}: must be a multiple of --ranks")
+    if {"diffusers", "sampling"} & set(args.suites) and importlib.util.find_spec("diffusers") is None:
+        parser.error("suite diffusers: it is not installed; pip install -e '.[benchmark]', or name other suites")
     return args
 
 
@@ -90,137 +110,123 @@ def environment(device: str) -> dict[str, Any]:
     return {
         "device": device,
         "device_name": provenance.device_name(device),
+        "cpu_name": provenance.cpu_name(),
         "cpu_count": os.cpu_count(),
-        "threads": torch.get_num_threads(),
         "load_average_before": round(os.getloadavg()[0], 2),
-        "versions": {**provenance.versions("torch", "diffusers", "numpy"), "cuda": torch.version.cuda},
+        "versions": {**provenance.versions("torch", "diffusers", "torchao", "numpy"), "cuda": torch.version.cuda},
         "git_commit": provenance.git_commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
-def measure_cpu(args: argparse.Namespace, head: dict[str, Any], out: Path) -> list[Row]:
-    """Memory of each case in a separate process, then the time of all cases in this one."""
-    device = torch.device("cpu")
-    options: dict[str, Any] = {"repeats": args.repeats, "warmup": args.warmup, "device": device}
-    rows: list[Row] = []
-    for model in args.models:
-        cases = cpu_cases(model, against=args.against, variants=args.variants)
-        memory: list[Row] = []
-        for case in cases if args.memory else []:
-            print(f"memory of {case.title}", flush=True)
-            deadline = time.time() + args.time_limit
-            memory += sweep_in_subprocess(case, args.batch_size, repeats=1, warmup=1, deadline=deadline, device=device)
-        with one_process():
-            timed = take_turns(cases, batch_size=args.batch_size[0], **options)
-        for row, of_its_own in zip(timed, memory, strict=args.memory):
-            for key in ("peak_memory_gib", "peak_memory_growth_gib"):
-                row[key] = of_its_own[key]
-        rows += timed
-        write_results(out, head, rows)
-    return rows
+def chosen_groups(args: argparse.Namespace) -> list[Group]:
+    def of(suite: str) -> list[Group]:
+        largest = ["DiT-XL", "DiT-7B"] if suite == "sweep" else ["DiT-XL"]
+        models = args.models or (["DiT-S"] if args.device == "cpu" else largest)
+        sizes = None if args.batch_size is None else tuple(args.batch_size)
+        device = torch.device(args.device)
+        choice = Choice(device, tuple(models), tuple(args.variants), tuple(args.ranks), sizes, tuple(args.flags))
+        return build_groups([suite], choice)
+
+    return [group for suite in args.suites for group in of(suite)]
 
 
-def measure_gpu(args: argparse.Namespace, head: dict[str, Any], out: Path) -> list[Row]:
-    """Every case in a separate process, until the time limit. The file is written after every row."""
-    deadline = time.time() + args.time_limit
-    options: dict[str, Any] = {"repeats": args.repeats, "warmup": args.warmup, "device": torch.device("cuda")}
-    rows: list[Row] = []
-    print(table([]), flush=True)
-    for case in gpu_cases(args.models, against=args.against):
-        batch_sizes = args.batch_size or GPU_BATCH_SIZES[case.model]
-        if time.time() > deadline:
-            found = iter([new_row(case, batch_sizes[0]) | OUT_OF_TIME])
+def settings_of(group: Group, args: argparse.Namespace) -> Settings:
+    turns, steps, warmup = (7, 1, 2) if args.device == "cpu" else (7, 10, 5)
+    if group.suite == "sampling":
+        turns, steps, warmup = 8, 1, 1
+    return Settings(args.turns or turns, args.steps or steps, args.warmup or warmup, args.sampling_steps)
+
+
+def measure_groups(args: argparse.Namespace, head: dict[str, Any], out: Path) -> list[dict[str, Any]]:
+    """Measure group after group. The file is written after each."""
+    deadline = time.monotonic() + args.time_limit
+    results: list[dict[str, Any]] = []
+    too_large: set[Any] = set()  # cases of the sweep that ran out of memory, or failed
+    for group in chosen_groups(args):
+        if too_large & set(group.cases):
+            continue
+        seconds_left = deadline - time.monotonic()
+        print(f"\n{title_of(group)}", flush=True)
+        if group.missing is not None:
+            rows = missing_rows(group, group.missing)
+        elif seconds_left < 0:
+            rows = missing_rows(group, "the time limit was reached", status="skipped")
         else:
-            found = sweep_in_subprocess(case, batch_sizes, deadline=deadline, **options)
-        for row in found:
-            rows.append(row)
-            print(table([row]).splitlines()[-1], flush=True)
-            write_results(out, head, rows)
-    return rows
+            rows = step_measure.measure_in_processes(group, settings_of(group, args), seconds_left=seconds_left + 60)
+        if any(row["status"] != "ok" for row in rows):
+            too_large |= set(group.cases) if group.suite == "sweep" else set()
+        results.append({**result_of(group, rows), "settings": dataclasses.asdict(settings_of(group, args))})
+        print(table(results[-1]), flush=True)
+        write_file(out, (json.dumps({**head, "groups": results}, indent=1) + "\n").encode())
+    return results
 
 
-def ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Each of our variants relative to diffusers in fp32 eager (the targets), and in the same variant."""
-    fastest: dict[tuple[str, str, str], float] = {}
-    for row in rows:
-        if row["status"] == "ok":
-            variant = f"{row['precision']}_{'eager' if row['compile'] == 'eager' else 'compiled'}"
-            key = (row["model"], row["implementation"], variant)
-            fastest[key] = min(row["step_time_s"], fastest.get(key, float("inf")))
-    return [
-        {
-            "model": model,
-            "numerator": f"ours {variant}",
-            "denominator": f"diffusers {other}",
-            "ratio": seconds / fastest[model, "diffusers", other],
-            "target": TARGETS.get(variant) if (model, other) == ("DiT-S", "fp32_eager") else None,
-        }
-        for (model, implementation, variant), seconds in fastest.items()
-        for other in dict.fromkeys(["fp32_eager", variant])
-        if implementation == "ours" and (model, "diffusers", other) in fastest
-    ]
+def result_of(group: Group, rows: list[Row]) -> dict[str, Any]:
+    result: dict[str, Any] = {"suite": group.suite, "target_mfu": group.target_mfu, "rows": rows, "comparison": None}
+    if len(rows) == 2 and all(row["status"] == "ok" for row in rows):
+        result["comparison"] = {**ratio_of(*(row["blocks_s"] for row in rows)), "target": group.target}
+    return result
 
 
-COLUMNS: tuple[tuple[str, str, str], ...] = (
-    ("implementation", "", "<14"),
-    ("model", "", "<10"),
-    ("preset", "", "<10"),
-    ("precision", "", "<9"),
-    ("compile", "", "<11"),
-    ("activation_checkpoint", "ac", "<4"),
-    ("batch_size", "batch", ">5"),
-    ("step_time_s", "step s", ">8.4f"),
-    ("interquartile_range_s", "iqr s", ">8.4f"),
-    ("images_per_second", "images/s", ">9.2f"),
-    ("mfu", "mfu %", ">6.1f"),
-    ("peak_memory_gib", "peak GiB", ">8.2f"),
-    ("peak_memory_growth_gib", "grown", ">7.2f"),
-    ("peak_reserved_gib", "reserved", ">8.2f"),
-)
+def title_of(group: Group) -> str:
+    case = group.cases[0]
+    work = "drawing images" if case.work == "sample" else "a training step"
+    processes = "1 process" if group.num_ranks == 1 else f"{group.num_ranks} processes"
+    return f"{group.suite}: {work}, {case.model}, batch {group.batch_size}, {processes}"
 
 
-def table(rows: Sequence[Row]) -> str:
-    def cell(value: Any, layout: str) -> str:
-        return format("-" if value is None else value, layout.split(".")[0] if value is None else layout)
-
-    lines = ["  ".join(cell(title or key, layout.split(".")[0]) for key, title, layout in COLUMNS)]
-    for row in rows:
-        line = "  ".join(cell(row[key], layout) for key, _, layout in COLUMNS)
-        lines.append(line if row["status"] == "ok" else f"{line}  {row['status']}: {row['reason'][:60]}")
+def table(result: dict[str, Any]) -> str:
+    """One line for each case, and the ratio of two."""
+    lines = [line_of(row) for row in result["rows"]]
+    if found := result["comparison"]:
+        first, second = (row["implementation"] for row in result["rows"])
+        target = "" if found["target"] is None else f"; target: at most {found['target']}"
+        low, high = found["quartiles"]
+        shown = f"not reported: spread {found['spread']:.0%}"
+        if found["ratio"] is not None:
+            shown = f"{found['ratio']:.3f} (quartiles {low:.3f} and {high:.3f})"
+        lines.append(f"  {first} / {second}: {shown}{target}")
     return "\n".join(lines)
 
 
-def write_results(path: Path, head: dict[str, Any], rows: Sequence[Row]) -> None:
-    document = {**head, "rows": list(rows), "ratios": ratios(rows) if head["device"] == "cpu" else []}
-    write_file(path, (json.dumps(document, indent=1) + "\n").encode())
+def line_of(row: Row) -> str:
+    mode = "compiled" if row["compiled"] else "eager"
+    flags = " ".join(flag.removeprefix("--") for flag in row["flags"])
+    text = f"  {row['implementation']:<9}  {row['preset']:<10}  {row['precision']} {mode:<8}  {flags}".rstrip()
+    if row["status"] != "ok":
+        return f"{text}  {row['status']}: {row['reason'][:80]}"
+    low, high = row["quartiles_s"]
+    text += f"  {row['step_time_s']:.4f} s ({low:.4f} to {high:.4f})  {row['images_per_second']:.2f} images/s"
+    if row["mfu"] is not None:
+        text += f"  MFU {row['mfu']:.1f}%"
+    if row["peak_memory_gib"] is not None:
+        text += f"  {row['peak_memory_gib']:.2f} GiB"
+    return text
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return the exit code: 0 if every row was measured or ran out of memory, 1 if one failed otherwise."""
+    """Return the exit code: 0 if every row was measured, ran out of memory or cannot be measured here, else 1."""
     args = parse(argv)
+    limit_spinning()  # as train.py does; this and what follows apply to the new processes
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if args.threads:
-        torch.set_num_threads(args.threads)
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)
     head = {
         "benchmark": "step_time",
-        "command": "python benchmarks/step_time.py " + shlex.join(argv),
-        "repeats": args.repeats,
-        "warmup": args.warmup,
+        "command": shlex.join(["python", "benchmarks/step_time.py", *argv]),
+        "sampling_steps": args.sampling_steps,
         **environment(args.device),
     }
     name = "cpu" if args.device == "cpu" else re.sub(r"[^a-z0-9]+", "-", head["device_name"].lower())
-    out = args.out or Path(__file__).resolve().parent / "results" / f"step_time_{name}.json"
+    out = args.out or RESULTS / f"step_time_{name}.json"
+    print(f"{head['device_name']}, torch {head['versions']['torch']}")
     if head["load_average_before"] > 0.5:
         print(f"load average {head['load_average_before']}: other work on this machine affects the results")
-
-    rows = (measure_cpu if args.device == "cpu" else measure_gpu)(args, head, out)
-    print(f"\n{head['device_name']}, {head['threads']} threads, torch {head['versions']['torch']}")
-    print(table(rows))
-    for entry in ratios(rows) if args.device == "cpu" else []:
-        target = "" if entry["target"] is None else f" (target: at most {entry['target']})"
-        print(f"{entry['model']}: {entry['numerator']} / {entry['denominator']}: {entry['ratio']:.3f}{target}")
-    print(f"wrote {out}")
-    return 1 if any(row["status"] == "error" for row in rows) else 0
+    results = measure_groups(args, head, out)
+    print(f"\nwrote {out}")
+    return 1 if any(row["status"] == "error" for result in results for row in result["rows"]) else 0
 
 
 if __name__ == "__main__":

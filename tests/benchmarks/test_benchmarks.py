@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""benchmarks/step_time.py at a tiny size: its comparisons, output files and failures."""
+"""benchmarks/step_time.py and start_time.py at a tiny size: the compared models, the ratios and the failures."""
 
 from __future__ import annotations
 
@@ -8,27 +8,43 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # a folder of scripts, not a package
 
-import optimizer_time
+import plain_dit
 import step_cases
 import step_measure
 import step_time
+import trainer_step
+from step_cases import Case, Choice, Group
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "step_time.py"
+from torchditan.distributed.process_group import Rank
+from torchditan.models.flops import count_model_flops
+
+if TYPE_CHECKING:
+    from tests.conftest import RunDistributed
+
 CPU = torch.device("cpu")
-OURS = step_cases.Case("ours", "debugmodel", "official", "fp32", "eager", "bare")
-DIFFUSERS = step_cases.Case("diffusers", "debugmodel", "diffusers", "fp32", "eager", "bare")
+OURS = Case("ours", "debugmodel", "fp32")
+PLAIN = Case("plain", "debugmodel", "fp32")
+SETTINGS = step_measure.Settings(turns=3, steps=1, warmup=1, sampling_steps=1)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups are measured here, on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(
+        step_measure,
+        "measure_in_processes",
+        lambda group, settings, seconds_left: step_measure.measure(group, settings),
+    )
 
 
 def diffusers_weights(ours: nn.Module, theirs: nn.Module) -> dict[str, torch.Tensor]:
@@ -56,146 +72,288 @@ def diffusers_weights(ours: nn.Module, theirs: nn.Module) -> dict[str, torch.Ten
     return target
 
 
-def test_both_models_of_the_comparison_compute_the_same_function() -> None:
+def test_diffusers_model_computes_the_same_function() -> None:
     pytest.importorskip("diffusers")
     torch.manual_seed(0)
     spec = step_cases.build_spec(OURS)
-    ours, theirs = spec.build(), step_cases.build_diffusers(spec, CPU).train()
-    step_cases.fill_with_normal(ours)
+    ours, theirs = spec.build(), step_cases.build_diffusers(spec).train()
+    trainer_step.fill_with_normal(ours)
     with torch.no_grad():
         ours.pos_embed.copy_(theirs.pos_embed.pos_embed)
     theirs.load_state_dict(diffusers_weights(ours, theirs))
 
-    batch = step_cases.make_batch(spec, 16, CPU)
+    sample, label = step_cases.random_batch(OURS, 16, CPU)
     # Their timestep frequencies are spaced a little differently; at t = 0 they do not matter.
     t = torch.zeros(16)
-    mine = ours(batch.sample, t, {"class_label": batch.class_label})
-    other = theirs(batch.sample, t.long(), batch.class_label, return_dict=False)[0]
-    assert mine.shape == other.shape == batch.sample.shape
+    mine = ours(sample, t, {"class_label": label})
+    predict = step_cases.predict_of(Case("diffusers", "debugmodel", "fp32"), theirs)
+    other = predict(sample, t, label)
+    assert mine.shape == other.shape == sample.shape
     torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
     # Nothing of the comparison is random: no label is dropped in training.
-    again = theirs(batch.sample, t.long(), batch.class_label, return_dict=False)[0]
-    torch.testing.assert_close(again, other, rtol=0, atol=0)
+    torch.testing.assert_close(predict(sample, t, label), other, rtol=0, atol=0)
+
+
+def test_the_plain_model_has_our_weights_and_computes_the_same_function() -> None:
+    torch.manual_seed(0)
+    spec = step_cases.build_spec(OURS)
+    ours, plain = spec.build(), step_cases.build_plain(spec)
+    trainer_step.fill_with_normal(ours)
+    plain.load_state_dict(ours.state_dict())
+    sample, label = step_cases.random_batch(OURS, 16, CPU)
+    t = torch.rand(16)
+    mine = ours(sample, t, {"class_label": label})
+    torch.testing.assert_close(plain(sample, t, label), mine, rtol=1e-4, atol=1e-5)
+
+
+def test_the_plain_model_has_our_parameters_and_flops() -> None:
+    spec = step_cases.build_spec(Case("ours", "DiT-S", "fp32"))
+    with torch.device("meta"):
+        ours, plain = spec.build(), step_cases.build_plain(spec)
+        counter = FlopCounterMode(display=False)
+        with counter:
+            plain(torch.zeros(1, 4, 32, 32), torch.zeros(1), torch.zeros(1, dtype=torch.int64)).sum().backward()
+    shapes = [{name: tuple(value.shape) for name, value in model.named_parameters()} for model in (ours, plain)]
+    assert shapes[0] == shapes[1]
+    assert counter.get_total_flops() == count_model_flops(spec).total
 
 
 def test_no_weight_and_no_data_is_zero() -> None:
-    spec = step_cases.build_spec(OURS)
-    model = spec.build()
-    step_cases.fill_with_normal(model)
-    batch = step_cases.make_batch(spec, 2, CPU)
-    tensors = [*model.parameters(), batch.sample, batch.randomness.noise]
+    model = step_cases.build_spec(OURS).build()
+    trainer_step.fill_with_normal(model)
+    tensors = [*model.parameters(), step_cases.random_batch(OURS, 2, CPU)[0]]
     assert all(torch.count_nonzero(tensor) == tensor.numel() for tensor in tensors)
 
 
-def test_cpu_run_writes_every_row_with_its_preset_and_the_ratio(tmp_path: Path) -> None:
+def test_the_plain_loop_trains_every_weight_and_averages() -> None:
+    torch.manual_seed(0)
+    model = step_cases.build_plain(step_cases.build_spec(OURS))
+    trainer_step.fill_with_normal(model)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    sample, label = step_cases.random_batch(OURS, 4, CPU)
+    averages: list[list[torch.Tensor]] = []
+    lerp = torch._foreach_lerp_
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_foreach_lerp_", lambda *args: (averages.append(args[0]), lerp(*args)))
+        plain_dit.training_step(
+            model, list(model.parameters()), sample=sample, label=label, null_label=1000, autocast=False, decay=0.5
+        )()
+    same = [name for name, weight in model.state_dict().items() if torch.equal(weight, before[name])]
+    assert same == ["pos_embed"]
+    for average, (name, weight) in zip(averages[0], model.named_parameters(), strict=True):
+        torch.testing.assert_close(average, (before[name] + weight) / 2)
+
+
+def test_guidance_and_eulers_method_of_the_plain_sampler() -> None:
+    """The velocity label - x, with guidance 3, has the exact solution of two steps."""
+    noise, label = torch.ones(2, 1, 1, 1), torch.tensor([1, 2])
+    drawn = plain_dit.draw(
+        lambda x, t, label: (label - 4.0 * t)[:, None, None, None] - x,
+        noise,
+        label,
+        null_label=0,
+        num_steps=2,
+        guidance_scale=3.0,
+        autocast=False,
+    )
+    for label, found in zip((1.0, 2.0), drawn.flatten(), strict=True):
+        x = 1 + 0.5 * (3 * label - 1)
+        assert found == x + 0.5 * (3 * label - 2 - x)
+
+
+def test_a_quick_run_writes_every_row_and_every_ratio(
+    tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("diffusers")
     out = tmp_path / "step_time.json"
-    arguments = ["--device", "cpu", "--size", "debug", "--variants", "fp32_eager", "--repeats", "2", "--threads", "1"]
-    finished = run(*arguments, "--no_memory", "--out", str(out))
-    assert finished.returncode == 0, finished.stderr
+    flags = "--flags=--optimizer.name=Muon --optimizer.ns_dtype=float32"
+    suites = [*step_time.CPU_SUITES, "options", "sweep"]
+    assert step_time.main(["--quick", "--device=cpu", f"--out={out}", flags, *suites]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["step_time.json"]
 
     result = json.loads(out.read_text())
-    keys = "benchmark command repeats warmup device device_name threads load_average_before versions git_commit date"
+    keys = "benchmark command sampling_steps device device_name cpu_name load_average_before git_commit"
     assert set(keys.split()) < set(result)
-    assert set(result["versions"]) == {"python", "torch", "diffusers", "numpy", "cuda"}
-    assert (result["device"], result["threads"], result["versions"]["torch"]) == ("cpu", 1, torch.__version__)
+    assert result["versions"]["torch"] == torch.__version__
+    measured = [group for group in result["groups"] if group["rows"][0]["status"] == "ok"]
+    names = [tuple(row["implementation"] for row in group["rows"]) for group in measured]
+    others = ["diffusers", "plain", "diffusers", "plain", "bare loop", "ours"]
+    assert names == [("ours", other) for other in others]
+    printed = capsys.readouterr().out
+    for group in measured:
+        for row in group["rows"]:
+            assert set(row) == set(step_measure.new_row(OURS, Group("plain", (OURS,), 1)))
+            assert len(row["blocks_s"]) == 3
+            assert row["images_per_second"] == pytest.approx(row["batch_size"] / row["step_time_s"])
+            assert row["mfu"] is None, "the peak of a CPU is not known"
+        assert group["comparison"]["target"] is None or group["suite"] == "trainer", "targets are those of DiT-S"
+        ratio = group["comparison"]["ratio"]
+        assert ratio is None or f"{ratio:.3f} (quartiles" in printed
+    missing = [row for group in result["groups"] for row in group["rows"] if row["status"] == "not measured"]
+    assert {row["step_time_s"] for row in missing} == {None}
+    assert "not measured: needs a GPU" in printed
 
-    ours, theirs = result["rows"]
-    assert set(ours) == set(theirs) == set(step_measure.new_row(OURS, 1))
-    assert (ours["implementation"], ours["preset"]) == ("ours", "official")
-    assert (theirs["implementation"], theirs["preset"]) == ("diffusers", "diffusers")
-    for row in (ours, theirs):
-        assert row["status"] == "ok"
-        assert len(row["step_times_s"]) == 2
-        assert row["images_per_second"] == pytest.approx(row["batch_size"] / row["step_time_s"])
-        assert row["mfu"] is None, "the peak of a CPU is not known"
-    (ratio,) = result["ratios"]
-    assert ratio["ratio"] == pytest.approx(ours["step_time_s"] / theirs["step_time_s"])
-    assert ratio["target"] is None, "the targets are those of DiT-S"
-    assert f"{ratio['ratio']:.3f}" in finished.stdout
+
+def timed(group: Group, *times: list[float]) -> list[dict[str, Any]]:
+    rows = [step_measure.new_row(case, group) for case in group.cases]
+    for row, seconds in zip(rows, times, strict=True):
+        step_measure.add_times(row, seconds, flops=1, peak=None)
+    return rows
+
+
+def test_a_ratio_is_the_median_over_the_turns() -> None:
+    group = Group("plain", (OURS, PLAIN), 16, target=0.97)
+    result = step_time.result_of(group, timed(group, [1.0, 2.0, 3.3], [1.0, 2.0, 3.0]))
+    assert result["comparison"]["ratio"] == 1.0
+    assert "ours / plain: 1.000 (quartiles 1.000 and 1.050); target: at most 0.97" in step_time.table(result)
+
+
+def test_a_ratio_with_a_large_spread_is_not_reported() -> None:
+    group = Group("plain", (OURS, PLAIN), 16)
+    result = step_time.result_of(group, timed(group, [0.8, 1.0, 1.4], [1.0, 1.0, 1.0]))
+    assert result["comparison"]["ratio"] is None
+    assert step_time.table(result).endswith("ours / plain: not reported: spread 30%")
+    steady = step_time.result_of(group, timed(group, [0.9, 1.0, 1.3], [1.0, 1.0, 1.0]))
+    assert steady["comparison"]["ratio"] == 1.0, "a fifth of the median is allowed"
+
+
+def test_the_cases_take_turns(monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> None:
+    ran: list[str] = []
+
+    def build_step(case: Case, **options: Any) -> trainer_step.Step:
+        return trainer_step.Step(lambda: ran.append(case.implementation), 7)
+
+    monkeypatch.setattr(step_measure, "build_step", build_step)
+    settings = step_measure.Settings(turns=2, steps=2, warmup=1, sampling_steps=1)
+    rows = step_measure.measure(Group("plain", (OURS, PLAIN), 2), settings)
+    assert ran == ["ours", "plain", *["ours", "ours", "plain", "plain"] * 2]
+    assert [len(row["blocks_s"]) for row in rows] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(torch.OutOfMemoryError("CUDA out of memory"), "oom"), (RuntimeError("no kernel"), "error")]
+)
+def test_a_sweep_records_a_failure_and_stops(
+    error: Exception, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_this_process: None
+) -> None:
+    def build_step(case: Case, *, batch_size: int, **options: Any) -> trainer_step.Step:
+        if batch_size >= 4:
+            raise error
+        return trainer_step.Step(lambda: None, 7)
+
+    monkeypatch.setattr(step_measure, "build_step", build_step)
+    groups = [Group("sweep", (OURS,), size) for size in (1, 2, 4, 8)]
+    monkeypatch.setattr(step_time, "chosen_groups", lambda args: groups)
+    args = step_time.parse(["--quick", "--device=cpu"])
+    rows = [row for result in step_time.measure_groups(args, {}, tmp_path / "a.json") for row in result["rows"]]
+    assert [row["status"] for row in rows] == ["ok", "ok", status]
+    assert str(error) in rows[-1]["reason"]
+    assert rows[-1]["step_time_s"] is None
+    assert rows[0]["peak_memory_gib"] is None or rows[0]["peak_memory_gib"] > 0
+
+
+def test_nothing_starts_after_the_time_limit(tmp_path: Path, in_this_process: None) -> None:
+    args = step_time.parse(["--quick", "--device=cpu", "plain", "--time_limit=-1"])
+    (result,) = step_time.measure_groups(args, {}, tmp_path / "a.json")
+    assert [row["status"] for row in result["rows"]] == ["skipped", "skipped"]
+
+
+def test_mfu_is_a_percentage_of_the_peak_of_all_devices() -> None:
+    row = step_measure.new_row(OURS, Group("sweep", (OURS,), 10, num_ranks=2))
+    step_measure.add_times(row, [2.0], flops=6e9, peak=1e11)
+    assert (row["images_per_second"], row["tflops_per_device"], row["mfu"]) == (5.0, 0.015, pytest.approx(15.0))
+
+
+def test_the_suites_of_the_issue_have_their_targets() -> None:
+    choice = Choice(CPU, ("DiT-S",), step_cases.VARIANTS, (1, 2), None)
+    groups = step_cases.build_groups(step_time.CPU_SUITES, choice)
+    assert {group.batch_size for group in groups if group.suite != "sampling"} == {16}
+    found = [
+        (group.suite, group.cases[0].precision, group.cases[0].compiled, group.target)
+        for group in groups
+        if group.target and group.suite not in ("trainer", "sampling")
+    ]
+    products = [("float32_products", "fp32", compiled, 0.6) for compiled in (False, True)]
+    assert found == [("diffusers", "fp32", False, 0.97), ("diffusers", "bf16", True, 0.92), *products]
+    assert {group.target for group in groups if group.suite == "trainer"} == {1.03}
+    drawing = [group for group in groups if group.suite == "sampling"]
+    assert {group.target for group in drawing if group.cases[1].implementation == "diffusers"} == {0.9, None}
+    gpu = Choice(torch.device("cuda"), ("DiT-XL", "DiT-7B"), step_cases.VARIANTS[2:], (1,), None)
+    swept = step_cases.build_groups(["sweep"], gpu)
+    assert {(group.cases[0].model, group.target_mfu) for group in swept} == {("DiT-XL", 45.0), ("DiT-7B", 55.0)}
+    assert {group.missing for group in swept} == {None}
+
+
+def test_a_case_runs_with_its_own_precision_of_products(tmp_path: Path, in_this_process: None) -> None:
+    case = Case("ours", "debugmodel", "fp32", flags=("--training.float32_matmul_precision=medium",))
+    found = []
+    rank = Rank(rank=0, local_rank=0, world_size=1)
+    with step_measure.process_group(rank):
+        step = step_cases.build_step(case, batch_size=2, rank=rank, folder=tmp_path, sampling_steps=1)
+        for _ in range(2):
+            with step.settings():
+                found.append(torch.get_float32_matmul_precision())
+                step.run()
+            found.append(torch.get_float32_matmul_precision())
+        step.close()
+    assert found == ["medium", "highest"] * 2
+    (record,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert record["step"] == 1, "the trainer logs as in a run"
+
+
+def test_two_ranks_are_measured_in_processes(monkeypatch: pytest.MonkeyPatch, fork_server: None) -> None:
+    monkeypatch.setattr(step_measure, "START_METHOD", "forkserver")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    group = Group("plain", (OURS, PLAIN), 2, num_ranks=2)
+    rows = step_measure.measure_in_processes(group, SETTINGS, seconds_left=200)
+    assert [(row["status"], row["num_ranks"], len(row["blocks_s"])) for row in rows] == [("ok", 2, 3)] * 2
+
+
+def hang(group: Group, settings: step_measure.Settings) -> None:
+    time.sleep(1000)
+
+
+def test_processes_that_hang_are_killed(monkeypatch: pytest.MonkeyPatch, fork_server: None) -> None:
+    monkeypatch.setattr(step_measure, "START_METHOD", "fork")
+    monkeypatch.setattr(step_measure, "measure", hang)
+    (row,) = step_measure.measure_in_processes(Group("sweep", (OURS,), 2), SETTINGS, seconds_left=0.1)
+    assert (row["status"], row["reason"]) == ("skipped", "the time limit was reached")
+
+
+def test_a_start_has_the_time_of_each_phase(tmp_path: Path, run_distributed: RunDistributed) -> None:
+    report = tmp_path / "phases.json"
+    place = [f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=start"]
+    flags = ["--job.config_file=quickstart.toml", "--model.flavor=debugmodel", "--training.global_batch_size=4"]
+    started = run_distributed(["benchmarks/start_time.py", "--start", report, *flags, *place], None)
+    assert started.returncode == 0, started.stderr
+    ends = json.loads(report.read_text())
+    assert tuple(ends) == ("imports", "options and data", "build", "first batch", "first step")
+    assert list(ends.values()) == sorted(ends.values())
 
 
 @pytest.mark.slow
-def test_trainer_step_runs_in_a_process_of_its_own_and_reports_its_memory() -> None:
-    rows = list(
-        step_measure.sweep_in_subprocess(
-            step_cases.Case("ours", "debugmodel", "torchditan", "bf16", "eager", "trainer", ema=True),
-            (2, 10**9, 4),
-            repeats=2,
-            warmup=1,
-            deadline=time.time() + 100,
-            device=CPU,
-        )
-    )
-    assert [(row["batch_size"], row["status"]) for row in rows] == [(2, "ok"), (10**9, "oom")]
-    if sys.platform == "linux":
-        assert 0 < rows[0]["peak_memory_growth_gib"] < rows[0]["peak_memory_gib"]
-
-
-def sweep(monkeypatch: pytest.MonkeyPatch, error: Exception, **options: Any) -> list[dict[str, Any]]:
-    """Rows of a sweep over batches of 1, 2, 4, 8 in which a batch of 4 raises."""
-
-    def step(batch: Any) -> None:
-        if len(batch.sample) >= 4:
-            raise error
-
-    monkeypatch.setattr(step_measure, "build_step", lambda case, device: (step, 7))
-    settings = {"repeats": 3, "warmup": 1, "deadline": time.time() + 60, "device": CPU}
-    return list(step_measure.sweep(OURS, (1, 2, 4, 8), **(settings | options)))
-
-
-def test_sweep_records_running_out_of_memory_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = sweep(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
-    assert [row["status"] for row in rows] == ["ok", "ok", "oom"]
-    assert rows[-1]["reason"] == "CUDA out of memory"
-    assert rows[-1]["step_time_s"] is None
-
-
-def test_sweep_records_a_failure_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = sweep(monkeypatch, RuntimeError("no such kernel"))
-    assert [row["status"] for row in rows] == ["ok", "ok", "error"]
-    assert "no such kernel" in rows[-1]["reason"]
-
-
-def test_sweep_begins_no_row_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    (row,) = sweep(monkeypatch, RuntimeError(), deadline=time.time() - 1)
-    assert row["status"] == "skipped"
-
-
-def test_ratios_are_those_of_medians_and_take_the_faster_compiled_form_of_diffusers() -> None:
-    def row(case: Any, times: list[float]) -> dict[str, Any]:
-        row = step_measure.new_row(case, 16)
-        step_measure.add_times(row, times, flops_per_image=1, peak=None)
-        return row
-
-    cases = step_cases.cpu_cases("DiT-S", against="diffusers", variants=["fp32_eager", "bf16_compiled"])
-    assert [case.implementation for case in cases] == ["ours", "diffusers", "ours", "diffusers", "diffusers"]
-    times = [[3.0, 9.0, 2.0], [4.0, 4.0, 1.0], [1.0] * 3, [2.0] * 3, [1.6] * 3]
-    found = step_time.ratios([row(case, seconds) for case, seconds in zip(cases, times, strict=True)])
-    assert [(entry["denominator"], entry["ratio"], entry["target"]) for entry in found] == [
-        ("diffusers fp32_eager", 0.75, 0.96),
-        ("diffusers fp32_eager", 0.25, 0.42),
-        ("diffusers bf16_compiled", 0.625, None),
-    ]
-
-
-def test_mfu_is_a_percentage_of_the_peak() -> None:
-    row = step_measure.new_row(OURS, 10)
-    step_measure.add_times(row, [2.0], flops_per_image=6e9, peak=1e11)
-    assert (row["images_per_second"], row["tflops_per_device"], row["mfu"]) == (5.0, 0.03, pytest.approx(30.0))
+def test_a_second_compiled_start_is_compared_with_the_first(tmp_path: Path) -> None:
+    script, out = Path(step_time.__file__).parent / "start_time.py", tmp_path / "start.json"
+    flags = ["--job.config_file=quickstart.toml", "--model.flavor=debugmodel", "--training.global_batch_size=4"]
+    command = [sys.executable, str(script), "--compile", "--turns=1", f"--out={out}", *flags]
+    subprocess.run(command, check=True, timeout=600)
+    result = json.loads(out.read_text())
+    first, second = (result["medians_s"][name]["first step"] for name in ("first", "second"))
+    assert second < first, "the second start reads the cache of the first"
 
 
 @pytest.mark.parametrize(
     ("arguments", "mistake"),
     [
-        (["--device", "cpu", "--batch_size", "8", "16"], "one size on a CPU"),
-        (["--repeats", "0"], "must be at least 1"),
+        (["--batch_size", "8", "15", "--ranks", "2"], "--batch_size 15: must be a multiple of --ranks"),
+        (["--turns", "0"], "must be at least 1"),
+        (["options"], "--flags: the suite options"),
+        (["diffuser"], "suite diffuser: must be one of diffusers"),
     ],
 )
 def test_a_mistaken_option_is_refused(arguments: list[str], mistake: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        step_time.main(arguments)
+        step_time.main([*arguments, "--device=cpu"])
     assert stopped.value.code == 2
     assert mistake in capsys.readouterr().err
 
@@ -217,10 +375,3 @@ def test_lora_against_full_writes_all_three_cases(tmp_path: Path) -> None:
     for case in cases.values():
         assert case["step_time_s"] > 0 and case["peak_memory_gib"] > 0
     assert cases["full"]["loss_last"] != cases["lora, int8 base"]["loss_last"]
-
-
-def test_steps_of_muon_and_adamw_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
-    optimizer_time.main(["--model=debugmodel", "--batch_size", "2", "4", "--repeats=1", "--warmup=1"])
-    lines = capsys.readouterr().out.splitlines()
-    assert sum("Newton-Schulz adds" in line for line in lines) == 2
-    assert sum("x AdamW" in line for line in lines) == 6
