@@ -9,7 +9,9 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from random_models import random_model
+from torch._dynamo.backends.common import aot_autograd
 
 from torchditan.models.dit import (
     FLAVORS,
@@ -194,6 +196,25 @@ def test_rotation_is_the_same_in_eager_and_compiled_code():
     assert torch.equal(compiled(x, rope), rotate(x, rope))
     x = x.float()
     torch.testing.assert_close(compiled(x, rope), rotate(x, rope))
+
+
+def test_the_compiled_rotation_concatenates_nothing():
+    """`cat` of the two members of each pair ends a fused kernel, and writes float32 to memory."""
+    operators: list[str] = []
+
+    def record(graph, _inputs):
+        operators.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    rope = rope_table(tiny_config(), 8, 8, torch.device("cpu"))
+    x = torch.randn(2, 16, 2, 16, requires_grad=True)
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
+    torch.compile(rotate, backend=backend, fullgraph=True)(x, rope).sum().backward()
+    assert operators.count("aten.flip.default") == 2, operators
+    assert not {"aten.cat.default", "aten.stack.default"} & set(operators), operators
+    compiled, x.grad = x.grad, None
+    rotate(x, rope).sum().backward()
+    torch.testing.assert_close(x.grad, compiled)
 
 
 def test_sincos_positions_put_the_column_first_and_sine_first():

@@ -60,6 +60,7 @@ IN_CONTEXT = "--model.conditioning=in_context"
 DROPPING = ["--model.token_dropping=0.75", "--model.token_dropping_blocks=1"]
 REPLICATE = "--training.data_parallel_replicate_degree"
 CONTEXT = "--training.context_parallel_degree=2"
+RESHARD = "--training.reshard_after_forward"
 FRACTION = ["--activation_checkpoint.mode=fraction", "--activation_checkpoint.fraction=0.5"]
 FLOAT16 = "--training.mixed_precision_param=float16"
 LORA = ["--lora.rank=4", "--ema.enable=false"]
@@ -152,6 +153,9 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "FSDP value residual full": [VALUE_RESIDUAL, FULL],
         "FSDP adaLN-single": [ADALN_SINGLE],
         "FSDP micro-batches": ["--training.global_batch_size=24"],
+        "FSDP never reshards": [f"{RESHARD}=never"],
+        "FSDP never reshards, full": [f"{RESHARD}=never", FULL],
+        "FSDP always reshards": [f"{RESHARD}=always"],
         "DDP": [f"{REPLICATE}=2"],
         "DDP full": [f"{REPLICATE}=2", FULL],
         "DDP bfloat16 reduced": [f"{REPLICATE}=2", "--training.mixed_precision_reduce=bfloat16"],
@@ -170,6 +174,7 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "HSDP full, many parameters": [f"{REPLICATE}=2", FULL, "--model.flavor=DiT-Ti", "--training.batch_size=2"],
         "DDP": [f"{REPLICATE}=4", *OP],
         "FSDP context": [CONTEXT, "--training.global_batch_size=16"],
+        "FSDP reshards to 2": [f"{RESHARD}=2", FULL],
         "HSDP context": [CONTEXT, f"{REPLICATE}=2", FULL],
     },
 }
@@ -251,6 +256,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
             checkpoint_fraction=config.activation_checkpoint.fraction,
             param_dtype=dtypes[training.mixed_precision_param],
             reduce_dtype=dtypes[training.mixed_precision_reduce],
+            reshard_after_forward=training.reshard_after_forward,
         )
         model.to_empty(device="cpu")
         model.init_weights(0)

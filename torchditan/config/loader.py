@@ -257,6 +257,8 @@ def _coerce_one(option: Option, element: Any, value: Any) -> Any:
         return float(element)
     if option.name == "activation_checkpoint.selective_ac_option" and type(element) is int:
         return str(element)
+    if option.name == "training.reshard_after_forward":  # also the values of `fully_shard`
+        element = {"true": "always", "false": "never"}.get(str(element).lower(), element)
     if option.kind is int and isinstance(element, str) and element in option.choices:
         return element
     if type(element) is not option.kind:

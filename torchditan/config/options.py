@@ -250,6 +250,9 @@ class Training:
     """Number of ranks that share the parameters (FSDP); -1 uses all remaining ranks."""
     context_parallel_degree: int = 1
     """Number of ranks that share the tokens of each sample, for long sequences. They count as one in batch_size."""
+    reshard_after_forward: int | Literal["default", "always", "never"] = "default"
+    """FSDP: free gathered weights after the forward pass, but keep the last block's (default), always, never, or keep
+    them divided over this number of ranks. true and false mean always and never."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     on_nonfinite: Literal["stop", "rollback"] = "stop"

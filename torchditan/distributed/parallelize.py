@@ -12,6 +12,7 @@ Notable:
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -39,6 +40,7 @@ def parallelize(
     param_dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype = torch.float32,
     cpu_offload: bool = False,
+    reshard_after_forward: int | Literal["default", "always", "never"] = "default",
 ) -> nn.Module:
     """Checkpoint, compile and shard a model in place, usually while it is on the meta device.
 
@@ -54,6 +56,9 @@ def parallelize(
         param_dtype: dtype of the parameters in forward and backward.
         reduce_dtype: dtype in which gradients are reduced over ranks.
         cpu_offload: keep the sharded parameters, gradients and optimizer state in host memory.
+        reshard_after_forward: when a model on several shards frees its gathered weights: after the forward pass of each
+            block but the last (default) or of each block (always), or after the backward pass (never). With a number,
+            which divides the shards, blocks but the last stay divided over so many ranks until the backward pass.
     """
     apply_activation_checkpoint(
         blocks, mode=activation_checkpoint, selective_option=selective_ac_option, fraction=checkpoint_fraction
@@ -75,7 +80,13 @@ def parallelize(
     else:
         assert compile is None or compile.scope == "block", "refused by check_compile"
         shard(
-            model, blocks=blocks, mesh=mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype, cpu_offload=cpu_offload
+            model,
+            blocks=blocks,
+            mesh=mesh,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            cpu_offload=cpu_offload,
+            reshard_after_forward=reshard_after_forward,
         )
     return model
 
@@ -88,6 +99,7 @@ def shard(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     cpu_offload: bool = False,
+    reshard_after_forward: int | Literal["default", "always", "never"] = "default",
 ) -> None:
     """Apply `fully_shard` to each block and to the rest of a model. Arguments of `parallelize`."""
     # Some blocks return views of one tensor. The warning concerns in-place writes to views, which this code never does.
@@ -98,12 +110,31 @@ def shard(
     # backward pass makes again. That pays off only for a frozen base: the gradients and moments of trained weights take
     # much more memory than the copy.
     has_frozen = any(not parameter.requires_grad for block in blocks for parameter in block.parameters())
-    reshard = mesh.size(mesh.ndim - 1) > 1 or has_frozen
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
     # A fully frozen model (a teacher) has no backward pass, which would free the gathered weights of the root.
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    reshard, keeps_last = _reshard_blocks(
+        reshard_after_forward, num_shards=mesh.size(mesh.ndim - 1), has_frozen=has_frozen, is_frozen=is_frozen
+    )
+    meshes: AbstractContextManager[None] = nullcontext()
+    if type(reshard) is int:
+        from torchditan.distributed.partial_reshard import shared_mesh
+
+        meshes = shared_mesh()
+    with meshes:
+        for number, block in enumerate(blocks, start=1):
+            own = False if keeps_last and number == len(blocks) else reshard
+            fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=own)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=is_frozen)
+
+
+def _reshard_blocks(
+    option: int | Literal["default", "always", "never"], *, num_shards: int, has_frozen: bool, is_frozen: bool
+) -> tuple[bool | int, bool]:
+    """Whether, or to how many ranks, blocks reshard after their forward pass; and whether the last one does not."""
+    if num_shards == 1 or is_frozen:
+        return num_shards > 1 or has_frozen, False
+    # The backward pass starts with the last block, and would gather at once what its forward pass has just freed.
+    return option if isinstance(option, int) else option != "never", option != "always"
 
 
 def compile_advice(*, compiles: bool, float8: bool, device: torch.device) -> str | None:

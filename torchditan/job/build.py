@@ -103,6 +103,7 @@ def _shard_and_fill(job: Job, model: nn.Module, supervision: Supervision, mesh: 
         param_dtype=DTYPES[config.training.mixed_precision_param],
         reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
         cpu_offload=config.training.enable_cpu_offload,
+        reshard_after_forward=config.training.reshard_after_forward,
     )
     sharded.to_empty(device="cpu" if config.training.enable_cpu_offload else job.device)
     with supervision.reporting("loading the model"):

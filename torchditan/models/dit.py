@@ -198,9 +198,10 @@ def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     context tokens.
     """
     pairs = x.float().unflatten(-1, (-1, 2))  # (B, N, H, K / 2, 2)
-    if torch.compiler.is_compiling():  # inductor fuses this, but generates no code for complex numbers
-        (a, b), (cos, sin) = pairs.unbind(-1), rope.unbind(-1)
-        pairs = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)
+    if torch.compiler.is_compiling():  # inductor generates no code for complex numbers, and splits kernels at `stack`
+        cos, sin = rope.unsqueeze(-1).unbind(-2)  # 2 of (N, 1, K / 2, 1)
+        sign = torch.arange(-1, 2, 2, device=x.device)  # not a constant, which would be copied to the device
+        pairs = pairs * cos + pairs.flip(-1) * (sin * sign)
     else:  # one kernel instead of six: 5 times faster on a CPU
         pairs = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rope))
     return pairs.flatten(-2).type_as(x)

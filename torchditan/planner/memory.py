@@ -164,6 +164,8 @@ class Layout:
     """Bytes that context parallelism exchanges for one image, per rank and forward pass of a block."""
     keeps_copies: bool = False
     """Whether the copies of distributed/replicate.py stay allocated, for CUDA graphs."""
+    reshard_after_forward: int | str = "default"
+    """When gathered weights are freed; see `parallelize`."""
     num_exchanges: int = 2
     """Passes of a block that exchange: forward and backward, and a recomputed forward."""
 
@@ -271,7 +273,14 @@ class _Step:
         self.teacher = self.root.gathered + largest if layout.uses_teacher else 0
         """Bytes of gathered teacher weights while the teacher computes, before the first block or after the last one.
         The additional block that FSDP keeps is counted with the model's own."""
-        self.is_resharded = layout.num_shards > 1 or has_frozen  # same rule as parallelize.py
+        self.remaining = 0.0 if has_frozen else 1.0
+        """Share of a block's gathered weights that stay after its forward pass, by the rule of parallelize.py. The last
+        block stays whole, or is gathered again at once."""
+        if layout.num_shards > 1:
+            option = layout.reshard_after_forward
+            self.remaining = 1.0 if option == "never" else 0.0
+            if isinstance(option, int) and option < layout.num_shards:
+                self.remaining = 1 / option
 
     def forward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
         embed, head = traces[0].embed, traces[-1].head
@@ -280,12 +289,15 @@ class _Step:
         self.kept += embed.left(batch_size)
         for i, trace in enumerate(traces):
             label = f"block {i + 1} of {len(self.blocks)}"
-            if self.is_resharded:
+            if self.layout.num_shards > 1 or self.remaining < 1:
                 self._add(f"gathering of {label}", gathered=self._gathered_in_gather(i))
             working = trace.forward.peak(batch_size)
             self._add(f"forward of {label}", gathered=self._gathered_in_forward(i), working=working)
             self.kept += trace.forward.left(batch_size)
         gathered = self._gathered_in_backward(len(self.blocks), own=False) + self.teacher
+        if self.layout.num_shards > 1 and self.layout.reshard_after_forward != "always":
+            both = gathered + self.blocks[-1].gathered  # the result of its all-gather, until the forward pass ends
+            self._add("final layer", gathered=both, working=traces[-1].output.peak(batch_size))
         self._add("final layer and loss", gathered=gathered, working=head.peak(batch_size))
         self.kept += head.left(batch_size)
 
@@ -372,19 +384,24 @@ class _Step:
 
     def _gathered_in_gather(self, i: int) -> float:
         before = self.blocks[i - 1].gathered if i > 0 else self.root.gathered
-        return self.root.gathered + before + self.blocks[i].gathered * (1 + 1 / self.layout.num_shards)
+        own = self.blocks[i].gathered * (1 + 1 / self.layout.num_shards)
+        return self.root.gathered + before + own + self._left_by_forward(i)
 
     def _gathered_in_forward(self, i: int) -> float:
-        if self.is_resharded:  # the result of an all-gather is kept until the next all-gather was copied out
-            return self.root.gathered + (2 if self.layout.num_shards > 1 else 1) * self.blocks[i].gathered
-        return self.root.gathered + sum(block.gathered for block in self.blocks[: i + 1])
+        # The result of an all-gather is kept until the next all-gather was copied out.
+        copies = 2 if self.layout.num_shards > 1 else 1
+        return self.root.gathered + copies * self.blocks[i].gathered + self._left_by_forward(i)
 
     def _gathered_in_backward(self, i: int, *, own: bool = True) -> float:
         """During backward of block i the previous block is being gathered. own: block i is still gathered."""
-        if self.is_resharded:
-            ahead = self.blocks[i - 1].gathered if i > 0 and self.layout.num_shards > 1 else 0
-            return self.root.gathered + ahead + (self.blocks[i].gathered if own else 0)
-        return self.root.gathered + sum(block.gathered for block in self.blocks[: i + own])
+        gathers_ahead = i > 0 and self.layout.num_shards > 1 and self.remaining < 1
+        ahead = self.blocks[i - 1].gathered if gathers_ahead else 0
+        return self.root.gathered + ahead + (self.blocks[i].gathered if own else 0) + self._left_by_forward(i)
+
+    def _left_by_forward(self, i: int) -> float:
+        """Gathered weights that the forward passes of the first i blocks left for the backward pass."""
+        stop = i if self.remaining == 1 else min(i, len(self.blocks) - 1)
+        return self.remaining * sum(block.gathered for block in self.blocks[:stop])
 
     def _working_in_reduction(self, block: _Unit) -> float:
         own_gradient = 0 if self.layout.num_micro_batches > 1 else block.gradient

@@ -121,9 +121,7 @@ class Plan:
     @property
     def fits(self) -> bool | None:
         """Whether the peak is within the usable memory; None if the device is unknown."""
-        if self.device is None:
-            return None
-        return self.peak_memory_gib <= USABLE_MEMORY * self.device.memory_gib
+        return None if self.device is None else self.peak_memory_gib <= USABLE_MEMORY * self.device.memory_gib
 
     @property
     def step_time_s(self) -> float | None:
@@ -132,9 +130,7 @@ class Plan:
     @property
     def images_per_second(self) -> float | None:
         """Throughput of all devices together."""
-        if self.time is None:
-            return None
-        return self.global_batch_size / self.time.total
+        return None if self.time is None else self.global_batch_size / self.time.total
 
     @property
     def mfu(self) -> float | None:
@@ -201,6 +197,8 @@ def alternatives(config: Config, device: str, num_devices: int) -> list[Plan]:
     If none fits, the plan is for one image. The fastest plan that fits comes first.
     """
     plans = []
+    if isinstance(config.training.reshard_after_forward, int):  # it divides the shards of some modes only
+        config = config.replace({"training.reshard_after_forward": "default"})
     for replicate, shard in parallel_modes(num_devices, device, context=config.training.context_parallel_degree):
         for mode, option in (("none", "2"), ("selective", "2"), ("selective", "op"), ("full", "2")):
             changed = with_options(config, replicate=replicate, shard=shard, mode=mode, option=option)
@@ -336,6 +334,7 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         uses_teacher=model.objective.uses_teacher,
         context=dims.context,
         exchanged_bytes=model.exchanged_bytes(dims.context),
+        reshard_after_forward=training.reshard_after_forward,
         num_exchanges=2 if config.activation_checkpoint.mode == "none" else 3,
         keeps_copies=training.compile and config.compile.has_cuda_graphs,
     )

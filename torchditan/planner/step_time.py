@@ -108,6 +108,7 @@ def step_time(
     """Estimate the seconds of a step. `traces` has one trace per block, as in `memory.timeline`."""
     gather = [_gather_seconds(block, layout, speed.device) for block in parameters.blocks]
     scatter, replicas = zip(*(_reduce_seconds(block, layout, speed.device) for block in parameters.blocks), strict=True)
+    again = _gather_again_seconds(parameters, layout, speed.device)
     root_gather = _gather_seconds(parameters.root, layout, speed.device)
     root_reduce = sum(_reduce_seconds(parameters.root, layout, speed.device))
     replicated = is_replicated(parameters, layout)
@@ -125,10 +126,10 @@ def step_time(
                 copy_in = 0.0  # once per step
             forward = speed.seconds(trace.forward, batch_size, in_block=True) + copy_in
             backward = speed.seconds(trace.backward, batch_size, in_block=True) + is_last * copy_out
-            if layout.num_shards > 1:
+            if again[i]:
                 backward += copy_in
             following = gather[i + 1] if i + 1 < len(traces) else 0.0
-            before = gather[i - 1] if i > 0 else 0.0
+            before = again[i - 1] if i > 0 else 0.0
             reduces = is_last and i + 1 < len(traces)
             inside = before + (scatter[i + 1] if reduces else 0.0)
             across = replicas[i + 1] if reduces else 0.0
@@ -138,7 +139,7 @@ def step_time(
             exposed += max(0.0, following - forward) + max(0.0, inside - backward, across - backward)
             communication += exchange
             exposed += exchange
-        communication += 2 * sum(gather) + is_last * (sum(scatter) + sum(replicas) + root_reduce) + root_gather
+        communication += sum(gather) + sum(again) + is_last * (sum(scatter) + sum(replicas) + root_reduce) + root_gather
         if layout.uses_teacher:  # the blocks of the teacher hide each other's gathers
             communication += sum(gather) + root_gather
             exposed += root_gather + gather[0]
@@ -180,6 +181,17 @@ def _trained_elements(weights: Sequence[Weight], layout: Layout) -> int:
 def _gather_seconds(weights: Sequence[Weight], layout: Layout, device: Device) -> float:
     num_bytes = _gathered_bytes(weights, layout)
     return collective_seconds(num_bytes, ranks=layout.num_shards, stride=1, device=device)
+
+
+def _gather_again_seconds(parameters: Parameters, layout: Layout, device: Device) -> list[float]:
+    """Seconds of each block's all-gather in the backward pass, by the rule of parallelize.py."""
+    option = layout.reshard_after_forward
+    if layout.num_shards == 1 or option == "never":
+        return [0.0] * len(parameters.blocks)
+    ranks = option if isinstance(option, int) else layout.num_shards
+    sizes = [_gathered_bytes(block, layout) for block in parameters.blocks]
+    again = [collective_seconds(size, ranks=ranks, stride=1, device=device) for size in sizes]
+    return again if option == "always" else [*again[:-1], 0.0]
 
 
 def _exchange_seconds(layout: Layout, device: Device, batch_size: int) -> float:

@@ -81,6 +81,8 @@ class StepTrace:
     """From the batch to the input of the first block: x_t, velocity, embedders."""
     forward: Segment
     """One block."""
+    output: Segment
+    """Forward of the final layer: the first part of `head`."""
     head: Segment
     """Final layer and loss, forward and backward."""
     backward: Segment
@@ -139,9 +141,10 @@ def trace_blocks(
         )
         recorders.append(recorder)
         _complete_marks(recorder, len(blocks))
-    embed, head, tail = (
+    last = f"backward {len(blocks) - 1}"
+    embed, output, head, tail = (
         _segment(recorders, *ends)
-        for ends in (("start", "forward 0"), ("head", f"backward {len(blocks) - 1}"), ("tail", "end"))
+        for ends in (("start", "forward 0"), ("head", "loss"), ("head", last), ("tail", "end"))
     )
     traces = []
     for i in range(len(blocks)):
@@ -150,7 +153,7 @@ def trace_blocks(
         forward, backward = (
             _segment(recorders, *ends) for ends in ((f"forward {i}", following), (f"backward {i}", before))
         )
-        traces.append(StepTrace(embed=embed, forward=forward, head=head, backward=backward, tail=tail))
+        traces.append(StepTrace(embed=embed, forward=forward, output=output, head=head, backward=backward, tail=tail))
     return [traces[i] for i in stands_for]
 
 
@@ -226,6 +229,7 @@ def _record(
         loss_of_samples = TokenDropping(spec, seed=0, steps=1).loss_at(1, loss_of_samples)
     inputs += [tensor for tensor in randomness if tensor is not None]
     recorder = StepRecorder(ignored=inputs)
+    model.register_forward_hook(lambda *_: recorder.mark("loss"))
     with recorder, DeviceKernels(kernels), _marked(blocks, recorder):
         recorder.mark("start")
         losses = loss_of_samples(model, batch, randomness)
