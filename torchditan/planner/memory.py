@@ -276,8 +276,9 @@ class _Step:
         block stays whole, or is gathered again at once."""
         if layout.num_shards > 1:
             option = layout.reshard_after_forward
-            is_partial = isinstance(option, int) and option < layout.num_shards
-            self.remaining = 1 / option if is_partial else float(option == "never")
+            self.remaining = float(option == "never")
+            if isinstance(option, int) and option < layout.num_shards:
+                self.remaining = 1 / option
 
     def forward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
         embed, head = traces[0].embed, traces[-1].head
