@@ -122,7 +122,8 @@ def main(argv: Sequence[str]) -> None:
     add("--out", type=Path, help="the JSON (default: benchmarks/results/start_time_<eager or compiled>.json)")
     args, flags = parser.parse_known_args(argv)
     mode = "compiled" if args.compile else "eager"
-    flags = flags or ["--job.config_file=quickstart.toml"]
+    if not any(flag.startswith("--job.config_file") for flag in flags):
+        flags = ["--job.config_file=quickstart.toml", *flags]
     flags += ["--training.compile"] if args.compile else []
 
     import torch

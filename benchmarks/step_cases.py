@@ -179,18 +179,18 @@ def trainer(choice: Choice) -> Iterator[Group]:
 def float32_products(choice: Choice) -> Iterator[Group]:
     """float32 with products in bfloat16 (on a GPU in TF32) against IEEE float32."""
     precision = "high" if choice.device.type == "cuda" else "medium"
+    variants = [variant for variant in choice.variants if variant.startswith("fp32")]
     for model in choice.models:
-        for variant in choice.variants:
-            if variant.startswith("fp32"):
-                plain = of_variant(variant, implementation="ours", model=model)
-                faster = replace(plain, flags=(f"--training.float32_matmul_precision={precision}",))
-                yield Group(
-                    "float32_products",
-                    (faster, plain),
-                    batch_size=32 if choice.device.type == "cuda" else 16,
-                    target=0.6 if choice.device.type == "cpu" else None,
-                    missing=lacks_amx(choice.device),
-                )
+        for variant in variants or VARIANTS[:2]:  # those of a GPU are bf16 by default
+            plain = of_variant(variant, implementation="ours", model=model)
+            faster = replace(plain, flags=(f"--training.float32_matmul_precision={precision}",))
+            yield Group(
+                "float32_products",
+                (faster, plain),
+                batch_size=32 if choice.device.type == "cuda" else 16,
+                target=0.6 if choice.device.type == "cpu" else None,
+                missing=lacks_amx(choice.device),
+            )
 
 
 def options(choice: Choice) -> Iterator[Group]:

@@ -161,9 +161,11 @@ def test_allocator_retries_of_any_rank_rule_a_batch_out_and_the_answer_is_kept(f
     assert coarser == 24 and not set(further) & set(tried), "trials serve other searches"
     other = options().replace({"activation_checkpoint.mode": "full"})
     assert find(other)[1] != [], "another question"
+    other = options().replace({"training.reshard_after_forward": "never"})
+    assert find(other)[1] != [], "another question"
     assert find(options(), num_devices=1)[1] != [], "another number of ranks"
     stored = json.loads((tmp_path / "autotune.json").read_text())
-    assert len(stored["questions"]) == 3
+    assert len(stored["questions"]) == 4
     assert len((tmp_path / "autotune.json").read_text()) > 100
 
 

@@ -201,6 +201,40 @@ def test_each_block_frees_its_copies_after_its_backward_pass(mesh: DeviceMesh) -
     assert all(copy.untyped_storage().size() == 0 for copy in copies)
 
 
+class TwoStreams(nn.Module):
+    """Blocks of two streams. The last one passes the second stream on, as in Mochi."""
+
+    class Block(nn.Module):
+        def __init__(self, is_last: bool):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), None if is_last else nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, *, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x = torch.tanh(self.first(x + other))
+            return x, other if self.second is None else torch.tanh(self.second(other))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block(is_last=number == 2) for number in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = other = x.bfloat16()
+        for block in self.blocks:
+            x, other = block(x, other=other)
+        return x.float().mean()
+
+
+def test_a_block_may_pass_a_tensor_on_unchanged(mesh: DeviceMesh) -> None:
+    gradients = []
+    for apply in (shard, replicate):
+        torch.manual_seed(0)
+        model = TwoStreams()
+        apply(model, blocks=model.blocks, mesh=mesh, param_dtype=BFLOAT16, reduce_dtype=FLOAT32)
+        model(torch.ones(2, 8)).backward()
+        gradients.append([full(parameter.grad) for parameter in model.parameters()])
+    assert_equal(*gradients)
+
+
 def test_one_process_in_float32_is_the_plain_model(mesh: DeviceMesh) -> None:
     model, plain = built(replicate, mesh, param_dtype=FLOAT32), spec_of().build()
     assert not model._forward_pre_hooks and not model._forward_hooks

@@ -63,6 +63,13 @@ def spec_of(**model: Any) -> ModelSpec:
     return model_spec_of(config, sample_shape=(3, 8, 8), num_classes=10)
 
 
+def test_ranks_that_share_tokens_attend_with_some_heads_to_all_tokens() -> None:
+    ((whole, _),) = attention_calls(spec_of(), batch_size=6, dtype=torch.bfloat16).items()
+    ((call, _),) = attention_calls(spec_of(), batch_size=6, dtype=torch.bfloat16, context_parallel_degree=2).items()
+    batch, heads, *rest = whole.query.shape
+    assert call.query.shape == (batch, heads // 2, *rest)
+
+
 def test_the_calls_of_a_model_have_the_shapes_and_dtype_of_its_blocks() -> None:
     spec = spec_of()
     calls = attention_calls(spec, batch_size=6, dtype=torch.bfloat16)
@@ -207,7 +214,7 @@ def test_a_resumed_run_reuses_its_choice_unless_its_device_lacks_it(
 
     path.write_text(json.dumps({**first, "attention_backend": {"backend": "math", "microseconds": {"math": 1.0}}}))
     line, third = train(3)
-    assert line == "attention: math, as this run began"
+    assert line == "attention: math, as this run measured before"
     assert (third["attention_backend"]["backend"], third["attention_backend"]["microseconds"]) == ("math", {"math": 1})
     assert measured == 2 * list(CANDIDATES)
     assert kernels == ["math"] * 3  # efficient is not here, and math follows it

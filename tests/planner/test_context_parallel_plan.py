@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from refusals import refused
 
 from torchditan.config.loader import load_config
+from torchditan.planner.__main__ import main as planner_main
 from torchditan.planner.plan import Plan, parallel_modes, plan_run
 from torchditan.planner.plan_report import describe, recommendation
 
@@ -51,8 +54,12 @@ def test_batches_count_groups_and_modes_divide_them() -> None:
     text = describe(shared, load_config([*LARGE, f"{CONTEXT}=2"]))
     assert "HSDP (2 x 2 x 2) on 8 x" in text and "batch 2 per 2 devices that share its tokens" in text
     assert f"{CONTEXT} 2" in recommendation([shared])
-    assert parallel_modes(16, "h100", context=2) == [(8, 1), (2, 4), (1, 8)]
-    assert parallel_modes(2, "h100", context=2) == [(1, 1)]
+    config = load_config([f"{CONTEXT}=2"])
+    assert parallel_modes(config, 16, "h100") == [(8, 1), (2, 4), (1, 8)]
+    assert parallel_modes(config, 2, "h100") == [(1, 1)]
+    assert parallel_modes(config, 1, "h100") == [], "the degree does not divide one device"
+    one_graph = load_config(["--training.compile", "--compile.scope=model"])
+    assert parallel_modes(one_graph, 8, "h100") == [(8, 1)], "one graph has no shards"
 
 
 def test_what_a_run_refuses_a_plan_refuses() -> None:
@@ -60,3 +67,15 @@ def test_what_a_run_refuses_a_plan_refuses() -> None:
         plan(5, f"{CONTEXT}=5")
     with refused("training.context_parallel_degree = 4", "2"):
         plan(2, f"{CONTEXT}=4")
+
+
+def test_a_number_of_reshard_after_forward_is_not_that_of_other_modes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reshard = "--training.reshard_after_forward"
+    flags = ["quickstart", "--device=h100", "--num_devices=4", "--model.flavor=debugmodel", f"{reshard}=2", "--sweep"]
+    monkeypatch.setattr("torchditan.planner.__main__._SWEEP", [8])
+    monkeypatch.setattr("sys.argv", ["planner", *flags, f"--plot={tmp_path / 'plan.svg'}"])
+    planner_main()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("recommended")]
+    assert f"{reshard} default" in line

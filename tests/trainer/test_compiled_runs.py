@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch._dynamo
+from refusals import assert_refused
 from torch._dynamo.utils import counters
 
 from torchditan.run.reading import read_metrics
@@ -99,3 +100,14 @@ def test_two_ranks_of_ddp_follow_the_curve_of_one_process(
     assert result.returncode == 0, result.stderr
     tolerance = 1e-5 if precision == "float32" else 2e-2
     assert curve(tmp_path / "ddp") == pytest.approx(curve(tmp_path / "eager"), rel=tolerance)
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen_image"])
+def test_a_model_that_sets_hooks_refuses_to_be_one_graph(name: str, tmp_path: Path, run_script: RunScript) -> None:
+    pytest.importorskip("diffusers")
+    flags = [f"--model.name={name}", "--model.flavor=debugmodel", "--dataset.dataset_name=dummy"]
+    place = [f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=run"]
+    code, _, err = run_script("train.py", *flags, *compiled("model"), "--model.input_channels=16", *place)
+    assert code == 2
+    assert_refused(err, 'compile.scope = "model"', [name, "must be block"])
+    assert not (tmp_path / "run").exists()

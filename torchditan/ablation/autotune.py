@@ -58,6 +58,7 @@ _DECIDES_TOO = (
     "training.data_parallel_replicate_degree",
     "training.data_parallel_shard_degree",
     "training.enable_cpu_offload",
+    "training.reshard_after_forward",
     "autotune.steps",
     "autotune.memory_limit_gib",
 )

@@ -22,9 +22,6 @@ from torchditan.config.errors import option_error
 from torchditan.config.options import Compile, Config
 from torchditan.run import provenance
 
-_SET_HOOKS = ("flux", "qwen_image")
-"""Published models that call `called_with`."""
-
 
 def compile_model(model: nn.Module, *, blocks: nn.ModuleList, options: Compile) -> None:
     """Compile the forward of every block, or that of the model, in place."""
@@ -70,8 +67,6 @@ def _why_not_one_graph(config: Config, num_shards: int) -> str | None:
         return "cannot free the frozen weights of a LoRA block by block"
     if config.diffusion.self_alignment > 0:
         return "cannot free the weights of the teacher of diffusion.self_alignment block by block"
-    if config.model.name in _SET_HOOKS:
-        return f"cannot trace the hooks that {config.model.name} sets while it computes"
     if config.model.token_dropping > 0:
         return "would compile the model again where model.token_dropping ends"
     return None

@@ -197,7 +197,7 @@ class Replica:
         self.model.register_forward_pre_hook(self._before_forward, prepend=True)
         self.model.register_forward_hook(self._after_forward, always_call=True)
         for number, block in enumerate(self.blocks if of_blocks else ()):
-            block.register_forward_hook(functools.partial(self._after_block, number))
+            block.register_forward_hook(functools.partial(self._after_block, number), with_kwargs=True)
         # Whoever asks for the weights may write to them.
         self.model.register_state_dict_pre_hook(lambda *_: self.reshard())
         self.model.register_load_state_dict_pre_hook(lambda *_: self.reshard())
@@ -272,15 +272,17 @@ class Replica:
         if not self._units:
             self._prepare()
         self._refresh(self._units)
-        self._has_callback = False  # also after a backward pass that failed
+        self._has_callback, self._current_block = False, None  # also after a backward pass that failed
         self._show(computing=True)
 
     def _after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if not _hook_gradients(output, self._before_backward):
             self._show(computing=False)
 
-    def _after_block(self, number: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        _hook_gradients(output, functools.partial(self._before_backward_of_block, number))
+    def _after_block(self, number: int, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # What a block passes on unchanged has its gradient when the blocks before it still compute.
+        hook = functools.partial(self._before_backward_of_block, number)
+        _hook_gradients(output, hook, passed_on=tree_leaves((args, kwargs)))
 
     def _before_backward(self, _gradient: torch.Tensor) -> None:
         if not self._has_callback:
@@ -370,9 +372,14 @@ def _split_like(buffer: torch.Tensor, weights: list[_Weight]) -> list[torch.Tens
     return [part.view(weight.computing.shape) for part, weight in zip(parts, weights, strict=True)]
 
 
-def _hook_gradients(output: Any, hook: Any) -> bool:
+def _hook_gradients(output: Any, hook: Any, *, passed_on: Iterable[Any] = ()) -> bool:
     """Call `hook` when the gradient of a tensor in the output of a module is known. Returns whether there is one."""
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    known = set(map(id, passed_on))
+    tensors = [
+        leaf
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in known
+    ]
     for tensor in tensors:
         tensor.register_hook(hook)
     return bool(tensors)

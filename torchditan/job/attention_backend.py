@@ -116,16 +116,24 @@ class _Recorder(TorchFunctionMode):
         self.calls[Call(layouts[0], layouts[1], layouts[2], mask, is_causal)] += 1
 
 
-def attention_calls(spec: ModelSpec, *, batch_size: int, dtype: torch.dtype) -> Counter[Call]:
+def attention_calls(
+    spec: ModelSpec, *, batch_size: int, dtype: torch.dtype, context_parallel_degree: int = 1
+) -> Counter[Call]:
     """The calls of a forward pass, each with its number. It runs on the meta device and computes nothing.
 
     Args:
         spec: the model. Data of several sizes has other shapes too, which are not listed.
         batch_size: of a micro-batch.
         dtype: of the blocks, `training.mixed_precision_param`.
+        context_parallel_degree: ranks that share the heads of a call.
     """
-    with torch.device("meta"), torch.no_grad(), _Recorder(dtype) as recorder:
-        spec.build().to("meta")(*spec.example_inputs(batch_size))
+    with torch.device("meta"), torch.set_grad_enabled(context_parallel_degree > 1), _Recorder(dtype) as recorder:
+        model = spec.build().to("meta")
+        if context_parallel_degree > 1:  # only a forward with gradients is split
+            from torchditan.distributed.context_parallel import split_tokens
+
+            split_tokens(model, degree=context_parallel_degree, rank=0, group_name=None)
+        model(*spec.example_inputs(batch_size))
     return recorder.calls
 
 
@@ -254,7 +262,12 @@ def _choose(job: Job) -> _Choice | None:
     if option == "auto" and job.rank.rank > 0:
         return None
     precision = job.config.training.mixed_precision_param
-    calls = attention_calls(job.spec, batch_size=job.plan.batch_size, dtype=getattr(torch, precision))
+    calls = attention_calls(
+        job.spec,
+        batch_size=job.plan.batch_size,
+        dtype=getattr(torch, precision),
+        context_parallel_degree=job.parallel_dims.context,
+    )
 
     def applies(backend: str | None) -> bool:
         return backend in BACKENDS and any(chosen_by_torch(call, device, only=backend) for call in calls)
@@ -266,8 +279,8 @@ def _choose(job: Job) -> _Choice | None:
             raise option_error(OPTION, option, right)
         return _Choice(option, f"as {OPTION} says", {})
     stored = read_config(job.run_directory.path).get(ENTRY) or {}
-    if applies(stored.get("backend")):
-        return _Choice(stored["backend"], "as this run began", stored.get("microseconds") or {})
+    if stored.get("microseconds") and applies(stored.get("backend")):  # measured by auto, not set by an option
+        return _Choice(stored["backend"], "as this run measured before", stored["microseconds"])
     return _measured(calls, device)
 
 

@@ -238,13 +238,22 @@ def keep_global_batch_size(config: Config, run: StoredRun, *, world_size: int) -
         return config  # the run directory refuses another batch size
     if stored % world_size:
         sizes = ", ".join(str(size) for size in range(1, stored + 1) if stored % size == 0)
-        right = f"{run.path} was started with it, and {world_size} ranks do not divide it; must be one of {sizes} ranks"
+        ranks = _ranks(config)
+        right = (
+            f"{run.path} was started with it, and {world_size} {ranks} do not divide it; must be one of {sizes} {ranks}"
+        )
         raise option_error("training.global_batch_size", stored, right)
     if isinstance(batch_size, int):  # the largest micro-batch that is not larger than the given one
         share, multiple = stored // world_size, config.diffusion.batch_multiple
         sizes_here = range(multiple, batch_size + 1, multiple)
         batch_size = max((size for size in sizes_here if share % size == 0), default=batch_size)
     return config.replace({"training.global_batch_size": stored, "training.batch_size": batch_size})
+
+
+def _ranks(config: Config, *, plural: str = "s") -> str:
+    """What reads samples of its own: a rank, or a group of context parallelism."""
+    degree = config.training.context_parallel_degree
+    return f"rank{plural}" if degree == 1 else f"group{plural} of {degree} ranks"
 
 
 def complete_batches(
@@ -271,7 +280,7 @@ def complete_batches(
     if global_batch_size is None:
         global_batch_size = at_once
     if global_batch_size % at_once:
-        at_once_is = f"{rank.world_size} rank(s) x training.batch_size {batch_size}"
+        at_once_is = f"{rank.world_size} {_ranks(config, plural='(s)')} x training.batch_size {batch_size}"
         right = f"must be a multiple of {at_once}: {at_once_is}"
         raise option_error("training.global_batch_size", global_batch_size, right)
     return config.replace({"training.batch_size": batch_size, "training.global_batch_size": global_batch_size})

@@ -126,6 +126,9 @@ def prepare_job(
     )
     plan = plan_batches(completed, data_rank)
     build_objective(completed.diffusion, spec)  # refuses a model that lacks the requested features
+    if config.training.compile and config.compile.scope == "model" and not spec.is_one_graph:
+        right = f"cannot trace the hooks that {spec.name} sets while it computes; must be block"
+        raise option_error("compile.scope", "model", right)
     spec = with_condition_of(spec, dataset, completed, device=rank.device)
     if validation_dataset is not None:
         with_condition_of(spec, validation_dataset, completed, device=rank.device)  # also conditions a stand-in dataset

@@ -177,6 +177,8 @@ class ModelSpec:
     order in which they are computed. Empty: the model returns only its prediction."""
     token_dropping: float = 0.0
     """Fraction of the image tokens that some blocks skip in training, where `cond` has `kept_tokens`."""
+    is_one_graph: bool = True
+    """Whether torch.compile can trace the whole model (`compile.scope = "model"`)."""
 
     def example_inputs(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, Condition]:
         """Inputs (x_t, t, cond) of the right shapes, on the current default device."""

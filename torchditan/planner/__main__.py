@@ -16,7 +16,15 @@ from pathlib import Path
 from torchditan.config.command_line import ScriptParser, check_output, count
 from torchditan.config.errors import option_error
 from torchditan.config.options import Config
-from torchditan.planner.plan import Plan, alternatives, largest_batch, parallel_modes, plan_run, with_options
+from torchditan.planner.plan import (
+    Plan,
+    alternatives,
+    comparable,
+    largest_batch,
+    parallel_modes,
+    plan_run,
+    with_options,
+)
 
 __all__ = ["Plan", "largest_batch", "plan_run"]
 
@@ -70,11 +78,11 @@ def main() -> None:
         return
     with report_progress("planning other settings"):
         largest = alternatives(config, args.device, args.num_devices)
-        same_batch = at_one_batch(config, largest, args.device, plan.batch_size)
+        same_batch = at_one_batch(comparable(config), largest, args.device, plan.batch_size)
     print(f"\n{report.comparison(same_batch, largest)}")
-    print(report.recommendation(largest))
+    print(report.recommendation(largest, resets_reshard=comparable(config) is not config))
     if args.sweep:
-        plans = sweep(config, args.device, plan.batch_size)
+        plans = sweep(comparable(config), args.device, plan.batch_size)
         print(f"\nestimates for the same batch per device on more devices:\n{report.scaling(plans)}")
         title = f"{report.model_name(config)} on {args.device}"
         write_file(args.plot, report.scaling_svg(plans, title).encode())
@@ -108,7 +116,7 @@ def sweep(config: Config, device: str, batch_size: int) -> list[Plan]:
             num_devices=num_devices,
         )
         for num_devices in _SWEEP
-        for replicate, shard in parallel_modes(num_devices, device, context=config.training.context_parallel_degree)
+        for replicate, shard in parallel_modes(config, num_devices, device)
     ]
 
 

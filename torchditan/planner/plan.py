@@ -197,9 +197,8 @@ def alternatives(config: Config, device: str, num_devices: int) -> list[Plan]:
     If none fits, the plan is for one image. The fastest plan that fits comes first.
     """
     plans = []
-    if isinstance(config.training.reshard_after_forward, int):  # it divides the shards of some modes only
-        config = config.replace({"training.reshard_after_forward": "default"})
-    for replicate, shard in parallel_modes(num_devices, device, context=config.training.context_parallel_degree):
+    config = comparable(config)
+    for replicate, shard in parallel_modes(config, num_devices, device):
         for mode, option in (("none", "2"), ("selective", "2"), ("selective", "op"), ("full", "2")):
             changed = with_options(config, replicate=replicate, shard=shard, mode=mode, option=option)
             batch_size = largest_batch(changed, device, num_devices)
@@ -209,11 +208,24 @@ def alternatives(config: Config, device: str, num_devices: int) -> list[Plan]:
     return sorted(plans, key=lambda plan: (not plan.fits, -(plan.images_per_second or 0)))
 
 
-def parallel_modes(num_devices: int, device: str | None, *, context: int = 1) -> list[tuple[int, int]]:
-    """(replicate, shard) of DDP, FSDP and HSDP. HSDP shards inside a node, or half a node if there is only one."""
+def comparable(config: Config) -> Config:
+    """A copy for other parallel modes. A number of `reshard_after_forward` divides the shards of some of them only."""
+    if isinstance(config.training.reshard_after_forward, int):
+        return config.replace({"training.reshard_after_forward": "default"})
+    return config
+
+
+def parallel_modes(config: Config, num_devices: int, device: str | None) -> list[tuple[int, int]]:
+    """(replicate, shard) of the modes that a job can have, of DDP, FSDP and HSDP.
+
+    HSDP shards inside a node, or half a node if there is only one.
+    """
+    context = config.training.context_parallel_degree
+    if num_devices % context:
+        return []
     num_ranks = num_devices // context
-    if num_ranks == 1:
-        return [(1, 1)]
+    if num_ranks == 1 or (config.training.compile and config.compile.scope == "model"):  # it has no shards
+        return [(num_ranks, 1)]
     known = _known(device)
     per_node = max(1, (known.devices_per_node if known is not None else 8) // context)
     inside = per_node if num_ranks > per_node and num_ranks % per_node == 0 else num_ranks // 2

@@ -149,8 +149,8 @@ def _settings(plan: Plan) -> tuple[int, int, str]:
     return plan.replicate, plan.shard, plan.checkpointing
 
 
-def recommendation(largest: Sequence[Plan]) -> str:
-    """One line with the fastest setting that fits."""
+def recommendation(largest: Sequence[Plan], *, resets_reshard: bool = False) -> str:
+    """One line with the fastest setting that fits. `resets_reshard`: they have the default of `reshard_after_forward`."""
     best = largest[0]
     if not best.fits:
         return "recommended: none of these fits, even with one image; use more devices, or devices with more memory"
@@ -162,6 +162,7 @@ def recommendation(largest: Sequence[Plan]) -> str:
         f"--activation_checkpoint.mode {mode[0]}",
         *(f"--activation_checkpoint.selective_ac_option {option}" for option in mode[1:]),
         *([f"--training.context_parallel_degree {best.context}"] if best.context > 1 else []),
+        *(["--training.reshard_after_forward default"] if resets_reshard else []),
     ]
     return f"recommended, the fastest that fits: {' '.join(flags)}"
 

@@ -138,6 +138,7 @@ def build_published_spec(
         num_tokens=num_tokens,
         num_condition_tokens=max(texts, default=0),
         timestep_shift=cls.shift(flavor, num_tokens=num_tokens),
+        is_one_graph=not cls.sets_hooks,
         sampling=_without_assistant if lora.assistant_path else lambda model: nullcontext(),
     )
 

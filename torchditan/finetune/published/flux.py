@@ -88,6 +88,7 @@ class Flux(PublishedModel):
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     embeds_guidance = True
+    sets_hooks = True
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **with_prefixes("double_blocks.*", "transformer_blocks.*", _DOUBLE),
         **with_prefixes("single_blocks.*", "single_transformer_blocks.*", _SINGLE),

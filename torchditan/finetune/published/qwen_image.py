@@ -43,6 +43,7 @@ class QwenImage(PublishedModel):
     model_class = "QwenImageTransformer2DModel"
     pipeline_class = "QwenImagePipeline"
     lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+    sets_hooks = True
     flavors: ClassVar[dict[str, Flavor]] = {
         "debugmodel": Flavor("", _TINY, text_length=8),
         "Qwen-Image": Flavor("Qwen/Qwen-Image", _SIZES, text_length=512, resolution="1024x1024"),
