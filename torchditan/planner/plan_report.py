@@ -150,7 +150,7 @@ def _settings(plan: Plan) -> tuple[int, int, str]:
 
 
 def recommendation(largest: Sequence[Plan], *, resets_reshard: bool = False) -> str:
-    """One line with the fastest setting that fits. `resets_reshard`: they have the default of `reshard_after_forward`."""
+    """One line with the fastest setting that fits. `resets_reshard`: `reshard_after_forward` is the default in all."""
     best = largest[0]
     if not best.fits:
         return "recommended: none of these fits, even with one image; use more devices, or devices with more memory"
