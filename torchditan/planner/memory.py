@@ -272,7 +272,9 @@ class _Step:
         largest = max((block.gathered for block in self.blocks), default=0)
         self.teacher = self.root.gathered + largest if layout.uses_teacher else 0
         """Bytes of gathered teacher weights while the teacher computes, before the first block or after the last one.
-        The additional block that FSDP keeps is counted with the model's own."""
+        The additional block that FSDP keeps is counted with the model's own, if its last block does not stay."""
+        self.additional = largest if layout.uses_teacher else 0
+        """Bytes of this additional block."""
         self.remaining = 0.0 if has_frozen else 1.0
         """Share of a block's gathered weights that stay after its forward pass, by the rule of parallelize.py. The last
         block stays whole, or is gathered again at once."""
@@ -298,6 +300,7 @@ class _Step:
         if self.layout.num_shards > 1 and self.layout.reshard_after_forward != "always":
             both = gathered + self.blocks[-1].gathered  # the result of its all-gather, until the forward pass ends
             self._add("final layer", gathered=both, working=traces[-1].output.peak(batch_size))
+            gathered += self.additional
         self._add("final layer and loss", gathered=gathered, working=head.peak(batch_size))
         self.kept += head.left(batch_size)
 
