@@ -333,13 +333,15 @@ def test_a_start_has_the_time_of_each_phase(tmp_path: Path, run_distributed: Run
 
 @pytest.mark.slow
 def test_a_second_compiled_start_is_compared_with_the_first(tmp_path: Path) -> None:
+    """Only the comparison, with a backend that compiles little. test_compilation.py tests that a start reads the cache."""
     script, out = Path(step_time.__file__).parent / "start_time.py", tmp_path / "start.json"
     flags = ["--job.config_file=quickstart.toml", "--model.flavor=debugmodel", "--training.global_batch_size=4"]
+    flags += ["--compile.backend=aot_eager"]
     command = [sys.executable, str(script), "--compile", "--turns=1", f"--out={out}", *flags]
     subprocess.run(command, check=True, timeout=600)
     result = json.loads(out.read_text())
-    first, second = (result["medians_s"][name]["first step"] for name in ("first", "second"))
-    assert second < first, "the second start reads the cache of the first"
+    first, second = (result["medians_s"][name]["total"] for name in ("first", "second"))
+    assert result["result"] == pytest.approx(second / first)
 
 
 @pytest.mark.parametrize(
