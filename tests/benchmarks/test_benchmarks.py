@@ -333,7 +333,7 @@ def test_a_start_has_the_time_of_each_phase(tmp_path: Path, run_distributed: Run
 
 @pytest.mark.slow
 def test_a_second_compiled_start_is_compared_with_the_first(tmp_path: Path) -> None:
-    """Only the comparison, with a backend that compiles little. test_compilation.py tests that a start reads the cache."""
+    """Only the comparison, with a backend that compiles little. test_compilation.py tests the cache."""
     script, out = Path(step_time.__file__).parent / "start_time.py", tmp_path / "start.json"
     flags = ["--job.config_file=quickstart.toml", "--model.flavor=debugmodel", "--training.global_batch_size=4"]
     flags += ["--compile.backend=aot_eager"]
