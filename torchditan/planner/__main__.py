@@ -16,15 +16,8 @@ from pathlib import Path
 from torchditan.config.command_line import ScriptParser, check_output, count
 from torchditan.config.errors import option_error
 from torchditan.config.options import Config
-from torchditan.planner.plan import (
-    Plan,
-    alternatives,
-    comparable,
-    largest_batch,
-    parallel_modes,
-    plan_run,
-    with_options,
-)
+from torchditan.planner.alternatives import alternatives, comparable, parallel_modes
+from torchditan.planner.plan import Plan, largest_batch, plan_run, with_options
 
 __all__ = ["Plan", "largest_batch", "plan_run"]
 
