@@ -17,7 +17,8 @@ PRINT = """
 import os, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "GIVEN")
 line = " ".join(os.environ.get(name, "-") for name in names)
-print(__name__, sys.argv[1], line, os.getcwd(), flush=True)
+sys.stdout.write(f"{__name__} {sys.argv[1]} {line} {os.getcwd()}\\n")  # at once: two ranks write to one pipe
+sys.stdout.flush()
 print("to stderr", file=sys.stderr)
 """
 FAIL = """
