@@ -282,6 +282,10 @@ def test_the_suites_of_the_issue_have_their_targets() -> None:
     swept = step_cases.build_groups(["sweep"], gpu)
     assert {(group.cases[0].model, group.target_mfu) for group in swept} == {("DiT-XL", 45.0), ("DiT-7B", 55.0)}
     assert {group.missing for group in swept} == {None}
+    products = step_cases.build_groups(["float32_products"], gpu)  # a GPU's variants are bf16 by default
+    assert {(group.cases[0].precision, group.cases[0].flags) for group in products} == {
+        ("fp32", ("--training.float32_matmul_precision=high",))
+    }
 
 
 def test_a_case_runs_with_its_own_precision_of_products(tmp_path: Path, in_this_process: None) -> None:
