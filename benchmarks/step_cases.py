@@ -444,6 +444,6 @@ def build_diffusers(spec: ModelSpec) -> nn.Module:
 
 
 def random_batch(case: Case, batch_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples (B, C, H, W) and labels (B,). The same ones in every step: loading data is no part of others' steps."""
+    """Samples (B, C, H, W) and labels (B,), the same in every step. Only our step loads data."""
     sample = torch.randn((batch_size, *SAMPLE_SHAPES[case.model]), device=device)
     return sample, torch.randint(NUM_CLASSES, (batch_size,), device=device)
