@@ -278,6 +278,16 @@ def test_two_forwards_may_precede_their_backward_passes(checkpointing: str, mesh
         assert_equal(gradients(replicate, together=together), gradients(shard, together=together))
 
 
+def test_one_graph_may_compute_two_forwards_before_their_backward_passes(mesh: DeviceMesh) -> None:
+    def gradients(**options: Any) -> list[torch.Tensor]:
+        model = built(replicate, mesh, **options)
+        for loss in [loss_of(model, 0), loss_of(model, 1)]:
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    assert_equal(gradients(is_one_graph=True), gradients())
+
+
 def test_the_state_is_that_of_the_sharded_model(mesh: DeviceMesh) -> None:
     states = [ModelState(built(apply, mesh)).state_dict() for apply in (shard, replicate)]
     assert states[0].keys() == states[1].keys()

@@ -194,6 +194,7 @@ class Replica:
         self._reductions: deque[tuple[_Buffer, dist.Work]] = deque()
 
     def register_hooks(self, *, of_blocks: bool = True) -> None:
+        self.has_block_hooks = of_blocks
         self.model.register_forward_pre_hook(self._before_forward, prepend=True)
         self.model.register_forward_hook(self._after_forward, always_call=True)
         for number, block in enumerate(self.blocks if of_blocks else ()):
@@ -288,7 +289,7 @@ class Replica:
         if not self._has_callback:
             self._has_callback = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-        self._refresh(self._units[-1:])  # of an earlier forward
+        self._refresh(self._units[-1:] if self.has_block_hooks else self._units)  # of an earlier forward
         self._show(computing=True)
 
     def _before_backward_of_block(self, number: int, _gradient: torch.Tensor) -> None:
