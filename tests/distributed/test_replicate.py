@@ -224,15 +224,32 @@ class TwoStreams(nn.Module):
         return x.float().mean()
 
 
+def gradients_of(kind: type[TwoStreams], apply: Any, mesh: DeviceMesh) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = kind()
+    apply(model, blocks=model.blocks, mesh=mesh, param_dtype=BFLOAT16, reduce_dtype=FLOAT32)
+    model(torch.ones(2, 8)).backward()
+    return [full(parameter.grad).float() for parameter in model.parameters()]
+
+
+def leave_plain(model: nn.Module, *, param_dtype: torch.dtype, **_: Any) -> None:
+    model.to(param_dtype)
+
+
+def test_a_weight_of_a_block_may_also_be_used_outside(mesh: DeviceMesh) -> None:
+    class Shared(TwoStreams):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = self.blocks[1].first
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.embed(self.embed(x.bfloat16())))
+
+    assert_equal(*(gradients_of(Shared, apply, mesh) for apply in (leave_plain, replicate)))
+
+
 def test_a_block_may_pass_a_tensor_on_unchanged(mesh: DeviceMesh) -> None:
-    gradients = []
-    for apply in (shard, replicate):
-        torch.manual_seed(0)
-        model = TwoStreams()
-        apply(model, blocks=model.blocks, mesh=mesh, param_dtype=BFLOAT16, reduce_dtype=FLOAT32)
-        model(torch.ones(2, 8)).backward()
-        gradients.append([full(parameter.grad) for parameter in model.parameters()])
-    assert_equal(*gradients)
+    assert_equal(*(gradients_of(TwoStreams, apply, mesh) for apply in (shard, replicate)))
 
 
 def test_one_process_in_float32_is_the_plain_model(mesh: DeviceMesh) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,14 @@ def _as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(
         tensor, mesh, (Replicate(), Shard(0)), run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+def _parameters_outside(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Parameter]:
+    """Parameters of all modules that are not in a block. A block may share them."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if child not in blocks:
+            yield from _parameters_outside(child, blocks)
 
 
 _Places = list[tuple[dict[str, nn.Parameter | None], str]]
@@ -230,11 +238,12 @@ class Replica:
         for number, block in enumerate(self.blocks):
             for parameter in block.parameters():
                 unit_of[parameter] = root if parameter in unit_of else number  # shared by blocks: freed at the end
+        unit_of.update(dict.fromkeys(_parameters_outside(self.model, set(self.blocks)), root))
         self._units = [_Unit(stays_allocated=self.has_cuda_graphs) for _ in range(root + 1)]
         members: list[list[nn.Parameter]] = [[] for _ in self._units]
         places = _places(self.model)
         for parameter in places:
-            members[unit_of.get(parameter, root)].append(parameter)
+            members[unit_of[parameter]].append(parameter)
         for unit, masters in zip(self._units, members, strict=True):
             computing = self._computing_weights(unit, masters)
             unit.weights += [_Weight(m, c, places[m]) for m, c in zip(masters, computing, strict=True)]
