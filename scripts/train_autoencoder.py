@@ -40,7 +40,7 @@ PICTURE = "reconstructions.png"
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the remaining `--dataset.*` flags for the configuration."""
-    from torchditan.config.command_line import ScriptParser, count
+    from torchditan.config.command_line import ScriptParser, count, positive
     from torchditan.config.errors import ConfigError
 
     parser = ScriptParser(__doc__, options=("dataset",))
@@ -80,17 +80,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             "OUT, the folder to write, must come first: train_autoencoder.py OUT --dataset.dataset_name NAME"
         )
     return parser.parse(argv)
-
-
-def positive(text: str) -> float:
-    """Parse an argument as a number greater than 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number greater than 0")
-    return number
 
 
 def check_out(out: Path, *, overwrite: bool) -> None:

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -795,10 +796,21 @@ def test_the_tool_recommends_and_draws_the_cost_of_scale(
         "--sweep",
         "--plot",
         str(tmp_path / "plan.svg"),
+        "--price_per_hour",
+        "2.5",
+        "--training.steps",
+        "3600000000",
     ]
     monkeypatch.setattr(sys, "argv", ["plan", *arguments])
     plan.main()
     printed = capsys.readouterr().out
+    seconds = float(re.search(r"estimated, not measured\): (\S+) s", printed)[1])
+    hours, device_hours, cost = (
+        float(number.replace(",", ""))
+        for number in re.search(r"such steps: (\S+) hours, (\S+) device-hours, which cost (\S+)", printed).groups()
+    )
+    assert hours == pytest.approx(1e6 * seconds, rel=0.05)  # the step is printed with four decimals
+    assert (device_hours, cost) == pytest.approx((8 * hours, 20 * hours), rel=1e-4)
     assert "recommended, the fastest that fits: --training.data_parallel_replicate_degree" in printed
     assert "4,096  FSDP 1,4096" in printed
     assert "assumed: products reach" in printed
@@ -821,6 +833,8 @@ def test_the_tool_recommends_and_draws_the_cost_of_scale(
             ["times"],
         ),
         (["quickstart", "--device", "cpu", "--sweep"], "--sweep = true", ["times"]),
+        (["quickstart", "--device", "cpu", "--price_per_hour", "2"], "--price_per_hour = 2.0", ["times"]),
+        (["quickstart", "--device", "h100", "--price_per_hour", "0"], "--price_per_hour", ["greater than 0"]),
         (
             ["quickstart", "--device", "h100", "--sweep", "--plot", "/dev/null/x.svg"],
             '--plot = "/dev/null/x.svg"',

@@ -3,7 +3,7 @@
 
 python -m torchditan.planner dit_7b --device a100-80gb --num_devices 8
 python -m torchditan.planner dit_7b --device h100 --num_devices 8 --training.batch_size 4
-python -m torchditan.planner dit_7b --device h100 --num_devices 8 --sweep
+python -m torchditan.planner dit_7b --device h100 --num_devices 8 --sweep --price_per_hour 2.5
 python -m torchditan.planner sd3_medium_lora_int8 --device l4 --dataset.image_size 1024
 """
 
@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchditan.config.command_line import ScriptParser, check_output, count
+from torchditan.config.command_line import ScriptParser, check_output, count, positive
 from torchditan.config.errors import option_error
 from torchditan.config.options import Config
 from torchditan.planner.alternatives import alternatives, comparable, parallel_modes
@@ -48,6 +48,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--num_devices", type=count, default=1, help="devices of the run (default: 1)")
     parser.add_argument("--sweep", action="store_true", help="also plan 8 to 4096 devices: a table and a plot")
     parser.add_argument("--plot", type=Path, default=Path("plan.svg"), help="plot of --sweep (default: plan.svg)")
+    parser.add_argument("--price_per_hour", type=positive, help="price of a device for an hour: adds the run's cost")
     return parser.parse(argv)
 
 
@@ -63,10 +64,11 @@ def main() -> None:
     config = load_config(["--job.config_file", args.config, *flags])
     with report_progress("planning"):
         plan = plan_run(config, device=args.device, num_devices=args.num_devices)
-    if args.sweep and plan.time is None:
-        right = "plots modelled times, which are not available for cpu or training.enable_cpu_offload; leave it out"
-        raise option_error("--sweep", True, right)
-    print(report.describe(plan, config))
+    if plan.time is None and (args.sweep or args.price_per_hour):
+        option, value = ("--sweep", True) if args.sweep else ("--price_per_hour", args.price_per_hour)
+        right = "needs modelled times, which are not available for cpu or training.enable_cpu_offload; leave it out"
+        raise option_error(option, value, right)
+    print(report.describe(plan, config, price_per_hour=args.price_per_hour))
     if plan.time is None:
         return
     with report_progress("planning other settings"):

@@ -38,8 +38,8 @@ def number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
-def describe(plan: Plan, config: Config) -> str:
-    """Describe one run: memory of each device and time of a step."""
+def describe(plan: Plan, config: Config, *, price_per_hour: float | None = None) -> str:
+    """Describe one run: memory of each device, time of a step, and time and cost of all steps."""
     device = plan.device.name if plan.device is not None else "a device without a datasheet"
     micro = f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
     context, sharing = "", "device"
@@ -77,6 +77,7 @@ def describe(plan: Plan, config: Config) -> str:
             f"  {plan.time.exposed:10.4f} s  collectives that are not hidden, of {plan.time.communication:.4f} s",
             f"  {number(plan.images_per_second, 1)} images/s, MFU {number(plan.mfu, 1)}%, "
             f"{plan.flops_per_image / 1e12:.3f} TFLOP per image",
+            f"  {_whole_run(config.training.steps, plan.time.total, plan.num_devices, price_per_hour)}",
         ]
     return "\n".join(lines)
 
@@ -85,6 +86,13 @@ def model_name(config: Config) -> str:
     """`DiT-7B/2`, or `flux/FLUX.1-dev`."""
     model = config.model
     return f"{model.flavor}/{model.patch_size}" if model.name == "dit" else f"{model.name}/{model.flavor}"
+
+
+def _whole_run(steps: int, seconds: float, num_devices: int, price_per_hour: float | None) -> str:
+    hours = steps * seconds / 3600
+    device_hours = num_devices * hours
+    cost = "" if price_per_hour is None else f", which cost {price_per_hour * device_hours:,.2f}"
+    return f"{steps:,} such steps: {hours:,.2f} hours, {device_hours:,.2f} device-hours{cost}"
 
 
 def _snapshots(plan: Plan, config: Config) -> str:
