@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torchditan.config.command_line import count
 from torchditan.config.errors import ConfigError
 from torchditan.distributed.cpu_threads import check_user_threads, limit_spinning
 from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
@@ -181,6 +180,8 @@ def _said(rank: Mapping[str, Any]) -> str:
 
 def main() -> int:
     """Determine how a finished job ended. Returns its exit code."""
+    from torchditan.config.command_line import count
+
     parser = argparse.ArgumentParser(
         prog="python -m torchditan.supervision.exit_status", description="How the ranks of a job ended."
     )
