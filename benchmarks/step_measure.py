@@ -33,8 +33,7 @@ import torch.distributed as dist
 from step_cases import PATCH_SIZE, SAMPLE_SHAPES, Case, Group, build_spec, build_step
 from trainer_step import Step
 
-from torchditan.distributed.cpu_threads import set_cpu_threads
-from torchditan.distributed.host_memory import keep_freed_memory
+from torchditan.distributed.cpu_threads import configure_cpu
 from torchditan.distributed.process_group import Rank, init_process_group
 from torchditan.models.flops import ModelFlops, count_model_flops
 from torchditan.models.peak_flops import peak_flops
@@ -179,8 +178,7 @@ def wait_for(device: torch.device) -> None:
 def process_group(rank: Rank) -> Any:
     """The trainer's process group and threads. Garbage is collected between turns only."""
     torch.manual_seed(rank.rank)
-    set_cpu_threads()
-    keep_freed_memory()
+    configure_cpu()
     init_process_group(rank, timeout_seconds=600)
     gc.disable()
     try:

@@ -239,10 +239,10 @@ def main() -> None:
 
     import torch
 
-    from torchditan.distributed.cpu_threads import set_cpu_threads
+    from torchditan.distributed.cpu_threads import configure_cpu
     from torchditan.distributed.process_group import Rank, check_devices
 
-    set_cpu_threads()
+    configure_cpu()
     rank = Rank.from_environment()
     if arguments.verify:
         verify_all(arguments.out)

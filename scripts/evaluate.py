@@ -470,11 +470,11 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from torchditan.distributed.cpu_threads import set_cpu_threads
+    from torchditan.distributed.cpu_threads import configure_cpu
     from torchditan.distributed.process_group import Rank, check_devices, init_process_group
     from torchditan.supervision.exit_status import OutOfMemory, is_out_of_memory
 
-    set_cpu_threads()
+    configure_cpu()
     torch.set_float32_matmul_precision(args.float32_matmul_precision)
     rank = Rank.from_environment()
     check_devices(rank)

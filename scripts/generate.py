@@ -108,13 +108,13 @@ def main() -> None:
 
     import torch
 
-    from torchditan.distributed.cpu_threads import set_cpu_threads
+    from torchditan.distributed.cpu_threads import configure_cpu
     from torchditan.evaluation.grid_picture import save_grid, stills
     from torchditan.evaluation.reconstruction import similarity
     from torchditan.run.progress import report_progress
     from torchditan.weights.trained_model import TrainedModel
 
-    set_cpu_threads()
+    configure_cpu()
     torch.set_float32_matmul_precision(args.float32_matmul_precision)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     with report_progress(f"loading {args.run}"):

@@ -140,13 +140,13 @@ def main() -> None:
 
     from data import build_dataset
     from torchditan.autoencoders import open_autoencoder
-    from torchditan.distributed.cpu_threads import set_cpu_threads
+    from torchditan.distributed.cpu_threads import configure_cpu
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.grid_picture import save_grid
     from torchditan.evaluation.reconstruction import check_pictures, picture_batches, reconstruct
     from torchditan.run.progress import report_progress
 
-    set_cpu_threads()
+    configure_cpu()
     device = Rank(0, 0, 1).device
     dataset = build_dataset(config.dataset, split="validation")
     check_pictures(dataset)

@@ -314,11 +314,11 @@ def main() -> None:
     import torch
 
     from torchditan.autoencoders.patch import PatchAutoencoder, PatchAutoencoderConfig, PatchNetwork
-    from torchditan.distributed.cpu_threads import set_cpu_threads
+    from torchditan.distributed.cpu_threads import configure_cpu
     from torchditan.distributed.process_group import Rank
     from torchditan.evaluation.reconstruction import picture_batches, reconstruct
 
-    set_cpu_threads()
+    configure_cpu()
     device = Rank(0, 0, 1).device
     channels, height, width = dataset.sample_shape
     sizes = {name: getattr(args, name) for name in ("latent_channels", "patch_size", "width", "depth")}

@@ -1,10 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The number of CPU threads: from affinity, quota and ranks of the machine; kept by a resume."""
+"""The number of CPU threads: from affinity, quota and ranks of the machine; kept by a resume. Freed memory."""
 
 from __future__ import annotations
 
 import math
 import os
+import platform
 import subprocess
 import sys
 import textwrap
@@ -155,6 +156,24 @@ def free_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch
     monkeypatch.delenv("OMP_NUM_THREADS")
     yield monkeypatch
     torch.set_num_threads(number)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can keep large freed blocks")
+def test_a_large_block_that_was_freed_is_used_again() -> None:
+    code = textwrap.dedent("""
+        import resource, torch
+        from torchditan.distributed.cpu_threads import configure_cpu
+        configure_cpu()
+        def faults(blocks):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for _ in range(blocks):
+                torch.ones(2**24)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        assert faults(20) > 2**14  # the pages of 64 MiB
+        assert faults(20) < 2**8
+    """)
+    path = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **path, "CUDA_VISIBLE_DEVICES": ""}, check=True)
 
 
 @pytest.mark.parametrize("given", ["abc", "0", "-3", "1.5", ""])

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The number of CPU threads per rank, from affinity, quota and ranks per machine, independent of the load.
+"""How a process uses the CPU: threads per rank, from affinity, quota and ranks per machine, and freed memory.
 
 Notable:
 - physical cores count, not logical CPUs: two hyperthreads share one arithmetic unit;
@@ -18,6 +18,7 @@ import re
 from pathlib import Path
 
 from torchditan.config.errors import option_error
+from torchditan.distributed.host_memory import keep_freed_memory
 from torchditan.run.reading import read_config
 
 _SPIN_COUNT = 3000
@@ -49,16 +50,18 @@ def limit_spinning() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
 
 
-def set_cpu_threads(run: Path | None = None) -> str | None:
+def configure_cpu(run: Path | None = None) -> str | None:
     """Set torch's number of threads to this rank's share of the cores, or to the number stored in folder `run`.
 
-    A user's OMP_NUM_THREADS takes precedence.
+    A user's OMP_NUM_THREADS takes precedence. Without a GPU, the process also keeps large freed blocks of memory.
 
     Returns:
         A message if a run continues with another number than it started with, else None.
     """
     import torch
 
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     stored = None if run is None else stored_cpu_threads(run)
     is_users = is_set_by_user()
     if not is_users:

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Keep freed host memory in the process: on a CPU every step frees and allocates the same large blocks."""
+"""Keep freed host memory in the process: on a CPU every forward pass frees and allocates the same large blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def keep_freed_memory() -> bool:
     """Configure glibc to reuse large freed blocks instead of returning them to the system.
 
     By default glibc returns a freed block of more than 32 MiB. The next allocation maps it again, with a page fault
-    for every 4 KiB: a tenth of a float32 step of DiT-S/2 (docs/LOG.md, 2026-11-21).
+    for every 4 KiB: a tenth of a float32 step of DiT-S/2, and a fifth of drawing 32 images (docs/LOG.md).
 
     Returns:
         Whether the C library accepted the settings. Only glibc has them.

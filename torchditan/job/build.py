@@ -16,7 +16,6 @@ from torchditan.config.options import Config
 from torchditan.data_stream.datasets import GroupedDataset, SequentialDataset
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.diffusion.objectives import build_objective
-from torchditan.distributed.host_memory import keep_freed_memory
 from torchditan.distributed.parallelize import parallelize
 from torchditan.distributed.process_group import init_process_group
 from torchditan.job.prepare import Job
@@ -40,8 +39,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def open_process_group(job: Job, supervision: Supervision) -> None:
     """Connect the ranks and start to monitor them."""
     config = job.config
-    if job.device.type == "cpu":
-        keep_freed_memory()
     set_determinism(config.training.seed, deterministic=config.training.deterministic)
     torch.set_float32_matmul_precision(config.training.float32_matmul_precision)
     if job.rank.world_size > 1:

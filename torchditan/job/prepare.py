@@ -17,7 +17,7 @@ from torchditan.config.options import Config
 from torchditan.data_stream.datasets import CaptionSource, ImageDataset
 from torchditan.data_stream.order import BatchPlan
 from torchditan.diffusion.objectives import build_objective
-from torchditan.distributed.cpu_threads import set_cpu_threads
+from torchditan.distributed.cpu_threads import configure_cpu
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.process_group import Rank, check_devices
 from torchditan.job.complete import (
@@ -103,7 +103,7 @@ def prepare_job(
     parallel_dims = ParallelDims.resolve(config.training, world_size=rank.world_size)
     assert config.metrics.experiment_name is not None
     path = run_path(config.job.dump_folder, config.metrics.experiment_name)
-    threads_changed = set_cpu_threads(path)
+    threads_changed = configure_cpu(path)
     _check_machine(config, rank, num_shards=parallel_dims.num_shards)
     run = read_stored_run(path)
     continued, kept = keep_values_of_run(config, run)
