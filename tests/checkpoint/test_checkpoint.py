@@ -84,6 +84,8 @@ def test_pinned_copies_share_no_memory_page_and_are_allocated_once(
     assert all(pointer % mmap.PAGESIZE == 0 for pointer in first)
     pages = [range(pointer // mmap.PAGESIZE, -(-(pointer + size) // mmap.PAGESIZE)) for pointer, size in first.items()]
     assert not any(set(one) & set(other) for one, other in itertools.combinations(pages, 2))
+    if manager._cleaning is not None:
+        manager._cleaning.join()  # this thread refers to the manager
     del manager
     gc.collect()
     assert sorted(unpinned) == sorted(first)
