@@ -109,7 +109,12 @@ def attributes_set_by(method: ast.FunctionDef) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("file", sorted((REPOSITORY / "train_configs").glob("*.toml")), ids=lambda file: file.stem)
+CONFIGURATIONS = [
+    file for folder in (".", "recipes") for file in (REPOSITORY / "train_configs" / folder).glob("*.toml")
+]
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGURATIONS), ids=lambda file: file.stem)
 def test_every_configuration_trains_a_step(file: Path, tmp_path: Path, run_script: RunScript) -> None:
     """With a small model on random samples: the options of each file go together."""
     flags = ["--dataset.dataset_name=dummy", "--dataset.image_size=16", "--model.flavor=debugmodel"]
@@ -124,6 +129,6 @@ def test_every_configuration_trains_a_step(file: Path, tmp_path: Path, run_scrip
             pytest.importorskip(module)
         flags += ["--model.path=none", "--lora.assistant_path=none", "--model.input_channels=16"]
         flags += ["--dataset.aspect_buckets=false", "--optimizer.name=AdamW"]
-    result = run_script("train.py", "--job.config_file", file.stem, *flags)
+    result = run_script("train.py", "--job.config_file", str(file), *flags)
     assert result.code == 0, result.err
     assert (tmp_path / file.stem / "metrics.jsonl").exists()
