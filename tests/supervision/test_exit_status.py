@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Commands that only print end quietly when their reader closes the pipe."""
+"""Commands that only print end quietly when their reader closes the pipe; a completed run leaves no thread."""
 
 from __future__ import annotations
 
@@ -37,3 +37,20 @@ def test_a_closed_pipe_ends_a_command_without_a_traceback(name: str, tmp_path: P
     assert "Traceback" not in run.stderr
     assert "BrokenPipe" not in run.stderr
     assert run.returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read from /proc")
+def test_no_thread_of_a_process_group_outlives_a_run(tmp_path: Path) -> None:
+    """One that asks for the GIL while the interpreter shuts down would abort the process after a completed run."""
+    code = (
+        "import atexit, pathlib, runpy, sys\n"
+        "names = lambda: [path.read_text().strip() for path in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
+        "atexit.register(lambda: print('threads:', *sorted(names())))\n"
+        f"runpy.run_path({str(REPOSITORY / 'train.py')!r}, run_name='__main__')\n"
+    )
+    flags = ["--model.flavor=debugmodel", "--training.steps=1", "--training.global_batch_size=2"]
+    flags += ["--metrics.enable_sampling=false", "--validation.freq=0", f"--job.dump_folder={tmp_path}"]
+    command = [sys.executable, "-c", code, "--job.config_file=quickstart", *flags]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    threads = run.stdout.split("threads:")[1]
+    assert "gloo" not in threads, threads

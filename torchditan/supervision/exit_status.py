@@ -13,6 +13,7 @@ It reads what the ranks wrote into the folder, prints one line on how they ended
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import resource
 import sys
@@ -117,6 +118,9 @@ def run_job(main: Callable[[], None]) -> int:
             exit_at_once(verdict.exit_code)
         return verdict.exit_code
     write_rank_status("completed", exit_code=0)
+    # Process groups that a cycle keeps alive would end while the interpreter shuts down. A thread of theirs that then
+    # asks for the GIL aborts the process (https://github.com/pytorch/pytorch/issues/38228).
+    gc.collect()
     return 0
 
 
