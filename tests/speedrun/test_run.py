@@ -93,15 +93,15 @@ def test_a_result_has_all_that_a_reader_checks(tmp_path: Path, monkeypatch: pyte
 
 def test_one_training_serves_several_averages_and_samplers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_call", scripts := Scripts())
-    (trial,) = trials(tmp_path, "--seeds", "100", "--set", "optimizer.lr=3e-3", "--ema_widths", "0.05", "0")
+    (trial,) = trials(tmp_path, "--seeds", "100", "--set", "optimizer.lr=3e-3", "--ema_widths", "0.15", "0")
     run.make(trial)
     (other,) = trials(tmp_path, "--seeds", "100", "--set", "optimizer.lr=3e-3", "sampling.num_steps=16")
     assert other.run == trial.run
     run.make(other)
     assert [script for script, _ in scripts.calls].count("scripts/evaluate.py") == 3
     assert sorted(path.name for path in (tmp_path / "results/tuning").iterdir()) == [
-        "official_dit_optimizer.lr-0.003_ema-0.05_seed-100.json",
-        "official_dit_optimizer.lr-0.003_sampling.num-steps-16_ema-0.1_seed-100.json",
+        "official_dit_optimizer.lr-0.003_ema-0.15_seed-100.json",
+        f"official_dit_optimizer.lr-0.003_sampling.num-steps-16_ema-{other.entry.ema_width}_seed-100.json",
         "official_dit_optimizer.lr-0.003_seed-100.json",
     ]
 
