@@ -7,6 +7,7 @@ import io
 import resource
 import sys
 import types
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -327,8 +328,13 @@ def test_a_full_disk_ends_tensorboard_and_not_the_run(make, run, clock, tmp_path
     assert [record["step"] for record in read_metrics(run.path)] == [1, 2, 3]
 
 
-def test_tensorboard_gets_numbers_and_images_and_a_resume_hides_what_comes_again(make, run, clock, tmp_path):
+def test_tensorboard_gets_numbers_and_images_and_a_resume_hides_what_comes_again(
+    make, run, clock, tmp_path, monkeypatch
+):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    writer = import_module("tensorboard.summary.writer.event_file_writer")
+    # Files of one second are read in the order of this counter, as text: "10" would come before "9".
+    monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(1))
     config = Metrics(enable_tensorboard=True, save_tb_folder="NAME")
     picture = tmp_path / "grid.png"
     Image.new("RGB", (4, 4), (255, 0, 0)).save(picture)
