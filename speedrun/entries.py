@@ -70,8 +70,8 @@ class Entry:
     """Options of train.py by name, without those of protocol.toml."""
     base: str | None = None
     """The entry from which it inherits, and with which a rung is compared."""
-    compare: str = BASELINE
-    """The entry with which a record is compared."""
+    compare: tuple[str, ...] = (BASELINE,)
+    """The entries with which a record is compared."""
     rung: int | None = None
     """Position in the ladder; None for other entries."""
     ema_width: float | None = None
@@ -190,13 +190,16 @@ def _load(name: str, folder: Path, *, heirs: tuple[str, ...]) -> Entry:
             right = f"its base has {parent.code.name}; an entry has one file of code"
             raise option_error(f"{path.name}: code", own["code"], right)
     tables = {**parent.registry, **own.get("registry", {})}
+    compared = own.get("compare", [])
+    if not isinstance(compared, list) or not set(map(str, compared)) <= {*names(folder)}:
+        raise option_error(f"{path.name}: compare", compared, f"must be a list of entries in {folder.name}/")
     return Entry(
         name=name,
         title=str(own.get("title", name)),
         images=own.get("images", parent.images),
         settings={**parent.settings, **values},
         base=base,
-        compare=str(own.get("compare", BASELINE)),
+        compare=tuple(compared) if "compare" in own else (BASELINE,),
         rung=own.get("rung"),
         ema_width=own.get("ema_width", parent.ema_width) or None,
         code=code,

@@ -67,7 +67,7 @@ def _records(entries: Sequence[Entry], results: Results, times: Mapping[str, Any
     yield f"Means over the training seeds {_words(CONFIRMATION_SEEDS)}, with Student's 95% interval."
     yield ""
     yield (
-        "- *Compared with* another entry seed by seed: how much lower the distance is, and the lower bound of that at "
+        "- *Compared with* other entries seed by seed: how much lower the distance is, and the lower bound of that at "
         "a confidence of 95%, one-sided. It is better if the bound is above 0 and KID against held-out images agrees."
     )
     yield f"- *FLOPs* are those of training, with optimizer and teacher, relative to `{BASELINE}`."
@@ -92,27 +92,25 @@ def _records(entries: Sequence[Entry], results: Results, times: Mapping[str, Any
             f"{_mean([figure['closer_than_held_out'] for figure in figures]):.2f}",
             f"{flops / _mean(base_flops):.2f}" if base_flops else "",
             _time(entry, entries, times),
-            _comparison(entry, results, found),
+            "; ".join(_comparison(entry, other, results, found) for other in entry.compare if other != entry.name),
         ]
         yield "| " + " | ".join(cells) + " |"
     yield ""
 
 
-def _comparison(entry: Entry, results: Results, found: Sequence[Result]) -> str:
-    """Whether an entry is better than the one that it names."""
-    if entry.name == entry.compare:
-        return ""
+def _comparison(entry: Entry, other: str, results: Results, found: Sequence[Result]) -> str:
+    """Whether an entry is better than another one."""
     if is_copying(found):
         return "**copies training images: not valid**"
-    pairs = pair(results.get(entry.compare, {}), results[entry.name], CONFIRMATION_SEEDS)
+    pairs = pair(results.get(other, {}), results[entry.name], CONFIRMATION_SEEDS)
     if pairs.seeds != list(CONFIRMATION_SEEDS):
-        return f"{entry.compare}: {len(pairs.seeds)} of {len(CONFIRMATION_SEEDS)} seeds"
+        return f"{other}: {len(pairs.seeds)} of {len(CONFIRMATION_SEEDS)} seeds"
     lower = lower_bound(pairs.gains)
     assert lower is not None
     is_better = lower > 0 and pairs.kid_agrees
-    disagrees = "" if pairs.kid_agrees else "; KID disagrees"
+    disagrees = "" if pairs.kid_agrees else ", KID disagrees"
     word = "**better**" if is_better else "not better"
-    return f"{entry.compare}: {word}, {_lower(pairs.mean)} lower, {_lower(lower)} or more{disagrees}"
+    return f"{other}: {word}, {_lower(pairs.mean)} lower, {_lower(lower)} or more{disagrees}"
 
 
 def _time(entry: Entry, entries: Sequence[Entry], times: Mapping[str, Any]) -> str:

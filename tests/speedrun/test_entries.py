@@ -44,7 +44,7 @@ def test_every_entry_is_a_training_that_the_protocol_allows(name: str, monkeypat
     assert config.dataset.dataset_name == "earth"
     assert config.sampling.guidance_scale == 1
     assert config.model.path is None
-    assert entry.compare in entries.names()
+    assert {*entry.compare} <= {*entries.names()}
 
 
 def test_rungs_have_different_numbers() -> None:
@@ -149,6 +149,9 @@ def test_names_that_do_not_exist_and_circles_are_refused(tmp_path: Path) -> None
         entries.load("one", folder=tmp_path)
     with pytest.raises(ConfigError, match=r"onne is not an entry in .*; did you mean one"):
         entries.load("onne", folder=tmp_path)
+    write(tmp_path, "five", BASE.replace("[entry]\n", '[entry]\ncompare = ["one", "six"]\n'))
+    with pytest.raises(ConfigError, match=r"five\.toml: compare = .*six.*: must be a list of entries in"):
+        entries.load("five", folder=tmp_path)
     without_batch = BASE.replace("[training]\nglobal_batch_size = 64\n", "")
     write(tmp_path, "three", without_batch)
     with pytest.raises(ConfigError, match=r"training\.global_batch_size = none: must be a positive integer"):

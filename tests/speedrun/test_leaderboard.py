@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -85,10 +86,12 @@ def test_with_fewer_seeds_there_is_no_verdict(seeds: int) -> None:
     assert f"official_dit: {seeds} of 5 seeds |" in row(page(found, [BASELINE, WINNER]), "winner")
 
 
-def test_a_record_can_name_another_entry_to_be_compared_with() -> None:
+def test_a_record_can_name_the_entries_to_be_compared_with() -> None:
     found = {**confirmed(), "other": results(WINNER, {10 + i: 50.0 for i in range(5)})}
-    other = replace(WINNER, name="other", compare="winner")
-    assert "| winner: **better**, 1.0% lower" in row(page(found, [BASELINE, WINNER, other]), "other")
+    other = replace(WINNER, name="other", compare=("winner", "official_dit"))
+    text = row(page(found, [BASELINE, WINNER, other]), "other")
+    assert re.search(r"\| winner: \*\*better\*\*, 1.0% lower, .* or more; official_dit: \*\*better\*\*, 18", text)
+    assert row(page(found, [BASELINE, WINNER, replace(other, compare=())]), "other").endswith("|  |")
 
 
 def test_times_that_are_missing_noisy_or_of_another_baseline_are_not_shown() -> None:
