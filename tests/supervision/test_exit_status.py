@@ -40,17 +40,23 @@ def test_a_closed_pipe_ends_a_command_without_a_traceback(name: str, tmp_path: P
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read from /proc")
-def test_no_thread_of_a_process_group_outlives_a_run(tmp_path: Path) -> None:
-    """One that asks for the GIL while the interpreter shuts down would abort the process after a completed run."""
+@pytest.mark.parametrize(("steps", "exit_code"), [(1, 0), (10_000, 75)])
+def test_no_thread_of_a_process_group_outlives_a_run(steps: int, exit_code: int, tmp_path: Path) -> None:
+    """One that asks for the GIL while the interpreter shuts down would abort the process after the run."""
     code = (
-        "import atexit, pathlib, runpy, sys\n"
+        "import atexit, os, pathlib, runpy, signal, threading, time\n"
+        "def interrupt():\n"
+        f"    while not any(pathlib.Path({str(tmp_path)!r}).rglob('metrics.jsonl')): time.sleep(0.05)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        f"if {exit_code}: threading.Thread(target=interrupt, daemon=True).start()\n"
         "names = lambda: [path.read_text().strip() for path in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
         "atexit.register(lambda: print('threads:', *sorted(names())))\n"
         f"runpy.run_path({str(REPOSITORY / 'train.py')!r}, run_name='__main__')\n"
     )
-    flags = ["--model.flavor=debugmodel", "--training.steps=1", "--training.global_batch_size=2"]
+    flags = ["--model.flavor=debugmodel", f"--training.steps={steps}", "--training.global_batch_size=2"]
     flags += ["--metrics.enable_sampling=false", "--validation.freq=0", f"--job.dump_folder={tmp_path}"]
     command = [sys.executable, "-c", code, "--job.config_file=quickstart", *flags]
-    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert run.returncode == exit_code, run.stderr
     threads = run.stdout.split("threads:")[1]
     assert "gloo" not in threads, threads

@@ -107,5 +107,5 @@ def positive(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number greater than 0")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a finite number greater than 0")
     return number

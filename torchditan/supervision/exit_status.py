@@ -83,6 +83,15 @@ def run_job(main: Callable[[], None]) -> int:
     If the launcher asks for it, this rank always reports how it started and ended. A rank that fails while its
     process group is open exits here, without exit handlers.
     """
+    try:
+        return _run_job(main)
+    finally:
+        # Process groups that a cycle keeps alive would end while the interpreter shuts down. A thread of theirs that
+        # then asks for the GIL aborts the process (https://github.com/pytorch/pytorch/issues/38228).
+        gc.collect()
+
+
+def _run_job(main: Callable[[], None]) -> int:
     die_with_launcher()
     limit_spinning()
     write_rank_status("running")
@@ -118,9 +127,6 @@ def run_job(main: Callable[[], None]) -> int:
             exit_at_once(verdict.exit_code)
         return verdict.exit_code
     write_rank_status("completed", exit_code=0)
-    # Process groups that a cycle keeps alive would end while the interpreter shuts down. A thread of theirs that then
-    # asks for the GIL aborts the process (https://github.com/pytorch/pytorch/issues/38228).
-    gc.collect()
     return 0
 
 
