@@ -207,7 +207,7 @@ def _score(trial: Trial, width: float | None) -> dict[str, Any]:
             "--class_balance=data",
             "--batch_size=256",
         ]
-        flags = [*protocol, "--metrics=effnet", f"--out={out}", *as_flags(sampling)]
+        flags = [*protocol, "--metrics=effnet", "--save_images", f"--out={out}", *as_flags(sampling)]
         _call(trial, "scripts/evaluate.py", [str(run), *flags])
     card = json.loads((out / "card.json").read_bytes())
     assert card["step"] == trial.entry.num_steps
