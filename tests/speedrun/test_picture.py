@@ -75,9 +75,7 @@ def test_it_shows_the_first_samples_of_each_class_next_to_training_images(
 
 
 def test_what_cannot_be_shown_is_refused_in_one_line(draw: Run, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"run\.py muon_batch_16 --seeds 10 --check makes it in outputs/"
-    ):
+    with pytest.raises(ConfigError, match=r"run\.py muon_batch_16 --seeds 10 --check makes it in outputs/"):
         draw("muon_batch_16")
     score(tmp_path, "muon_batch_16")
     with pytest.raises(ConfigError, match=r"--columns = 999: must be at most \d+, the samples of the rarest class"):
