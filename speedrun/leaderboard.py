@@ -237,6 +237,7 @@ def draw(entries: Sequence[Entry], results: Results, path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter, LogLocator
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
     families: dict[str, list[Entry]] = {}
@@ -249,13 +250,17 @@ def draw(entries: Sequence[Entry], results: Results, path: Path) -> None:
             found = [_confirmed(results, entry) for entry in family]
             at = [_mean([result[quantity] for result in made]) for made in found]
             distances = [[result["figures"]["fd"] for result in made] for made in found]
-            (line,) = axis.plot(at, [_mean(values) for values in distances], label=family[-1].title)
+            (line,) = axis.plot(at, [_mean(values) for values in distances], label=family[-1].title.split(":")[0])
             for x, values in zip(at, distances, strict=True):
                 axis.plot([x] * len(values), values, ".", color=line.get_color(), markersize=5)
     for axis, label in zip(axes, ("training images", "training FLOPs"), strict=True):
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.set_xlabel(label)
+        for side in (axis.xaxis, axis.yaxis):
+            side.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+            side.set_major_formatter(EngFormatter(sep=""))
+            side.set_minor_formatter("")
         axis.grid(which="both", alpha=0.25)
     axes[0].set_ylabel(f"{METRIC} (lower is better)")
     axes[0].legend(fontsize=8)
