@@ -88,6 +88,11 @@ class Trial:
     def scored_run(self, width: float | None) -> Path:
         return self.run if width is None else self.run.with_name(f"{self.run.name}_ema_{width:g}")
 
+    def evaluation(self, width: float | None) -> Path:
+        """The folder of the card, and of the scored samples."""
+        sampling = split_sampling(self.entry.settings)[1]
+        return self.scored_run(width) / "evaluation" / "_".join(["speedrun", *_words(sampling)])
+
     def result_path(self, width: float | None) -> Path:
         if self.seed < FIRST_TUNING_SEED:
             return self.results / self.entry.name / f"seed-{self.seed}.json"
@@ -199,7 +204,7 @@ def _score(trial: Trial, width: float | None) -> dict[str, Any]:
     if width is not None and not (run / "config.json").exists():
         _call(trial, "scripts/reconstruct_ema.py", [str(trial.run), "--width", f"{width:g}", "--overwrite"])
     sampling = split_sampling(trial.entry.settings)[1]
-    out = run / "evaluation" / "_".join(["speedrun", *_words(sampling)])
+    out = trial.evaluation(width)
     if not (out / "card.json").exists():
         protocol = [
             f"--num_samples={NUM_SAMPLES}",
