@@ -3,7 +3,7 @@
 """Scored samples of entries next to training images: `python speedrun/picture.py muon_batch_16 official_dit --seed 10`.
 
 It reads what `python speedrun/run.py ENTRY --seeds 10` left in outputs/speedrun. The first samples of each class are
-shown, so the entries have the same noise, and nobody chose them.
+shown, so the entries have the same noise, and nobody chose them. Training images are drawn at random.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def main() -> None:
         right = f"must be at most {np.bincount(labels).min()}, the samples of the rarest class"
         raise option_error("--columns", args.columns, right)
     drawn = [*((heading, images, labels) for heading, images in found)]
-    drawn.append(("training images", real.pixels, real.class_labels))
+    places = np.random.default_rng(0).permutation(len(real))  # the first crops of a class are neighbours
+    drawn.append(("training images", real.pixels[places], real.class_labels[places]))
     blocks = [
         (heading, of_each_class(images, labels, num_classes=num_classes, columns=args.columns))
         for heading, images, labels in drawn
