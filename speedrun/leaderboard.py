@@ -92,16 +92,20 @@ def _records(entries: Sequence[Entry], results: Results, times: Mapping[str, Any
             f"{_mean([figure['closer_than_held_out'] for figure in figures]):.2f}",
             f"{flops / _mean(base_flops):.2f}" if base_flops else "",
             _time(entry, entries, times),
-            "; ".join(_comparison(entry, other, results, found) for other in entry.compare if other != entry.name),
+            _verdict(entry, results, found),
         ]
         yield "| " + " | ".join(cells) + " |"
     yield ""
 
 
-def _comparison(entry: Entry, other: str, results: Results, found: Sequence[Result]) -> str:
-    """Whether an entry is better than another one."""
+def _verdict(entry: Entry, results: Results, found: Sequence[Result]) -> str:
+    """Whether an entry is better than those that it names."""
     if is_copying(found):
         return "**copies training images: not valid**"
+    return "; ".join(_comparison(entry, other, results) for other in entry.compare if other != entry.name)
+
+
+def _comparison(entry: Entry, other: str, results: Results) -> str:
     pairs = pair(results.get(other, {}), results[entry.name], CONFIRMATION_SEEDS)
     if pairs.seeds != list(CONFIRMATION_SEEDS):
         return f"{other}: {len(pairs.seeds)} of {len(CONFIRMATION_SEEDS)} seeds"
