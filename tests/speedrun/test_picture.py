@@ -76,9 +76,16 @@ def test_it_shows_the_first_samples_of_each_class_next_to_training_images(
 
 
 def test_what_cannot_be_shown_is_refused_in_one_line(draw: Run, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run\.py muon_batch_16 --seeds 10 --check makes it in outputs/"):
+    with pytest.raises(ConfigError, match=r"run\.py muon_batch_16 --seeds 10 makes it$"):
         draw("muon_batch_16")
     score(tmp_path, "muon_batch_16")
+    (samples,) = tmp_path.rglob("samples.npz")
+    samples.rename(tmp_path / "kept")
+    with pytest.raises(
+        ConfigError, match=r"run\.py muon_batch_16 --seeds 10 --check makes it in outputs/speedrun/check"
+    ):
+        draw("muon_batch_16")
+    (tmp_path / "kept").rename(samples)
     with pytest.raises(ConfigError, match=r"--columns = 999: must be at most \d+, the samples of the rarest class"):
         draw("muon_batch_16", "--columns", "999")
     with pytest.raises(ConfigError, match="d is not expected; a picture has at most 3 entries"):
