@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""How near to training images are real images of other places? `python speedrun/copy_thresholds.py`, two minutes.
+"""How near to training images are real images of other places? `python speedrun/copy_thresholds.py`, a few minutes.
 
 The samples of a perfect model are like such images, so the check against copies has to let them pass. Earth holds out
 one tenth of the world. The training crops of each other tenth are compared with it: both have their nearest crop in the

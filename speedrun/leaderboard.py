@@ -142,8 +142,8 @@ def _ladder(entries: Sequence[Entry], results: Results) -> Iterator[str]:
     yield (
         f"Each rung changes one thing in its base, at {rungs[0].entry.images:,} images and the seeds "
         f"{_words(LADDER_SEEDS)}. *Lower* is how much lower {METRIC} is than that of the base. A rung is kept if it is "
-        "lower for all seeds, the mean exceeds the margin of two standard errors, and KID against held-out images "
-        "agrees. [ladder.py](ladder.py) has the formulas."
+        "lower for all seeds, the mean exceeds the margin, and KID against held-out images "
+        "agrees. [ladder.py](ladder.py) has the formula of the margin."
     )
     yield ""
     yield f"| rung | change | base | {METRIC} | lower, per seed | mean, margin | FLOPs | kept |"

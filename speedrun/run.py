@@ -139,6 +139,8 @@ def make(trial: Trial) -> list[dict[str, Any]]:
             write_file(trial.result_path(width), json.dumps(result, indent=2).encode() + b"\n")
             shown = reason or f"{METRIC} {result['figures']['fd']:.2f}"
             print(f"{trial.result_path(width).name}: {shown}", flush=True)
+        else:
+            print(f"{trial.result_path(width)} exists; to repeat it: --check, or delete it", flush=True)
         results.append(result)
     return results
 
@@ -166,6 +168,7 @@ def _call(trial: Trial, script: str, arguments: list[str]) -> None:
     """Run a script of the project with the entry's code, on one thread of the CPU, into a log."""
     log = trial.outputs / "logs" / f"{trial.run.name}_{Path(script).stem}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{trial.run.name}: {script}, log in {log}", flush=True)
     with open(log, "ab") as file:
         code = subprocess.run(
             [*launch_command(trial.entry, trial.outputs), script, *arguments],

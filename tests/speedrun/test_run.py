@@ -76,7 +76,9 @@ def trials(tmp_path: Path, *arguments: str) -> list[Any]:
     return run.parse(["official_dit", *arguments, *places])[1]
 
 
-def test_a_result_has_all_that_a_reader_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_has_all_that_a_reader_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(run, "_call", scripts := Scripts())
     (trial,) = trials(tmp_path, "--seeds", "2")
     (result,) = run.make(trial)
@@ -89,6 +91,18 @@ def test_a_result_has_all_that_a_reader_checks(tmp_path: Path, monkeypatch: pyte
     assert {"--num_samples=2048", "--seed=0", "--metrics=effnet", "--sampling.num_steps=32"} < {*scripts.calls[2][1]}
     run.make(trial)
     assert len(scripts.calls) == 3, "a result that exists is not made again"
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "seed-2.json: FD-EffNetLite0 50.00"
+    assert second == f"{trial.result_path(None)} exists; to repeat it: --check, or delete it"
+
+
+def test_each_step_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr(run, "launch_command", lambda entry, outputs: [sys.executable, "-c", "print('one step')"])
+    (trial,) = trials(tmp_path)
+    run._call(trial, "train.py", [])
+    log = tmp_path / "outputs" / "logs" / f"{trial.run.name}_train.log"
+    assert capfd.readouterr().out == f"{trial.run.name}: train.py, log in {log}\n"
+    assert log.read_text() == "one step\n"
 
 
 def test_one_training_serves_several_averages_and_samplers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
