@@ -361,6 +361,7 @@ def test_offload_and_micro_batches_follow_the_curve_and_flops_count(train: Train
     [
         (["--optimizer.momentum=0.5"], "optimizer.momentum = 0.5", ["optimizer.name", "Muon"]),
         (["--optimizer.adamw_lr=0.1"], "optimizer.adamw_lr = 0.1", ["optimizer.name", "Muon"]),
+        ([FLOAT32], 'optimizer.ns_dtype = "float32"', ["optimizer.name", "Muon", 'its default, "bfloat16"']),
         ([MUON, "--optimizer.momentum=1"], "optimizer.momentum = 1.0", ["0", "1"]),
         ([MUON, "--optimizer.ns_steps=0"], "optimizer.ns_steps = 0", ["1"]),
         ([MUON, "--optimizer.adamw_lr=0.1", "--optimizer.lr=0"], "optimizer.adamw_lr = 0.1", ["optimizer.lr", "0"]),

@@ -6,6 +6,7 @@ Families of published models and objectives define their own rules; their files 
 
 from __future__ import annotations
 
+import json
 import pkgutil
 from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter
@@ -242,8 +243,12 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
     ),
     (
         lambda config: config.optimizer.name in ("AdamW", "AdamW8bit"),
-        "optimizer.adjust_lr_fn optimizer.adamw_lr optimizer.momentum optimizer.nesterov optimizer.ns_steps "
-        "optimizer.ns_dtype",
+        "optimizer.adjust_lr_fn optimizer.momentum optimizer.nesterov optimizer.ns_steps optimizer.ns_dtype",
+        "applies only to optimizer.name Muon; leave it out, or set its default, {default}",
+    ),
+    (
+        lambda config: config.optimizer.name in ("AdamW", "AdamW8bit"),
+        "optimizer.adamw_lr",
         "applies only to optimizer.name Muon; leave it out",
     ),
     (
@@ -300,7 +305,8 @@ def _refuse_without_effect(config: Config, table: list[tuple[Callable[[Config], 
     for holds, options, right in table:
         for option in options.split() if holds(config) else ():
             if values[option] != defaults[option]:
-                raise option_error(option, values[option], right.format(name=config.model.name))
+                default = json.dumps(defaults[option])
+                raise option_error(option, values[option], right.format(name=config.model.name, default=default))
 
 
 def _validate_own_model(config: Config) -> None:
