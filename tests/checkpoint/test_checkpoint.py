@@ -166,6 +166,34 @@ def load_what_one_rank_cannot_read(rank: int, world_size: int, folder: str) -> N
     dist.destroy_process_group()
 
 
+def save_and_load_with_two_threads(rank: int, folder: str) -> None:
+    torch.set_num_threads(2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=1)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300)))  # its plan is large enough for a parallel copy
+    state = RunState(Progress(), tensors={"model": ModelState(model)})
+    manager = CheckpointManager(Path(folder), state, config=Config(), timeout_seconds=20)
+    before = threads_named_like_gloos()
+    assert before
+    for step in (1, 2):
+        save(manager, step)
+    assert manager.load_latest()
+    assert threads_named_like_gloos() == before
+    manager.close()
+    dist.destroy_process_group()
+
+
+def threads_named_like_gloos() -> int:
+    """Number of gloo's threads and their OpenMP workers, which inherit the name."""
+    return sum("gloo" in task.read_text() for task in Path("/proc/self/task").glob("*/comm"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's list of threads")
+@pytest.mark.usefixtures("fork_server")
+def test_one_process_starts_no_openmp_workers_besides_those_of_training(tmp_path: Path) -> None:
+    """With more threads than cores, GNU OpenMP lets all workers sleep between regions, and training slows down."""
+    mp.start_processes(save_and_load_with_two_threads, args=(str(tmp_path),), nprocs=1, start_method="forkserver")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("fork_server")
 def test_ranks_agree_on_the_index_before_they_load(tmp_path: Path) -> None:

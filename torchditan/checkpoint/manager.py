@@ -108,6 +108,10 @@ class CheckpointManager:
         self.warn = warn
         # Asynchronous writes run during training, so their collectives need a separate process group.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        # One process exchanges no plans. They are large, so gloo's threads would copy them with OpenMP workers of their
+        # own. GNU OpenMP then counts more threads than cores, lets its workers sleep, and every later step is slower.
+        self.no_dist = dist.get_world_size() == 1
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # what `no_dist` says
         self.stager: Stager | None = None
         if config.checkpoint.async_mode != "disabled":
             from torchditan.checkpoint.staging import Stager
@@ -182,7 +186,7 @@ class CheckpointManager:
         # A staged state is on the host. Without copying ahead, the writing thread does not use the device.
         writer = ChecksummingWriter(partial, copy_ahead=10_000_000 if self.stager is None else 0)
         try:
-            dcp.save(snapshot.tensors, storage_writer=writer, process_group=self.group)
+            dcp.save(snapshot.tensors, storage_writer=writer, process_group=self.group, no_dist=self.no_dist)
         except CheckpointException as error:
             raise writer.error or error from None
         for name, state in snapshot.per_rank.items():
@@ -275,7 +279,8 @@ class CheckpointManager:
         if (damage := self._any_of(damage)) is not None:  # ranks must agree before the collectives of a load
             return damage
         try:
-            load_safely(_without_new_moments(tensors, stored), reader, process_group=self.group)
+            state = _without_new_moments(tensors, stored)
+            load_safely(state, reader, process_group=self.group, no_dist=self.no_dist)
         except DamagedCheckpointError as error:
             damage = str(error)
         damage = self._any_of(damage)
