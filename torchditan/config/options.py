@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from torchditan.registry import BLOCKS, MODELS, OBJECTIVES, OPTIMIZERS
 
-FLAVOR_NAMES = ("debugmodel", "DiT-Ti", "DiT-S", "DiT-B", "DiT-L", "DiT-XL", "DiT-1B", "DiT-7B")
+FLAVOR_NAMES = ("debugmodel", "DiT-Mi", "DiT-Ti", "DiT-S", "DiT-B", "DiT-L", "DiT-XL", "DiT-1B", "DiT-7B")
 """Flavors of models/dit.py, repeated here because that module imports torch. A test compares both lists."""
 
 
@@ -44,7 +44,7 @@ class Model:
     name: Annotated[str, MODELS] = "dit"
     """Architecture: the native diffusion transformer (dit), or a published model of diffusers (docs/finetune.md)."""
     flavor: str = "DiT-S"
-    """Size of the model: DiT-Ti to DiT-7B, FLUX.1-dev, SD3-medium, ... Every architecture has a tiny debugmodel."""
+    """Size of the model: DiT-Mi to DiT-7B, FLUX.1-dev, SD3-medium, ... Every architecture has a tiny debugmodel."""
     path: str | None = None
     """Published weights: a folder saved by diffusers, a hub name or a .safetensors file. Default: random weights."""
     overrides: list[str] = field(default_factory=list)

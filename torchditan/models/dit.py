@@ -44,10 +44,12 @@ class Size:
     num_heads: int
 
 
-# Ti is for small images on a CPU; S to XL are the paper's sizes. Attention kernels are fastest at head sizes 64 and
-# 128. The 1B therefore has 24 heads of 64 and the 7B 20 heads of 128. XL has the paper's heads of 72, which are slower.
+# Mi and Ti are for small images on a CPU; S to XL are the paper's sizes. Attention kernels are fastest at head sizes 64
+# and 128. The 1B therefore has 24 heads of 64 and the 7B 20 heads of 128. XL has the paper's heads of 72, which are
+# slower.
 FLAVORS: dict[str, Size] = {
     "debugmodel": Size(depth=3, width=64, num_heads=4),
+    "DiT-Mi": Size(depth=6, width=128, num_heads=4),
     "DiT-Ti": Size(depth=6, width=192, num_heads=3),
     "DiT-S": Size(depth=12, width=384, num_heads=6),
     "DiT-B": Size(depth=12, width=768, num_heads=12),
