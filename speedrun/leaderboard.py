@@ -68,7 +68,8 @@ def _records(entries: Sequence[Entry], results: Results, times: Mapping[str, Any
     yield ""
     yield (
         "- *Compared with* other entries seed by seed: how much lower the distance is, and the lower bound of that at "
-        "a confidence of 95%, one-sided. It is better if the bound is above 0 and KID against held-out images agrees."
+        "a confidence of 95%, one-sided. It is better if the bound is above 0 and KID against held-out images agrees. "
+        "The bounds are not corrected for the number of comparisons."
     )
     yield f"- *FLOPs* are those of training, with optimizer and teacher, relative to `{BASELINE}`."
     yield f"- *Time* is steps times the ratio of step times ([step_times.py](step_times.py)), relative to `{BASELINE}`."

@@ -154,14 +154,14 @@ def _train(trial: Trial) -> str | None:
         _call(trial, "train.py", [*trial.entry.flags(seed=trial.seed), *place])
     except ConfigError as error:
         status = read_status(trial.run) or {}
-        if trial.seed < FIRST_TUNING_SEED or status.get("status") != "error":
+        if trial.seed < FIRST_TUNING_SEED or status.get("state") != "error":
             raise
         return str(status.get("reason", error))
     return None
 
 
 def _is_completed(run: Path) -> bool:
-    return run.exists() and (read_status(run) or {}).get("status") == "completed"
+    return run.exists() and (read_status(run) or {}).get("state") == "completed"
 
 
 def _call(trial: Trial, script: str, arguments: list[str]) -> None:

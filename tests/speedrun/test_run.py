@@ -57,7 +57,7 @@ class Scripts:
                 "created": "2026-11-22T10:00:00",
             }
             (folder / "config.json").write_text(json.dumps(stored))
-            (folder / "status.json").write_text(json.dumps({"status": "completed"}))
+            (folder / "status.json").write_text(json.dumps({"state": "completed"}))
         elif script == "scripts/reconstruct_ema.py":
             averaged = folder.with_name(f"{folder.name}_ema_{arguments[2]}")
             averaged.mkdir()
@@ -146,7 +146,7 @@ def test_a_failed_training_is_a_trial_when_tuning_and_an_error_otherwise(
 ) -> None:
     def fail(trial: Any, script: str, arguments: list[str]) -> None:
         trial.run.mkdir(parents=True)
-        (trial.run / "status.json").write_text(json.dumps({"status": "error", "reason": "step 7: the loss is NaN"}))
+        (trial.run / "status.json").write_text(json.dumps({"state": "error", "reason": "step 7: the loss is NaN"}))
         raise ConfigError("train.py failed (1)")
 
     monkeypatch.setattr(run, "_call", fail)
