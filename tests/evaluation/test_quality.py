@@ -123,11 +123,16 @@ def test_copies_of_training_images_are_as_far_from_held_out_images_as_the_traini
     assert results["KID to held-out-Pixels"].value == pytest.approx(results["held-out KID-Pixels"].value, rel=0.05)
 
 
-def test_the_inception_score_of_images_in_the_order_of_classes_is_that_of_all_classes() -> None:
-    """Splits of consecutive images would have one class each, and score 1."""
-    logits = torch.eye(4).repeat_interleave(25, 0) * 1000
-    assert inception_score(logits, is_sorted_by_class=True, images_per_split=30) == pytest.approx(4, rel=0.02)
-    assert inception_score(logits, is_sorted_by_class=False, images_per_split=25) == pytest.approx(1)
+def test_splits_of_the_inception_score_are_consecutive_images_with_or_without_labels() -> None:
+    images = random_images(5400, seed=0, size=4)  # a split of 5,000 and one of 400
+    logits = features_of(images).logits
+    assert logits is not None
+    expected = (inception_score(logits[:5000]) + inception_score(logits[5000:])) / 2
+    real = pictures_of(images[:50], "train")
+    for labels in (None, logits.argmax(1)):
+        generated = pictures_of(images, "generated", labels, batch_size=100)
+        results = quality_of(real + generated[::-1]).compute()
+        assert results["IS-Pixels"].value == pytest.approx(expected, rel=1e-9)
 
 
 def test_few_images_have_figures_without_halves() -> None:

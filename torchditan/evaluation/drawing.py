@@ -30,7 +30,7 @@ from torchditan.evaluation.ranks import rank_and_world_size
 from torchditan.evaluation.reconstruction import Rounding, to_8_bit
 from torchditan.evaluation.sample_parts import SampleParts
 from torchditan.models.spec import Conditioning
-from torchditan.randomness import Permutation, generator, uniform
+from torchditan.randomness import Permutation, uniform
 from torchditan.run.progress import report_progress
 
 ClassBalance = Literal["data", "balanced", "random"]
@@ -63,9 +63,8 @@ def plan_samples(
 
     With "data" and "balanced", the number of samples of each class is exact: its share of `num_samples`, rounded down,
     and one more for the classes with the largest remainders. The seed decides between equal remainders, so N need not
-    be a multiple of the number of classes. The first M samples contain each class about as often as all N, for every M.
-    The samples with even and with odd numbers differ by at most one sample of a class. With "random", the counts vary
-    as those of independent draws do.
+    be a multiple of the number of classes. The order is random. With "random", the counts vary as those of independent
+    draws do.
 
     Args:
         num_samples: N.
@@ -92,7 +91,9 @@ def plan_samples(
                 raise option_error("--class_balance", class_balance, right)
             assert len(class_counts) <= num_classes, (len(class_counts), num_classes)
             weights = list(class_counts)  # the last classes may have no image
-        labels = _spread(_apportion(num_samples, np.array(weights, dtype=np.int64), seed=seed), seed=seed)
+        counts = _apportion(num_samples, np.array(weights, dtype=np.int64), seed=seed)
+        order = Permutation(seed, "sample_order", 0, length=num_samples)(np.arange(num_samples))
+        labels = np.repeat(np.arange(len(counts)), counts)[order]
     order = np.argsort(labels, kind="stable")
     numbers = np.empty_like(order)
     numbers[order] = _number_within_class(labels[order])
@@ -214,20 +215,6 @@ def _apportion(num_samples: int, weights: np.ndarray, *, seed: int) -> np.ndarra
     largest = np.lexsort((tie_break, -remainders))[: num_samples - counts.sum()]
     counts[largest] += 1
     return counts
-
-
-def _spread(counts: np.ndarray, *, seed: int) -> np.ndarray:
-    """Labels (N,) with these counts, each class spread evenly over all places, over the even and over the odd ones.
-
-    The n samples of a class in one half get one random place in each n-th of it.
-    """
-    labels = np.repeat(np.arange(len(counts)), counts)  # (N,) sorted
-    jitter = generator(seed, "sample_order", 0).random(len(labels))
-    for start in (0, 1):
-        half = labels[start::2].copy()
-        place = (_number_within_class(half) + jitter[start::2]) / np.bincount(half)[half]
-        labels[start::2] = half[np.argsort(place, kind="stable")]
-    return labels
 
 
 def _number_within_class(labels: np.ndarray) -> np.ndarray:
