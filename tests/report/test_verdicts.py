@@ -267,19 +267,30 @@ def test_grids_of_pure_noise_get_verdicts_as_seldom_as_promised(tmp_path: Path) 
     assert len(decided) < 5
 
 
-@pytest.mark.parametrize("axis", ["diffusion.timestep_shift", "diffusion.self_alignment"])
-def test_losses_are_not_compared_where_the_loss_itself_changes(tmp_path: Path, axis: str) -> None:
+@pytest.mark.parametrize(
+    ("axis", "settings", "is_measured_alike"),
+    [
+        ("diffusion.timestep_shift", {}, False),
+        ("diffusion.self_alignment", {}, True),  # a term of the training loss alone
+        ("model.learn_sigma", {}, False),
+        ("model.preset", {}, False),
+        ("model.preset", {"model.learn_sigma": False}, True),
+    ],
+)
+def test_losses_are_not_compared_where_the_loss_itself_changes(
+    tmp_path: Path, axis: str, settings: dict[str, Any], is_measured_alike: bool
+) -> None:
     axes = (axis, NORM, SEED)
-    values = itertools.product((1.0, 3.0), (False, True), range(2))
+    levels: tuple[Any, Any] = (False, True) if axis == "model.learn_sigma" else (1.0, 3.0)
+    values = itertools.product(levels, (False, True), range(2))
     rows = []
     for shift, norm, seed in values:
         rows.append(
             cell("gelu", norm, seed, validation_loss=noise(shift, norm, seed), **{FD: noise(seed, shift, norm)})
         )
         rows[-1] |= {axes[0]: shift, "run_name": f"{rows[-1]['run_name']}_shift-{shift}"}
-    found = analyse([write_grid(tmp_path / "grid", rows, axes=axes)]).verdicts
+    found = analyse([write_grid(tmp_path / "grid", rows, axes=axes, settings=settings)]).verdicts
     pairs = {(verdict.axis, verdict.metric.column) for verdict in found}
-    is_measured_alike = axis == "diffusion.self_alignment"  # a term of the training loss alone
     expected = {(axis, FD), (NORM, FD), (NORM, "validation_loss")}
     assert pairs == (expected | {(axis, "validation_loss")} if is_measured_alike else expected)
 

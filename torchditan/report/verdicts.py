@@ -42,8 +42,10 @@ MOST_SEEDS = 1000
 BETTER, WORSE, INCONCLUSIVE, ONE_SEED = "better", "worse", "inconclusive", "one seed: no verdict"
 NOT_MEASURED = "not measured on both sides"
 TRAINING_LOSS = Metric("loss_mean", "training loss", "", False, None)
-_CHANGE_THE_LOSS = ("diffusion.", "dataset.", "autoencoder.")
-"""Sections that change what a loss measures, so that its values are not comparable."""
+_LEARN_SIGMA, _PRESET = "model.learn_sigma", "model.preset"
+_CHANGE_THE_LOSS = ("diffusion.", "dataset.", "autoencoder.", _LEARN_SIGMA, _PRESET)
+"""Sections and options that change what a loss measures, so that its values are not comparable. A learned variance adds
+a term to the loss of ddpm; the preset chooses it if the grid does not."""
 _NOT_IN_VALIDATION = (
     "diffusion.contrastive_weight",
     "diffusion.loss_weighting",
@@ -200,17 +202,23 @@ def judge(results: GridResults, figures: list[str] | None = None) -> list[Verdic
     usual = matched_pairs(results.cells, results.axes, axes)
     found = []
     for source in results.sources:
-        baseline = _baseline(results, source)
+        grid = results.runs.loc[results.runs["source"] == source, "grid"].iloc[0]
+        baseline = _baseline(results, grid)
         pairs = matched_pairs(results.cells, results.axes, axes, baseline=baseline) if baseline else usual
         mine = pairs[pairs["source"] == source]
-        compared = [(pair, metric) for pair in mine.itertuples() for metric in metrics if _is_comparable(pair, metric)]
+        chosen = {name for kind in ("axes", "settings") for name in results.contents[grid].get(kind, ())}
+        compared = [
+            (pair, metric)
+            for pair in mine.itertuples()
+            for metric in metrics
+            if _is_comparable(pair.axis, metric, chosen)
+        ]
         found += _judge_grid(results, compared)
     return found
 
 
-def _baseline(results: GridResults, source: str) -> dict[str, str]:
+def _baseline(results: GridResults, grid: str) -> dict[str, str]:
     """The first value of every axis in a grid that changes one axis at a time from there; {} for another grid."""
-    grid = results.runs.loc[results.runs["source"] == source, "grid"].iloc[0]
     if not results.contents[grid].get("one_at_a_time"):
         return {}
     first = results.runs[results.runs["grid"] == grid].iloc[0]  # on another device, if the grid changed it
@@ -227,10 +235,13 @@ def _metrics(results: GridResults, figures: list[str] | None) -> list[Metric]:
     return [metric for name, metric in known.items() if figures is None or name in figures]
 
 
-def _is_comparable(pair: Any, metric: Metric) -> bool:
-    if metric.column == "validation_loss" and pair.axis.startswith(_NOT_IN_VALIDATION):
+def _is_comparable(axis: str, metric: Metric, chosen: set[str]) -> bool:
+    """Whether values of an axis do not change what a figure measures. `chosen`: axes and settings of the grid."""
+    if metric.column == "validation_loss" and axis.startswith(_NOT_IN_VALIDATION):
         return True
-    return not (metric.column in ("validation_loss", TRAINING_LOSS.column) and pair.axis.startswith(_CHANGE_THE_LOSS))
+    if axis == _PRESET and _LEARN_SIGMA in chosen:
+        return True
+    return not (metric.column in ("validation_loss", TRAINING_LOSS.column) and axis.startswith(_CHANGE_THE_LOSS))
 
 
 def _judge_grid(results: GridResults, compared: list[tuple[Any, Metric]]) -> list[Verdict]:
