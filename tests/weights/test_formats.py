@@ -7,6 +7,7 @@ weights are random and asymmetric. `test_a_wrong_conversion_is_seen` shows that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Config
+from torchditan.diffusion.timesteps import Timesteps
 from torchditan.models import build_model_spec
 from torchditan.registry import FORMATS, registered
 from torchditan.weights.formats import Converted, Given
@@ -169,6 +171,14 @@ def test_a_wrong_conversion_is_seen(case: str, mistake: Callable[[Converted], Co
         assert (flipped - expected(format, model, weights)).abs().max() > 1000 * TOLERANCE
         return
     assert difference(format, model, weights, mistake(converted)) > 1000 * TOLERANCE
+
+
+def test_lightningdit_samples_at_the_250_points_of_its_grid() -> None:
+    options = convert("lightningdit", random_weights(LIGHTNINGDIT)).options
+    sampling = Config().replace(options).sampling
+    found = Timesteps("uniform").grid(sampling.num_steps, shift=sampling.timestep_shift)
+    even = torch.linspace(0, 1, 250, dtype=torch.float64)
+    assert found == pytest.approx((0.3 * even / (1 - 0.7 * even)).tolist())
 
 
 def test_channels_of_the_variance_are_the_right_ones() -> None:
@@ -322,3 +332,16 @@ def test_a_file_that_does_not_fit_is_refused(
         change(weights)
     with refused("", *mentions):
         convert(format, weights)
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_no_two_formats_recommend_each_other(mlp: str) -> None:
+    """For a file that no format reads: LayerNorm with normalized queries and keys."""
+    weights = random_weights(replace(LIGHTNINGDIT, norm="layernorm without parameters", qk_norm=True, mlp=mlp))
+    recommended = {}
+    for format in ("dit", "sit", "repa", "lightningdit"):
+        with pytest.raises(ConfigError) as refusal:
+            convert(format, dict(weights))
+        recommended[format] = set(re.findall(r"--format (\w+)", str(refusal.value)))
+    assert not any(format in recommended[other] for format in recommended for other in recommended[format])
+    assert recommended["dit"] == {"lightningdit"}

@@ -7,7 +7,8 @@ Notable:
 - the teacher sees the same sample, noise and condition at less noise: t + gap u, at most 1. For each sample, u is
   uniform in [0, 1), a function of (seed, index);
 - the paper's results used smooth L1 with a weight that decays; its authors now recommend the cosine with weight 0.5
-  (https://github.com/vvvvvjdy/SRA), which does not depend on the scale of the tokens;
+  (https://github.com/vvvvvjdy/SRA), which does not depend on the scale of the tokens. Their code takes the cosine over
+  the tokens, ours over the features of each token. Their head has two layers, ours three;
 - the objective is wrapped, not replaced: its inputs are recorded at its call of the model. Predictions, weightings
   and terms of flow matching therefore stay as they are.
 """

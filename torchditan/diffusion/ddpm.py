@@ -254,7 +254,8 @@ def discretized_log_likelihood(x: torch.Tensor, difference: torch.Tensor, log_va
     """Log probability, in nats, of the bin around x under a Gaussian with mean x - difference.
 
     256 bins of width 2 / 255 cover [-1, 1]; the first and the last extend to infinity (section 3.3 of Ho et al. 2020).
-    A probability counts as at least 1e-12.
+    A probability counts as at least 1e-12. The normal distribution function is exact; DiT's code has a tanh
+    approximation.
     """
     inverse_deviation = torch.exp(-0.5 * log_variance)
     low = torch.where(x < -0.999, -math.inf, (difference - 1 / 255) * inverse_deviation)

@@ -52,7 +52,7 @@ _LOOKS = (
     (r"(first_stage_model\.)?(encoder|decoder)\.", "", "an autoencoder; give it as --autoencoder.path"),
     (r".*lora_", "", "a LoRA, not a model"),
 )
-"""(start of a name, formats with such names, what a file with it looks like to other formats)."""
+"""(start of a name, formats with such names, what a file with it looks like to other formats). The first that fits."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,11 @@ class Sizes:
 
 
 def looks_like(names: Collection[str], *, format: str) -> str:
-    """`; it looks like REPA; give --format repa`, or an empty string. Names that `format` has too do not count."""
-    others = ((pattern, text) for pattern, formats, text in _LOOKS if format not in formats.split())
-    found = next((text for pattern, text in others if any(re.match(pattern, name) for name in names)), None)
-    return "" if found is None else f"; it looks like {found}"
+    """`; it looks like REPA; give --format repa`, or an empty string if it looks like nothing known, or like `format`."""
+    for pattern, formats, text in _LOOKS:
+        if any(re.match(pattern, name) for name in names):
+            return "" if format in formats.split() else f"; it looks like {text}"
+    return ""
 
 
 def check_names(tensors: Mapping[str, Tensor], expected: Collection[str], *, format: str) -> None:
