@@ -53,6 +53,7 @@ def load(args: argparse.Namespace, flags: list[str], rank: Rank) -> TrainedModel
 
     with report_progress(f"loading {args.run}"):
         trained = TrainedModel.load(args.run, step=args.step, weights=args.weights, device=rank.device, flags=flags)
+        trained.open_decoder()  # refuses a missing one before the slow work
     if trained.takes_prompts:
         raise ConfigError(f"{args.run} was trained on captions; must be a run on classes, or one without labels")
     return trained

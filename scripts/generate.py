@@ -119,6 +119,7 @@ def main() -> None:
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     with report_progress(f"loading {args.run}"):
         trained = TrainedModel.load(args.run, step=args.step, weights=args.weights, dtype=dtype, flags=flags)
+        to_pixels = trained.open_decoder()
     config, sampling = trained.config, trained.config.sampling
     if args.without_lora:
         trained.drop_lora()
@@ -133,14 +134,14 @@ def main() -> None:
     seconds = time.perf_counter() - start
     start = time.perf_counter()
     with report_progress("decoding samples"):
-        pictures = stills(trained.to_pixels(samples))
+        pictures = stills(to_pixels(samples))
     decoding_seconds = time.perf_counter() - start
 
     similarities = ""
     if args.original:
         print(f"original: {trained.restore_original()}")
         originals = trained.generate_rows(rows, samples_per_row=per_row, seed=args.seed, batch_size=args.batch_size)
-        real = stills(trained.to_pixels(originals))
+        real = stills(to_pixels(originals))
         found = similarity(pictures, real)
         similarities = "".join(f", {name.upper()} {value:.4g}" for name, value in found.items())
 

@@ -30,7 +30,7 @@ from own_reading import (
     random_weights,
     repa_samples,
 )
-from refusals import assert_refused
+from refusals import assert_refused, refused
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -285,6 +285,16 @@ def test_a_path_alone_is_that_of_the_default_autoencoder(tmp_path: Path, run_scr
     outcome = run_script(SCRIPT, "import", path, "run", *flags)
     assert outcome.code == 2
     assert "autoencoder.path" in outcome.err and "missing" in outcome.err
+
+
+def test_an_import_does_not_need_the_autoencoder(tmp_path: Path, run_script: RunScript) -> None:
+    path = save(tmp_path / "weights.pt", random_weights(LIGHTNINGDIT))
+    flags = ("--autoencoder.name=diffusers", "--autoencoder.downsampling=16")
+    trained = load(imported(path, "lightningdit", run_script, *flags))
+    assert trained.image_size == (128, 128)
+    assert trained.generate([3], samples_per_label=2, seed=0, batch_size=2).shape == (1, 2, 8, 8, 8), "latents"
+    with refused("autoencoder.path = none", "diffusers"):
+        trained.sample(classes=[3])
 
 
 def test_a_registered_format_is_imported(

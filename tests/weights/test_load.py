@@ -202,8 +202,10 @@ def test_an_unconditional_model_draws_a_number_of_images(moved: dict[str, Path])
 
 
 def test_an_autoencoder_that_moved_is_given_its_new_path(moved: dict[str, Path]) -> None:
+    without = load(moved["patch"])
+    assert without.generate([0, 1], samples_per_label=1, seed=0, batch_size=2).shape == (2, 1, 4, 4, 4), "latents"
     with refused("autoencoder.path", "no such folder"):
-        load(moved["patch"])
+        without.sample(classes=[0, 1])
     trained = load(moved["patch"], options={"autoencoder.path": moved["autoencoder"]})
     assert trained.sample(classes=[0, 1]).shape == (2, 3, 8, 8)
 
@@ -278,3 +280,23 @@ def test_a_path_that_is_no_trained_run_is_one_line(moved: dict[str, Path], tmp_p
     checkpoint = run / "checkpoint/step-00000001"
     with refused("step = 2", str(checkpoint)):
         load(checkpoint, step=2)
+    alone = shutil.copytree(checkpoint, tmp_path / "alone/a/step-00000001")
+    with refused(str(alone), f"{tmp_path / 'alone/config.json'} is missing", "convert_checkpoint.py export"):
+        load(alone)
+
+
+def test_an_exported_file_draws_the_images_of_its_run(
+    moved: dict[str, Path], tmp_path: Path, run_script: RunScript
+) -> None:
+    file = tmp_path / "model.safetensors"
+    assert run_script("scripts/convert_checkpoint.py", "export", moved["pixels"], file).code == 0
+    trained = load(file, options={"sampling.guidance_scale": 1.0})
+    assert (trained.step, trained.weights, trained.config.sampling.guidance_scale) == (2, "ema", 1.0)
+    run = load(moved["pixels"])
+    assert torch.equal(load(str(file)).sample(classes=[3, 1], seed=4), run.sample(classes=[3, 1], seed=4))
+    for arguments, about in (({"step": 1}, "step = 1"), ({"weights": "raw"}, 'weights = "raw"')):
+        with refused(about, str(file)):
+            load(file, **arguments)  # type: ignore[arg-type]
+    file.write_bytes(file.read_bytes()[:1000])
+    with refused(str(file), "truncated"):
+        load(file)

@@ -226,13 +226,17 @@ def open_decoder(config: AutoencoderConfig, *, channels: int, device: torch.devi
     """Open the autoencoder of a completed section, for latents with `channels` channels.
 
     Raises:
-        ConfigError: its weights are not available, or the latents come from other weights.
+        ConfigError: its weights are not available, the latents come from other weights, or it has other channels.
     """
     image_channels = None  # use the autoencoder's
     if config.name == "haar":
         assert config.downsampling is not None
         image_channels = channels // config.downsampling**2
-    return open_autoencoder(config, device=device, image_channels=image_channels)
+    autoencoder = open_autoencoder(config, device=device, image_channels=image_channels)
+    if autoencoder.latent_channels != channels:
+        right = f"has {autoencoder.latent_channels} latent channels; must have {channels}, as the latents"
+        raise option_error("autoencoder.name", config.name, right)
+    return autoencoder
 
 
 def _check_kind(config: AutoencoderConfig, index: LatentIndex) -> None:

@@ -64,7 +64,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
         if step := re.fullmatch(r"step-0*(\d+)", Path(path).name):
             run = Path(path).parent.parent
-            raise ConfigError(f"{path} is a checkpoint; must be its run directory: {run} --step {step[1]}")
+            if (run / "config.json").is_file():
+                raise ConfigError(f"{path} is a checkpoint; must be its run directory: {run} --step {step[1]}")
+            missing = f"{path} is a checkpoint without its run: {run / 'config.json'} is missing"
+            export = f"scripts/convert_checkpoint.py export {path} OUT.safetensors"
+            raise ConfigError(f"{missing}; copy the whole run, or write one file with {export}")
         raise ConfigError(f"{file} does not belong to a run: it contains no configuration")
     return content
 

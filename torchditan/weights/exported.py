@@ -24,8 +24,11 @@ from torchditan.checkpoint.files import (
 from torchditan.checkpoint.loading import load_safely, read_progress
 from torchditan.checkpoint.trained_weights import find_checkpoint
 from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.loader import from_dict, override, to_dict
+from torchditan.config.options import Config
 from torchditan.models.saved_weights import checkpoint_keys
 from torchditan.registry import FORMATS
+from torchditan.run.directory import check_folders
 from torchditan.run.reading import read_config
 from torchditan.weights.safetensors_files import TensorToWrite, is_of_diffusers, is_pickle, open_file, write_weights
 
@@ -147,6 +150,25 @@ def read_weights_metadata(path: Path) -> StoredWeights:
             "checkpoint.initial_load_path"
         )
     return stored
+
+
+def checked_config(stored: StoredWeights) -> Config:
+    """The configuration in an exported file, which may be untrusted, after the checks of a user's configuration.
+
+    Raises:
+        ConfigError: it is not valid here, is incomplete, or belongs to a LoRA.
+    """
+    assert stored.config is not None
+    try:
+        config = override(from_dict(stored.config), [], sections=())
+        check_folders(to_dict(config))
+    except ConfigError as error:
+        raise ConfigError(f"{stored.path} has a configuration that is not valid here: {error}") from None
+    if None in (config.dataset.image_size, config.dataset.num_classes, config.model.input_channels):
+        raise ConfigError(f"{stored.path} has a configuration that does not set image size, classes or channels")
+    if config.lora.rank:
+        raise ConfigError(f"{stored.path} has the configuration of a LoRA, which cannot be opened")
+    return config
 
 
 def describe_file(path: Path) -> StoredWeights:

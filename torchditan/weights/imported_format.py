@@ -176,7 +176,7 @@ def _describe_data(config: Config) -> str:
 def _complete_autoencoder(section: Autoencoder, channels: int, *, is_stored: bool) -> Autoencoder:
     """The section `[autoencoder]` for latents of this many channels; pixels need none.
 
-    A published autoencoder is downloaded when it is used, any other one is opened here.
+    The autoencoder is opened when it is used; here only if its downsampling is unknown, or to complete haar.
     """
     if section.name is None and section.path is None and channels in _PIXEL_CHANNELS:
         return section
@@ -192,6 +192,8 @@ def _complete_autoencoder(section: Autoencoder, channels: int, *, is_stored: boo
     if entry is not None and section.path is None:
         _check_channels(section, entry.latent_channels, channels)
         return dataclasses.replace(section, downsampling=entry.downsampling)
+    if section.downsampling is not None and section.name != "haar":
+        return section
     image_channels = None
     if section.name == "haar":
         section = dataclasses.replace(section, downsampling=section.downsampling or 4)

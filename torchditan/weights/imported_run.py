@@ -24,15 +24,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchditan.checkpoint.files import ChecksummingWriter, read_back
 from torchditan.checkpoint.manager import publish_checkpoint
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.config.loader import from_dict, override, to_dict
+from torchditan.config.loader import override, to_dict
 from torchditan.config.options import Config
 from torchditan.config.trajectory import trajectory
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
-from torchditan.run.directory import check_folders
 from torchditan.run.reading import read_config
 from torchditan.run.training_progress import Progress
-from torchditan.weights.exported import StoredWeights, key_of, read_weights_metadata
+from torchditan.weights.exported import StoredWeights, checked_config, key_of, read_weights_metadata
 from torchditan.weights.initial import refuse_other_model
 from torchditan.weights.new_folder import new_folder
 from torchditan.weights.safetensors_files import open_file
@@ -115,17 +114,7 @@ def refuse_existing(run: Path, *, overwrite: bool) -> None:
 
 def _check_config(stored: StoredWeights, flags: Sequence[str]) -> Config:
     """Apply the flags to the configuration in a file, and check it like a user's."""
-    assert stored.config is not None
-    try:
-        config = override(from_dict(stored.config), [], sections=())
-        check_folders(to_dict(config))
-    except ConfigError as error:
-        raise ConfigError(f"{stored.path} has a configuration that is not valid here: {error}") from None
-    if None in (config.dataset.image_size, config.dataset.num_classes, config.model.input_channels):
-        raise ConfigError(f"{stored.path} has a configuration that does not set image size, classes or channels")
-    if config.lora.rank:
-        raise ConfigError(f"{stored.path} has the configuration of a LoRA, which cannot be imported")
-    config = override(config, list(flags), sections=("dataset", "autoencoder"))
+    config = override(checked_config(stored), list(flags), sections=("dataset", "autoencoder"))
     if config.autoencoder.name is None and config.autoencoder.path is not None:
         right = "these weights were trained on pixels, so there is nothing to decode; leave it out"
         raise option_error("autoencoder.path", config.autoencoder.path, right)

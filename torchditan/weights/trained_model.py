@@ -10,7 +10,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,11 +36,12 @@ from torchditan.finetune.captions.dataset import encode_prompts
 from torchditan.finetune.lora import set_active_adapters
 from torchditan.finetune.published import PublishedModel
 from torchditan.job.complete import with_empty_caption
-from torchditan.latents.latent_space import StoredLatents, decode_latents, decode_with, open_decoder
+from torchditan.latents.latent_space import StoredLatents, decode_with, open_decoder
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
 from torchditan.run.reading import read_config
-from torchditan.weights.initial import load_initial_weights
+from torchditan.weights.exported import checked_config, read_weights_metadata
+from torchditan.weights.initial import load_initial_weights, load_weights_file
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -107,22 +108,72 @@ class TrainedModel:
         device = _device(device)
         stored = read_config(run)
         config = _with_flags(from_dict(stored["config"]), flags)
-        if config.autoencoder.name is None and config.autoencoder.path is not None:
-            right = "this run was trained on pixels, so there is nothing to decode; leave it out"
-            raise option_error("autoencoder.path", config.autoencoder.path, right)
-        if weights not in (None, "ema", "raw"):
-            raise option_error("weights", weights, "must be ema or raw")
+        _check_weights(weights)
         if weights == "ema" and not config.ema.enable:
             raise option_error("--weights", weights, "this run kept no average; must be raw")
         weights = weights or ("ema" if config.ema.enable else "raw")
         checkpoint = find_checkpoint(run / config.checkpoint.folder, step)
         progress = read_progress(checkpoint)
+        fill = partial(load_weights, checkpoint=checkpoint, ema=weights == "ema", only_trained=config.lora.rank > 0)
+        return cls._build(
+            config,
+            fill,
+            step=progress.step,
+            images_seen=progress.images_seen,
+            run_id=stored.get("run_id"),
+            weights=weights,
+            device=device,
+            dtype=dtype,
+        )
+
+    @classmethod
+    def load_file(
+        cls,
+        path: Path,
+        *,
+        step: int | None = None,
+        weights: Literal["ema", "raw"] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = torch.float32,
+        flags: Sequence[str] | Mapping[str, Any] = (),
+    ) -> TrainedModel:
+        """Load a file that `scripts/convert_checkpoint.py export` wrote. The arguments are those of `load`.
+
+        Raises:
+            ConfigError: it is not such a file or is damaged, it has another step or other weights, or a flag is wrong.
+        """
+        device = _device(device)
+        stored = read_weights_metadata(path)
+        config = _with_flags(checked_config(stored), flags)
+        _check_weights(weights)
+        if step not in (None, stored.step):
+            raise option_error("step", step, f"{path} has step {stored.step}; leave it out")
+        if weights not in (None, stored.weights):
+            raise option_error("weights", weights, f"{path} has the {stored.weights} weights; leave it out")
+        assert stored.step is not None and stored.images_seen is not None and stored.weights is not None
+        return cls._build(
+            config,
+            partial(load_weights_file, path=path),
+            step=stored.step,
+            images_seen=stored.images_seen,
+            weights=stored.weights,
+            device=device,
+            dtype=dtype,
+        )
+
+    @classmethod
+    def _build(
+        cls,
+        config: Config,
+        fill: Callable[[nn.Module], object],
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        **fields: Any,
+    ) -> TrainedModel:
+        """Build the model of a run's configuration; `fill` loads its weights."""
         spec = stored_spec(config)
-        channels, num_classes = spec.sample_shape[0], config.dataset.num_classes
-        assert num_classes is not None
-        if config.autoencoder.name is not None:
-            # Check that the decoder opens, so that a missing one is reported now and not after sampling.
-            open_decoder(config.autoencoder, channels=channels, device=device)
+        assert config.dataset.num_classes is not None
         with torch.device("meta"):
             model = spec.build()
         model.to_empty(device=device)
@@ -130,7 +181,7 @@ class TrainedModel:
             cast(Any, model).init_weights(config.training.seed)
         elif isinstance(model, PublishedModel):  # weights that are not stored
             model.fill_buffers()
-        load_weights(model, checkpoint, ema=weights == "ema", only_trained=config.lora.rank > 0)
+        fill(model)
         if dtype is None:
             is_half = isinstance(model, PublishedModel) and config.training.mixed_precision_param != "float32"
             dtype = torch.bfloat16 if is_half else torch.float32
@@ -139,13 +190,10 @@ class TrainedModel:
             spec=spec,
             model=model.to(dtype).eval().requires_grad_(False),
             sample_shape=spec.sample_shape,
-            num_classes=num_classes,
-            step=progress.step,
-            images_seen=progress.images_seen,
-            run_id=stored.get("run_id"),
-            weights=weights,
+            num_classes=config.dataset.num_classes,
             device=device,
             dtype=dtype,
+            **fields,
         )
 
     @property
@@ -171,22 +219,15 @@ class TrainedModel:
         Raises:
             ConfigError: the decoder of the latents is not available, or is another one.
         """
-        if not self.is_latent:
-            return samples
-        return decode_latents(
-            self.config.autoencoder,
-            samples,
-            device=self.device,
-            sample_dims=len(self.sample_shape),
-            at_once=self.config.metrics.sample_batch_size,
-        )
+        return self.open_decoder()(samples)
 
     def open_decoder(self) -> ToPixels:
-        """`to_pixels` for many batches: it opens the decoder once."""
+        """`to_pixels` for many batches: it opens the decoder once. Call it before slow work that ends in pictures."""
         if not self.is_latent:
-            return self.to_pixels
+            return lambda samples: samples
         decoder = open_decoder(self.config.autoencoder, channels=self.sample_shape[0], device=self.device)
-        return partial(decode_with, decoder, at_once=self.config.metrics.sample_batch_size)
+        at_once = self.config.metrics.sample_batch_size
+        return partial(decode_with, decoder, sample_dims=len(self.sample_shape), at_once=at_once)
 
     def real_to_pixels(self, samples: torch.Tensor) -> torch.Tensor:
         """Samples of the dataset (..., C, H, W) -> pictures."""
@@ -234,13 +275,14 @@ class TrainedModel:
         drawing = replace(self, config=override(self.config, _plain(changed), sections=("sampling",)))
         if num_samples is not None and (self.takes_prompts or self.num_classes):
             raise option_error("num_samples", num_samples, "this model is conditional; give samples_per_class")
+        to_pixels = drawing.open_decoder()
         if self.takes_prompts:
             rows = drawing._rows_of_prompts(classes, prompts)
         else:
             rows = drawing._rows_of_classes(classes, prompts)
         per_row = num_samples or samples_per_class
         samples = drawing.generate_rows(rows, samples_per_row=per_row, seed=seed, batch_size=batch_size)
-        images = drawing.to_pixels(samples).flatten(0, 1)  # (N, C, H, W)
+        images = to_pixels(samples).flatten(0, 1)  # (N, C, H, W)
         num_bad = int((~images.isfinite()).flatten(1).any(1).sum())
         if num_bad:
             print(f"warning: {num_bad} of {len(images)} images have values that are not finite", file=sys.stderr)
@@ -396,11 +438,13 @@ def load(
 ) -> TrainedModel:
     """Load a trained run, to draw images: `load("outputs/run").sample(classes=[3, 5], seed=0)`.
 
-    The run's folder is enough, wherever you moved it; the training data is not needed. An autoencoder or a published
-    model that the run names by its path must still be there. If you moved it too, give its new path in `options`.
+    The run's folder is enough, wherever you moved it; the training data is not needed. A published model that the run
+    names by its path must still be there, and for pictures its autoencoder, which is opened when it is used. If you
+    moved them too, give their new paths in `options`.
 
     Args:
-        run: the run directory, or one of its checkpoints (`outputs/run/checkpoint/step-00000600`).
+        run: the run directory, one of its checkpoints (`outputs/run/checkpoint/step-00000600`), or a file that
+            `scripts/convert_checkpoint.py export` wrote.
         step: step of the checkpoint; None takes the newest complete one.
         weights: averaged or raw; None takes the averaged ones if the run kept them.
         device: where to put the model; None takes the GPU if there is one, else the CPU.
@@ -410,15 +454,17 @@ def load(
 
     Raises:
         ConfigError: a ValueError, in one line. The run, checkpoint or weights do not exist or are damaged; an option is
-            unknown or wrong; an autoencoder or a published model is missing.
+            unknown or wrong; a published model is missing.
     """
     folder = Path(run).expanduser()
+    flags = _plain(options or {})
+    if folder.is_file():
+        return TrainedModel.load_file(folder, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
     checkpoint = re.fullmatch(r"step-0*(\d+)", folder.name)
     if checkpoint and (folder.parent.parent / "config.json").is_file():
         if step is not None:
             raise option_error("step", step, f"{run} is the checkpoint of step {checkpoint[1]} already; leave it out")
         folder, step = folder.parent.parent, int(checkpoint[1])
-    flags = _plain(options or {})
     return TrainedModel.load(folder, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
 
 
@@ -435,9 +481,17 @@ def stored_spec(config: Config) -> ModelSpec:
 def _with_flags(stored: Config, flags: Sequence[str] | Mapping[str, Any]) -> Config:
     """The configuration of a run with these options. The autoencoder of a published pipeline moves with its model."""
     config = override(stored, flags, sections=_REPLACEABLE)
+    if config.autoencoder.name is None and config.autoencoder.path is not None:
+        right = "this run was trained on pixels, so there is nothing to decode; leave it out"
+        raise option_error("autoencoder.path", config.autoencoder.path, right)
     if stored.autoencoder.path == config.autoencoder.path == stored.model.path is not None:
         config = config.replace({"autoencoder.path": config.model.path})
     return config
+
+
+def _check_weights(weights: object) -> None:
+    if weights not in (None, "ema", "raw"):
+        raise option_error("weights", weights, "must be ema or raw")
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

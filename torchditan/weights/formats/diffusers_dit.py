@@ -275,6 +275,9 @@ def _autoencoder(folder: Path) -> tuple[dict[str, Any], list[str]]:
         "autoencoder.scale": [scale],
         "autoencoder.sample_posterior": True,
     }
+    widths = config.get("block_out_channels")
+    if config.get("_class_name") == "AutoencoderKL" and isinstance(widths, list):  # the import need not open it
+        options["autoencoder.downsampling"] = 2 ** (len(widths) - 1)
     return options, [f"decoded by its vae/, with scaling_factor {scale:g}"]
 
 

@@ -69,7 +69,7 @@ class Sizes:
 
 
 def looks_like(names: Collection[str], *, format: str) -> str:
-    """`; it looks like REPA; give --format repa`, or an empty string if it looks like nothing known, or like `format`."""
+    """`; it looks like REPA; give --format repa`, or "" if it looks like nothing known, or like `format`."""
     for pattern, formats, text in _LOOKS:
         if any(re.match(pattern, name) for name in names):
             return "" if format in formats.split() else f"; it looks like {text}"
