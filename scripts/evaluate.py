@@ -141,7 +141,7 @@ def build_metrics(
             raise option_error("--metrics", name, right or f"{args.run} was trained without labels; leave it out")
     if args.save_reference is not None and not any(issubclass(cls, Quality) for cls in classes):
         raise option_error("--save_reference", str(args.save_reference), "needs --metrics effnet or inception")
-    class_names = [str(label) for label in range(num_classes)]
+    class_names = trained.class_names if trained is not None else []
     if num_classes and "train" in datasets:
         class_names = datasets["train"].class_names
     evaluation = Evaluation(

@@ -3,6 +3,7 @@
 """Draw samples from a checkpoint as a labelled grid next to real images, and report the time per image.
 
 python scripts/generate.py outputs/quickstart
+python scripts/generate.py outputs/photos --classes owl,flower
 python scripts/generate.py outputs/quickstart --classes 3,5 --sampling.guidance_scale 4 --sampling.sampler heun
 python scripts/generate.py outputs/flux_schnell_lora --prompts "TOK on the moon" "TOK, watercolour" --dtype bfloat16
 python scripts/generate.py outputs/sd3_medium_full --prompts "a red fox" --original
@@ -33,7 +34,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = RunParser(__doc__)
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
     parser.add_argument("--prompts", nargs="+", help="texts to draw (default: those of sampling.prompts)")
-    parser.add_argument("--classes", help="class labels, such as 3,5,7 (default: the first sampling.max_classes)")
+    parser.add_argument(
+        "--classes", help="labels or names, such as 3,5 or owl (default: the first sampling.max_classes)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the noise (default: 0)")
     parser.add_argument("--batch_size", type=count, default=64, help="samples at once (default: 64)")
     parser.add_argument(
@@ -53,15 +56,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return arguments, flags
 
 
-def parse_labels(text: str, *, num_classes: int) -> list[int]:
-    """Parse `3,5,7` as labels of the run."""
+def parse_labels(text: str, trained: TrainedModel) -> list[int]:
+    """Parse `3,5` or `owl,flower` as labels of the run. A number is a label."""
     from torchditan.config.errors import option_error
 
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) < num_classes for word in words):
-        right = f"must be labels from 0 to {num_classes - 1}, such as 3,5" if num_classes else "this run has no labels"
-        raise option_error("--classes", text, right)
-    return [int(word) for word in words]
+    if not trained.num_classes:
+        raise option_error("--classes", text, "this run has no labels")
+    words = [text] if text in trained.class_names else [word.strip() for word in text.split(",")]
+    return trained.labels_of([int(word) if word.isdecimal() else word for word in words], option="--classes")
 
 
 def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[SampleRows, torch.Tensor | None]:
@@ -90,13 +92,12 @@ def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[Sample
 
     labels = list(range(min(config.sampling.max_classes, max(1, trained.num_classes))))
     if args.classes is not None:
-        labels = parse_labels(args.classes, num_classes=trained.num_classes)
+        labels = parse_labels(args.classes, trained)
     try:
         dataset = build_dataset(config.dataset, split="train", input_channels=dataset_channels(config))
     except ConfigError as error:
         print(f"note: without the training data, the picture shows no real images: {error}", file=sys.stderr)
-        names = [str(label) for label in range(trained.num_classes)]
-        return SampleRows.of_classes(labels, class_names=names), None
+        return SampleRows.of_classes(labels, class_names=trained.class_names), None
     per_label = config.sampling.images_per_class
     real = real_samples(dataset, labels=labels, samples_per_label=per_label, conditional=trained.num_classes > 0)
     rows = SampleRows.of_classes(labels, class_names=dataset.class_names if trained.num_classes else [])

@@ -57,7 +57,11 @@ from torchditan.supervision.supervision import Supervision
 def run(job: Job) -> None:
     """Lock the run directory, build the trainer and train. status.json always records how the run ended."""
     job.run_directory.open(
-        to_dict(job.config), trajectory=trajectory(job.config), device=str(job.device), world_size=job.rank.world_size
+        to_dict(job.config),
+        trajectory=trajectory(job.config),
+        class_names=job.dataset.class_names,
+        device=str(job.device),
+        world_size=job.rank.world_size,
     )
     # Until the very end: if a rank fails, torchrun sends SIGTERM to the others, which must not interrupt them while
     # they write down the reason.

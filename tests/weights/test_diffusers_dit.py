@@ -335,6 +335,13 @@ def test_the_exported_transformer_predicts_the_same_with_null_class_1000(importe
     assert table.shape == (1001, 64) and not table[NULL:1000].any()
 
 
+def test_the_exported_pipeline_knows_the_names_of_the_classes(imported: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(imported, tmp_path / "run")
+    edit(run / "config.json", {"class_names": [f"kind {label}" for label in range(NULL)]})
+    export_to_diffusers(run, tmp_path / "out", dtype=torch.float32)
+    assert diffusers.DiTPipeline.from_pretrained(tmp_path / "out").get_label_ids(["kind 3"]) == [3]
+
+
 def test_export_then_import_gives_the_same_tensors(imported: Path, tmp_path: Path) -> None:
     export_to_diffusers(imported, tmp_path / "out", dtype=torch.float32)
     import_format(tmp_path / "out", tmp_path / "again", format="diffusers")

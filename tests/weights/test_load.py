@@ -125,17 +125,23 @@ def cells(path: Path) -> torch.Tensor:
     return images[..., :: layout.height // 8, :: layout.width // 8]
 
 
+def labels(path: Path) -> list[str]:
+    with Image.open(path) as picture:
+        return json.loads(picture.text[LAYOUT_KEY])["labels"]  # type: ignore[attr-defined, no-any-return]
+
+
 @pytest.mark.parametrize("name", ["pixels", "haar"])
 def test_a_moved_run_draws_the_images_of_generate_without_the_training_data(
     name: str, moved: dict[str, Path], tmp_path: Path, run_script: RunScript
 ) -> None:
-    script = run_script("scripts/generate.py", moved[name], "--classes=1,3", "--seed=5", "--out=grid.png")
+    script = run_script("scripts/generate.py", moved[name], "--classes=dog,yak", "--seed=5", "--out=grid.png")
     assert script.code == 0
     note, *others = script.err.splitlines()
     assert others == [] and "no real images" in note and "dataset.root_dir" in note
     assert "next to real" not in script.out
 
-    images = load(moved[name]).sample(classes=[1, 3], samples_per_class=2, seed=5)
+    images = load(moved[name]).sample(classes=["dog", 3], samples_per_class=2, seed=5)
+    assert labels(tmp_path / "grid.png") == ["dog", "yak"]
     assert images.shape == (4, 3, 8, 8) and images.dtype == torch.uint8
     assert images.float().std() > 10
     assert torch.equal(images.unflatten(0, (2, 2)), cells(tmp_path / "grid.png"))
@@ -215,7 +221,8 @@ def test_an_autoencoder_that_moved_is_given_its_new_path(moved: dict[str, Path])
     [
         ({"classes": 4}, "classes = [4]", ["0 to 3"]),
         ({"classes": [0, -1]}, "classes = [0, -1]", ["0 to 3"]),
-        ({"classes": "dog"}, 'classes = "dog"', ["integers", "0 to 3"]),
+        ({"classes": ["owl", "dig"]}, 'classes = "dig"', ["not a class", "dog?"]),
+        ({"classes": "flower"}, 'classes = "flower"', ["not a class", "names", "0 to 3"]),
         ({"classes": 1.5}, "classes = 1.5", ["integers"]),
         ({"classes": []}, "classes = []", ["0 to 3"]),
         ({"classes": torch.tensor(1.5)}, 'classes = "tensor(1.5000)"', ["integers", "0 to 3"]),
@@ -293,7 +300,9 @@ def test_an_exported_file_draws_the_images_of_its_run(
     trained = load(file, options={"sampling.guidance_scale": 1.0})
     assert (trained.step, trained.weights, trained.config.sampling.guidance_scale) == (2, "ema", 1.0)
     run = load(moved["pixels"])
-    assert torch.equal(load(str(file)).sample(classes=[3, 1], seed=4), run.sample(classes=[3, 1], seed=4))
+    assert torch.equal(load(str(file)).sample(classes=["yak", "dog"], seed=4), run.sample(classes=[3, 1], seed=4))
+    assert run_script("scripts/convert_checkpoint.py", "import", file, "imported").code == 0
+    assert load("imported").class_names == trained.class_names == run.class_names == list(CLASSES)
     for arguments, about in (({"step": 1}, "step = 1"), ({"weights": "raw"}, 'weights = "raw"')):
         with refused(about, str(file)):
             load(file, **arguments)  # type: ignore[arg-type]

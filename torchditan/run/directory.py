@@ -23,6 +23,7 @@ import shutil
 import socket
 import sys
 import weakref
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
@@ -100,13 +101,20 @@ class RunDirectory:
         return self.path / name
 
     def open(
-        self, config: dict[str, Any], *, trajectory: dict[str, Any], device: str = "cpu", world_size: int = 1
+        self,
+        config: dict[str, Any],
+        *,
+        trajectory: dict[str, Any],
+        class_names: Sequence[str] = (),
+        device: str = "cpu",
+        world_size: int = 1,
     ) -> None:
         """Lock the folder for this run and write config.json.
 
         Args:
             config: the resolved configuration, as nested dicts.
             trajectory: the settings that determine the weights.
+            class_names: of the training data, by label.
             device, world_size: recorded as the hardware of the run.
 
         Raises:
@@ -139,6 +147,7 @@ class RunDirectory:
             "git_commit": provenance.git_commit(),
             "hardware": {**provenance.hardware(device, world_size), **_kept_threads(stored)},
             "command": sys.argv,
+            "class_names": list(class_names),
             **{entry: stored[entry] for entry in _RECORDED if stored and entry in stored},
         }
         write_file(self.config_path, to_json(content, indent=2))

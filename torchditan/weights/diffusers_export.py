@@ -76,7 +76,7 @@ _INDEX = {
     "transformer": ["diffusers", CLASS_NAME],
     "vae": ["diffusers", "AutoencoderKL"],
 }
-"""model_index.json. It has no `id2label`, because a run does not store the names of its classes."""
+"""model_index.json, without `id2label`."""
 
 
 def export_to_diffusers(
@@ -132,7 +132,8 @@ def export_dit_pipeline(
         _write_json(new / EXPORT_FILE, described)
         if not isinstance(vae, str):
             _copy_vae(vae, new / "vae")
-            _write_json(new / INDEX_FILE, _INDEX)
+            names = {"id2label": dict(enumerate(stored.class_names))} if stored.class_names else {}
+            _write_json(new / INDEX_FILE, {**_INDEX, **names})
     how_to_open, left_out = f'DiTPipeline.from_pretrained("{folder}")', None
     if isinstance(vae, str):
         scheduler = f'DDIMScheduler.from_pretrained("{folder}", subfolder="scheduler")'

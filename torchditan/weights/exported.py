@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -61,6 +61,8 @@ class StoredWeights:
     git_commit: str | None = None
     ema_width: float | None = None
     """Of an average that `reconstructed_ema.py` computed; None for others."""
+    class_names: list[str] = field(default_factory=list)
+    """By label; empty if they are not known."""
 
 
 def export_weights(
@@ -188,7 +190,9 @@ def describe_file(path: Path) -> StoredWeights:
     if config is None or weights not in ("ema", "raw") or step is None or step >= 10**8 or images_seen is None:
         raise ConfigError(f"{path} has invalid metadata; export it again")
     kind, width = cast(Kind, weights), _parse_width(metadata.get("ema_width"))
-    return StoredWeights(path, shapes, config, step, images_seen, kind, metadata.get("git_commit"), width)
+    class_names = names_in(_parse_json(metadata.get("class_names")))
+    commit = metadata.get("git_commit")
+    return StoredWeights(path, shapes, config, step, images_seen, kind, commit, width, class_names)
 
 
 def describe_checkpoint(checkpoint: Path, reader: CheckpointReader, *, weights: Kind | None) -> StoredWeights:
@@ -220,6 +224,7 @@ def describe_checkpoint(checkpoint: Path, reader: CheckpointReader, *, weights: 
         weights,
         content.get("git_commit"),
         imported.get("ema_width") if isinstance(imported, dict) else None,
+        names_in(content.get("class_names")),
     )
 
 
@@ -268,17 +273,30 @@ def _to_metadata(stored: StoredWeights) -> dict[str, str]:
         "images_seen": str(stored.images_seen),
         "weights": str(stored.weights),
     }
-    further = {"git_commit": stored.git_commit, "ema_width": stored.ema_width}
+    further = {
+        "git_commit": stored.git_commit,
+        "ema_width": stored.ema_width,
+        "class_names": json.dumps(stored.class_names, ensure_ascii=False) if stored.class_names else None,
+    }
     return texts | {name: str(value) for name, value in further.items() if value is not None}
 
 
 def _parse_config(text: str | bytes | None) -> dict[str, dict[str, Any]] | None:
-    try:
-        config = json.loads(text or "")
-    except (ValueError, RecursionError):
-        return None
+    config = _parse_json(text)
     is_config = isinstance(config, dict) and all(isinstance(section, dict) for section in config.values())
     return config if is_config else None
+
+
+def _parse_json(text: str | bytes | None) -> Any:
+    try:
+        return json.loads(text or "")
+    except (ValueError, RecursionError):
+        return None
+
+
+def names_in(value: Any) -> list[str]:
+    """The class names that a file contains; [] if it contains none."""
+    return value if isinstance(value, list) and all(isinstance(name, str) for name in value) else []
 
 
 def _parse_width(text: str | None) -> float | None:

@@ -140,6 +140,7 @@ def _write_run(
         "git_commit": stored.git_commit,
         "imported": {**imported, **origin},
         "command": sys.argv,
+        "class_names": stored.class_names,
     }
     write_file(run / "config.json", json.dumps(content, indent=2, ensure_ascii=False).encode())
 

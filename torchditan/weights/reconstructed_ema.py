@@ -33,7 +33,7 @@ from torchditan.models.saved_weights import keys_under
 from torchditan.optim.power_ema import gamma_of_width
 from torchditan.run.reading import read_config
 from torchditan.run.training_progress import Progress
-from torchditan.weights.exported import StoredWeights, read_tensor
+from torchditan.weights.exported import StoredWeights, names_in, read_tensor
 from torchditan.weights.imported_run import create_run, refuse_existing
 from torchditan.weights.safetensors_files import TensorToWrite, open_file, write_weights
 
@@ -132,8 +132,9 @@ def reconstruct(
             tensors = [TensorToWrite(name, shape, torch.float32, partial(read, name)) for name, shape in shapes.items()]
             write_weights(path, tensors, {})
             commit = content.get("git_commit")
+            names = names_in(content.get("class_names"))
             stored = StoredWeights(
-                path, shapes, to_dict(config), progress.step, progress.images_seen, "ema", commit, ema_width=width
+                path, shapes, to_dict(config), progress.step, progress.images_seen, "ema", commit, width, names
             )
             with open_file(path) as file:
                 averages = {name: file.get_tensor(name) for name in shapes}  # memory-mapped until written

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
@@ -40,7 +40,7 @@ from torchditan.latents.latent_space import StoredLatents, decode_with, open_dec
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
 from torchditan.run.reading import read_config
-from torchditan.weights.exported import checked_config, read_weights_metadata
+from torchditan.weights.exported import checked_config, names_in, read_weights_metadata
 from torchditan.weights.initial import load_initial_weights, load_weights_file
 
 if TYPE_CHECKING:
@@ -80,6 +80,12 @@ class TrainedModel:
     images_seen: int = 0
     run_id: str | None = None
     """Identifies the run, also after its folder moved."""
+    class_names: list[str] = field(default_factory=list)
+    """By label; numbers if the run stores none."""
+
+    def __post_init__(self) -> None:
+        if len(self.class_names) != self.num_classes:
+            self.class_names = [str(label) for label in range(self.num_classes)]
 
     @classmethod
     def load(
@@ -121,6 +127,7 @@ class TrainedModel:
             step=progress.step,
             images_seen=progress.images_seen,
             run_id=stored.get("run_id"),
+            class_names=names_in(stored.get("class_names")),
             weights=weights,
             device=device,
             dtype=dtype,
@@ -156,6 +163,7 @@ class TrainedModel:
             partial(load_weights_file, path=path),
             step=stored.step,
             images_seen=stored.images_seen,
+            class_names=stored.class_names,
             weights=stored.weights,
             device=device,
             dtype=dtype,
@@ -236,7 +244,7 @@ class TrainedModel:
     def sample(
         self,
         *,
-        classes: int | Iterable[int] | None = None,
+        classes: int | str | Iterable[int | str] | None = None,
         prompts: str | Iterable[str] | None = None,
         samples_per_class: int = 1,
         num_samples: int | None = None,
@@ -250,7 +258,7 @@ class TrainedModel:
         the place in the list is the class.
 
         Args:
-            classes: labels, each at most once. None: the first `sampling.max_classes` ones.
+            classes: labels or names, each class at most once. None: the first `sampling.max_classes` ones.
             prompts: texts, for a model of captions. None: those of `sampling.prompts`.
             samples_per_class: images of each class or prompt.
             num_samples: images of an unconditional model; None: `samples_per_class`.
@@ -264,7 +272,7 @@ class TrainedModel:
             black; a line on stderr says how many images have values that are not finite.
 
         Raises:
-            ConfigError: a class is out of range, the model has no classes or no prompts, or an option is wrong.
+            ConfigError: a class is unknown, the model has no classes or no prompts, or an option is wrong.
         """
         _check_names(sampling)
         samples_per_class = _count("samples_per_class", samples_per_class)
@@ -296,7 +304,7 @@ class TrainedModel:
             raise option_error("prompts", None, "must be given: this run's configuration has no sampling.prompts")
         return self.encode_prompts(texts)
 
-    def _rows_of_classes(self, classes: int | Iterable[int] | None, prompts: object) -> SampleRows:
+    def _rows_of_classes(self, classes: int | str | Iterable[int | str] | None, prompts: object) -> SampleRows:
         """Rows of the classes, or the one row of an unconditional model."""
         if prompts is not None:
             right = "classes; give classes" if self.num_classes else "neither captions nor classes; give num_samples"
@@ -305,19 +313,36 @@ class TrainedModel:
             return self._rows_of(range(min(self.config.sampling.max_classes, max(1, self.num_classes))))
         if not self.num_classes:
             raise option_error("classes", classes, "this run was trained without classes; give num_samples")
-        right = f"must be integers from 0 to {self.num_classes - 1}, such as 3 or [3, 5]"
-        # Scalars of numpy and torch are integers too, and have an __iter__ that fails.
-        is_list = isinstance(classes, Iterable) and getattr(classes, "ndim", 1) > 0
-        given = cast(Iterable[int], classes) if is_list else [cast(int, classes)]
-        labels = [_integer("classes", label, right, shown=classes) for label in given]
-        if not labels or not all(0 <= label < self.num_classes for label in labels):
-            raise option_error("classes", labels, right)
+        labels = self.labels_of(classes)
         if len(set(labels)) < len(labels):
-            raise option_error("classes", labels, "must list each class once; samples_per_class draws several of each")
+            raise option_error("classes", classes, "must list each class once; samples_per_class draws several of each")
         return self._rows_of(labels)
 
+    def labels_of(self, classes: int | str | Iterable[int | str], *, option: str = "classes") -> list[int]:
+        """Labels of these classes, given as labels or names; a list, or one of them.
+
+        Raises:
+            ConfigError: the run has no such class; the message names `option`.
+        """
+        right = f"must be names, or integers from 0 to {self.num_classes - 1}, such as 3 or [3, 5]"
+        # Scalars of numpy and torch are integers too, and have an __iter__ that fails.
+        is_one = isinstance(classes, str) or not isinstance(classes, Iterable) or getattr(classes, "ndim", 1) == 0
+        given = [cast("int | str", classes)] if is_one else list(cast("Iterable[int | str]", classes))
+        labels = []
+        for each in given:
+            if not isinstance(each, str):
+                labels.append(_integer(option, each, right, shown=classes))
+            elif each in self.class_names:
+                labels.append(self.class_names.index(each))
+            else:
+                hint = did_you_mean(each, self.class_names) or f"; {right}"
+                raise option_error(option, each, f"is not a class of this run{hint}")
+        if not labels or not all(0 <= label < self.num_classes for label in labels):
+            raise option_error(option, labels, right)
+        return labels
+
     def _rows_of(self, labels: Sequence[int]) -> SampleRows:
-        return SampleRows.of_classes(labels, class_names=[str(label) for label in range(self.num_classes)])
+        return SampleRows.of_classes(labels, class_names=self.class_names)
 
     def generate(self, labels: list[int], *, samples_per_label: int, seed: int, batch_size: int) -> torch.Tensor:
         """Samples of these classes: (len(labels), samples_per_label, C, H, W), pixels or latents."""
