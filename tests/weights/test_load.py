@@ -288,7 +288,7 @@ def test_a_path_that_is_no_trained_run_is_one_line(moved: dict[str, Path], tmp_p
     with refused("step = 2", str(checkpoint)):
         load(checkpoint, step=2)
     alone = shutil.copytree(checkpoint, tmp_path / "alone/a/step-00000001")
-    with refused(str(alone), f"{tmp_path / 'alone/config.json'} is missing", "convert_checkpoint.py export"):
+    with refused(str(alone), "config.json is missing", "convert_checkpoint.py export"):
         load(alone)
 
 

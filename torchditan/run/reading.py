@@ -66,7 +66,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
             run = Path(path).parent.parent
             if (run / "config.json").is_file():
                 raise ConfigError(f"{path} is a checkpoint; must be its run directory: {run} --step {step[1]}")
-            missing = f"{path} is a checkpoint without its run: {run / 'config.json'} is missing"
+            missing = f"{path} is a checkpoint without its run, whose config.json is missing two folders above"
             export = f"scripts/convert_checkpoint.py export {path} OUT.safetensors"
             raise ConfigError(f"{missing}; copy the whole run, or write one file with {export}")
         raise ConfigError(f"{file} does not belong to a run: it contains no configuration")
