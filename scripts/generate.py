@@ -63,7 +63,8 @@ def parse_labels(text: str, trained: TrainedModel) -> list[int]:
     if not trained.num_classes:
         raise option_error("--classes", text, "this run has no labels")
     words = [text] if text in trained.class_names else [word.strip() for word in text.split(",")]
-    return trained.labels_of([int(word) if word.isdecimal() else word for word in words], option="--classes")
+    classes = [int(word) if word.isdecimal() else word for word in words]
+    return trained.labels_of(classes, option="--classes", shown=text)
 
 
 def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[SampleRows, torch.Tensor | None]:

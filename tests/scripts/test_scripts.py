@@ -123,9 +123,9 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("name", "argument", "about", "mentions"),
     [
-        ("generate.py", "--classes=3,x", '--classes = "3,x"', ["0 to 9", "3,5"]),
-        ("generate.py", "--classes=3,10", '--classes = "3,10"', ["0 to 9", "3,5"]),
-        ("generate.py", "--classes=", '--classes = ""', ["0 to 9", "3,5"]),
+        ("generate.py", "--classes=3,x", '--classes = "3,x"', ["no class x", "0 to 9"]),
+        ("generate.py", "--classes=3,10", '--classes = "3,10"', ["0 to 9"]),
+        ("generate.py", "--classes=", '--classes = ""', ["0 to 9"]),
         ("generate.py", "--batch_size=0", "--batch_size", ["0", "1"]),
         (
             "generate.py",

@@ -318,13 +318,15 @@ class TrainedModel:
             raise option_error("classes", classes, "must list each class once; samples_per_class draws several of each")
         return self._rows_of(labels)
 
-    def labels_of(self, classes: int | str | Iterable[int | str], *, option: str = "classes") -> list[int]:
+    def labels_of(
+        self, classes: int | str | Iterable[int | str], *, option: str = "classes", shown: str | None = None
+    ) -> list[int]:
         """Labels of these classes, given as labels or names; a list, or one of them.
 
         Raises:
-            ConfigError: the run has no such class; the message names `option`.
+            ConfigError: the run has no such class. The message names `option` and shows `shown`, or else the classes.
         """
-        right = f"must be names, or integers from 0 to {self.num_classes - 1}, such as 3 or [3, 5]"
+        right = f"must be names, or integers from 0 to {self.num_classes - 1}"
         # Scalars of numpy and torch are integers too, and have an __iter__ that fails.
         is_one = isinstance(classes, str) or not isinstance(classes, Iterable) or getattr(classes, "ndim", 1) == 0
         given = [cast("int | str", classes)] if is_one else list(cast("Iterable[int | str]", classes))
@@ -336,9 +338,9 @@ class TrainedModel:
                 labels.append(self.class_names.index(each))
             else:
                 hint = did_you_mean(each, self.class_names) or f"; {right}"
-                raise option_error(option, each, f"is not a class of this run{hint}")
+                raise option_error(option, each if shown is None else shown, f"this run has no class {each}{hint}")
         if not labels or not all(0 <= label < self.num_classes for label in labels):
-            raise option_error(option, labels, right)
+            raise option_error(option, labels if shown is None else shown, right)
         return labels
 
     def _rows_of(self, labels: Sequence[int]) -> SampleRows:
