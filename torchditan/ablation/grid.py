@@ -434,8 +434,8 @@ def _axis_value(config: Config, axis: str) -> Any:
         return resolution_of(config)
     if axis == CHECKPOINT_FRACTION:
         return values[_FRACTION] if values[CHECKPOINTING] == "fraction" else None
-    if axis == BATCH_SIZE and values[axis] is None:
-        return 16
+    if axis == BATCH_SIZE:
+        return config.training.batch_size_on(math.prod(parallel_degrees(_axis_value(config, PARALLEL))))
     return values[axis]
 
 

@@ -264,6 +264,12 @@ class Training:
     gc_freq: int = 50
     """Steps between two Python garbage collections, on all ranks at once."""
 
+    def batch_size_on(self, num_ranks: int) -> int | Literal["auto"]:
+        """`batch_size`, or its default: a rank's share of the global batch, or 16."""
+        if self.batch_size is not None:
+            return self.batch_size
+        return 16 if self.global_batch_size is None else max(1, self.global_batch_size // num_ranks)
+
 
 @dataclass(frozen=True)
 class Optimizer:

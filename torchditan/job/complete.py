@@ -267,12 +267,10 @@ def complete_batches(
     Raises:
         ConfigError: the global batch size is not a multiple of batch size x ranks, or the objective needs pairs.
     """
-    batch_size, global_batch_size = config.training.batch_size, config.training.global_batch_size
+    batch_size, global_batch_size = config.training.batch_size_on(rank.world_size), config.training.global_batch_size
     if batch_size == "auto":
         assert tune_batch_size is not None, "optional_parts.choose_parts gives it"
         batch_size = tune_batch_size(config, rank)
-    if batch_size is None:
-        batch_size = max(1, (global_batch_size or 16 * rank.world_size) // rank.world_size)
     if batch_size % config.diffusion.batch_multiple:
         right = "must be even: diffusion.contrastive_weight pairs the samples of a micro-batch"
         raise option_error("training.batch_size", batch_size, right)
