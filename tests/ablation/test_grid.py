@@ -214,7 +214,7 @@ def test_exclusions_take_out_what_they_match_alone(tmp_path: Path) -> None:
         ("precison = ['float32']", "axes: precison is not an option; did you mean precision?"),
         ("metrics.log_freq = [1]", "axes: metrics.log_freq cannot be set in a grid: the runner sets it"),
         ("training.steps = [1]", "axes: training.steps cannot be set in a grid: the runner sets it"),
-        ("float8.recipe_name = ['rowwise']", 'has no effect in any run: it needs precision = "bfloat16_f8"'),
+        ("float8.recipe_name = ['rowwise']", "has no effect in any run: it needs float8.enable_float8_linear"),
         ("compile.mode = ['default']", None),
         ("compile.scope = ['block', 'model']", None),
         ("ema.decay = [0.5, 0.9]", None),

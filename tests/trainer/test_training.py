@@ -64,6 +64,22 @@ def test_the_first_lines_say_how_a_global_batch_is_accumulated(train: Train) -> 
     assert "batch_size 4 x 4 micro-batches x 1 rank = global batch 16 (batch_size 6 does not divide" in outcome.out
 
 
+def test_the_first_lines_name_options_without_effect(train: Train) -> None:
+    options = {"training.attention_backend": "cudnn", "training.enable_cpu_offload": "true"}
+    options |= {"compile.mode": "reduce-overhead", "ema.enable": "false", "ema.decay": "0.5"}
+    outcome = train("run", "--training.steps=1", *[f"--{option}={value}" for option, value in options.items()])
+    assert outcome.code == 0, outcome.err
+    found = {line.split(": ")[0]: line for line in outcome.out.splitlines() if line.startswith("no effect here")}
+    expected = {
+        "a GPU": 'training.attention_backend = "cudnn", training.enable_cpu_offload = true',
+        "training.compile": 'compile.mode = "reduce-overhead"',
+        "ema.enable": "ema.decay = 0.5",
+    }
+    assert found == {
+        f"no effect here without {need}": f"no effect here without {need}: {expected[need]}" for need in expected
+    }
+
+
 def test_class_conditional_samples_have_no_psnr(train: Train, tmp_path: Path) -> None:
     """A sample of a class need not look like any one image of it."""
     flags = ["--training.steps=1", "--metrics.enable_sampling", "--sampling.num_steps=1", "--sampling.max_classes=2"]

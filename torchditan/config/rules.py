@@ -286,6 +286,64 @@ _WITHOUT_EFFECT_IF_GIVEN: list[tuple[Callable[[Config], bool], str, str]] = [
 """The same, for options that a resumed older run may contain although they have no effect (`VALUES_BEFORE`)."""
 
 
+_IDLE: list[tuple[Callable[[Config, str | None], bool], str, str]] = [
+    (lambda config, device: device == "cpu", "training.enable_cpu_offload", "a GPU"),
+    (
+        lambda config, device: device == "cpu" and config.training.attention_backend != "math",
+        "training.attention_backend",
+        "a GPU",
+    ),
+    (lambda config, _: not config.training.compile, "compile.", "training.compile"),
+    (lambda config, _: not config.float8.enable_float8_linear, "float8.", "float8.enable_float8_linear"),
+    (
+        lambda config, _: config.activation_checkpoint.mode != "selective",
+        "activation_checkpoint.selective_ac_option",
+        'activation_checkpoint.mode = "selective"',
+    ),
+    (
+        lambda config, _: config.activation_checkpoint.mode != "fraction",
+        "activation_checkpoint.fraction",
+        'activation_checkpoint.mode = "fraction"',
+    ),
+    (lambda config, _: not config.ema.enable, "ema.decay ema.warmup", "ema.enable"),
+    (lambda config, _: config.dataset.num_workers == 0, "dataset.prefetch_factor", "dataset.num_workers above 0"),
+    (
+        lambda config, _: config.dataset.dataset_name != "dummy",
+        "dataset.dummy_",
+        'dataset.dataset_name = "dummy"',
+    ),
+    (lambda config, _: config.model.name in FAMILIES, "model.patch_size", "a model that is not published"),
+    (
+        lambda config, _: config.training.on_nonfinite != "rollback",
+        "training.loss_spike_factor training.max_rollbacks",
+        'training.on_nonfinite = "rollback"',
+    ),
+    (
+        lambda config, _: not config.checkpoint.enable_checkpoint,
+        "checkpoint.interval checkpoint.keep_latest_k checkpoint.async_mode",
+        "checkpoint.enable_checkpoint",
+    ),
+    (lambda config, _: not config.metrics.enable_sampling, "metrics.sample_freq", "metrics.enable_sampling"),
+    (lambda config, _: not config.metrics.enable_tensorboard, "metrics.save_tb_folder", "metrics.enable_tensorboard"),
+    (lambda config, _: not config.metrics.enable_wandb, "metrics.wandb_project", "metrics.enable_wandb"),
+    (
+        lambda config, _: not (config.profiling.enable_profiling or config.profiling.enable_memory_snapshot),
+        "profiling.profile_freq",
+        "profiling.enable_profiling",
+    ),
+]
+"""(condition, options or beginnings of them that then have no effect, what they need). Jobs accept them, so that a file
+for GPUs also runs on a CPU; their first lines list them. Grids refuse them as axes."""
+
+
+def missing_for_effect(config: Config, option: str, *, device: str | None = None) -> str | None:
+    """What `option` needs to have an effect under these settings; None if it has one, or on an unknown device."""
+    return next(
+        (need for is_idle, names, need in _IDLE if option.startswith(tuple(names.split())) and is_idle(config, device)),
+        None,
+    )
+
+
 def _validate_effects(config: Config) -> None:
     _refuse_without_effect(config, _WITHOUT_EFFECT)
 

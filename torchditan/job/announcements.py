@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import textwrap
 from functools import partial
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from torch import nn
 
-from torchditan.config.options import Config
+from torchditan.config.options import Config, flatten
+from torchditan.config.rules import missing_for_effect
 from torchditan.data_stream.datasets import SequentialDataset
 from torchditan.distributed.parallelize import compile_advice, precision_advice
 from torchditan.evaluation.sample_grids import Grids
@@ -69,6 +71,7 @@ def opening(
         _what_is_left(config, progress),
         scores,
         pictures,
+        *_options_without_effect(config, job.device.type),
     )
     return [message for message in messages if message is not None]
 
@@ -96,6 +99,16 @@ def closing(
     if (command := _command_to_generate(job)) is not None:
         messages.append(f"generate from them: {command}")
     return messages
+
+
+def _options_without_effect(config: Config, device: str) -> list[str]:
+    """One message for everything that is missing, with the changed options that need it."""
+    values, defaults = flatten(config), flatten(Config())
+    found: dict[str, list[str]] = {}
+    for option, value in values.items():
+        if value != defaults[option] and (need := missing_for_effect(config, option, device=device)) is not None:
+            found.setdefault(need, []).append(f"{option} = {json.dumps(value)}")
+    return [f"no effect here without {need}: {', '.join(options)}" for need, options in found.items()]
 
 
 def _describe_validation(losses: dict[str, float]) -> str:
