@@ -234,7 +234,13 @@ def test_a_job_that_cannot_be_is_refused_in_one_line(
             4,
             "--training.batch_size=8 --training.global_batch_size=16",
             "training.global_batch_size = 16",
-            ["32", "4", "training.batch_size", "8"],
+            ["32", "4", "training.batch_size", "8", "1, 2 ranks"],
+        ),
+        (
+            3,
+            "--training.batch_size=none --training.global_batch_size=20",
+            "training.global_batch_size = 20",
+            ["3", "1, 2, 4, 5, 10, 20 ranks"],
         ),
     ],
 )
