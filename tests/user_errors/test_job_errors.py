@@ -379,7 +379,7 @@ def test_every_rank_finds_the_mistake_and_rank_0_says_it_once(tmp_path: Path, ru
     assert result.returncode != 0
     (line,) = [text for text in result.stderr.splitlines() if text.startswith("error:")]
     assert_refused(line, "training.data_parallel_shard_degree = 3", ["2 rank", "-1"])
-    assert result.stdout == ""
+    assert result.stdout == "starting outputs/digits-debugmodel\n"
     assert contents(tmp_path) == {}
 
 

@@ -44,13 +44,13 @@ class Model:
     name: Annotated[str, MODELS] = "dit"
     """Architecture: the native diffusion transformer (dit), or a published model of diffusers (docs/finetune.md)."""
     flavor: str = "DiT-S"
-    """Size of the model: DiT-Mi to DiT-7B, FLUX.1-dev, SD3-medium, ... Every architecture has a tiny debugmodel."""
+    """Size: DiT-Mi to DiT-7B, FLUX.1-dev, SD3-medium, ... or a tiny debugmodel. DiT-S/4 also sets patch_size 4."""
     path: str | None = None
     """Published weights: a folder saved by diffusers, a hub name or a .safetensors file. Default: random weights."""
     overrides: list[str] = field(default_factory=list)
     """Sizes that replace the flavor's: depth=24 width=1536 num_heads=24. For published models, names of config.json."""
     preset: Literal["torchditan", "official", "llama3_diffusion"] = "torchditan"
-    """torchditan (RoPE, SwiGLU), official (Peebles and Xie 2023), or llama3_diffusion (the course project's sizes)."""
+    """torchditan (RoPE, SwiGLU), official (Peebles and Xie 2023), or llama3_diffusion (TorchDiTan course project)."""
     block: Annotated[str, BLOCKS] = "dit"
     """The repeated block: attention, then a feed-forward layer (dit); or with the first block's values mixed into those
     of all blocks (value_residual). To add another, see docs/extending.md."""

@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Rules that need only the options, not the data or the devices. `validate` applies them in order.
 
-Families of published models and objectives define their own rules; their files import torch.
+Families of published models and objectives define their own rules. Their files import torch, so these rules come last.
 """
 
 from __future__ import annotations
@@ -125,6 +125,12 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
 
 def validate(config: Config) -> None:
     """Check all rules that depend only on the options. Other modules check data, ranks and devices."""
+    validate_values(config)
+    validate_parts(config)
+
+
+def validate_values(config: Config) -> None:
+    """The rules that do not import torch."""
     values = flatten(config)
     for right, is_right, options in _RULES:
         for option in options.split():
@@ -138,16 +144,22 @@ def validate(config: Config) -> None:
     _validate_evaluation(config)
     _validate_guidance_interval(config)
     _validate_activation_checkpoint(config)
-    _validate_objective(config)
 
 
-def _validate_model(config: Config) -> None:
+def validate_parts(config: Config) -> None:
+    """The rules of a published model's family, of the objective, and of other parts whose files import torch."""
     name, family = config.model.name, _family(config)
     if family is not None:
         _check_flavor(config.model.flavor, family.flavors, whose=f" for {name}")
         _raise_first(config, family.option_mistakes(config))
+    _refuse_without_effect(config, _WITHOUT_EFFECT_IN_FAMILY)
+    _validate_objective(config)
+
+
+def _validate_model(config: Config) -> None:
+    if config.model.name in FAMILIES:
         return
-    if name == "dit":  # other architectures in models/ check their own flavors
+    if config.model.name == "dit":  # other architectures in models/ check their own flavors
         _check_flavor(config.model.flavor, FLAVOR_NAMES)
     _validate_own_model(config)
 
@@ -190,11 +202,6 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         lambda config: not config.model.token_dropping,
         "model.token_dropping_blocks training.dense_ratio",
         "has no effect without model.token_dropping; leave it out",
-    ),
-    (
-        lambda config: not getattr(_family(config), "embeds_guidance", False),
-        "diffusion.embedded_guidance sampling.embedded_guidance",
-        "{name} does not embed a guidance scale; leave it out",
     ),
     (
         lambda config: config.diffusion.loss_weighting == "none",
@@ -270,6 +277,15 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
 ]
 """(condition, options that must then keep their default, the message). The first match raises."""
 
+
+_WITHOUT_EFFECT_IN_FAMILY: list[tuple[Callable[[Config], bool], str, str]] = [
+    (
+        lambda config: not getattr(_family(config), "embeds_guidance", False),
+        "diffusion.embedded_guidance sampling.embedded_guidance",
+        "{name} does not embed a guidance scale; leave it out",
+    ),
+]
+"""The same, for a rule that asks the family."""
 
 _WITHOUT_EFFECT_IF_GIVEN: list[tuple[Callable[[Config], bool], str, str]] = [
     (
@@ -430,7 +446,7 @@ def _validate_activation_checkpoint(config: Config) -> None:
 
 
 def _validate_objective(config: Config) -> None:
-    """Rules of the objective itself and of other parts whose files import torch. They run last."""
+    """Rules of the objective itself, of self-alignment and of context parallelism."""
     values, defaults = flatten(config), flatten(Config())
     changed = {option for option, value in values.items() if value != defaults[option]}
     objective = registered(OBJECTIVES, config.diffusion.objective)

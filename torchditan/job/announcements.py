@@ -133,11 +133,12 @@ def _describe_run(job: Job, model: nn.Module, progress: Progress) -> str:
     if job.space.is_encoding:
         shape += f", encoded to {'x'.join(map(str, job.space.sample_shape))}"
     start = f", resumed at step {progress.step}" if progress.step else ""
+    stop = "Ctrl-C saves and stops" if config.checkpoint.enable_checkpoint else "Ctrl-C stops without saving"
     lines = [
         f"{config.metrics.experiment_name}: {_describe_model(job, model)}, {count / 1e6:.2f}M parameters, "
         f"{job.parallel_dims.mode} on {job.device.type}, {config.training.mixed_precision_param}",
         f"on {job.dataset.name}: {images} of {shape}",
-        f"{config.training.steps} steps{start}",
+        f"{config.training.steps} steps{start}; {stop}",
         job.batches,
     ]
     wrap = partial(textwrap.fill, width=CONSOLE_COLUMNS, subsequent_indent="  ", break_long_words=False)
