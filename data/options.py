@@ -21,7 +21,7 @@ NEEDS = {
     "imagenet_dummy": _LATENTS,
     "latents": _LATENTS,
 }
-"""What `dataset.root_dir` must name, for the datasets that read it."""
+"""Content of `dataset.root_dir`, for datasets whose folder train.py checks before it imports torch."""
 DEFAULT_ROOTS = {"imagenet_dummy": PUBLIC_FILE, "latents": PUBLIC_FILE}
 
 
@@ -39,18 +39,18 @@ def photo_channels(config: options.Dataset, input_channels: int | None) -> int:
     return input_channels or 3
 
 
-def existing_path(config: options.Dataset) -> Path:
-    """`dataset.root_dir`, which must exist."""
+def existing_path(config: options.Dataset, *, what: str | None = None) -> Path:
+    """`dataset.root_dir`, which must exist. `what` describes the expected content of a dataset that `NEEDS` lacks."""
     name, given = config.dataset_name, config.root_dir
     path = Path(given or DEFAULT_ROOTS.get(name, "")).expanduser()
     if (given is None and name not in DEFAULT_ROOTS) or not path.exists():
         missing = "" if given is None else "does not exist; "
-        raise option_error("dataset.root_dir", given, f"{missing}{name} needs {NEEDS[name]}")
+        raise option_error("dataset.root_dir", given, f"{missing}{name} needs {what or NEEDS[name]}")
     return path
 
 
 def check_root(config: options.Dataset) -> None:
-    """Check that the data exists, for train.py: before it imports torch, which takes seconds."""
+    """Check that the data of a dataset in `NEEDS` exists. train.py calls it before it imports torch."""
     if config.dataset_name in NEEDS and config.hub_name is None and not config.streaming:
         existing_path(config)
 
