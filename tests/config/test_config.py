@@ -48,7 +48,8 @@ def write_toml(folder: Path, text: str) -> str:
 
 def run_python(code: str, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
 def test_flags_of_the_ablation_scripts_parse_as_they_are() -> None:
