@@ -4,17 +4,32 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> None:
-    from torchditan.config.loader import load_config, to_toml
+    # What imports no torch comes first: torch takes seconds.
+    from data.options import check_root
+    from torchditan.config.errors import option_error
+    from torchditan.config.loader import describe_configurations, parse_config, to_toml
     from torchditan.config.options import dataset_channels
+    from torchditan.config.rules import validate_parts
+    from torchditan.run.directory import run_path
 
-    config = load_config(sys.argv[1:])
+    is_first = os.environ.get("RANK", "0") == "0"
+    if not sys.argv[1:]:
+        if is_first:
+            print(describe_configurations(), flush=True)
+        right = "must be one of these names, or a path: python train.py --job.config_file quickstart"
+        raise option_error("job.config_file", None, right)
+    config = parse_config(sys.argv[1:])
+    check_root(config.dataset)
+    if is_first and not config.job.print_config:
+        print(f"starting {run_path(config.job.dump_folder, str(config.metrics.experiment_name))}", flush=True)
+    validate_parts(config)
 
     from data import build_dataset
-    from torchditan.distributed.process_group import Rank
     from torchditan.job.optional_parts import choose_parts
     from torchditan.job.prepare import prepare_job
     from torchditan.run.progress import report_progress
@@ -28,7 +43,7 @@ def main() -> None:
             validation = build_dataset(config.dataset, split="validation", input_channels=channels)
     job = prepare_job(config, train, validation, **choose_parts(config, train))
     if config.job.print_config:
-        if Rank.from_environment().rank == 0:
+        if is_first:
             print(to_toml(config if job is None else job.config))
     elif job is not None:
         run(job)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from data.options import height_and_width
 from torchditan.config import options
 from torchditan.config.errors import did_you_mean, option_error
-from torchditan.data_stream.datasets import ImageDataset, SequentialDataset, check_contract
+
+if TYPE_CHECKING:
+    from torchditan.data_stream.datasets import ImageDataset
 
 DATASETS: dict[str, str | Callable[..., Any]] = {
     "captions": "data.captions:build",
@@ -63,6 +65,9 @@ def build_dataset(
     Raises:
         ConfigError: the dataset is unknown, or does not support the options.
     """
+    # Imported here because it imports torch, and train.py checks the data before that.
+    from torchditan.data_stream.datasets import SequentialDataset, check_contract
+
     name = config.dataset_name
     if name not in DATASETS:
         right = f"must be one of {', '.join(DATASETS)}{did_you_mean(name, DATASETS)}"

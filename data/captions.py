@@ -229,7 +229,7 @@ def _read_split(config: options.Dataset, split: Split) -> list[Entry]:
     if config.hub_name is not None:
         refuse(config, "root_dir")
         return _hold_out(read_hub(config), config, split)
-    root = existing_path(config, what="a folder of images with captions, tar shards, parquet files or metadata.jsonl")
+    root = existing_path(config)
     validation = find_validation(root) if root.is_dir() else None
     if validation is None or not (root / "train").is_dir():
         return _hold_out(read_entries(root, config=config), config, split)

@@ -15,14 +15,13 @@ import torch
 
 from data.hub import open_hub, require
 from data.images import corrupt_image, load_sample, to_sample
-from data.options import existing_path, photo_channels, refuse_crop
+from data.options import NEEDS, existing_path, photo_channels, refuse_crop
 from torchditan.config import options
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.data_stream.datasets import ImageDataset
 
 CLASS_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 RECORD_BYTES = 1 + 3 * 32 * 32
-SOURCES = "a folder of data_batch_*.bin, a parquet file or folder, or dataset.hub_name uoft-cs/cifar10"
 Split = Literal["train", "validation"]
 
 
@@ -90,7 +89,7 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
         )
     if config.streaming:
         raise option_error("dataset.streaming", True, "needs the hub; set --dataset.hub_name uoft-cs/cifar10")
-    root = existing_path(config, what=SOURCES)
+    root = existing_path(config)
     if root.is_dir() and (root / "cifar-10-batches-bin").is_dir():
         root = root / "cifar-10-batches-bin"
     parquet = [root] if root.suffix == ".parquet" else sorted(root.rglob("*.parquet"))
@@ -114,7 +113,7 @@ def _read_binary(path: Path) -> np.ndarray:
 
 
 def _nothing_found(root: Path, pattern: str) -> ConfigError:
-    right = f"has no {pattern} and no parquet; cifar10 needs {SOURCES}"
+    right = f"has no {pattern} and no parquet; cifar10 needs {NEEDS['cifar10']}"
     if any((folder / "data_batch_1").exists() for folder in (root, root / "cifar-10-batches-py")):
         right = "is the Python version, whose pickles can run code; download cifar-10-binary.tar.gz instead"
     return option_error("dataset.root_dir", str(root), right)

@@ -136,7 +136,7 @@ def _held_out(paths: np.ndarray) -> np.ndarray:
 
 def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> ImageFolder:
     refuse(config, "hub_name")
-    root = existing_path(config, what="a folder of images, or of one subfolder per class")
+    root = existing_path(config)
     if not root.is_dir():
         raise option_error("dataset.root_dir", config.root_dir, "is a file; folder needs a folder of images")
     train_root, validation_root = _split_roots(root)

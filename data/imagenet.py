@@ -22,7 +22,7 @@ def build(
     config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
 ) -> ImageFolder:
     refuse(config, "hub_name")
-    root = existing_path(config, what="a folder with train/ and val/, one subfolder per class in each")
+    root = existing_path(config)
     if not (root / "train").is_dir():
         raise option_error("dataset.root_dir", config.root_dir, "has no folder train/ with one subfolder per class")
     dataset = ImageFolder(

@@ -18,12 +18,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from data.options import refuse, refuse_crop
+from data.options import existing_path, refuse, refuse_crop
 from torchditan.config import options
 from torchditan.config.errors import option_error
 from torchditan.data_stream.datasets import Batch, ImageDataset
+from torchditan.latents import PUBLIC_FILE
 from torchditan.latents.index import INDEX_FILE, SETTINGS_FILE, fingerprint_of
-from torchditan.latents.shards import PUBLIC_FILE, LatentShards, to_sample
+from torchditan.latents.shards import LatentShards, to_sample
 
 Split = Literal["train", "validation"]
 
@@ -90,17 +91,8 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
 
 def _find(config: options.Dataset) -> Path:
     """`dataset.root_dir`, or the public file in that folder or in the working directory."""
-    root = Path(config.root_dir or PUBLIC_FILE).expanduser()
-    if (root / PUBLIC_FILE).is_file():
-        return root / PUBLIC_FILE
-    if root.exists():
-        return root
-    right = (
-        f"latents needs a folder that scripts/encode_latents.py wrote, or the file {PUBLIC_FILE} (dataset "
-        "fal/cosmos-imagenet on the Hugging Face hub); for a benchmark without it use --dataset.dataset_name dummy"
-    )
-    missing = "" if config.root_dir is None else "does not exist; "
-    raise option_error("dataset.root_dir", config.root_dir, f"{missing}{right}")
+    root = existing_path(config)
+    return root / PUBLIC_FILE if (root / PUBLIC_FILE).is_file() else root
 
 
 def _find_split(root: Path, split: Split) -> Path | None:

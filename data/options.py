@@ -7,6 +7,22 @@ from pathlib import Path
 
 from torchditan.config import options
 from torchditan.config.errors import option_error
+from torchditan.latents import PUBLIC_FILE
+
+_LATENTS = (
+    f"a folder that scripts/encode_latents.py wrote, or the file {PUBLIC_FILE} (dataset fal/cosmos-imagenet on the "
+    "Hugging Face hub); for a benchmark without it use --dataset.dataset_name dummy"
+)
+NEEDS = {
+    "captions": "a folder of images with captions, tar shards, parquet files or metadata.jsonl",
+    "cifar10": "a folder of data_batch_*.bin, a parquet file or folder, or dataset.hub_name uoft-cs/cifar10",
+    "folder": "a folder of images, or of one subfolder per class",
+    "imagenet": "a folder with train/ and val/, one subfolder per class in each",
+    "imagenet_dummy": _LATENTS,
+    "latents": _LATENTS,
+}
+"""Content of `dataset.root_dir`, for datasets whose folder train.py checks before it imports torch."""
+DEFAULT_ROOTS = {"imagenet_dummy": PUBLIC_FILE, "latents": PUBLIC_FILE}
 
 
 def height_and_width(config: options.Dataset, *, default: tuple[int, int]) -> tuple[int, int]:
@@ -23,14 +39,20 @@ def photo_channels(config: options.Dataset, input_channels: int | None) -> int:
     return input_channels or 3
 
 
-def existing_path(config: options.Dataset, *, what: str) -> Path:
-    """`dataset.root_dir`, which must exist. `what` describes the expected content."""
-    if config.root_dir is None:
-        raise option_error("dataset.root_dir", None, f"{config.dataset_name} needs {what}")
-    path = Path(config.root_dir).expanduser()
-    if not path.exists():
-        raise option_error("dataset.root_dir", config.root_dir, f"does not exist; {config.dataset_name} needs {what}")
+def existing_path(config: options.Dataset, *, what: str | None = None) -> Path:
+    """`dataset.root_dir`, which must exist. `what` describes the expected content of a dataset that `NEEDS` lacks."""
+    name, given = config.dataset_name, config.root_dir
+    path = Path(given or DEFAULT_ROOTS.get(name, "")).expanduser()
+    if (given is None and name not in DEFAULT_ROOTS) or not path.exists():
+        missing = "" if given is None else "does not exist; "
+        raise option_error("dataset.root_dir", given, f"{missing}{name} needs {what or NEEDS[name]}")
     return path
+
+
+def check_root(config: options.Dataset) -> None:
+    """Check that the data of a dataset in `NEEDS` exists. train.py calls it before it imports torch."""
+    if config.dataset_name in NEEDS and config.hub_name is None and not config.streaming:
+        existing_path(config)
 
 
 def refuse_crop(config: options.Dataset) -> None:

@@ -93,6 +93,13 @@ def test_batches_grow_innermost_and_repeats_go_round_the_whole_grid(tmp_path: Pa
     assert runs[0].cell == runs[8].cell != runs[3].cell
 
 
+def test_a_run_without_a_batch_size_has_its_share_of_the_global_batch(tmp_path: Path) -> None:
+    text = 'steps = 4\nwindow = 2\n[axes]\nparallel = ["1,1", "2,2"]\n[settings]\ntraining.global_batch_size = 32\n'
+    runs = load_grid(write_grid(tmp_path, text)).runs()
+    assert [run.axes["training.batch_size"] for run in runs] == [32, 8]
+    assert [run.name.split("_")[1] for run in runs] == ["bs32", "bs8"]
+
+
 def test_a_run_has_the_devices_that_share_its_tokens(tmp_path: Path) -> None:
     axes = 'parallel = ["1,1", "1,2"]\ntraining.context_parallel_degree = [1, 4]'
     runs = load_grid(
@@ -207,7 +214,7 @@ def test_exclusions_take_out_what_they_match_alone(tmp_path: Path) -> None:
         ("precison = ['float32']", "axes: precison is not an option; did you mean precision?"),
         ("metrics.log_freq = [1]", "axes: metrics.log_freq cannot be set in a grid: the runner sets it"),
         ("training.steps = [1]", "axes: training.steps cannot be set in a grid: the runner sets it"),
-        ("float8.recipe_name = ['rowwise']", 'has no effect in any run: it needs precision = "bfloat16_f8"'),
+        ("float8.recipe_name = ['rowwise']", "has no effect in any run: it needs float8.enable_float8_linear"),
         ("compile.mode = ['default']", None),
         ("compile.scope = ['block', 'model']", None),
         ("ema.decay = [0.5, 0.9]", None),

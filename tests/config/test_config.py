@@ -46,9 +46,10 @@ def write_toml(folder: Path, text: str) -> str:
     return str(path)
 
 
-def run_python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True)
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
 def test_flags_of_the_ablation_scripts_parse_as_they_are() -> None:
@@ -248,6 +249,49 @@ def test_flavor_names_are_those_of_the_model_file() -> None:
     from torchditan.models.dit import FLAVORS
 
     assert tuple(FLAVORS) == FLAVOR_NAMES
+
+
+def test_a_flavor_with_a_patch_size_sets_both(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('[model]\nflavor = "DiT-B/8"\n', encoding="utf-8")
+    for flags, expected in (
+        ([], ("DiT-B", 8)),
+        (["--model.flavor=DiT-Ti/4"], ("DiT-Ti", 4)),
+        (["--model.patch_size=2"], ("DiT-B", 2)),
+        (["--model.flavor=DiT-Ti"], ("DiT-Ti", 8)),
+    ):
+        model = load_config([f"--job.config_file={file}", *flags]).model
+        assert (model.flavor, model.patch_size) == expected
+
+
+START = """
+import runpy, sys
+from torchditan.config import rules
+rules.validate_parts = lambda _: print("the next rules import torch") or sys.exit(0)
+sys.argv = ["train.py", *sys.argv[1:]]
+try:
+    runpy.run_path({train!r}, run_name="__main__")
+finally:
+    print("torch imported:", "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "out", "error"),
+    [
+        ([], 2, "  quickstart   ", "job.config_file = none: "),
+        (["--job.config_file=folder", "--dataset.root_dir=gone"], 2, "", 'dataset.root_dir = "gone": does not exist'),
+        (["--job.config_file=folder"], 2, "", "dataset.root_dir = none: folder needs"),
+        (["--job.config_file=quickstart"], 0, "starting outputs/quickstart\nthe next rules", ""),
+    ],
+)
+def test_the_first_line_and_a_missing_folder_need_no_torch(
+    flags: list[str], code: int, out: str, error: str, tmp_path: Path
+) -> None:
+    result = run_python(START.format(train=str(REPOSITORY / "train.py")), tmp_path, *flags)
+    assert result.returncode == code, result.stderr
+    assert out in result.stdout and result.stdout.endswith("torch imported: False\n")
+    assert result.stderr.removeprefix("error: ").startswith(error)
 
 
 def test_resolved_config_survives_json() -> None:

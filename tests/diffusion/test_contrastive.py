@@ -161,13 +161,18 @@ def rank_of(world_size: int) -> Rank:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "global_batch_size", "world_size", "shown"), [(3, None, 1, 3), (None, 4, 4, 1), (None, 6, 2, 3)]
+    ("batch_size", "global_batch_size", "world_size", "message"),
+    [
+        (3, None, 1, r"training\.batch_size = 3: must be even"),
+        (None, 4, 4, r"global_batch_size = 4: must be a multiple of 8: .* x 2 for .*; it fits 1, 2 ranks"),
+        (None, 6, 2, r"global_batch_size = 6: must be a multiple of 4: .* x 2 for .*; it fits 1, 3 ranks"),
+    ],
 )
 def test_an_odd_batch_is_refused(
-    batch_size: int | None, global_batch_size: int | None, world_size: int, shown: int
+    batch_size: int | None, global_batch_size: int | None, world_size: int, message: str
 ) -> None:
     odd = config(**{"training.batch_size": batch_size, "training.global_batch_size": global_batch_size})
-    with pytest.raises(ConfigError, match=rf"training\.batch_size = {shown}: must be even"):
+    with pytest.raises(ConfigError, match=message):
         complete_batches(odd, rank_of(world_size))
 
 

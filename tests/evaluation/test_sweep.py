@@ -144,7 +144,7 @@ def test_the_table_has_recall_coverage_and_copies_of_the_same_extractor() -> Non
     header, _, *rows = table(results, FIGURE).splitlines()
     columns = [cell.strip() for cell in header.strip("|").split("|")]
     assert columns[1:] == [
-        "sampler", "steps", "model evaluations", "guidance", "weights", FIGURE, "recall-EffNetLite0",
+        "sampler", "steps", "model evaluations", "guidance", "weights", f"{FIGURE} [95%]", "recall-EffNetLite0",
         "copies: closest 1%-EffNetLite0", "N",
     ]  # fmt: skip
     assert "| 12.35 [11.85, 12.85] | 0.610" in rows[0] and "| 2,600 |" in rows[0]

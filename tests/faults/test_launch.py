@@ -161,7 +161,7 @@ def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
     ("ranks", "code", "line"),
     [
         ("complete", 0, "completed: 2 rank(s) (exit code 0)"),
-        ("mistake", 2, "error: rank 1: mistake of rank 1 (exit code 2)"),
+        ("mistake", 2, "error: mistake of rank 1"),
         ("oom", 3, "oom: rank 1: oom of rank 1 (exit code 3)"),
         ("error", 1, "error: rank 1: error of rank 1 (exit code 1)"),
         (
@@ -313,7 +313,7 @@ CLOSED = "RuntimeError: Connection closed by peer"
         ([rank(0, "interrupted", "step 7"), rank(1, "error", "bug")], True, ("error", 1, "rank 1: bug")),
         ([rank(0, "error", CLOSED), rank(1, "oom", "full", at=9)], True, ("oom", 3, "rank 1: full")),
         ([rank(0, "error", CLOSED), rank(1, "error", "bug", at=9)], False, ("error", 1, "rank 1: bug")),
-        ([rank(0, "error", CLOSED), rank(1, "error", "no file", at=9, code=2)], False, ("error", 2, "rank 1: no file")),
+        ([rank(0, "error", CLOSED), rank(1, "error", "no file", at=9, code=2)], False, ("error", 2, "no file")),
         (
             [rank(0, "error", LOST, at=9), rank(1, "running"), rank(2, "error", CLOSED)],
             False,

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from torchditan.models.alignment_head import AlignedDiT
 from torchditan.models.dit import DiT, DiTConfig
+from torchditan.models.token_dropping import TokenDroppingDiT
 
 OPTIONS = {
     "conditioning": ["adaln", "adaln_single", "in_context"],
@@ -33,8 +36,8 @@ OPTIONS = {
 
 def tiny_config(**options) -> DiTConfig:
     """10 label rows + 1 and 3 x 2 x 2 output rows do not divide by the ranks of every mesh: uneven shards."""
-    options = {"num_classes": 10, "norm_type": "layernorm", "position": "sincos"} | options
-    sizes = {"depth": 2, "width": 36, "num_heads": 3, "patch_size": 2, "input_channels": 3}
+    options = {"num_classes": 10, "norm_type": "layernorm", "position": "sincos", "depth": 2} | options
+    sizes = {"width": 36, "num_heads": 3, "patch_size": 2, "input_channels": 3}
     return DiTConfig(image_size=(8, 12), **sizes, **options)
 
 
@@ -87,6 +90,19 @@ def test_initial_weights_follow_the_documented_distributions():
             bound = math.sqrt(6 / sum(matrix.shape))
             assert 0.98 * bound < weight.abs().max().item() <= bound * (1 + 1e-6), name
             assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05), name
+
+
+@pytest.mark.parametrize("build", [DiT, TokenDroppingDiT, partial(AlignedDiT, block=0)])
+def test_construction_on_a_real_device_initializes(build):
+    config = tiny_config(depth=3, token_dropping_blocks=1)
+    torch.manual_seed(7)
+    model, repeated = build(config), build(config)
+    repeated.init_weights(seed=0)
+    assert hash_weights(model) == hash_weights(repeated)
+    repeated.init_weights(seed=1)
+    assert hash_weights(model) != hash_weights(repeated)
+    with torch.device("meta"):
+        assert all(parameter.is_meta for parameter in build(config).parameters())
 
 
 def test_in_context_residual_projections_start_small():

@@ -821,6 +821,27 @@ def test_the_tool_recommends_and_draws_the_cost_of_scale(
     assert len(points) == 30  # ten numbers of devices, three modes
 
 
+def test_the_job_accepts_the_recommendation_and_one_line_names_another_global_batch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torchditan.planner import __main__ as plan
+
+    job = ["quickstart", "--training.global_batch_size=48"]  # 6 for each of 8 devices
+    monkeypatch.setattr(sys, "argv", ["plan", *job, "--device=h100", "--num_devices=8", "--training.batch_size=2"])
+    plan.main()
+    lines = capsys.readouterr().out.splitlines()
+    (recommended,) = [line for line in lines if line.startswith("recommended")]
+    assert "--training.batch_size 6 " in recommended
+    flags = recommended.split(": ")[1].split()
+    chosen = plan_run(load_config(["--job.config_file", *job, *flags]), device="h100", num_devices=8)
+    assert (chosen.global_batch_size, chosen.num_micro_batches) == (48, 1)
+    (other,) = [line for line in lines if line.startswith("another global batch")]
+    total, batch_size = re.search(r"batch, (\d+) with --training.batch_size (\d+) ", other).groups()
+    assert int(total) == 8 * int(batch_size) > 48
+    searched = load_config(["--job.config_file", *job, "--training.batch_size=auto"])
+    assert plan_run(searched, device="h100", num_devices=8).batch_size == 6
+
+
 @pytest.mark.parametrize(
     ("arguments", "about", "mentions"),
     [

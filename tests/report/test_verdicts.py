@@ -226,7 +226,7 @@ def test_costs_are_ratios_of_the_cells(tmp_path: Path) -> None:
     half = 4.303 * ratios.std(ddof=1) / math.sqrt(3)
     assert verdict.cost.time == pytest.approx(np.exp(ratios.mean()))
     assert verdict.cost.time_interval == pytest.approx(np.exp([ratios.mean() - half, ratios.mean() + half]), rel=1e-3)
-    assert "| 1.57 (0.58 to 4.26) |" in verdict_text([verdict])
+    assert "| 1.57 (95%: 0.58 to 4.26) |" in verdict_text([verdict])
 
 
 def test_one_change_at_a_time_is_compared_with_the_baseline_only(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_plots_have_bars_and_bands_with_several_seeds_only(tmp_path: Path) -> No
         assert sum(trace.fill == "toself" for trace in figure.data) == (4 if num_seeds > 1 else 0)
         if num_seeds > 1:
             assert (curves[0].losses[0], curves[0].half_widths[0]) == (2, pytest.approx(4.303 / math.sqrt(3)))
-            assert final_losses(analysis.results) == {"": {"bfloat16": "2 ± 2 (3 seeds)"}}
+            assert final_losses(analysis.results) == {"": {"bfloat16": "2 ± 2 (95%, 3 seeds)"}}
 
 
 def test_a_run_that_diverged_keeps_its_own_curve(tmp_path: Path) -> None:

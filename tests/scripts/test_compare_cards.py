@@ -45,7 +45,7 @@ def test_one_column_per_card_with_differing_settings_on_top(tmp_path: Path, run_
     assert (code, errors) == (0, "")
     assert (tmp_path / "new" / "c.md").read_text() == output
     assert rows_of(output) == [
-        ["", "quickstart", "other"],
+        ["", "quickstart (± 95%)", "other (± 95%)"],
         ["run_id", "12ab34cd", "another"],
         ["model", "dit DiT-Ti", "dit DiT-S"],
         ["sampling.num_steps", "50", "25"],
@@ -113,7 +113,7 @@ def test_two_runs_of_one_seed_are_not_two_training_seeds(tmp_path: Path, run_scr
     write_card(tmp_path / "2", replace(of_seed(1, 12.0), run_id="again"))
     _, output, _ = run_script(SCRIPT, *(tmp_path / str(number) for number in range(3)))
     assert output.splitlines()[-1] == "No spread over training seeds: two cards have the same training seed."
-    assert rows_of(output)[0] == ["", "1: seed0", "2: seed1", "3: seed1"]
+    assert rows_of(output)[0] == ["", "1: seed0 (± 95%)", "2: seed1 (± 95%)", "3: seed1 (± 95%)"]
 
 
 def test_bad_input_is_one_line(tmp_path: Path, run_script: RunScript) -> None:

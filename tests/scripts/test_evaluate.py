@@ -111,6 +111,7 @@ def test_a_distance_is_printed_with_recall_coverage_copies_and_an_interval(evalu
     place = next(number for number, line in enumerate(lines) if line.startswith("| FD-Pixels"))
     following = " ".join(lines[place + 1 : place + 7])
     assert all(name in following for name in ("recall", "coverage", "copies"))
+    assert "| 50% interval " in lines[place - 2]
     printed = json.loads(outcome.out)
     assert printed["FD-Pixels"] == distance.value and printed["step"] == 2 and printed["num_samples"] == 40
     assert card.run == str(run) and card.reference.num_images == 80 and card.held_out is not None

@@ -58,10 +58,28 @@ def job(run: Path, *flags: str) -> list[str]:
 def test_the_first_lines_say_how_a_global_batch_is_accumulated(train: Train) -> None:
     outcome = train("run", "--training.steps=1", "--training.batch_size=4", "--checkpoint.enable_checkpoint")
     assert "batch_size 4 x 4 micro-batches x 1 rank = global batch 16\n" in outcome.out, outcome.err
+    assert "\n1 steps; Ctrl-C saves and stops\n" in outcome.out
     assert max(map(len, outcome.out.splitlines()[:4])) <= 100
     flags = ["--training.steps=2", "--training.batch_size=6", "--training.global_batch_size=none"]
     outcome = train("run", *flags, "--checkpoint.enable_checkpoint")
     assert "batch_size 4 x 4 micro-batches x 1 rank = global batch 16 (batch_size 6 does not divide" in outcome.out
+
+
+def test_the_first_lines_name_options_without_effect(train: Train) -> None:
+    options = {"training.attention_backend": "cudnn", "training.enable_cpu_offload": "true"}
+    options |= {"compile.mode": "reduce-overhead", "ema.enable": "false", "ema.decay": "0.5"}
+    outcome = train("run", "--training.steps=1", *[f"--{option}={value}" for option, value in options.items()])
+    assert outcome.code == 0, outcome.err
+    assert "\n1 steps; Ctrl-C stops without saving\n" in outcome.out
+    found = {line.split(": ")[0]: line for line in outcome.out.splitlines() if line.startswith("no effect here")}
+    expected = {
+        "a GPU": 'training.attention_backend = "cudnn", training.enable_cpu_offload = true',
+        "training.compile": 'compile.mode = "reduce-overhead"',
+        "ema.enable": "ema.decay = 0.5",
+    }
+    assert found == {
+        f"no effect here without {need}": f"no effect here without {need}: {expected[need]}" for need in expected
+    }
 
 
 def test_class_conditional_samples_have_no_psnr(train: Train, tmp_path: Path) -> None:

@@ -199,6 +199,7 @@ def test_missing_config_file_lists_the_names_and_the_nearest() -> None:
             ["model.patch_size = 4"],
         ),
         ("--model.flavor=DiT-XXL", 'model.flavor = "DiT-XXL"', [FLAVORS, "DiT-XL?"]),
+        ("--model.flavor=DiT-S/2 --model.patch_size=4", 'model.flavor = "DiT-S/2"', ["model.patch_size", "4"]),
         ("--model.flavor=dit-l", 'model.flavor = "dit-l"', [FLAVORS, "DiT-L?"]),
         (
             "--model.learn_sigma",

@@ -234,7 +234,13 @@ def test_a_job_that_cannot_be_is_refused_in_one_line(
             4,
             "--training.batch_size=8 --training.global_batch_size=16",
             "training.global_batch_size = 16",
-            ["32", "4", "training.batch_size", "8"],
+            ["32", "4", "training.batch_size", "8", "1, 2 ranks"],
+        ),
+        (
+            3,
+            "--training.batch_size=none --training.global_batch_size=20",
+            "training.global_batch_size = 20",
+            ["3", "1, 2, 4, 5, 10, 20 ranks"],
         ),
     ],
 )
@@ -373,7 +379,7 @@ def test_every_rank_finds_the_mistake_and_rank_0_says_it_once(tmp_path: Path, ru
     assert result.returncode != 0
     (line,) = [text for text in result.stderr.splitlines() if text.startswith("error:")]
     assert_refused(line, "training.data_parallel_shard_degree = 3", ["2 rank", "-1"])
-    assert result.stdout == ""
+    assert result.stdout == "starting outputs/digits-debugmodel\n"
     assert contents(tmp_path) == {}
 
 

@@ -31,7 +31,7 @@ from torchditan.config.errors import ConfigError, did_you_mean, option_error
 from torchditan.config.legacy_keys import adopt_file, adopt_legacy
 from torchditan.config.loader import TRAIN_CONFIGS, build_config, find_config, options, read_toml, value_of_text
 from torchditan.config.options import Config, flatten
-from torchditan.config.rules import validate
+from torchditan.config.rules import missing_for_effect, validate
 from torchditan.config.trajectory import flatten_tree
 from torchditan.finetune.resolutions import MODEL, RESOLUTION, published_options, resolution_numbers, resolution_of
 
@@ -101,18 +101,6 @@ _RUNNER_SETS = (
 """Sections and options that a grid cannot set: the runner sets them or they do not affect measurements."""
 _ALSO_SETTINGS = ("autotune", "validation", "evaluation", "sampling", "metrics.sample_batch_size")
 """Those of them that may be settings, because they decide what is measured, but not axes."""
-
-_NEEDS = (
-    ("compile.", COMPILE, (True,)),
-    ("float8.", PRECISION, ("bfloat16_f8",)),
-    ("activation_checkpoint.selective_ac_option", CHECKPOINTING, ("selective",)),
-    (_FRACTION, CHECKPOINTING, ("fraction",)),
-    (PATCH_SIZE, "model.name", ("dit",)),
-    ("ema.decay", "ema.enable", (True,)),
-    ("ema.warmup", "ema.enable", (True,)),
-    ("dataset.dummy_", "dataset.dataset_name", ("dummy",)),
-)
-"""(option or its prefix, the option that enables it, the enabling values)."""
 
 _KEYS = ("base", "steps", "window", "repeats", "timeout_s", "autotune", "memory_limit_gib", "one_at_a_time")
 _TABLES = ("exclude", "axes", "settings")
@@ -434,18 +422,17 @@ def _axis_value(config: Config, axis: str) -> Any:
         return resolution_of(config)
     if axis == CHECKPOINT_FRACTION:
         return values[_FRACTION] if values[CHECKPOINTING] == "fraction" else None
-    if axis == BATCH_SIZE and values[axis] is None:
-        return 16
+    if axis == BATCH_SIZE:
+        return config.training.batch_size_on(math.prod(parallel_degrees(_axis_value(config, PARALLEL))))
     return values[axis]
 
 
 def _check_effects(axes: Mapping[str, list[Any]], runs: list[Run]) -> None:
     """Refuse an axis that has no effect in any run: its table would show only noise."""
     for axis in axes:
-        for beginning, needed, wanted in _NEEDS:
-            if axis.startswith(beginning) and not any(_axis_value(run.config, needed) in wanted for run in runs):
-                right = f"has no effect in any run: it needs {needed} = {json.dumps(wanted[0])}"
-                raise option_error(f"axes.{axis}", axes[axis], right)
+        needs = [missing_for_effect(run.config, axis) for run in runs]
+        if all(needs):
+            raise option_error(f"axes.{axis}", axes[axis], f"has no effect in any run: it needs {needs[0]}")
 
 
 def _batch_order(batch: Any) -> int:

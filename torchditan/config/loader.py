@@ -29,8 +29,8 @@ from typing import Annotated, Any, Literal, NoReturn
 from torchditan.config import options as config_module
 from torchditan.config.errors import ConfigError, did_you_mean, nearest, option_error
 from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy, adopt_names
-from torchditan.config.options import Config, flatten
-from torchditan.config.rules import validate, validate_flags
+from torchditan.config.options import FLAVOR_NAMES, Config, flatten
+from torchditan.config.rules import validate, validate_flags, validate_parts, validate_values
 from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree
 from torchditan.run.directory import run_path
 from torchditan.run.reading import read_config
@@ -95,7 +95,18 @@ class Option:
 
 
 def load_config(argv: list[str]) -> Config:
-    """Parse `argv` (without the program's name) into a validated configuration.
+    """Parse `argv` (without the program's name) into a validated configuration: `parse_config`, then `validate_parts`.
+
+    Raises:
+        ConfigError: a file, an option or a value is not valid.
+    """
+    config = parse_config(argv)
+    validate_parts(config)
+    return config
+
+
+def parse_config(argv: list[str]) -> Config:
+    """Parse `argv` (without the program's name), checked by all rules that do not import torch (`validate_values`).
 
     On rank 0, prints one line to stderr for each key or name of the course project that is read differently here.
     `--help` prints and exits.
@@ -103,14 +114,14 @@ def load_config(argv: list[str]) -> Config:
     Raises:
         ConfigError: a file, an option or a value is not valid.
     """
-    flags = adopt_keys(_parse_flags(argv))
+    flags = _split_flavor(adopt_keys(_parse_flags(argv)))
     path = None
     values: dict[str, Any] = {}
     notes: list[str] = []
     if flags.get("job.config_file") is not None:
         path = find_config(flags.pop("job.config_file"))
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        values, notes = adopt_file(read_toml(path), flags=flags, world_size=world_size)
+        values, notes = adopt_file(_split_flavor(read_toml(path)), flags=flags, world_size=world_size)
     given = {**values, **flags}
     values, ignored, read_otherwise = adopt_legacy(given)
     values = {**flatten(Config()), **_coerce_all(values), "job.config_file": None if path is None else str(path)}
@@ -118,7 +129,7 @@ def load_config(argv: list[str]) -> Config:
     values, read_as_meant = adopt_names(values, given=given, stored=_stored_sections(values))
     config = Config().replace(values)
     notes += [*read_otherwise, *read_as_meant]
-    validate(config)
+    validate_values(config)
     validate_flags(config, flags)
     if os.environ.get("RANK", "0") == "0":
         if ignored:
@@ -126,6 +137,17 @@ def load_config(argv: list[str]) -> Config:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
     return config
+
+
+def _split_flavor(values: dict[str, Any]) -> dict[str, Any]:
+    """Read `model.flavor` DiT-Ti/2, the name in logs, as DiT-Ti with patch size 2, in one source of options."""
+    flavor, _, text = str(values.get("model.flavor")).partition("/")
+    if flavor not in FLAVOR_NAMES or not text.isdecimal():
+        return values
+    patch_size = int(text)
+    if (given := values.get("model.patch_size", patch_size)) != patch_size:
+        raise option_error("model.flavor", f"{flavor}/{text}", f"model.patch_size is {given}; leave one of them out")
+    return {**values, "model.flavor": flavor, "model.patch_size": patch_size}
 
 
 def _stored_sections(values: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
@@ -308,10 +330,26 @@ def find_config(name: str) -> Path:
     if not TRAIN_CONFIGS.is_dir():
         right = "no such file, and this installation has no train_configs/ to look names up in; give a path"
         raise option_error("job.config_file", name, right)
-    paths = [path for path in TRAIN_CONFIGS.rglob("*.toml") if path.parent.name != "ablations"]  # grids are not jobs
-    names = sorted(path.relative_to(TRAIN_CONFIGS).with_suffix("").as_posix() for path in paths)
+    names = _configurations()
     hint = did_you_mean(given.stem, names)
     raise option_error("job.config_file", name, f"no such file; train_configs/ has {', '.join(names)}{hint}")
+
+
+def _configurations() -> list[str]:
+    paths = [path for path in TRAIN_CONFIGS.rglob("*.toml") if path.parent.name != "ablations"]  # grids are not jobs
+    return sorted(path.relative_to(TRAIN_CONFIGS).with_suffix("").as_posix() for path in paths)
+
+
+def describe_configurations() -> str:
+    """The names in train_configs/, each with the beginning of the first sentence of its file."""
+    names = _configurations()
+    width = max(map(len, names), default=0)
+    lines = [f"usage: {USAGE}", "", "configurations in train_configs/:"]
+    for name in names:
+        text = (TRAIN_CONFIGS / f"{name}.toml").read_text(encoding="utf-8").replace("\n# ", " ").removeprefix("# ")
+        sentence = re.split(r"[.:](?: |$)", re.sub(r" \([^)]*\)", "", text.partition("\n")[0]))[0]
+        lines.append(f"  {name:<{width}}  {sentence}")
+    return "\n".join([*lines, "", "`python train.py --help` lists every option."])
 
 
 def read_toml(path: Path) -> dict[str, Any]:

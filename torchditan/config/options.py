@@ -44,13 +44,13 @@ class Model:
     name: Annotated[str, MODELS] = "dit"
     """Architecture: the native diffusion transformer (dit), or a published model of diffusers (docs/finetune.md)."""
     flavor: str = "DiT-S"
-    """Size of the model: DiT-Mi to DiT-7B, FLUX.1-dev, SD3-medium, ... Every architecture has a tiny debugmodel."""
+    """Size: DiT-Mi to DiT-7B, FLUX.1-dev, SD3-medium, ... or a tiny debugmodel. DiT-S/4 also sets patch_size 4."""
     path: str | None = None
     """Published weights: a folder saved by diffusers, a hub name or a .safetensors file. Default: random weights."""
     overrides: list[str] = field(default_factory=list)
     """Sizes that replace the flavor's: depth=24 width=1536 num_heads=24. For published models, names of config.json."""
     preset: Literal["torchditan", "official", "llama3_diffusion"] = "torchditan"
-    """torchditan (RoPE, SwiGLU), official (Peebles and Xie 2023), or llama3_diffusion (the course project's sizes)."""
+    """torchditan (RoPE, SwiGLU), official (Peebles and Xie 2023), or llama3_diffusion (TorchDiTan course project)."""
     block: Annotated[str, BLOCKS] = "dit"
     """The repeated block: attention, then a feed-forward layer (dit); or with the first block's values mixed into those
     of all blocks (value_residual). To add another, see docs/extending.md."""
@@ -263,6 +263,12 @@ class Training:
     """With rollback, a loss above its running mean times this factor is a spike; 0 detects only NaN."""
     gc_freq: int = 50
     """Steps between two Python garbage collections, on all ranks at once."""
+
+    def batch_size_on(self, num_ranks: int) -> int | Literal["auto"]:
+        """`batch_size`, or its default: a rank's share of the global batch, or 16."""
+        if self.batch_size is not None:
+            return self.batch_size
+        return 16 if self.global_batch_size is None else max(1, self.global_batch_size // num_ranks)
 
 
 @dataclass(frozen=True)

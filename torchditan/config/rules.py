@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Rules that need only the options, not the data or the devices. `validate` applies them in order.
 
-Families of published models and objectives define their own rules; their files import torch.
+Families of published models and objectives define their own rules. Their files import torch, so these rules come last.
 """
 
 from __future__ import annotations
@@ -125,6 +125,12 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
 
 def validate(config: Config) -> None:
     """Check all rules that depend only on the options. Other modules check data, ranks and devices."""
+    validate_values(config)
+    validate_parts(config)
+
+
+def validate_values(config: Config) -> None:
+    """The rules that do not import torch."""
     values = flatten(config)
     for right, is_right, options in _RULES:
         for option in options.split():
@@ -138,16 +144,22 @@ def validate(config: Config) -> None:
     _validate_evaluation(config)
     _validate_guidance_interval(config)
     _validate_activation_checkpoint(config)
-    _validate_objective(config)
 
 
-def _validate_model(config: Config) -> None:
+def validate_parts(config: Config) -> None:
+    """The rules of a published model's family, of the objective, and of other parts whose files import torch."""
     name, family = config.model.name, _family(config)
     if family is not None:
         _check_flavor(config.model.flavor, family.flavors, whose=f" for {name}")
         _raise_first(config, family.option_mistakes(config))
+    _refuse_without_effect(config, _WITHOUT_EFFECT_IN_FAMILY)
+    _validate_objective(config)
+
+
+def _validate_model(config: Config) -> None:
+    if config.model.name in FAMILIES:
         return
-    if name == "dit":  # other architectures in models/ check their own flavors
+    if config.model.name == "dit":  # other architectures in models/ check their own flavors
         _check_flavor(config.model.flavor, FLAVOR_NAMES)
     _validate_own_model(config)
 
@@ -190,11 +202,6 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         lambda config: not config.model.token_dropping,
         "model.token_dropping_blocks training.dense_ratio",
         "has no effect without model.token_dropping; leave it out",
-    ),
-    (
-        lambda config: not getattr(_family(config), "embeds_guidance", False),
-        "diffusion.embedded_guidance sampling.embedded_guidance",
-        "{name} does not embed a guidance scale; leave it out",
     ),
     (
         lambda config: config.diffusion.loss_weighting == "none",
@@ -271,6 +278,15 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
 """(condition, options that must then keep their default, the message). The first match raises."""
 
 
+_WITHOUT_EFFECT_IN_FAMILY: list[tuple[Callable[[Config], bool], str, str]] = [
+    (
+        lambda config: not getattr(_family(config), "embeds_guidance", False),
+        "diffusion.embedded_guidance sampling.embedded_guidance",
+        "{name} does not embed a guidance scale; leave it out",
+    ),
+]
+"""The same, for a rule that asks the family."""
+
 _WITHOUT_EFFECT_IF_GIVEN: list[tuple[Callable[[Config], bool], str, str]] = [
     (
         lambda config: not config.dataset.aspect_buckets,
@@ -284,6 +300,64 @@ _WITHOUT_EFFECT_IF_GIVEN: list[tuple[Callable[[Config], bool], str, str]] = [
     ),
 ]
 """The same, for options that a resumed older run may contain although they have no effect (`VALUES_BEFORE`)."""
+
+
+_IDLE: list[tuple[Callable[[Config, str | None], bool], str, str]] = [
+    (lambda config, device: device == "cpu", "training.enable_cpu_offload", "a GPU"),
+    (
+        lambda config, device: device == "cpu" and config.training.attention_backend != "math",
+        "training.attention_backend",
+        "a GPU",
+    ),
+    (lambda config, _: not config.training.compile, "compile.", "training.compile"),
+    (lambda config, _: not config.float8.enable_float8_linear, "float8.", "float8.enable_float8_linear"),
+    (
+        lambda config, _: config.activation_checkpoint.mode != "selective",
+        "activation_checkpoint.selective_ac_option",
+        'activation_checkpoint.mode = "selective"',
+    ),
+    (
+        lambda config, _: config.activation_checkpoint.mode != "fraction",
+        "activation_checkpoint.fraction",
+        'activation_checkpoint.mode = "fraction"',
+    ),
+    (lambda config, _: not config.ema.enable, "ema.decay ema.warmup", "ema.enable"),
+    (lambda config, _: config.dataset.num_workers == 0, "dataset.prefetch_factor", "dataset.num_workers above 0"),
+    (
+        lambda config, _: config.dataset.dataset_name != "dummy",
+        "dataset.dummy_",
+        'dataset.dataset_name = "dummy"',
+    ),
+    (lambda config, _: config.model.name in FAMILIES, "model.patch_size", "a model that is not published"),
+    (
+        lambda config, _: config.training.on_nonfinite != "rollback",
+        "training.loss_spike_factor training.max_rollbacks",
+        'training.on_nonfinite = "rollback"',
+    ),
+    (
+        lambda config, _: not config.checkpoint.enable_checkpoint,
+        "checkpoint.interval checkpoint.keep_latest_k checkpoint.async_mode",
+        "checkpoint.enable_checkpoint",
+    ),
+    (lambda config, _: not config.metrics.enable_sampling, "metrics.sample_freq", "metrics.enable_sampling"),
+    (lambda config, _: not config.metrics.enable_tensorboard, "metrics.save_tb_folder", "metrics.enable_tensorboard"),
+    (lambda config, _: not config.metrics.enable_wandb, "metrics.wandb_project", "metrics.enable_wandb"),
+    (
+        lambda config, _: not (config.profiling.enable_profiling or config.profiling.enable_memory_snapshot),
+        "profiling.profile_freq",
+        "profiling.enable_profiling",
+    ),
+]
+"""(condition, options or beginnings of them that then have no effect, what they need). Jobs accept them, so that a file
+for GPUs also runs on a CPU; their first lines list them. Grids refuse them as axes."""
+
+
+def missing_for_effect(config: Config, option: str, *, device: str | None = None) -> str | None:
+    """What `option` needs to have an effect under these settings; None if it has one, or on an unknown device."""
+    return next(
+        (need for is_idle, names, need in _IDLE if option.startswith(tuple(names.split())) and is_idle(config, device)),
+        None,
+    )
 
 
 def _validate_effects(config: Config) -> None:
@@ -372,7 +446,7 @@ def _validate_activation_checkpoint(config: Config) -> None:
 
 
 def _validate_objective(config: Config) -> None:
-    """Rules of the objective itself and of other parts whose files import torch. They run last."""
+    """Rules of the objective itself, of self-alignment and of context parallelism."""
     values, defaults = flatten(config), flatten(Config())
     changed = {option for option, value in values.items() if value != defaults[option]}
     objective = registered(OBJECTIVES, config.diffusion.objective)

@@ -11,6 +11,7 @@ from torchditan.evaluation.card import Card, CardFigure, ImageSet, Origin, setti
 from torchditan.evaluation.card_figures import spread_of
 from torchditan.evaluation.card_tables import (
     columns,
+    confidence,
     half_width,
     has_interval,
     interval_text,
@@ -138,7 +139,9 @@ def card_columns(cards: Sequence[Card]) -> str:
     figures = {name: figure for card in cards for name, figure in card.figures.items()}
     for name in ordered_names(figures):
         rows.append([name, *(_cell(card.figures.get(name)) for card in cards)])
-    heading = ["", *headings(cards)]
+    confidences = [confidence(card.figures.values()) for card in cards]
+    heading = [""]
+    heading += [f"{name} (± {of})" if of else name for name, of in zip(headings(cards), confidences, strict=True)]
     labels = {figure.interval: None for card in cards for figure in card.figures.values() if has_interval(figure)}
     return "\n".join([columns(heading, rows), *(f"\nIntervals: {label}." for label in labels)])
 
@@ -186,7 +189,7 @@ def training_spread(cards: Sequence[Card]) -> str:
     shown_seeds = ", ".join(map(str, sorted(seed for seed in seeds if seed is not None)))
     heading = f"Training seeds: {len(cards)} ({shown_seeds}). Intervals: training seeds, 95% of the mean, Student t."
     note = "A figure's spread here includes that of sampling; CV is the standard deviation divided by the mean."
-    return "\n\n".join([heading, columns(["figure", "mean", "standard deviation", "CV", "interval"], rows), note])
+    return "\n\n".join([heading, columns(["figure", "mean", "standard deviation", "CV", "95% interval"], rows), note])
 
 
 def _spread_cells(values: Sequence[float | None]) -> list[str]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -78,7 +79,8 @@ def table(card: Card) -> str:
             )
     labels = dict.fromkeys(figure.interval for figure in card.figures.values() if has_interval(figure))
     notes = [f"\nIntervals: {label}." for label in labels]
-    return "\n".join([columns(["figure", "value", "interval", "N", "extractor"], rows), *notes])
+    header = ["figure", "value", f"{confidence(card.figures.values())} interval".strip(), "N", "extractor"]
+    return "\n".join([columns(header, rows), *notes])
 
 
 def ordered_names(figures: Mapping[str, CardFigure]) -> list[str]:
@@ -108,6 +110,12 @@ def _is_companion(companion: str, name: str, figure: CardFigure, distance: CardF
 
 def has_interval(figure: CardFigure) -> bool:
     return figure.low is not None and figure.high is not None
+
+
+def confidence(figures: Iterable[CardFigure]) -> str:
+    """The confidence of their intervals, for the head of a column: "95%", "50%", "50% or 95%", or "" without one."""
+    labels = {figure.interval for figure in figures if has_interval(figure)}
+    return " or ".join(sorted({percent for label in labels for percent in re.findall(r"\d+%", label or "")}))
 
 
 def value_text(figure: CardFigure) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torchditan.config.errors import ConfigError
 from torchditan.evaluation.card import Card, CardFigure, read_card
-from torchditan.evaluation.card_tables import COMPANIONS, columns
+from torchditan.evaluation.card_tables import COMPANIONS, columns, confidence
 
 WHOLE_INTERVAL = (0.0, 1.0)
 _FIRST_CHOICES = ("FID", "FD-", "KID", "accuracy_generated")
@@ -269,7 +269,8 @@ def table(results: Sequence[Result], figure: str | None, *, best: Sequence[Point
     further = _further_figures(results, figure) if figure else []
     has_runs = len({result.point.run for result in results}) > 1
     header = ["", *(["run"] if has_runs else []), "sampler", "steps", "model evaluations", "guidance", "weights"]
-    header += [figure or "result", *(name for name in further), "N"]
+    cards = [result.figures[figure] for result in results if figure in result.figures]
+    header += [f"{figure or 'result'} [{of}]" if (of := confidence(cards)) else figure or "result", *further, "N"]
     mark = "best" if len(best) == 1 else "tied"
     rows = []
     for result in results:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import textwrap
 from functools import partial
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from torch import nn
 
-from torchditan.config.options import Config
+from torchditan.config.options import Config, flatten
+from torchditan.config.rules import missing_for_effect
 from torchditan.data_stream.datasets import SequentialDataset
 from torchditan.distributed.parallelize import compile_advice, precision_advice
 from torchditan.evaluation.sample_grids import Grids
@@ -69,6 +71,7 @@ def opening(
         _what_is_left(config, progress),
         scores,
         pictures,
+        *_options_without_effect(config, job.device.type),
     )
     return [message for message in messages if message is not None]
 
@@ -98,6 +101,16 @@ def closing(
     return messages
 
 
+def _options_without_effect(config: Config, device: str) -> list[str]:
+    """One message for everything that is missing, with the changed options that need it."""
+    values, defaults = flatten(config), flatten(Config())
+    found: dict[str, list[str]] = {}
+    for option, value in values.items():
+        if value != defaults[option] and (need := missing_for_effect(config, option, device=device)) is not None:
+            found.setdefault(need, []).append(f"{option} = {json.dumps(value)}")
+    return [f"no effect here without {need}: {', '.join(options)}" for need, options in found.items()]
+
+
 def _describe_validation(losses: dict[str, float]) -> str:
     """One line of at most 100 columns for losses below 100."""
     text = f"validation loss {losses['validation_loss']:.4f}"
@@ -120,11 +133,12 @@ def _describe_run(job: Job, model: nn.Module, progress: Progress) -> str:
     if job.space.is_encoding:
         shape += f", encoded to {'x'.join(map(str, job.space.sample_shape))}"
     start = f", resumed at step {progress.step}" if progress.step else ""
+    stop = "Ctrl-C saves and stops" if config.checkpoint.enable_checkpoint else "Ctrl-C stops without saving"
     lines = [
         f"{config.metrics.experiment_name}: {_describe_model(job, model)}, {count / 1e6:.2f}M parameters, "
         f"{job.parallel_dims.mode} on {job.device.type}, {config.training.mixed_precision_param}",
         f"on {job.dataset.name}: {images} of {shape}",
-        f"{config.training.steps} steps{start}",
+        f"{config.training.steps} steps{start}; {stop}",
         job.batches,
     ]
     wrap = partial(textwrap.fill, width=CONSOLE_COLUMNS, subsequent_indent="  ", break_long_words=False)

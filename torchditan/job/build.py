@@ -50,11 +50,12 @@ def open_process_group(job: Job, supervision: Supervision) -> None:
 
 
 def attention_backend(job: Job, say: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Context manager of training, with the kernels of `training.attention_backend`. auto does not measure a CPU, nor a
-    deterministic run, whose bits must not depend on a measurement."""
-    training = job.config.training
-    is_measured = job.device.type == "cuda" and not training.deterministic
-    if training.attention_backend == "default" or (training.attention_backend == "auto" and not is_measured):
+    """Context manager of training, with the kernels of `training.attention_backend`. auto does not measure a
+    deterministic run, whose bits must not depend on a measurement. On a CPU only math differs from torch's choice."""
+    backend, is_deterministic = job.config.training.attention_backend, job.config.training.deterministic
+    if backend == "default" or (backend == "auto" and is_deterministic):
+        return nullcontext()
+    if job.device.type == "cpu" and backend != "math":
         return nullcontext()
     from torchditan.job.attention_backend import chosen_backend
 

@@ -237,11 +237,8 @@ def keep_global_batch_size(config: Config, run: StoredRun, *, world_size: int) -
     if stored is None or config.training.global_batch_size not in (None, stored):
         return config  # the run directory refuses another batch size
     if stored % world_size:
-        sizes = ", ".join(str(size) for size in range(1, stored + 1) if stored % size == 0)
-        ranks = _ranks(config)
-        right = (
-            f"{run.path} was started with it, and {world_size} {ranks} do not divide it; must be one of {sizes} {ranks}"
-        )
+        here = f"{world_size} {_ranks(config)} do not divide it"
+        right = f"{run.path} was started with it, and {here}; must be one of {_ranks_for(config, stored)}"
         raise option_error("training.global_batch_size", stored, right)
     if isinstance(batch_size, int):  # the largest micro-batch that is not larger than the given one
         share, multiple = stored // world_size, config.diffusion.batch_multiple
@@ -256,6 +253,13 @@ def _ranks(config: Config, *, plural: str = "s") -> str:
     return f"rank{plural}" if degree == 1 else f"group{plural} of {degree} ranks"
 
 
+def _ranks_for(config: Config, global_batch_size: int, *, multiple: int = 1) -> str:
+    """The numbers of ranks that can share a global batch if each reads a multiple of some number of images."""
+    sizes = range(1, global_batch_size // multiple + 1)
+    right = [str(size) for size in sizes if global_batch_size % (size * multiple) == 0]
+    return f"{', '.join(right) or 'no number of'} {_ranks(config)}"
+
+
 def complete_batches(
     config: Config, rank: Rank, *, tune_batch_size: Callable[[Config, Rank], int] | None = None
 ) -> Config:
@@ -267,22 +271,25 @@ def complete_batches(
     Raises:
         ConfigError: the global batch size is not a multiple of batch size x ranks, or the objective needs pairs.
     """
-    batch_size, global_batch_size = config.training.batch_size, config.training.global_batch_size
+    given, global_batch_size = config.training.batch_size, config.training.global_batch_size
+    batch_size = config.training.batch_size_on(rank.world_size)
     if batch_size == "auto":
         assert tune_batch_size is not None, "optional_parts.choose_parts gives it"
         batch_size = tune_batch_size(config, rank)
-    if batch_size is None:
-        batch_size = max(1, (global_batch_size or 16 * rank.world_size) // rank.world_size)
+    if global_batch_size is None:
+        global_batch_size = batch_size * rank.world_size
+    multiple = config.diffusion.batch_multiple if given is None else batch_size
+    if global_batch_size % (multiple * rank.world_size):
+        each = f" x training.batch_size {batch_size}"
+        if given is None:
+            each = f" x {multiple} for diffusion.contrastive_weight" if multiple > 1 else ""
+        at_once = f"{multiple * rank.world_size}: {rank.world_size} {_ranks(config, plural='(s)')}{each}"
+        others = _ranks_for(config, global_batch_size, multiple=multiple)
+        right = f"must be a multiple of {at_once}; it fits {others}"
+        raise option_error("training.global_batch_size", global_batch_size, right)
     if batch_size % config.diffusion.batch_multiple:
         right = "must be even: diffusion.contrastive_weight pairs the samples of a micro-batch"
         raise option_error("training.batch_size", batch_size, right)
-    at_once = batch_size * rank.world_size
-    if global_batch_size is None:
-        global_batch_size = at_once
-    if global_batch_size % at_once:
-        at_once_is = f"{rank.world_size} {_ranks(config, plural='(s)')} x training.batch_size {batch_size}"
-        right = f"must be a multiple of {at_once}: {at_once_is}"
-        raise option_error("training.global_batch_size", global_batch_size, right)
     return config.replace({"training.batch_size": batch_size, "training.global_batch_size": global_batch_size})
 
 

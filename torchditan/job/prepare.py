@@ -171,10 +171,6 @@ def _check_machine(config: Config, rank: Rank, *, num_shards: int) -> None:
         from torchditan.distributed.float8 import check_float8
 
         check_float8(config.float8, device=rank.device)
-    backend = config.training.attention_backend
-    if rank.device.type == "cpu" and backend in ("cudnn", "efficient"):
-        right = "a CPU has flash and math; must be one of them, auto or default"
-        raise option_error("training.attention_backend", backend, right)
     if config.training.compile:
         from torchditan.distributed.compilation import cache_folder, check_compile
 

@@ -5,3 +5,6 @@ sample_space.py is the interface for pixels and latents; only jobs on latents im
 
 May import: autoencoders, config, data_stream, distributed, run, weights.
 """
+
+PUBLIC_FILE = "imagenet_ci8x8.safetensors"
+"""ImageNet in the latents of the Cosmos tokenizer CI8x8, a public file."""

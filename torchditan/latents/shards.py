@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from torchditan.config.errors import ConfigError, option_error
+from torchditan.latents import PUBLIC_FILE
 from torchditan.latents.index import (
     INDEX_FILE,
     REPAIR,
@@ -45,7 +46,6 @@ from torchditan.weights.safetensors_files import other_kind
 
 LABELS_FILE = "labels.npy"
 LOCK_FILE = ".lock"
-PUBLIC_FILE = "imagenet_ci8x8.safetensors"
 PUBLIC_SCALE = 16 / 255
 """Scale of the int8 latents in the public file, the same for all channels."""
 

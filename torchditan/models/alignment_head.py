@@ -31,6 +31,7 @@ class AlignedDiT(DiT):
         layers = [nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width)]
         self.alignment_head = nn.Sequential(*layers)
         self.aligned_block = f"blocks.{block}"
+        self.init_outside_meta()
 
     def forward(
         self, x_t: torch.Tensor, t: torch.Tensor, cond: Mapping[str, torch.Tensor], features: Collection[str] = ()

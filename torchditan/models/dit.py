@@ -12,7 +12,8 @@ Notable:
 - the repeated block is an extension point: `Block` is its interface, `DiTBlock` the paper's block;
 - `TokenDroppingDiT` (token_dropping.py) applies its middle blocks to a part of the patches in training;
 - the `official` preset has exactly the paper's parameters, under the names of its released checkpoints;
-- `init_weights` is a pure function of (seed, parameter name): the same model on every device and mesh;
+- `init_weights` is a pure function of (seed, parameter name): the same model on every device and mesh. The constructor
+  calls it with seed 0, except on the meta device, on which the trainer builds;
 - this file is independent of devices, precision and ranks. The embedders of patches, timestep and text cast their
   input to the dtype of their weights.
 
@@ -509,6 +510,7 @@ class DiT(nn.Module):
         self.block_type: type[Block] = registered(BLOCKS, config.block)
         self.blocks = nn.ModuleList(self.block_type(config) for _ in range(config.depth))
         self.final_layer = FinalLayer(config)
+        self.init_outside_meta()
 
     def read_text(self, cond: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the text tokens (B, L, D) and their mask (B, 1, 1, L) bool, false for padding, if the encoder has one.
@@ -596,6 +598,11 @@ class DiT(nn.Module):
         if self.config.num_context_tokens:
             x = x[:, self.config.num_context_tokens :]
         return self.final_layer(x, c)
+
+    def init_outside_meta(self) -> None:
+        """Call `init_weights(0)`, unless on the meta device. Every constructor ends with it."""
+        if not self.x_embedder.proj.weight.is_meta:
+            self.init_weights(0)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

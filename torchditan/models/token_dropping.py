@@ -47,6 +47,7 @@ class TokenDroppingDiT(DiT):
     def __init__(self, config: DiTConfig):
         super().__init__(config)
         self.fusion = SparseDenseFusion(config.width)
+        self.init_outside_meta()
 
     def run_blocks(
         self,

@@ -9,7 +9,7 @@ from torchditan.planner.plan import Plan, largest_batch, plan_run, with_options
 
 
 def alternatives(config: Config, device: str, num_devices: int) -> list[Plan]:
-    """Plans for every parallel mode and kind of checkpointing, each at the largest batch that fits.
+    """Plans for every parallel mode and kind of checkpointing, each at the largest batch that fits (`largest_batch`).
 
     If none fits, the plan is for one image. The fastest plan that fits comes first.
     """
@@ -19,10 +19,16 @@ def alternatives(config: Config, device: str, num_devices: int) -> list[Plan]:
         for mode, option in (("none", "2"), ("selective", "2"), ("selective", "op"), ("full", "2")):
             changed = with_options(config, replicate=replicate, shard=shard, mode=mode, option=option)
             batch_size = largest_batch(changed, device, num_devices)
-            batch_size = batch_size - batch_size % 8 if batch_size > 8 else batch_size
+            if config.training.global_batch_size is None and batch_size > 8:
+                batch_size -= batch_size % 8
             batch_size = max(config.diffusion.batch_multiple, batch_size)
             plans.append(plan_run(with_options(changed, batch_size=batch_size), device=device, num_devices=num_devices))
-    return sorted(plans, key=lambda plan: (not plan.fits, -(plan.images_per_second or 0)))
+    return sorted(plans, key=ranking)
+
+
+def ranking(plan: Plan) -> tuple[bool, float]:
+    """The fastest plan that fits has the smallest."""
+    return not plan.fits, -(plan.images_per_second or 0)
 
 
 def comparable(config: Config) -> Config:

@@ -164,7 +164,10 @@ def plan_run(config: Config, *, device: str | None, num_devices: int) -> Plan:
 
 
 def largest_batch(config: Config, device: str, num_devices: int) -> int:
-    """Largest `training.batch_size` that fits on the device with one micro-batch per step; 0 if the smallest does not.
+    """Largest `training.batch_size` that fits on the device; 0 if none does.
+
+    Only sizes that divide a rank's share of `training.global_batch_size` count. If it is open, a step has one
+    micro-batch.
 
     Raises:
         ConfigError: see `plan_run`.
@@ -172,13 +175,18 @@ def largest_batch(config: Config, device: str, num_devices: int) -> int:
     known = _known(device)
     if known is None:
         raise option_error("--device", device, "has no known memory size; name an accelerator")
-    smallest = config.diffusion.batch_multiple
-    base = _resolve(with_options(config, batch_size=smallest), num_devices)
+    smallest, global_batch_size = config.diffusion.batch_multiple, config.training.global_batch_size
+    resolved = _resolve(with_options(config, batch_size=smallest), num_devices)
+    base = resolved.replace({"training.global_batch_size": global_batch_size})
     kernels = _kernels(device, config)
 
     def fits(multiple: int) -> bool:
         return bool(_plan(with_options(base, batch_size=multiple * smallest), known, kernels, num_devices).fits)
 
+    if global_batch_size is not None:  # fewer micro-batches may need less memory: unsharded gradients wait for the last
+        share = global_batch_size * config.training.context_parallel_degree // num_devices // smallest
+        multiples = (multiple for multiple in range(share, 0, -1) if share % multiple == 0)
+        return next((multiple * smallest for multiple in multiples if fits(multiple)), 0)
     if not fits(1):
         return 0
     low = 1
@@ -200,7 +208,7 @@ def with_options(
     mode: str | None = None,
     option: str | None = None,
 ) -> Config:
-    """A copy with other settings. A batch size given here is used without gradient accumulation."""
+    """A copy with other settings."""
     values = {
         "training.batch_size": batch_size,
         "training.data_parallel_replicate_degree": replicate,
@@ -208,10 +216,7 @@ def with_options(
         "activation_checkpoint.mode": mode,
         "activation_checkpoint.selective_ac_option": option,
     }
-    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    if batch_size is not None:
-        given["training.global_batch_size"] = None
-    return config.replace(given)
+    return config.replace({name: value for name, value in values.items() if value is not None})
 
 
 def _known(device: str | None) -> Device | None:

@@ -175,6 +175,16 @@ def recommendation(largest: Sequence[Plan], *, resets_reshard: bool = False) -> 
     return f"recommended, the fastest that fits: {' '.join(flags)}"
 
 
+def other_global_batch(other: Plan, best: Plan) -> str:
+    """One line with the speed of `other`, the fastest plan if the job could have any global batch size."""
+    settings = f"{other.mode} {other.replicate},{other.shard}, checkpointing {other.checkpointing}"
+    instead = f" instead of {number(best.images_per_second, 1)}" if best.fits else ""
+    return (
+        f"another global batch, {other.global_batch_size} with --training.batch_size {other.batch_size} ({settings}), "
+        f"would give {number(other.images_per_second, 1)} images/s{instead}"
+    )
+
+
 def cost(plan: Plan) -> float:
     """Device-hours per million images."""
     assert plan.images_per_second is not None

@@ -138,4 +138,4 @@ def _final_loss(runs: pd.DataFrame) -> str:
     if len(seeds) == 1:
         return f"{seeds[0]:.4g}"
     mean, _, half = spread_of(seeds)
-    return f"{rounded(mean, half)} ± {rounded(half, half)} ({len(seeds)} seeds)"
+    return f"{rounded(mean, half)} ± {rounded(half, half)} (95%, {len(seeds)} seeds)"

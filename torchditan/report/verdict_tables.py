@@ -180,10 +180,10 @@ def _seeds(verdict: Verdict) -> str:
 
 
 def _time(cost: Cost) -> str:
-    """`1.05 (0.98 to 1.12)`: the ratio with its interval, because other work on the machine changes it."""
+    """`1.05 (95%: 0.98 to 1.12)`: the ratio with its interval, because other work on the machine changes it."""
     if cost.time is None:
         return ""
-    interval = "" if cost.time_interval is None else " ({:.2f} to {:.2f})".format(*cost.time_interval)
+    interval = "" if cost.time_interval is None else " (95%: {:.2f} to {:.2f})".format(*cost.time_interval)
     return f"{cost.time:.2f}{interval}"
 
 

@@ -167,8 +167,10 @@ def judge_ranks(
     if out_of_memory:
         return Verdict("oom", 3, _said(out_of_memory[0]))
     own = [rank for rank in failed if not is_peer_failure(str(rank["reason"]))]
+    if own and own[0].get("exit_code") == 2:  # a mistake of the user, not of one rank
+        return Verdict("error", 2, str(own[0]["reason"]))
     if own:
-        return Verdict("error", 2 if own[0].get("exit_code") == 2 else 1, _said(own[0]))
+        return Verdict("error", 1, _said(own[0]))
     states = [rank["state"] for rank in ranks]
     if states.count("completed") == num_ranks:
         return Verdict("completed", 0, f"{num_ranks} rank(s)")
@@ -201,7 +203,8 @@ def main() -> int:
     given = parser.parse_args()
     ranks = read_rank_statuses(given.folder)
     verdict = judge_ranks(ranks, num_ranks=given.num_ranks, was_signalled=given.signalled)
-    print(f"{verdict.status}: {verdict.reason} (exit code {verdict.exit_code})", file=sys.stderr)
+    code = "" if verdict.exit_code == 2 else f" (exit code {verdict.exit_code})"  # a mistake is the rank's own line
+    print(f"{verdict.status}: {verdict.reason}{code}", file=sys.stderr)
     return verdict.exit_code
 
 
