@@ -200,6 +200,7 @@ class Trainer:
             self.checkpoints.save()  # a rollback needs it
         if config.metrics.enable_sampling and config.sampling.at_start and self.progress.step == 0:
             tasks.sample()
+        tasks.repeat_evaluation()
         if config.training.compile and self.progress.step < config.training.steps:
             self.logger.message("compiling in the first step, about a minute")
         with profiling(

@@ -300,6 +300,13 @@ def test_metrics_that_a_full_disk_does_not_take_are_written_later(
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         if step == 50:
             assert (tmp_path / "run" / "metrics.jsonl").stat().st_size == 500
+    for size, figures in ((500, {"FD": 1.0}), (limits[0], {"KID": 2.0})):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        directory.extend_last_metrics(figures)
     directory.close()
-    assert [record["step"] for record in read_metrics(tmp_path / "run")] == list(range(1, 101))
-    assert capsys.readouterr().err.count("metrics.jsonl cannot be written (File too large); its lines are kept") == 1
+    records = read_metrics(tmp_path / "run")
+    assert [record["step"] for record in records] == list(range(1, 101))
+    assert records[-1] == {"step": 100, "loss": 1.0, "KID": 2.0}
+    errors = capsys.readouterr().err
+    assert errors.count("metrics.jsonl cannot be written (File too large); its lines are kept") == 1
+    assert errors.count("metrics.jsonl cannot be written (File too large); its last line lacks {'FD': 1.0}") == 1

@@ -215,6 +215,19 @@ class RunDirectory:
         self._unwritten += to_json(record) + b"\n"
         self._write_metrics()
 
+    def extend_last_metrics(self, numbers: dict[str, Any]) -> None:
+        """Add numbers to the last line of metrics.jsonl. On a full disk the line stays, and a warning has them."""
+        if not self.is_writer:
+            return
+        self._close_metrics()
+        try:
+            content = self.metrics_path.read_bytes() + self._unwritten
+            write_file(self.metrics_path, content.removesuffix(b"}\n") + b", " + to_json(numbers)[1:] + b"\n")
+            self._unwritten = b""
+        except OSError as error:
+            text = f"{self.metrics_path} cannot be written ({error.strerror}); its last line lacks {numbers}"
+            print(f"warning: {text}", file=sys.stderr)
+
     def _write_metrics(self, *, sync: bool = False) -> None:
         try:
             if self._metrics is None:
