@@ -198,8 +198,13 @@ class RunDirectory:
         self._write_status({"state": state, "reason": reason, "step": step, "time": _now(), "rank": rank})
 
     def _write_status(self, status: dict[str, Any]) -> None:
+        data = to_json(status, indent=2)
         try:
-            write_file(self.status_path, to_json(status, indent=2))
+            try:
+                write_file(self.status_path, data)
+            except OSError:  # a full disk takes no new file, but the old one has its block
+                with open(self.status_path, "r+b", buffering=0) as file:
+                    file.write(data.ljust(self.status_path.stat().st_size))
         except OSError as error:  # a full disk must not end a run, nor hide why one ended
             text = f"{self.status_path} cannot be written ({error.strerror}): {status['state']}"
             print(f"warning: {text}{', ' + status['reason'] if status['reason'] else ''}", file=sys.stderr)
