@@ -137,8 +137,8 @@ class CheckpointManager:
     def save(self) -> None:
         """Write the checkpoint of this step, or start writing it. After publishing, a thread deletes the oldest ones.
 
-        If the disk is full or fails, the write is reported and leaves no files. After the last step, what fits is
-        written instead, and nothing runs in a thread.
+        If the disk is full or fails, the write is reported and leaves no files. At the last step, what fits is written
+        instead.
         """
         self.wait()
         snapshot = self.state.snapshot()
@@ -146,8 +146,9 @@ class CheckpointManager:
             self._write(snapshot)
         else:
             staged = snapshot._replace(tensors=self.stager.stage(snapshot.tensors))
-            options: dict[str, Any] = {"name": "checkpoint", "daemon": True}
-            self._writing = threading.Thread(target=self._write_in_thread, args=(staged,), **options)
+            self._writing = threading.Thread(
+                target=self._write_in_thread, args=(staged,), name="checkpoint", daemon=True
+            )
             self._writing.start()
         if snapshot.step == self.num_steps and OPTIMIZER in snapshot.tensors:
             self.wait()
