@@ -25,6 +25,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import to_dict
 from torchditan.config.trajectory import trajectory
 from torchditan.data_stream.datasets import Batch
+from torchditan.data_stream.workers import awaited_worker
 from torchditan.diffusion.objectives import build_objective, loss_with_teacher
 from torchditan.distributed.process_group import raise_on_all_ranks
 from torchditan.job import announcements
@@ -63,6 +64,7 @@ def run(job: Job) -> None:
     # they write down the reason.
     with StopRequest() as stop_request:
         supervision = Supervision(job.rank, job.run_directory)
+        stop_request.record = supervision.record_stop
         trainer: Trainer | None = None
         try:
             job.run_directory.write_status("running", step=0)
@@ -105,6 +107,7 @@ class Trainer:
         self.plan = job.plan
         self.space = job.space
         self.supervision = supervision
+        self.stop_request = stop_request
         self.progress = supervision.progress
         open_process_group(job, supervision)
 
@@ -266,7 +269,7 @@ class Trainer:
     def next_batch(self, batches: Iterator[tuple[Batch, Randomness]], step: int) -> tuple[Batch, Randomness]:
         """This rank's next micro-batch on the device, as model inputs, with its noise and timesteps."""
         self.supervision.note(step, "data loading")
-        with self.logger.timer.data_loading():
+        with self.logger.timer.data_loading(), self.stop_request.waiting_for_data(self.describe_data):
             batch, randomness = next(batches)
         self.supervision.note(step, "forward and backward")
         self.tasks.num_skipped += int(batch.pop("skipped").sum())
@@ -274,6 +277,10 @@ class Trainer:
         randomness = randomness.to(self.device)
         with self.logger.timer.encoding() if self.space.is_encoding else nullcontext():
             return self.space.prepare(batch, randomness.posterior), randomness
+
+    def describe_data(self) -> str:
+        """Who waits for which data, for messages."""
+        return f"rank {self.rank.rank} waits for {awaited_worker()} on dataset {self.job.dataset.name}"
 
     def set_learning_rate(self, step: int) -> float:
         config = self.config
@@ -299,7 +306,8 @@ class Trainer:
         first: list[tuple[Batch, Randomness]] = []
         mistake: ConfigError | None = None
         try:
-            first.append(next(batches))
+            with self.stop_request.waiting_for_data(self.describe_data):
+                first.append(next(batches))
         except ConfigError as error:
             mistake = error
         raise_on_all_ranks(mistake)
