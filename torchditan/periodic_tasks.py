@@ -81,8 +81,8 @@ class PeriodicTasks:
         self.grids = Grids(job.config, job.dataset, job.validation_dataset, space=job.space)
         self.extra_metrics: dict[str, float] = {}
         """Written with the next log record."""
-        self.num_skipped = 0
-        """Images of this rank that could not be read."""
+        self.unreadable: set[int] = set()
+        """Numbers of the images that cannot be read: those that the check found, and those that this rank drew."""
         self.peak_memory_gib = 0.0
         self.last_grid: Path | None = None
         self.last_validation: dict[str, float] = {}
@@ -128,8 +128,8 @@ class PeriodicTasks:
     def log(self, result: StepResult) -> None:
         self.guard.wait()
         extra: dict[str, float] = dict(self.extra_metrics)
-        if self.num_skipped:
-            extra["corrupt_images_rank0"] = self.num_skipped
+        if self.unreadable:
+            extra["corrupt_images_rank0"] = len(self.unreadable)
         if self.scaler is not None:
             extra["loss_scale"], extra["overflows"] = self.scaler.scale.item(), self.scaler.num_skipped.item()
         if self.progress.rollbacks:

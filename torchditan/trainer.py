@@ -43,6 +43,7 @@ from torchditan.job.build import (
     initial_weights_loader,
     open_process_group,
 )
+from torchditan.job.check_files import check_files
 from torchditan.job.prepare import Job
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
 from torchditan.optim.optimizers import build_optimizer, clip_grad_norm, learning_rate
@@ -193,6 +194,8 @@ class Trainer:
         """
         config, tasks = self.config, self.tasks
         first_step = self.progress.step + 1
+        if self.progress.step < config.training.steps:
+            tasks.unreadable.update(check_files(self.job, self.supervision))
         batches = self.open_stream()
         self.supervision.start_step = self.progress.step
         write_rank_status("running", step=self.progress.step, first_step_at=time.time())
@@ -272,7 +275,7 @@ class Trainer:
         with self.logger.timer.data_loading(), self.stop_request.waiting_for_data(self.describe_data):
             batch, randomness = next(batches)
         self.supervision.note(step, "forward and backward")
-        self.tasks.num_skipped += int(batch.pop("skipped").sum())
+        self.tasks.unreadable.update(batch.pop("skipped").tolist())
         batch = {key: tensor.to(self.device, non_blocking=True) for key, tensor in batch.items()}
         randomness = randomness.to(self.device)
         with self.logger.timer.encoding() if self.space.is_encoding else nullcontext():

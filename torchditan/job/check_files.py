@@ -1,0 +1,69 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Checks the image files of a job before the first step, on rank 0, while the other ranks wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchditan.config.errors import ConfigError
+from torchditan.data_stream.datasets import FileDataset
+from torchditan.job.prepare import Job
+from torchditan.run.atomic_files import write_file
+from torchditan.run.progress import report_progress
+from torchditan.supervision.supervision import Supervision
+
+_MOST_NAMED = 10
+
+
+def check_files(job: Job, supervision: Supervision) -> set[int]:
+    """Check the training and held-out files, and say which cannot be read. All ranks call it.
+
+    Returns:
+        Indices of the unreadable training images.
+
+    Raises:
+        ConfigError: files cannot be read, and `dataset.corrupt_images` is "error". The message lists them.
+    """
+    config = job.config
+    cache_folder = Path(config.cache.folder or Path(config.job.dump_folder) / "cache").expanduser() / "files"
+    unreadable: list[set[int]] = []
+    texts: list[str] = []
+    for dataset in (job.dataset, job.validation_dataset):
+        unreadable.append(set())
+        if not isinstance(dataset, FileDataset):
+            continue
+        damages = _find_damages(dataset, cache_folder=cache_folder, supervision=supervision)
+        unreadable[-1].update(damages)
+        texts += [f"{dataset.path_of(index)} ({damage})" for index, damage in damages.items()]
+        if dataset is job.dataset and dataset.other_files:
+            kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(dataset.other_files.items()))
+            supervision.warn(f"files in {dataset.root} that are not read as images: {kinds}")
+    if texts:
+        files = "1 file cannot" if len(texts) == 1 else f"{len(texts):,} files cannot"
+        named = f"{files} be read: {', '.join(texts[:_MOST_NAMED])}"
+        if len(texts) > _MOST_NAMED:
+            listed = cache_folder / "unreadable.txt"
+            named += f" and {len(texts) - _MOST_NAMED:,} more, listed in {listed}"
+            if job.rank.rank == 0:
+                write_file(listed, "".join(f"{text}\n" for text in texts).encode(errors="surrogateescape"))
+        if config.dataset.corrupt_images == "error":
+            raise ConfigError(f"{named}; repair or remove them, or skip them with --dataset.corrupt_images skip")
+        supervision.warn(f"warning: {named}; the next images replace them")
+    return unreadable[0]
+
+
+def _find_damages(dataset: FileDataset, *, cache_folder: Path, supervision: Supervision) -> dict[int, str]:
+    """Index -> reason of each unreadable file. Rank 0 reports after every part, so that no other rank times out."""
+    parts = dataset.check_files(cache_folder) if supervision.rank.rank == 0 else None
+    total = len(dataset)  # type: ignore[arg-type]
+    box: list[Any] = [(0, {})]
+    with report_progress(f"checking files in {dataset.root}", total=total, unit="files") as advance:
+        while (done := box[0][0]) < total:
+            box = [None if parts is None else next(parts)]
+            dist.broadcast_object_list(box, src=0)
+            advance(box[0][0] - done)
+    damages: dict[int, str] = box[0][1]
+    return damages
