@@ -91,6 +91,9 @@ class ImageFolder(ImageDataset):
     def path_of(self, index: int) -> Path:
         return self.root / os.fsdecode(self.paths[index])
 
+    def file_sizes(self) -> dict[str, int]:
+        return {path: (self.root / path).stat().st_size for path in _list_images(self.root)[0]}
+
     def check_files(self, cache_folder: Path) -> Iterator[tuple[int, dict[int, str]]]:
         root = os.path.abspath(self.root)
         name = hashlib.sha256(f"{root} {self.fingerprint}".encode()).hexdigest()[:16]

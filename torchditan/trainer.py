@@ -43,7 +43,7 @@ from torchditan.job.build import (
     initial_weights_loader,
     open_process_group,
 )
-from torchditan.job.check_files import check_files
+from torchditan.job.check_files import check_files, compare_files, record_files
 from torchditan.job.prepare import Job
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
 from torchditan.optim.optimizers import build_optimizer, clip_grad_norm, learning_rate
@@ -58,6 +58,7 @@ from torchditan.supervision.supervision import Supervision
 
 def run(job: Job) -> None:
     """Lock the run directory, build the trainer and train. status.json always records how the run ended."""
+    compare_files(job)
     job.run_directory.open(
         to_dict(job.config), trajectory=trajectory(job.config), device=str(job.device), world_size=job.rank.world_size
     )
@@ -225,6 +226,7 @@ class Trainer:
                     with self.supervision.reporting(what) if is_first else nullcontext():
                         result = self.train_step(batches)
                     if is_first:
+                        record_files(self.job)
                         self.set_timeout(config.comm.train_timeout_seconds)
                     if self.post_hoc_ema is not None:
                         self.post_hoc_ema.add_step()

@@ -154,6 +154,10 @@ class FileDataset(Protocol):
 
     def path_of(self, index: int) -> Path: ...
 
+    def file_sizes(self) -> dict[str, int]:
+        """Path under `root` -> size in bytes of every file, held-out ones included."""
+        ...
+
     def check_files(self, cache_folder: Path) -> Iterator[tuple[int, dict[int, str]]]:
         """Yield the number of files checked so far and the unreadable ones: index -> reason. At least twice a minute,
         and at the end."""

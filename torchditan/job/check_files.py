@@ -1,8 +1,13 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Checks the image files of a job before the first step, on rank 0, while the other ranks wait."""
+"""Checks the image files of a job: which cannot be read, and whether they are those that its run started with."""
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import json
+import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +17,50 @@ from torchditan.config.errors import ConfigError
 from torchditan.data_stream.datasets import FileDataset
 from torchditan.job.prepare import Job
 from torchditan.run.atomic_files import write_file
+from torchditan.run.directory import DATASET_FILES
 from torchditan.run.progress import report_progress
+from torchditan.run.reading import read_config
 from torchditan.supervision.supervision import Supervision
 
 _MOST_NAMED = 10
+
+
+def compare_files(job: Job) -> None:
+    """Name the files that differ from those that the run was started with.
+
+    Raises:
+        ConfigError: the run cannot continue with them.
+    """
+    stored, dataset = job.run_directory.path / DATASET_FILES, job.dataset
+    if not (job.rank.rank == 0 and isinstance(dataset, FileDataset) and stored.exists()):
+        return
+    before: dict[str, int] = json.loads(gzip.decompress(stored.read_bytes()))
+    here = dataset.file_sizes()
+    kinds: dict[str, Collection[str]] = {
+        "added": here.keys() - before.keys(),
+        "removed": before.keys() - here.keys(),
+        "changed": [path for path in before.keys() & here.keys() if before[path] != here[path]],
+    }
+    differing = "; ".join(f"{kind}: {_name(sorted(paths))}" for kind, paths in kinds.items() if paths)
+    run = job.run_directory.path
+    if read_config(run)["config"]["dataset"]["fingerprint"] not in (None, job.config.dataset.fingerprint):
+        right = "to resume the run, restore them; otherwise name a new run with --metrics.experiment_name"
+        raise ConfigError(f"{run} holds a run with other files of {dataset.root} ({differing}); {right}")
+    if differing:
+        print(f"warning: files of {dataset.root} since {run} was started: {differing}", file=sys.stderr)
+
+
+def record_files(job: Job) -> None:
+    """Store the names and sizes of the files in the run directory, unless they are there."""
+    path = job.run_directory.path / DATASET_FILES
+    if job.rank.rank == 0 and isinstance(job.dataset, FileDataset) and not path.exists():
+        with contextlib.suppress(OSError):  # a full disk; the files are only named in messages
+            write_file(path, gzip.compress(json.dumps(job.dataset.file_sizes()).encode()))
+
+
+def _name(texts: Collection[str]) -> str:
+    more = f" and {len(texts) - _MOST_NAMED:,} more" if len(texts) > _MOST_NAMED else ""
+    return ", ".join([*texts][:_MOST_NAMED]) + more
 
 
 def check_files(job: Job, supervision: Supervision) -> set[int]:
@@ -43,10 +88,10 @@ def check_files(job: Job, supervision: Supervision) -> set[int]:
             supervision.warn(f"files in {dataset.root} that are not read as images: {kinds}")
     if texts:
         files = "1 file cannot" if len(texts) == 1 else f"{len(texts):,} files cannot"
-        named = f"{files} be read: {', '.join(texts[:_MOST_NAMED])}"
+        named = f"{files} be read: {_name(texts)}"
         if len(texts) > _MOST_NAMED:
             listed = cache_folder / "unreadable.txt"
-            named += f" and {len(texts) - _MOST_NAMED:,} more, listed in {listed}"
+            named += f", listed in {listed}"
             if job.rank.rank == 0:
                 write_file(listed, "".join(f"{text}\n" for text in texts).encode(errors="surrogateescape"))
         if config.dataset.corrupt_images == "error":

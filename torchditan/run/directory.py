@@ -37,7 +37,18 @@ from torchditan.run.reading import read_config, read_metrics
 STATES = ("running", "completed", "interrupted", "oom", "error")
 
 
-_OWN_NAMES = ("config.json", "metrics.jsonl", "status.json", ".lock", "samples", "wandb", "flight_recorder")
+DATASET_FILES = "dataset_files.json.gz"
+"""Path -> size in bytes of the image files that a run was started with, for messages."""
+_OWN_NAMES = (
+    "config.json",
+    "metrics.jsonl",
+    "status.json",
+    ".lock",
+    "samples",
+    "wandb",
+    "flight_recorder",
+    DATASET_FILES,
+)
 
 
 _RECORDED = ("attention_backend",)  # entries of config.json that a resumed run keeps
