@@ -10,6 +10,7 @@ Notable:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
@@ -81,7 +82,8 @@ def check_files(paths: Sequence[str], *, cache: Path) -> Iterator[tuple[int, dic
             yield index + 1, damages
             reported = time.monotonic()
     if time.monotonic() - start > _CACHED_AFTER_S and not known.issuperset(whole):
-        write_file(cache, np.array(whole, dtype=np.int64).tobytes())
+        with contextlib.suppress(OSError):  # a full disk; the next start checks again
+            write_file(cache, np.array(whole, dtype=np.int64).tobytes())
     yield len(paths), damages
 
 

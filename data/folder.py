@@ -92,7 +92,8 @@ class ImageFolder(ImageDataset):
         return self.root / os.fsdecode(self.paths[index])
 
     def file_sizes(self) -> dict[str, int]:
-        return {path: (self.root / path).stat().st_size for path in _list_images(self.root)[0]}
+        files = {path: self.root / path for path in _list_images(self.root)[0]}
+        return {path: file.stat().st_size if file.exists() else 0 for path, file in files.items()}
 
     def check_files(self, cache_folder: Path) -> Iterator[tuple[int, dict[int, str]]]:
         root = os.path.abspath(self.root)

@@ -214,12 +214,11 @@ class CheckpointManager:
             if self.failure is not None:
                 with contextlib.suppress(OSError):  # it may not exist
                     discard(partial)
-                last = latest_checkpoint(self.folder)
-                kept = f"the last one is {last.name}" if last else f"no {self.what} exists yet"
                 if snapshot.step < self.num_steps:
-                    self.warn(
-                        f"warning: no {self.what} of step {snapshot.step}: {self.failure}; {kept}. The run continues"
-                    )
+                    last = latest_checkpoint(self.folder)
+                    kept = f"the last one is {last.name}" if last else f"no {self.what} exists yet"
+                    missing = f"no {self.what} of step {snapshot.step}: {self.failure}"
+                    self.warn(f"warning: {missing}; {kept}. The run continues")
             elif snapshot.tensors.keys() == self.state.tensors.keys():
                 self._published_step = snapshot.step
             self._start_cleaning()

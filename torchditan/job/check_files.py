@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import json
 import sys
+import zlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,10 @@ def compare_files(job: Job) -> None:
     stored, dataset = job.run_directory.path / DATASET_FILES, job.dataset
     if not (job.rank.rank == 0 and isinstance(dataset, FileDataset) and stored.exists()):
         return
-    before: dict[str, int] = json.loads(gzip.decompress(stored.read_bytes()))
+    try:
+        before: dict[str, int] = json.loads(gzip.decompress(stored.read_bytes()))
+    except (OSError, EOFError, ValueError, zlib.error):  # damaged: the run directory compares the fingerprints
+        return
     here = dataset.file_sizes()
     kinds: dict[str, Collection[str]] = {
         "added": here.keys() - before.keys(),
@@ -74,18 +78,18 @@ def check_files(job: Job, supervision: Supervision) -> set[int]:
     """
     config = job.config
     cache_folder = Path(config.cache.folder or Path(config.job.dump_folder) / "cache").expanduser() / "files"
-    unreadable: list[set[int]] = []
+    unreadable: set[int] = set()
     texts: list[str] = []
     for dataset in (job.dataset, job.validation_dataset):
-        unreadable.append(set())
         if not isinstance(dataset, FileDataset):
             continue
         damages = _find_damages(dataset, cache_folder=cache_folder, supervision=supervision)
-        unreadable[-1].update(damages)
         texts += [f"{dataset.path_of(index)} ({damage})" for index, damage in damages.items()]
-        if dataset is job.dataset and dataset.other_files:
-            kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(dataset.other_files.items()))
-            supervision.warn(f"files in {dataset.root} that are not read as images: {kinds}")
+        if dataset is job.dataset:
+            unreadable.update(damages)
+            if dataset.other_files:
+                kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(dataset.other_files.items()))
+                supervision.warn(f"files in {dataset.root} that are not read as images: {kinds}")
     if texts:
         files = "1 file cannot" if len(texts) == 1 else f"{len(texts):,} files cannot"
         named = f"{files} be read: {_name(texts)}"
@@ -97,7 +101,7 @@ def check_files(job: Job, supervision: Supervision) -> set[int]:
         if config.dataset.corrupt_images == "error":
             raise ConfigError(f"{named}; repair or remove them, or skip them with --dataset.corrupt_images skip")
         supervision.warn(f"warning: {named}; the next images replace them")
-    return unreadable[0]
+    return unreadable
 
 
 def _find_damages(dataset: FileDataset, *, cache_folder: Path, supervision: Supervision) -> dict[int, str]:
