@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import sys
 import zlib
 from collections.abc import Collection
 from pathlib import Path
@@ -27,31 +26,37 @@ _MOST_NAMED = 10
 
 
 def compare_files(job: Job) -> None:
-    """Name the files that differ from those that the run was started with.
+    """Name the files that differ from those that the run was started with, if it cannot continue with them.
 
     Raises:
-        ConfigError: the run cannot continue with them.
+        ConfigError: it cannot.
     """
-    stored, dataset = job.run_directory.path / DATASET_FILES, job.dataset
-    if not (job.rank.rank == 0 and isinstance(dataset, FileDataset) and stored.exists()):
+    run = job.run_directory.path
+    if job.rank.rank != 0 or not (run / DATASET_FILES).exists():
         return
+    if read_config(run)["config"]["dataset"]["fingerprint"] in (None, job.config.dataset.fingerprint):
+        return
+    if differing := _describe_differing(job, run):
+        right = "to resume the run, restore them; otherwise name a new run with --metrics.experiment_name"
+        raise ConfigError(f"{run} holds a run with other files of {job.config.dataset.root_dir} ({differing}); {right}")
+
+
+def _describe_differing(job: Job, run: Path) -> str:
+    """The files that were added, removed or changed since the run was started; "" if none, or if it is not known."""
+    stored = run / DATASET_FILES
+    if not isinstance(job.dataset, FileDataset) or not stored.exists():
+        return ""
     try:
         before: dict[str, int] = json.loads(gzip.decompress(stored.read_bytes()))
     except (OSError, EOFError, ValueError, zlib.error):  # damaged: the run directory compares the fingerprints
-        return
-    here = dataset.file_sizes()
+        return ""
+    here = job.dataset.file_sizes()
     kinds: dict[str, Collection[str]] = {
         "added": here.keys() - before.keys(),
         "removed": before.keys() - here.keys(),
         "changed": [path for path in before.keys() & here.keys() if before[path] != here[path]],
     }
-    differing = "; ".join(f"{kind}: {_name(sorted(paths))}" for kind, paths in kinds.items() if paths)
-    run = job.run_directory.path
-    if read_config(run)["config"]["dataset"]["fingerprint"] not in (None, job.config.dataset.fingerprint):
-        right = "to resume the run, restore them; otherwise name a new run with --metrics.experiment_name"
-        raise ConfigError(f"{run} holds a run with other files of {dataset.root} ({differing}); {right}")
-    if differing:
-        print(f"warning: files of {dataset.root} since {run} was started: {differing}", file=sys.stderr)
+    return "; ".join(f"{kind}: {_name(sorted(paths))}" for kind, paths in kinds.items() if paths)
 
 
 def record_files(job: Job) -> None:
@@ -101,6 +106,8 @@ def check_files(job: Job, supervision: Supervision) -> set[int]:
         if config.dataset.corrupt_images == "error":
             raise ConfigError(f"{named}; repair or remove them, or skip them with --dataset.corrupt_images skip")
         supervision.warn(f"warning: {named}; the next images replace them")
+    if job.rank.rank == 0 and (differing := _describe_differing(job, job.run_directory.path)):
+        supervision.warn(f"warning: files since this run was started: {differing}")
     return unreadable
 
 
