@@ -24,7 +24,8 @@ import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from data.buckets import Size, bucket_sizes, nearest_bucket
-from data.caption_sources import Entry, Frames, read_bytes, read_entries, read_hub, some
+from data.caption_sources import Entry, File, Frames, read_bytes, read_entries, read_hub, some
+from data.file_check import damage_of
 from data.folder import HELD_OUT_SHARE, Split, find_validation
 from data.images import _FORMATS, DECODE_ERRORS, Crop, Encoded, corrupt_image, fit, load_sample
 from data.options import existing_path, height_and_width, photo_channels, refuse
@@ -66,18 +67,20 @@ class CaptionedImages(ImageDataset):
 
     def _choose_buckets(self) -> list[int]:
         found: list[int | None] = []
+        errors: list[str] = []
         for entry in self.entries:
             try:
                 size = read_size(entry, is_video=self.config.num_frames is not None)
-            except CorruptImageError:
-                if self.config.corrupt_images == "error":
-                    raise
+            except CorruptImageError as error:
+                errors.append(str(error))
                 found.append(None)
                 continue
             number = nearest_bucket(size, self.buckets)
             if not self.config.upscale:
                 self._refuse_small(entry, size, self.buckets[number])
             found.append(number)
+        if errors and self.config.corrupt_images == "error":
+            raise CorruptImageError("; ".join(errors))
         counts = collections.Counter(number for number in found if number is not None)
         if not counts:
             raise option_error("dataset.dataset_name", self.name, "has no readable image")
@@ -176,8 +179,10 @@ def read_size(entry: Entry, *, is_video: bool) -> Size:
     """Height and width as displayed, from the header of an image or the first frame of a video.
 
     Raises:
-        CorruptImageError: it cannot be read.
+        CorruptImageError: it cannot be read, or the end of an image file is missing.
     """
+    if isinstance(entry.content, File) and not is_video and (damage := damage_of(str(entry.content.path))) is not None:
+        raise corrupt_image(entry.name, damage, can_skip=False)
     if is_video and not isinstance(entry.content, Frames):
         for frame in open_video(entry.content, where=entry.name):
             return frame.height, frame.width

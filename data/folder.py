@@ -12,12 +12,15 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from data.file_check import check_files
 from data.images import IMAGE_SUFFIXES, Crop, load_sample
 from data.options import existing_path, height_and_width, photo_channels, refuse
 from torchditan.config import options
@@ -48,7 +51,7 @@ class ImageFolder(ImageDataset):
         self.crop = crop
         self.root = validation_root if split == "validation" and validation_root else train_root
         self.class_names = _class_names(train_root)
-        paths = _list_images(self.root)
+        paths, self.other_files = _list_images(self.root)
         self.class_labels = self._read_labels(paths) if self.class_names else None
         if self.class_names and self.root == train_root:
             self._refuse_empty_classes()
@@ -85,8 +88,20 @@ class ImageFolder(ImageDataset):
     def __len__(self) -> int:
         return len(self.paths)
 
+    def path_of(self, index: int) -> Path:
+        return self.root / os.fsdecode(self.paths[index])
+
+    def file_sizes(self) -> dict[str, int]:
+        files = {path: self.root / path for path in _list_images(self.root)[0]}
+        return {path: file.stat().st_size if file.exists() else 0 for path, file in files.items()}
+
+    def check_files(self, cache_folder: Path) -> Iterator[tuple[int, dict[int, str]]]:
+        root = os.path.abspath(self.root)
+        name = hashlib.sha256(f"{root} {self.fingerprint}".encode()).hexdigest()[:16]
+        return check_files([os.path.join(root, os.fsdecode(path)) for path in self.paths], cache=cache_folder / name)
+
     def __getitem__(self, index: int) -> dict[str, Any]:
-        path = self.root / os.fsdecode(self.paths[index])
+        path = self.path_of(index)
         sample = load_sample(path, sample_shape=self.sample_shape, where=str(path), crop=self.crop, number=index)
         item: dict[str, Any] = {"sample": torch.from_numpy(sample)}
         if self.class_labels is not None:
@@ -113,16 +128,19 @@ def _class_names(root: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _list_images(root: Path) -> list[str]:
-    """Paths of all images in a folder, relative to it, sorted, without hidden files and folders."""
-    paths = []
+def _list_images(root: Path) -> tuple[list[str], Counter[str]]:
+    """Paths of all images in a folder, relative to it, sorted, and the number of other files by suffix. Hidden files
+    and folders do not count."""
+    paths: list[str] = []
+    others: Counter[str] = Counter()
     for folder, subfolders, names in os.walk(root, followlinks=True):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        images = (name for name in names if not name.startswith("."))
+        suffixes = {name: os.path.splitext(name)[1].lower() for name in names if not name.startswith(".")}
         relative = os.path.relpath(folder, root)
         prefix = "" if relative == "." else relative + os.sep
-        paths += [prefix + name for name in images if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES]
-    return sorted(paths)
+        paths += [prefix + name for name, suffix in suffixes.items() if suffix in IMAGE_SUFFIXES]
+        others.update(suffix or "no suffix" for suffix in suffixes.values() if suffix not in IMAGE_SUFFIXES)
+    return sorted(paths), others
 
 
 def _held_out(paths: np.ndarray) -> np.ndarray:

@@ -100,7 +100,7 @@ class StreamingImages(HubRows, SequentialDataset):
 class StreamShard(torch.utils.data.IterableDataset):
     """Items of one rank, restarting at the end. Several loader workers divide its files.
 
-    An item has `sample`, `class_label` if there are labels, and `skipped`, the number of unreadable images skipped
+    An item has `sample`, `class_label` if there are labels, and `skipped`, the numbers of the unreadable rows
     before it. Errors that stop the run (an unreadable image, a label out of range) are yielded, not raised, because a
     worker would add a traceback to the message.
     """
@@ -108,33 +108,37 @@ class StreamShard(torch.utils.data.IterableDataset):
     def __init__(self, images: StreamingImages, rows: Any) -> None:
         self.images = images
         self.rows = rows
-        self.skipped = 0
+        self.row = 0
+        self.skipped: list[int] = []
 
     def __iter__(self) -> Iterator[dict[str, Any] | ConfigError]:
-        images = self.images
+        images, worker = self.images, torch.utils.data.get_worker_info()
+        first = 0 if worker is None else worker.id << 40  # rows of other workers have other numbers
         while True:
             num_yielded = 0
             for row in self.rows:
+                self.row += 1
                 try:
                     item = images.read(row)
                 except ConfigError as error:
                     while images.corrupt_images == "error" or not isinstance(error, CorruptImageError):
                         yield error  # until the batch is full: an incomplete one would be dropped with the error
-                    self.skipped += 1
+                    self.skipped.append(first + self.row)
                     continue
-                item["skipped"], self.skipped = self.skipped, 0
+                item["skipped"], self.skipped = self.skipped, []
                 num_yielded += 1
                 yield item
             self.rows.load_state_dict({})  # the next pass starts at the first row
+            self.row = 0
             if num_yielded == 0:
                 return  # more workers than files: this one has no files
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.rows.state_dict(), "skipped": self.skipped}
+        return {"rows": self.rows.state_dict(), "row": self.row, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows.load_state_dict(state["rows"])
-        self.skipped = state["skipped"]
+        self.row, self.skipped = state["row"], state["skipped"]
 
 
 def require(module: str, *, package: str, extra: str) -> Any:

@@ -205,7 +205,7 @@ def train(
     # With a beta2 of .99, the loss diverges in the first hundred steps at this learning rate.
     optimizer = build_optimizer(network, Optimizer(lr=args.lr, beta2=0.95))
     schedule = LRScheduler(schedule="cosine", warmup_steps=min(200, args.steps // 10))
-    num_skipped = 0
+    skipped: set[int] = set()
     progress.timer.restart()
     for step, (batch, randomness) in enumerate(itertools.islice(stream, args.steps), start=1):
         lr = learning_rate(step, steps=args.steps, peak=args.lr, config=schedule)
@@ -221,10 +221,10 @@ def train(
         loss.backward()
         clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
-        num_skipped += int(batch["skipped"].sum())
+        skipped.update(batch["skipped"].tolist())
         progress.count(step, loss=loss, lr=lr, network=network)
     progress.console.close()
-    return num_skipped
+    return len(skipped)
 
 
 def measure_normalization(autoencoder: PatchAutoencoder, dataset: ImageDataset, config: Config) -> None:

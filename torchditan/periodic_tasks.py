@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Tasks between steps: collect garbage, validate, sample, evaluate, log, save. All ranks run them together.
+"""Tasks between steps: collect garbage, validate, sample, log, save, evaluate. All ranks run them together.
 
 The throughput excludes the time of validating, sampling, evaluating and saving (`timer.excluded`).
 """
@@ -81,8 +81,8 @@ class PeriodicTasks:
         self.grids = Grids(job.config, job.dataset, job.validation_dataset, space=job.space)
         self.extra_metrics: dict[str, float] = {}
         """Written with the next log record."""
-        self.num_skipped = 0
-        """Images of this rank that could not be read."""
+        self.unreadable: set[int] = set()
+        """Numbers of the images that cannot be read: those that the check found, and those that this rank drew."""
         self.peak_memory_gib = 0.0
         self.last_grid: Path | None = None
         self.last_validation: dict[str, float] = {}
@@ -96,20 +96,28 @@ class PeriodicTasks:
             self.validate()
         if config.metrics.enable_sampling and self.is_due(config.metrics.sample_freq):
             self.sample()
-        is_evaluated = config.evaluation.freq > 0 and self.is_due(config.evaluation.freq)
-        if is_evaluated:
-            if self.is_save_due():  # an evaluation that fails, or takes too long, must not cost the step
-                self.checkpoints.save()
-            self.evaluate()
-        if is_first or self.extra_metrics or self.is_due(config.metrics.log_freq):
+        if is_first or self.extra_metrics or self.is_due(config.metrics.log_freq) or self.is_evaluation_due():
             self.log(result)
-        if self.is_save_due() and not is_evaluated:
+        if self.is_save_due():
             self.checkpoints.save()
+        if self.is_evaluation_due():  # last: an evaluation that fails, or takes too long, must not cost the step
+            self.evaluate()
+
+    def repeat_evaluation(self) -> None:
+        """Evaluate the step that the run continues from, if its evaluation was due and did not finish."""
+        is_missing = [self.is_evaluation_due() and self.logger.lacks_evaluation(self.progress.step)]
+        dist.broadcast_object_list(is_missing, src=0)  # only rank 0 reads the records
+        if is_missing[0]:
+            self.logger.message(f"repeating the evaluation of step {self.progress.step}, which did not finish")
+            self.evaluate()
 
     def is_due(self, freq: int) -> bool:
         """Every `freq` steps and at the last step; with a frequency of 0 only at the last step."""
         step = self.progress.step
         return step == self.config.training.steps or (freq > 0 and step % freq == 0)
+
+    def is_evaluation_due(self) -> bool:
+        return self.config.evaluation.freq > 0 and self.is_due(self.config.evaluation.freq)
 
     def is_save_due(self) -> bool:
         checkpoint = self.config.checkpoint
@@ -120,8 +128,8 @@ class PeriodicTasks:
     def log(self, result: StepResult) -> None:
         self.guard.wait()
         extra: dict[str, float] = dict(self.extra_metrics)
-        if self.num_skipped:
-            extra["corrupt_images_rank0"] = self.num_skipped
+        if self.unreadable:
+            extra["corrupt_images_rank0"] = len(self.unreadable)
         if self.scaler is not None:
             extra["loss_scale"], extra["overflows"] = self.scaler.scale.item(), self.scaler.num_skipped.item()
         if self.progress.rollbacks:
@@ -182,11 +190,11 @@ class PeriodicTasks:
         self.supervision.set_timeout(previous, but=group)
 
     def evaluate(self) -> None:
-        """Measure samples of the model with `evaluation.metrics`."""
+        """Measure samples of the model with `evaluation.metrics`, and add the figures to the record of this step."""
         assert self.job.evaluation is not None
         with self._sampling_model("evaluation", timeout_seconds=_EVALUATION_TIMEOUT_S):
             found = self.job.evaluation(self.model, objective=self.objective, say=self.logger.message)
-        self.extra_metrics.update(found)
+        self.logger.add_evaluation(self.progress.step, found)
 
     def sample(self) -> None:
         """Draw the grid of generated and real images of this step."""

@@ -25,6 +25,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import to_dict
 from torchditan.config.trajectory import trajectory
 from torchditan.data_stream.datasets import Batch
+from torchditan.data_stream.workers import awaited_worker
 from torchditan.diffusion.objectives import build_objective, loss_with_teacher
 from torchditan.distributed.process_group import raise_on_all_ranks
 from torchditan.job import announcements
@@ -42,6 +43,7 @@ from torchditan.job.build import (
     initial_weights_loader,
     open_process_group,
 )
+from torchditan.job.check_files import check_files, compare_files, record_files
 from torchditan.job.prepare import Job
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
 from torchditan.optim.optimizers import build_optimizer, clip_grad_norm, learning_rate
@@ -56,6 +58,7 @@ from torchditan.supervision.supervision import Supervision
 
 def run(job: Job) -> None:
     """Lock the run directory, build the trainer and train. status.json always records how the run ended."""
+    compare_files(job)
     job.run_directory.open(
         to_dict(job.config),
         trajectory=trajectory(job.config),
@@ -67,6 +70,7 @@ def run(job: Job) -> None:
     # they write down the reason.
     with StopRequest() as stop_request:
         supervision = Supervision(job.rank, job.run_directory)
+        stop_request.record = supervision.record_stop
         trainer: Trainer | None = None
         try:
             job.run_directory.write_status("running", step=0)
@@ -109,6 +113,7 @@ class Trainer:
         self.plan = job.plan
         self.space = job.space
         self.supervision = supervision
+        self.stop_request = stop_request
         self.progress = supervision.progress
         open_process_group(job, supervision)
 
@@ -194,6 +199,8 @@ class Trainer:
         """
         config, tasks = self.config, self.tasks
         first_step = self.progress.step + 1
+        if self.progress.step < config.training.steps:
+            tasks.unreadable.update(check_files(self.job, self.supervision))
         batches = self.open_stream()
         self.supervision.start_step = self.progress.step
         write_rank_status("running", step=self.progress.step, first_step_at=time.time())
@@ -204,6 +211,7 @@ class Trainer:
             self.checkpoints.save()  # a rollback needs it
         if config.metrics.enable_sampling and config.sampling.at_start and self.progress.step == 0:
             tasks.sample()
+        tasks.repeat_evaluation()
         if config.training.compile and self.progress.step < config.training.steps:
             self.logger.message("compiling in the first step, about a minute")
         with profiling(
@@ -222,6 +230,7 @@ class Trainer:
                     with self.supervision.reporting(what) if is_first else nullcontext():
                         result = self.train_step(batches)
                     if is_first:
+                        record_files(self.job)
                         self.set_timeout(config.comm.train_timeout_seconds)
                     if self.post_hoc_ema is not None:
                         self.post_hoc_ema.add_step()
@@ -269,14 +278,18 @@ class Trainer:
     def next_batch(self, batches: Iterator[tuple[Batch, Randomness]], step: int) -> tuple[Batch, Randomness]:
         """This rank's next micro-batch on the device, as model inputs, with its noise and timesteps."""
         self.supervision.note(step, "data loading")
-        with self.logger.timer.data_loading():
+        with self.logger.timer.data_loading(), self.stop_request.waiting_for_data(self.describe_data):
             batch, randomness = next(batches)
         self.supervision.note(step, "forward and backward")
-        self.tasks.num_skipped += int(batch.pop("skipped").sum())
+        self.tasks.unreadable.update(batch.pop("skipped").tolist())
         batch = {key: tensor.to(self.device, non_blocking=True) for key, tensor in batch.items()}
         randomness = randomness.to(self.device)
         with self.logger.timer.encoding() if self.space.is_encoding else nullcontext():
             return self.space.prepare(batch, randomness.posterior), randomness
+
+    def describe_data(self) -> str:
+        """Who waits for which data, for messages."""
+        return f"rank {self.rank.rank} waits for {awaited_worker()} on dataset {self.job.dataset.name}"
 
     def set_learning_rate(self, step: int) -> float:
         config = self.config
@@ -302,7 +315,8 @@ class Trainer:
         first: list[tuple[Batch, Randomness]] = []
         mistake: ConfigError | None = None
         try:
-            first.append(next(batches))
+            with self.stop_request.waiting_for_data(self.describe_data):
+                first.append(next(batches))
         except ConfigError as error:
             mistake = error
         raise_on_all_ranks(mistake)

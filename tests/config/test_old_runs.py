@@ -18,6 +18,7 @@ from PIL import Image
 from torchditan.config.loader import from_dict, load_config, to_dict
 from torchditan.config.options import Config, flatten
 from torchditan.config.trajectory import TRAJECTORY_KEYS, VALUES_BEFORE, differences, trajectory
+from torchditan.run.directory import DATASET_FILES
 from torchditan.run.reading import read_config, read_metrics
 
 if TYPE_CHECKING:
@@ -94,16 +95,23 @@ def test_a_key_that_an_old_run_lacks_means_the_value_before_it_existed(monkeypat
 
 
 def test_a_run_on_a_folder_of_images_refuses_other_images(run_script: RunScript, tmp_path: Path) -> None:
-    for folder, name in (("cats", "a"), ("moved_cats", "a"), ("dogs", "b")):
-        for number in range(4):
-            (tmp_path / folder).mkdir(exist_ok=True)
-            Image.new("RGB", (8, 8), (60 * number, 0, 0)).save(tmp_path / folder / f"{name}{number}.png")
+    for folder, names in (("cats", "abcd"), ("moved_cats", "abcd"), ("dogs", "abce")):
+        (tmp_path / folder).mkdir()
+        for red, name in enumerate(names):
+            Image.new("RGB", (8, 8), (60 * red, 0, 0)).save(tmp_path / folder / f"{name}.png")
+    for folder in ("moved_cats", "dogs"):
+        Image.new("RGB", (90, 90)).save(tmp_path / folder / "b.png")
     flags = ["--dataset.dataset_name=folder", "--dataset.image_size=8", "--training.steps"]
     assert resume(run_script, "pets", *flags, "2", "--dataset.root_dir=cats")[0] == 0
     code, _, err = resume(run_script, "pets", *flags, "4", "--dataset.root_dir=dogs")
     assert code == 2
-    assert "dataset.fingerprint is paths-" in err and "--metrics.experiment_name" in err
-    assert resume(run_script, "pets", *flags, "4", "--dataset.root_dir=moved_cats")[0] == 0
+    assert "other files of dogs (added: e.png; removed: d.png; changed: b.png)" in err and "paths-" not in err
+    assert "--metrics.experiment_name" in err and err.count("\n") == 1
+    code, out, _ = resume(run_script, "pets", *flags, "4", "--dataset.root_dir=moved_cats")
+    assert code == 0 and "warning: files since this run was started: changed: b.png\n" in out
+    (tmp_path / "outputs" / "pets" / DATASET_FILES).write_bytes(b"damaged")
+    code, _, err = resume(run_script, "pets", *flags, "4", "--dataset.root_dir=dogs")
+    assert code == 2 and "dataset.fingerprint is paths-" in err and "--metrics.experiment_name" in err
     # Earlier versions recorded no fingerprint of a folder.
     assert differences({"dataset.fingerprint": None}, {"dataset.fingerprint": "paths-0"}) == []
 

@@ -475,6 +475,13 @@ def test_an_image_that_breaks_after_opening_is_named_and_can_be_skipped(tmp_path
     told = r"a.png: not a readable image \(.*\); repair or remove it$"  # captions refuse dataset.corrupt_images
     with pytest.raises(CorruptImageError, match=told):
         dataset[0]
+    with pytest.raises(CorruptImageError, match=told):  # its end is missing
+        open_captions(tmp_path)
+    write(tmp_path, {"b.png": b"no", "b.txt": "b"})
+    with pytest.raises(CorruptImageError, match=r"a.png: .*remove it; b.png: .*remove it$"):
+        open_captions(tmp_path)
+    (tmp_path / "b.png").unlink()
+    (tmp_path / "b.txt").unlink()
     (tmp_path / "a.png").write_bytes(b"no")
     with pytest.raises(CorruptImageError, match=told):
         open_captions(tmp_path)

@@ -24,7 +24,7 @@ from torchditan.supervision import exit_status as verdict
 from torchditan.supervision.exit_status import Interrupted, run_job
 
 if TYPE_CHECKING:
-    from tests.conftest import RunScript
+    from tests.conftest import RunDistributed, RunScript
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -179,4 +179,73 @@ def test_a_second_signal_ends_a_rank_at_once_whatever_it_is_in(hang: str, tmp_pa
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert time.monotonic() - start < 5
-    assert (process.returncode, errors) == (-signal.SIGKILL, "SIGINT again: exiting immediately\n")
+    assert (process.returncode, errors) == (75, "SIGINT again: exiting immediately\n")
+
+
+WITHOUT_DATA = """
+import multiprocessing, os, signal, sys, threading, time
+import torch
+import data, train
+from torchditan.data_stream.datasets import SequentialDataset
+from torchditan.supervision import preemption
+from torchditan.supervision.exit_status import run_job
+from torchditan.trainer import Trainer
+
+class Shard(torch.utils.data.IterableDataset):
+    def __init__(self, rank):
+        self.is_full = rank == 0
+
+    def __iter__(self):
+        while True:
+            if self.is_full or torch.utils.data.get_worker_info().id == 0:
+                yield {"sample": torch.zeros(1, 8, 8)}
+            else:
+                time.sleep(0.1)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+class Source(SequentialDataset):
+    name, sample_shape, class_names, horizontal_flip = "shards", (1, 8, 8), [], False
+
+    def iterate(self, *, rank, world_size):
+        return Shard(rank + 2 - world_size)
+
+def count_step(trainer):  # the loader has started
+    count(trainer)
+    preemption._LONG_WAIT_S, preemption._PATIENCE_S = 1.0, 2.0
+
+def describe(trainer):
+    threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    return describe_data(trainer)
+
+count, describe_data = Trainer.count_step, Trainer.describe_data
+Trainer.count_step, Trainer.describe_data = count_step, describe
+multiprocessing.set_start_method("fork", force=True)  # as without the tests' own processes
+data.build_dataset = lambda *args, **kwargs: Source()
+sys.exit(run_job(train.main))
+"""
+
+
+@pytest.mark.parametrize("world_size", [None, 2])
+def test_a_rank_without_data_says_so_and_ends_after_a_signal(
+    world_size: int | None, tmp_path: Path, run_distributed: RunDistributed
+) -> None:
+    pytest.importorskip("torchdata")
+    script = tmp_path / "without_data.py"
+    script.write_text(WITHOUT_DATA)
+    flags = ["--dataset.dataset_name=imagenet_hub", "--dataset.streaming", "--dataset.num_workers=2"]
+    flags += ["--checkpoint.interval=1", "--training.steps=9", "--dataset.num_classes=0"]
+    result = run_distributed([script, *SMALL[1:], *flags], world_size, cwd=tmp_path, timeout=120)
+    rank = 0 if world_size is None else 1
+    waits = f"rank {rank} waits for worker 1 of 2 (counted from 0) on dataset shards"
+    assert result.stderr.count("no data for ") == 1 and f" s: {waits}\n" in result.stderr, result.stderr
+    status = status_of(tmp_path)
+    assert "stopped by SIGTERM, without data for" in str(status["reason"]) and waits in str(status["reason"])
+    assert (status["state"], status["step"]) == ("interrupted" if world_size is None else "error", 1)
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "outputs" / "run" / "checkpoint")] == [1]
+    if world_size is None:
+        assert result.returncode == 75

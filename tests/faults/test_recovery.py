@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,8 @@ import torch
 from full_disk import limit_writes
 from refusals import assert_refused
 
-from torchditan.checkpoint.files import list_checkpoints, verify
+from torchditan import load
+from torchditan.checkpoint.files import list_checkpoints, step_of, verify
 from torchditan.checkpoint.loading import read_state
 from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.optim.ema import EMA
@@ -264,15 +267,57 @@ def test_a_last_checkpoint_that_cannot_be_written_is_no_success(
 ) -> None:
     full_disk.append(4)
     flags = ["--training.steps=4", "--training.batch_size=4", "--checkpoint.interval=2"]
-    code, _, _ = run_script("train.py", *ONE_RUN, *flags)
+    code, _, err = run_script("train.py", *ONE_RUN, *flags)
     assert code == 1
     status = read_status(tmp_path / "outputs" / "run")
-    assert status["state"] == "error"
-    assert "the last checkpoint could not be written: File too large; the same command" in status["reason"]
-    assert [path.name for path in list_checkpoints(tmp_path / "outputs" / "run" / "checkpoint")] == ["step-00000002"]
+    assert (status["state"], status["step"]) == ("error", 4)
+    assert status["reason"].startswith("the last checkpoint could not be written: File too large; the same command")
+    assert err == f"error: {status['reason']}\n"
+    assert [path.name for path in (tmp_path / "outputs" / "run" / "checkpoint").iterdir()] == ["step-00000002"]
     full_disk.clear()
     assert run_script("train.py", *ONE_RUN, *flags).code == 0
     assert [record["step"] for record in read_metrics(tmp_path / "outputs" / "run")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("size", "steps", "line"),
+    [
+        (lambda folder: 2_000_000, [2, 4, 6], "step 6 is saved without the optimizer"),
+        (
+            lambda folder: 1_000_000 if (folder / "step-00000002").exists() else 100_000_000,
+            [4, 6],
+            "step-00000002 deleted to make room for step 6",
+        ),
+    ],
+    ids=["weights fit", "a checkpoint fits without the oldest"],
+)
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_a_full_disk_at_the_end_keeps_the_last_weights_and_a_complete_checkpoint(
+    size: Callable[[Path], int],
+    steps: list[int],
+    line: str,
+    async_mode: str,
+    tmp_path: Path,
+    run_script: RunScript,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full_disk = limit_writes(CheckpointManager, monkeypatch, size=size)
+    full_disk.append(6)
+    flags = ["--training.steps=6", "--training.batch_size=4", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=1"]
+    keep = "--checkpoint.keep_latest_k=3"
+    code, out, err = run_script("train.py", *ONE_RUN, *flags, keep, f"--checkpoint.async_mode={async_mode}")
+    assert code == 0, err
+    assert [text for text in out.splitlines() if text.startswith("warning")] == [
+        text for text in out.splitlines() if f"File too large; {line}" in text
+    ]
+    run = tmp_path / "outputs" / "run"
+    assert [step_of(path) for path in list_checkpoints(run / "checkpoint")] == steps
+    averaged = load(run).model.state_dict()
+    full_disk.clear()
+    assert run_script("train.py", *ONE_RUN, *flags).code == 0
+    state = read_state(run / "checkpoint" / "step-00000006")
+    assert "optimizer" in {name.partition(".")[0] for name in state}
+    assert all(torch.equal(averaged[name], state[f"ema.{name}"]) for name in averaged)
 
 
 def test_final_weights_that_cannot_be_written_are_no_success(
@@ -284,6 +329,22 @@ def test_final_weights_that_cannot_be_written_are_no_success(
     status = read_status(tmp_path / "outputs" / "run")
     assert status["state"] == "error"
     assert "File too large; the same command starts again from the first step" in status["reason"]
+
+
+def test_a_disk_that_takes_no_new_file_gets_the_status_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    directory = RunDirectory(tmp_path / "run", is_writer=True)
+    directory.open({}, trajectory={})
+    directory.write_status("error", "a long reason of an earlier attempt", step=3)
+    monkeypatch.setattr("torchditan.run.directory.write_file", full)
+    directory.write_status("completed", step=4)
+    status = read_status(tmp_path / "run")
+    assert (status["state"], status["reason"], status["step"]) == ("completed", None, 4)
+    assert capsys.readouterr().err == ""
 
 
 def test_metrics_that_a_full_disk_does_not_take_are_written_later(
@@ -300,6 +361,13 @@ def test_metrics_that_a_full_disk_does_not_take_are_written_later(
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         if step == 50:
             assert (tmp_path / "run" / "metrics.jsonl").stat().st_size == 500
+    for size, figures in ((500, {"FD": 1.0}), (limits[0], {"KID": 2.0})):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        directory.extend_last_metrics(figures)
     directory.close()
-    assert [record["step"] for record in read_metrics(tmp_path / "run")] == list(range(1, 101))
-    assert capsys.readouterr().err.count("metrics.jsonl cannot be written (File too large); its lines are kept") == 1
+    records = read_metrics(tmp_path / "run")
+    assert [record["step"] for record in records] == list(range(1, 101))
+    assert records[-1] == {"step": 100, "loss": 1.0, "KID": 2.0}
+    errors = capsys.readouterr().err
+    assert errors.count("metrics.jsonl cannot be written (File too large); its lines are kept") == 1
+    assert errors.count("metrics.jsonl cannot be written (File too large); its last line lacks {'FD': 1.0}") == 1

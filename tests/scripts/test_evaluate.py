@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from pixel_quality import NUM_FEATURES, random_images
 from refusals import assert_refused
 
@@ -67,6 +68,8 @@ def train(folder: Path, *flags: str, code: int = 0) -> Path:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(SystemExit) as stop:
             runpy.run_path(str(REPOSITORY / "train.py"), run_name="__main__")
+    if dist.is_initialized():  # after an error
+        dist.destroy_process_group()
     assert stop.value.code == code
     return folder / "run"
 
@@ -390,6 +393,44 @@ def test_an_evaluation_that_fails_costs_no_checkpoint(tmp_path: Path, monkeypatc
     flags += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=1"]
     run = train(tmp_path, *flags, code=3)
     assert [path.name for path in (run / "checkpoint").iterdir()] == ["step-00000001"]
+
+
+FAILING_ONCE = """
+import os, pixel_quality
+def fail(self):
+    pixel_quality.PixelQuality.compute = compute
+    {failure}
+compute = pixel_quality.PixelQuality.compute
+pixel_quality.PixelQuality.compute = fail
+"""
+
+
+@pytest.mark.parametrize(
+    ("world_size", "failure"), [(None, "os.kill(os.getpid(), 9)"), (2, "raise OSError('the disk failed')")]
+)
+def test_an_evaluation_that_did_not_finish_is_repeated_by_the_same_command(
+    world_size: int | None, failure: str, run_distributed: RunDistributed, tmp_path: Path
+) -> None:
+    flags = ["--evaluation.freq=2", "--evaluation.num_samples=40", "--evaluation.metrics=pixels"]
+    flags += ["--training.mixed_precision_param=float32", "--validation.freq=2", "--metrics.enable_tensorboard"]
+    flags += ["--job.dump_folder=.", "--metrics.experiment_name=run"]
+    outcomes, records = [], []
+    for name, script in (("failing", FAILING_ONCE.format(failure=failure) + ON_RANKS), ("again", ON_RANKS)):
+        (tmp_path / name).write_text(script)
+        command = [tmp_path / name, REPOSITORY / "train.py", *TINY, *flags]
+        outcomes.append(run_distributed([*command], world_size, cwd=tmp_path))
+        records.append(read_metrics(tmp_path / "run"))
+    assert outcomes[0].returncode != 0 and outcomes[1].returncode == 0, outcomes[1].stderr
+    assert "repeating the evaluation of step 2" in outcomes[1].stdout
+    assert [record["step"] for record in records[0]] == [1, 2] and "FD-Pixels" not in records[0][-1]
+    last = records[1][-1]
+    assert records[1] == [records[0][0], {**last, **records[0][-1]}] and last["validation_loss"] > 0
+    uninterrupted = read_metrics(train(tmp_path / "uninterrupted", *flags[:-2]))[-1]
+    assert last.keys() == uninterrupted.keys()
+    for key in ("loss", "validation_loss", "FD-Pixels"):
+        assert last[key] == pytest.approx(uninterrupted[key], rel=1e-3), key
+    again = run_distributed([*command], world_size, cwd=tmp_path)
+    assert "evaluation" not in again.stdout and read_metrics(tmp_path / "run") == records[1]
 
 
 def test_unreadable_images_are_left_out_if_the_run_skips_them(

@@ -9,7 +9,8 @@ Notable:
 - a checkpoint is written to `step-00000100.partial`, read back, compared, and published by one rename;
 - a damaged checkpoint is reported, and the newest complete one is used. If every checkpoint is damaged, the run refuses
   to start;
-- a full disk costs a checkpoint, never the run: every rank continues, and the last complete checkpoint stays;
+- a full disk costs a checkpoint, never the run: every rank continues, and the last complete checkpoint stays. At the
+  last step, the weights alone are written instead, or older checkpoints are deleted to make room;
 - a thread of rank 0 deletes old checkpoints, so that no rank waits for slow storage;
 - in mode `async`, training waits only while the state is copied. A thread of each rank writes the copy and uses a
   separate process group. The memory of the copy is reused.
@@ -78,6 +79,11 @@ def check_async_mode(config: Config, *, device: torch.device) -> None:
         raise option_error("checkpoint.async_mode", config.checkpoint.async_mode, right)
 
 
+OPTIMIZER = "optimizer"
+"""Name of the optimizer's state in a checkpoint that a run can continue from."""
+_WEIGHTS_ALONE = "no run continues from it, but --checkpoint.initial_load_path starts one"
+
+
 class CheckpointManager:
     """Saves, prunes and loads the checkpoints of one run. All ranks call every method.
 
@@ -105,6 +111,7 @@ class CheckpointManager:
         self.keep_latest_k = config.checkpoint.keep_latest_k
         self.config = to_dict(config)
         self.trajectory = trajectory(config)
+        self.num_steps = config.training.steps
         self.warn = warn
         # Asynchronous writes run during training, so their collectives need a separate process group.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
@@ -130,16 +137,50 @@ class CheckpointManager:
     def save(self) -> None:
         """Write the checkpoint of this step, or start writing it. After publishing, a thread deletes the oldest ones.
 
-        If the disk is full or fails, the write is reported and leaves no files.
+        If the disk is full or fails, the write is reported and leaves no files. At the last step, what fits is written
+        instead.
         """
         self.wait()
         snapshot = self.state.snapshot()
         if self.stager is None:
             self._write(snapshot)
-            return
-        staged = snapshot._replace(tensors=self.stager.stage(snapshot.tensors))
-        self._writing = threading.Thread(target=self._write_in_thread, args=(staged,), name="checkpoint", daemon=True)
-        self._writing.start()
+        else:
+            staged = snapshot._replace(tensors=self.stager.stage(snapshot.tensors))
+            self._writing = threading.Thread(
+                target=self._write_in_thread, args=(staged,), name="checkpoint", daemon=True
+            )
+            self._writing.start()
+        if snapshot.step == self.num_steps and OPTIMIZER in snapshot.tensors:
+            self.wait()
+            if self.failure is not None:
+                self._save_what_fits(snapshot, self.failure)
+
+    def _save_what_fits(self, snapshot: Snapshot, refusal: str) -> None:
+        """After a failed write of the last step: write the weights alone. If that fails too, delete the checkpoints
+        before the newest complete one, and try both again."""
+        weights, is_writer = _weights_alone(snapshot), dist.get_rank() == 0
+        for contents in (weights, snapshot, weights):
+            if contents is snapshot:
+                deleted = self._any_of(self._delete_older() if is_writer else None)
+                if deleted is None:
+                    return
+                if is_writer:
+                    self.warn(f"warning: {refusal}; {deleted} deleted to make room for step {snapshot.step}")
+            self._write(contents)
+            if self.failure is None:
+                break
+        if self.failure is None and contents is weights and is_writer:
+            self.warn(f"warning: {refusal}; step {snapshot.step} is saved without the optimizer: {_WEIGHTS_ALONE}")
+
+    def _delete_older(self) -> str | None:
+        """Delete the checkpoints before the newest complete one. Returns their names."""
+        checkpoints = list_checkpoints(self.folder)
+        while checkpoints and not _is_complete(checkpoints.pop()):
+            pass
+        for path in checkpoints:
+            with contextlib.suppress(OSError):
+                remove(path)
+        return ", ".join(path.name for path in checkpoints) or None
 
     def wait(self) -> None:
         """Wait until an asynchronous write has finished."""
@@ -170,15 +211,19 @@ class CheckpointManager:
             checksums = {name: entry for of_rank in everyone for name, entry in of_rank.items()}
             self.failure = self._first_failure(lambda: self._publish(partial, target, snapshot, checksums))
         if dist.get_rank() == 0:
-            if self.failure is None:
-                self._published_step = snapshot.step
-            else:
+            if self.failure is not None:
                 with contextlib.suppress(OSError):  # it may not exist
                     discard(partial)
-                last = latest_checkpoint(self.folder)
-                kept = f"the last one is {last.name}" if last else f"no {self.what} exists yet"
-                self.warn(f"warning: no {self.what} of step {snapshot.step}: {self.failure}; {kept}. The run continues")
+                if snapshot.step < self.num_steps:
+                    last = latest_checkpoint(self.folder)
+                    kept = f"the last one is {last.name}" if last else f"no {self.what} exists yet"
+                    missing = f"no {self.what} of step {snapshot.step}: {self.failure}"
+                    self.warn(f"warning: {missing}; {kept}. The run continues")
+            elif snapshot.tensors.keys() == self.state.tensors.keys():
+                self._published_step = snapshot.step
             self._start_cleaning()
+            if self.failure is not None and snapshot.step == self.num_steps:  # the next attempt needs the space
+                self.close()
         self.write_s = time.monotonic() - start
 
     def _write_files(self, partial: Path, snapshot: Snapshot) -> dict[str, list[Any]]:
@@ -274,6 +319,8 @@ class CheckpointManager:
         reader = CheckpointReader(checkpoint)
         try:
             stored = reader.read_metadata().state_dict_metadata
+            if OPTIMIZER in tensors and not _has_optimizer(stored):
+                damage = f"it has the weights alone; {_WEIGHTS_ALONE}"
         except DamagedCheckpointError as error:
             damage = str(error)
         if (damage := self._any_of(damage)) is not None:  # ranks must agree before the collectives of a load
@@ -362,6 +409,26 @@ def _without_new_moments(state: dict[str, Any], stored: Iterable[str]) -> dict[s
         return state  # at least one moment must be loaded
     moments = {name: value for name, value in state["optimizer"]["state"].items() if name in have}
     return {**state, "optimizer": {**state["optimizer"], "state": moments}}
+
+
+def _weights_alone(snapshot: Snapshot) -> Snapshot:
+    """The average and the buffers that complete it, or the weights of a run without an average."""
+    average, weights = snapshot.tensors.get("ema", {}), snapshot.tensors["model"]
+    tensors = {"ema": average, "model": {name: tensor for name, tensor in weights.items() if name not in average}}
+    return Snapshot({name: state for name, state in tensors.items() if state}, snapshot.numbers, {})
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether a run can continue from a checkpoint: it is undamaged, and has more than the weights."""
+    try:
+        verify(checkpoint)
+        return _has_optimizer(CheckpointReader(checkpoint).read_metadata().state_dict_metadata)
+    except DamagedCheckpointError:
+        return False
+
+
+def _has_optimizer(stored: Iterable[str]) -> bool:
+    return any(key.startswith(f"{OPTIMIZER}.") for key in stored)
 
 
 def _file_of_rank(folder: Path, name: str) -> Path:

@@ -30,6 +30,7 @@ from torchditan.config.options import Config
 from torchditan.models.saved_weights import saved_parameters
 from torchditan.optim.divergence import DivergenceGuard
 from torchditan.optim.power_ema import PowerEMA, num_snapshots
+from torchditan.supervision.exit_status import NotSaved
 from torchditan.supervision.supervision import Supervision
 
 AVERAGES = "post_hoc_ema"
@@ -94,7 +95,7 @@ class PostHocEMA:
         """Store the snapshot of the last step, unless a resumed run finds it.
 
         Raises:
-            OSError: it cannot be written.
+            NotSaved: it cannot be written.
         """
         step = self.progress.step
         if self._updated_step is None:
@@ -104,7 +105,7 @@ class PostHocEMA:
         self._save()
         if self.manager.failure is not None:
             again = "the same command writes it, if the run kept its last checkpoint"
-            raise OSError(f"the last snapshot of the averages could not be written: {self.manager.failure}; {again}")
+            raise NotSaved(f"the last snapshot of the averages could not be written: {self.manager.failure}; {again}")
         run = shlex.quote(str(self.run_folder))
         self.supervision.warn(f"average of another width: python scripts/reconstruct_ema.py {run} --width 0.075")
 

@@ -17,7 +17,7 @@ from torchditan.config.options import Config
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
 from torchditan.optim.ema import EMA
 from torchditan.run.directory import RunDirectory
-from torchditan.supervision.exit_status import Interrupted
+from torchditan.supervision.exit_status import Interrupted, NotSaved
 from torchditan.supervision.preemption import StopAgreement
 from torchditan.supervision.supervision import Supervision
 
@@ -80,7 +80,7 @@ class RunCheckpoints:
         """Wait for an unfinished write.
 
         Raises:
-            OSError: it failed. Continuing would silently lose the progress since the previous checkpoint.
+            NotSaved: it failed. Continuing would silently lose the progress since the previous checkpoint.
         """
         with self.supervision.reporting("saving"):
             self.manager.wait()
@@ -88,7 +88,7 @@ class RunCheckpoints:
             reason = f"the last checkpoint could not be written: {self.manager.failure}"
             has_earlier = latest_checkpoint(self.manager.folder) is not None
             again = "continues from the one before" if has_earlier else "starts again from the first step"
-            raise OSError(f"{reason}; the same command {again}")
+            raise NotSaved(f"{reason}; the same command {again}")
 
 
 class StopPoint:

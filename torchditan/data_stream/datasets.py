@@ -3,12 +3,13 @@
 
 A dataset is a class that inherits from `ImageDataset` (docs/extending.md has an example). Optional attributes have a
 default there. Optional abilities are methods, each with a protocol here: `BatchedDataset`, `GroupedDataset`,
-`VariedDataset`, `StandInDataset`.
+`VariedDataset`, `FileDataset`, `StandInDataset`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -144,6 +145,26 @@ class VariedDataset(Protocol):
 
 
 @runtime_checkable
+class FileDataset(Protocol):
+    """An ImageDataset of files, which are checked before training."""
+
+    root: Path
+    other_files: Mapping[str, int]
+    """Number of files that are not part of the dataset, by suffix."""
+
+    def path_of(self, index: int) -> Path: ...
+
+    def file_sizes(self) -> dict[str, int]:
+        """Path under `root` -> size in bytes of every file, held-out ones included."""
+        ...
+
+    def check_files(self, cache_folder: Path) -> Iterator[tuple[int, dict[int, str]]]:
+        """Yield the number of files checked so far and the unreadable ones: index -> reason. At least twice a minute,
+        and at the end."""
+        ...
+
+
+@runtime_checkable
 class StandInDataset(Protocol):
     """An ImageDataset of random samples that replaces any other dataset in a benchmark."""
 
@@ -178,7 +199,8 @@ def read_image(
     corrupt_images: Literal["error", "skip"],
     group: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """The item at `index`, or with `skip` the next readable one. `place` is its index, `skipped` the number before it.
+    """The item at `index`, or with `skip` the next readable one. `place` is its index, `skipped` lists the indices
+    of the unreadable ones before it.
 
     Args:
         group: ascending indices, including `index`, that may replace it; None for all.
@@ -189,14 +211,16 @@ def read_image(
     """
     length = len(dataset) if group is None else len(group)
     first = index if group is None else int(np.searchsorted(group, index))
-    for skipped in range(length):
-        place = (first + skipped) % length
+    skipped: list[int] = []
+    for offset in range(length):
+        place = (first + offset) % length
         place = place if group is None else int(group[place])
         try:
             item = dataset[place]
         except CorruptImageError:
             if corrupt_images == "error":
                 raise
+            skipped.append(place)
             continue
         item = {**item, "skipped": skipped, "place": place}
         if num_classes == 0:

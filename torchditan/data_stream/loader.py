@@ -21,14 +21,15 @@ from torchditan.data_stream.order import BatchPlan, BucketOrder, OrderedDataset
 from torchditan.data_stream.workers import init_worker, run_ahead, start_workers
 from torchditan.randomness import Randomness, draw
 
-_NUMBERS = ("index", "skipped", "class_label")
+_NUMBERS = ("index", "class_label")
 
 
 @dataclass(frozen=True)
 class Collate:
     """Samples -> batch, in the worker. An error among the samples is returned as a value.
 
-    All tensors of a sample are stacked (`sample`, and embeddings of its text). Other values are dropped.
+    All tensors of a sample are stacked (`sample`, and embeddings of its text). `skipped` (n,) has the indices of the
+    unreadable images that others replace. Other values are dropped.
     """
 
     labelled: bool
@@ -37,15 +38,17 @@ class Collate:
         if isinstance(items, ConfigError):
             return items
         if isinstance(items, dict):
-            return {**items, "skipped": torch.zeros(len(items["index"]), dtype=torch.int64)}
+            return {**items, "skipped": torch.zeros(0, dtype=torch.int64)}
         for item in items:
             if isinstance(item, ConfigError):
                 return item
         samples = cast(list[dict[str, Any]], items)
         tensors = [key for key, value in samples[0].items() if isinstance(value, torch.Tensor) and key not in _NUMBERS]
         batch = {key: torch.stack([item[key] for item in samples]) for key in tensors}  # sample: (B, C, H, W)
-        for key in _NUMBERS if self.labelled else _NUMBERS[:2]:
+        for key in _NUMBERS if self.labelled else _NUMBERS[:1]:
             batch[key] = torch.tensor([item.get(key, 0) for item in samples], dtype=torch.int64)  # (B,)
+        skipped = [number for item in samples for number in item.get("skipped", ())]
+        batch["skipped"] = torch.tensor(skipped, dtype=torch.int64)
         return batch
 
 

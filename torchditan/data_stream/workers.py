@@ -43,14 +43,23 @@ def init_worker(worker: int) -> None:
 
 
 _workers: set[BaseProcess] = set()
+_newest: Iterator[Any] | None = None
 
 
 def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
     """Iterate over a loader and register its workers for `end_loader_workers`."""
+    global _newest
     before = set(multiprocessing.active_children())
-    iterator = iter(loader)
+    _newest = iterator = iter(loader)
     _workers.update(set(multiprocessing.active_children()) - before)
     return iterator
+
+
+def awaited_worker() -> str:
+    """The worker that has the next batch of the newest loader, such as "worker 1 of 4", for messages."""
+    tasks, workers = getattr(_newest, "_task_info", {}), getattr(_newest, "_workers", [])
+    task = tasks.get(getattr(_newest, "_rcvd_idx", None))
+    return "a batch" if task is None else f"worker {task[0]} of {len(workers)} (counted from 0)"
 
 
 def end_loader_workers() -> None:

@@ -38,7 +38,18 @@ from torchditan.run.reading import read_config, read_metrics
 STATES = ("running", "completed", "interrupted", "oom", "error")
 
 
-_OWN_NAMES = ("config.json", "metrics.jsonl", "status.json", ".lock", "samples", "wandb", "flight_recorder")
+DATASET_FILES = "dataset_files.json.gz"
+"""Path -> size in bytes of the image files that a run was started with, for messages."""
+_OWN_NAMES = (
+    "config.json",
+    "metrics.jsonl",
+    "status.json",
+    ".lock",
+    "samples",
+    "wandb",
+    "flight_recorder",
+    DATASET_FILES,
+)
 
 
 _RECORDED = ("attention_backend",)  # entries of config.json that a resumed run keeps
@@ -207,8 +218,13 @@ class RunDirectory:
         self._write_status({"state": state, "reason": reason, "step": step, "time": _now(), "rank": rank})
 
     def _write_status(self, status: dict[str, Any]) -> None:
+        data = to_json(status, indent=2)
         try:
-            write_file(self.status_path, to_json(status, indent=2))
+            try:
+                write_file(self.status_path, data)
+            except OSError:  # a full disk takes no new file, but the old one has its block
+                with open(self.status_path, "r+b", buffering=0) as file:
+                    file.write(data.ljust(self.status_path.stat().st_size))
         except OSError as error:  # a full disk must not end a run, nor hide why one ended
             text = f"{self.status_path} cannot be written ({error.strerror}): {status['state']}"
             print(f"warning: {text}{', ' + status['reason'] if status['reason'] else ''}", file=sys.stderr)
@@ -223,6 +239,19 @@ class RunDirectory:
         assert self._lock is not None, "the run directory is not open"
         self._unwritten += to_json(record) + b"\n"
         self._write_metrics()
+
+    def extend_last_metrics(self, numbers: dict[str, Any]) -> None:
+        """Add numbers to the last line of metrics.jsonl. On a full disk the line stays, and a warning has them."""
+        if not self.is_writer:
+            return
+        self._close_metrics()
+        try:
+            content = self.metrics_path.read_bytes() + self._unwritten
+            write_file(self.metrics_path, content.removesuffix(b"}\n") + b", " + to_json(numbers)[1:] + b"\n")
+            self._unwritten = b""
+        except OSError as error:
+            text = f"{self.metrics_path} cannot be written ({error.strerror}); its last line lacks {numbers}"
+            print(f"warning: {text}", file=sys.stderr)
 
     def _write_metrics(self, *, sync: bool = False) -> None:
         try:

@@ -29,6 +29,7 @@ import torch
 from torchditan.config.errors import option_error
 from torchditan.config.options import Metrics
 from torchditan.run.directory import RunDirectory
+from torchditan.run.reading import read_metrics
 from torchditan.run.trackers import open_tensorboard, open_wandb
 
 ALWAYS_KEYS = (
@@ -205,6 +206,12 @@ class StepTimer:
         self.restart()
         return means
 
+    def take_excluded(self, name: str) -> float:
+        """Seconds of excluded work in this window, which the next `read` does not report again."""
+        seconds = self._excluded.pop(name)
+        self._window_start += seconds
+        return seconds
+
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -360,6 +367,17 @@ class MetricsLogger:
         self._report(record, max_loss=max_loss, flops_per_image=flops_per_image)
         return record
 
+    def lacks_evaluation(self, step: int) -> bool:
+        """Whether the record of `step` is there, without the figures of an evaluation."""
+        records = read_metrics(self._run_directory.path) if self._run_directory.is_writer else []
+        return any(record["step"] == step and "evaluation_s" not in record for record in records[-1:])
+
+    def add_evaluation(self, step: int, figures: dict[str, float]) -> None:
+        """Add the figures of an evaluation to the last record, which is that of `step`, in every log."""
+        figures = {"evaluation_s": self.timer.take_excluded("evaluation"), **figures}
+        self._run_directory.extend_last_metrics(figures)
+        self._track(figures, step)
+
     def roll_back(self, step: int, images_seen: int) -> None:
         """Drop the steps after `step` from every log, because they will run again."""
         self._run_directory.truncate_metrics(step)
@@ -431,25 +449,29 @@ class MetricsLogger:
             console = self._console
             line = _console_line(record, self._total_steps, self._eta(), color=console.color, columns=console.columns)
             console.line(line)
-        numbers = {key: value for key, value in record.items() if isinstance(value, (int, float))}
-        if self._tensorboard is not None:
-            scalars = {key: value for key, value in numbers.items() if key != "step"}
-            if self._has_legacy_tags:
-                from torchditan.run.legacy_tags import legacy_scalars  # only for the option metrics.legacy_tags
+        numbers = {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "step"}
+        legacy: dict[str, float] = {}
+        if self._tensorboard is not None and self._has_legacy_tags:
+            from torchditan.run.legacy_tags import legacy_scalars  # only for the option metrics.legacy_tags
 
-                scalars |= legacy_scalars(
-                    record,
-                    max_loss=max_loss,
-                    flops_per_image=flops_per_image,
-                    tokens_per_image=self._tokens_per_image,
-                    world_size=self._world_size,
-                    memory=self.timer.memory.allocator,
-                )
+            legacy = legacy_scalars(
+                record,
+                max_loss=max_loss,
+                flops_per_image=flops_per_image,
+                tokens_per_image=self._tokens_per_image,
+                world_size=self._world_size,
+                memory=self.timer.memory.allocator,
+            )
+        self._track(numbers, record["step"], legacy=legacy)
+
+    def _track(self, numbers: dict[str, float], step: int, *, legacy: dict[str, float] | None = None) -> None:
+        """Log numbers of a step to TensorBoard, with the tags in `legacy`, and to W&B."""
+        if self._tensorboard is not None:
             with self._tensorboard_if_it_can():
-                for key, value in scalars.items():
-                    self._tensorboard.add_scalar(key, value, record["step"])
+                for key, value in {**numbers, **(legacy or {})}.items():
+                    self._tensorboard.add_scalar(key, value, step)
         if self._wandb is not None:
-            self._wandb.log(numbers)
+            self._wandb.log({**numbers, "step": step})
 
     def _eta(self) -> str:
         if self._first_step is None or self._step == self._first_step[0]:

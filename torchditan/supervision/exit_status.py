@@ -48,6 +48,10 @@ class OutOfMemory(MemoryError):
     """No memory left, where one line says enough: it contains what is kept and how to continue."""
 
 
+class NotSaved(OSError):
+    """The disk did not take the end of a run, where one line says enough: it contains what is kept."""
+
+
 class Verdict(NamedTuple):
     status: str
     exit_code: int
@@ -65,6 +69,8 @@ def verdict_of(error: BaseException) -> Verdict:
         return Verdict("interrupted", 75, "interrupted from the keyboard")
     if is_out_of_memory(error):
         return Verdict("oom", 3, reason)
+    if isinstance(error, NotSaved):
+        return Verdict("error", 1, reason)
     return Verdict("error", 1, f"{type(error).__name__}: {reason}")
 
 
@@ -121,6 +127,9 @@ def _run_job(main: Callable[[], None]) -> int:
                 return 0  # torchrun restarts failed ranks; scripts/launch.sh exits with 75
         elif isinstance(error, OutOfMemory):
             print(f"error: {verdict.reason}", file=sys.stderr)
+        elif isinstance(error, NotSaved):
+            if int(os.environ.get("RANK", 0)) == 0:  # every rank has it
+                print(f"error: {verdict.reason}", file=sys.stderr, flush=True)
         else:
             traceback.print_exc()
         if _may_wait_for_others():

@@ -6,17 +6,21 @@ Notable:
   process group. No rank waits for a device, and all stop after the same step, even if only one received the signal;
 - signals within a second of the first are the same request: a cluster signals every process of a job, and torchrun
   forwards signals that it receives. A later signal ends the rank immediately;
-- both work while the main thread is blocked in a collective, because a separate thread reads the signals;
+- a rank that waits for data cannot finish its step. Within 30 s of the signal it ends with what is saved;
+- all this works while the main thread is blocked, because a separate thread reads the signals;
 - loader workers ignore these signals (data_stream/workers.py).
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any
@@ -28,6 +32,11 @@ from torchditan.supervision.parent_death import outlive_launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _SAME_REQUEST_S = 1.0
+_LONG_WAIT_S = 60.0
+"""Seconds without data before a rank says what it waits for."""
+_PATIENCE_S = 28.0
+"""How long a rank that was asked to stop waits for data. torchrun and many clusters kill it after 30 s."""
+_BEAT_S = 1.0
 
 
 class StopRequest:
@@ -39,7 +48,11 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         """The first signal that arrived."""
+        self.record: Callable[[str], None] | None = None
+        """Called with the reason before a signal ends this rank without an agreement."""
         self._received_at = 0.0
+        self._wait: tuple[float, Callable[[], str]] | None = None  # since when this rank waits for data, and for which
+        self._reported_wait: object = None
         self._restore: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -67,18 +80,51 @@ class StopRequest:
 
     def _watch(self, pipe: int) -> None:
         """Runs in a separate thread; reads one byte for each signal that Python handles."""
-        while numbers := os.read(pipe, 1):
-            if numbers[0] in SIGNALS:
-                self._receive(signal.Signals(numbers[0]))
+        poller = select.poll()
+        poller.register(pipe, select.POLLIN)
+        while True:
+            if poller.poll(1000 * _BEAT_S):
+                numbers = os.read(pipe, 1)
+                if not numbers:
+                    break
+                if numbers[0] in SIGNALS:
+                    self._receive(signal.Signals(numbers[0]))
+            self._check_wait()
         os.close(pipe)
+
+    @contextmanager
+    def waiting_for_data(self, describe: Callable[[], str]) -> Iterator[None]:
+        """Context manager around a wait for data. `describe` returns who waits for what, for messages."""
+        self._wait = (time.monotonic(), describe)
+        try:
+            yield
+        finally:
+            self._wait = None
+
+    def _check_wait(self) -> None:
+        if (wait := self._wait) is None:
+            return
+        (since, describe), now = wait, time.monotonic()
+        if now - since > _LONG_WAIT_S and wait is not self._reported_wait:
+            self._reported_wait = wait
+            print(f"no data for {now - since:.0f} s: {describe()}", file=sys.stderr, flush=True)
+        if self.signal is not None and now - max(since, self._received_at) > _PATIENCE_S:
+            self._end(f"stopped by {self.signal.name}, without data for {now - since:.0f} s: {describe()}")
 
     def _receive(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if self.signal is None:
             self.signal, self._received_at = number, now
         elif now - self._received_at > _SAME_REQUEST_S:
-            print(f"{number.name} again: exiting immediately", file=sys.stderr, flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+            self._end(f"{number.name} again: exiting immediately")
+
+    def _end(self, reason: str) -> None:
+        print(reason, file=sys.stderr, flush=True)
+        if self.record is not None:  # in a thread, because its disk may hang
+            recording = threading.Thread(target=self.record, args=(reason,), daemon=True)
+            recording.start()
+            recording.join(timeout=2)
+        os._exit(0 if "TORCHELASTIC_RUN_ID" in os.environ else 75)  # torchrun restarts failed ranks
 
 
 class StopAgreement:

@@ -125,6 +125,16 @@ class Supervision:
         else:
             self.run_directory.write_status(status, verdict.reason, step=step)
 
+    def record_stop(self, reason: str) -> None:
+        """Record that a signal ends this rank without an agreement of all ranks."""
+        step = self.progress.step
+        reason = f"{reason} (after step {step}; the same command continues from the last checkpoint, if there is one)"
+        write_rank_status("interrupted", reason, step=step, exit_code=75)
+        if self.rank.world_size == 1:
+            self.run_directory.write_status("interrupted", reason, step=step)
+        elif (read_status(self.run_directory.path) or {}).get("state") not in ("error", "oom"):
+            self.run_directory.write_failure("error", reason, step=step, rank=self.rank.rank)
+
     def record_lost(self, reason: str) -> None:
         """Record that another rank was killed or is stuck; the watching thread also calls this."""
         write_rank_status("error", reason, step=self.progress.step, exit_code=1)

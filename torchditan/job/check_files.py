@@ -1,0 +1,125 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Checks the image files of a job: which cannot be read, and whether they are those that its run started with."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import zlib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchditan.config.errors import ConfigError
+from torchditan.data_stream.datasets import FileDataset
+from torchditan.job.prepare import Job
+from torchditan.run.atomic_files import write_file
+from torchditan.run.directory import DATASET_FILES
+from torchditan.run.progress import report_progress
+from torchditan.run.reading import read_config
+from torchditan.supervision.supervision import Supervision
+
+_MOST_NAMED = 10
+
+
+def compare_files(job: Job) -> None:
+    """Name the files that differ from those that the run was started with, if it cannot continue with them.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    run = job.run_directory.path
+    if job.rank.rank != 0 or not (run / DATASET_FILES).exists():
+        return
+    if read_config(run)["config"]["dataset"]["fingerprint"] in (None, job.config.dataset.fingerprint):
+        return
+    if differing := _describe_differing(job, run):
+        right = "to resume the run, restore them; otherwise name a new run with --metrics.experiment_name"
+        raise ConfigError(f"{run} holds a run with other files of {job.config.dataset.root_dir} ({differing}); {right}")
+
+
+def _describe_differing(job: Job, run: Path) -> str:
+    """The files that were added, removed or changed since the run was started; "" if none, or if it is not known."""
+    stored = run / DATASET_FILES
+    if not isinstance(job.dataset, FileDataset) or not stored.exists():
+        return ""
+    try:
+        before: dict[str, int] = json.loads(gzip.decompress(stored.read_bytes()))
+    except (OSError, EOFError, ValueError, zlib.error):  # damaged: the run directory compares the fingerprints
+        return ""
+    here = job.dataset.file_sizes()
+    kinds: dict[str, Collection[str]] = {
+        "added": here.keys() - before.keys(),
+        "removed": before.keys() - here.keys(),
+        "changed": [path for path in before.keys() & here.keys() if before[path] != here[path]],
+    }
+    return "; ".join(f"{kind}: {_name(sorted(paths))}" for kind, paths in kinds.items() if paths)
+
+
+def record_files(job: Job) -> None:
+    """Store the names and sizes of the files in the run directory, unless they are there."""
+    path = job.run_directory.path / DATASET_FILES
+    if job.rank.rank == 0 and isinstance(job.dataset, FileDataset) and not path.exists():
+        with contextlib.suppress(OSError):  # a full disk; the files are only named in messages
+            write_file(path, gzip.compress(json.dumps(job.dataset.file_sizes()).encode()))
+
+
+def _name(texts: Collection[str]) -> str:
+    more = f" and {len(texts) - _MOST_NAMED:,} more" if len(texts) > _MOST_NAMED else ""
+    return ", ".join([*texts][:_MOST_NAMED]) + more
+
+
+def check_files(job: Job, supervision: Supervision) -> set[int]:
+    """Check the training and held-out files, and say which cannot be read. All ranks call it.
+
+    Returns:
+        Indices of the unreadable training images.
+
+    Raises:
+        ConfigError: files cannot be read, and `dataset.corrupt_images` is "error". The message lists them.
+    """
+    config = job.config
+    cache_folder = Path(config.cache.folder or Path(config.job.dump_folder) / "cache").expanduser() / "files"
+    unreadable: set[int] = set()
+    texts: list[str] = []
+    for dataset in (job.dataset, job.validation_dataset):
+        if not isinstance(dataset, FileDataset):
+            continue
+        damages = _find_damages(dataset, cache_folder=cache_folder, supervision=supervision)
+        texts += [f"{dataset.path_of(index)} ({damage})" for index, damage in damages.items()]
+        if dataset is job.dataset:
+            unreadable.update(damages)
+            if dataset.other_files:
+                kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(dataset.other_files.items()))
+                supervision.warn(f"files in {dataset.root} that are not read as images: {kinds}")
+    if texts:
+        files = "1 file cannot" if len(texts) == 1 else f"{len(texts):,} files cannot"
+        named = f"{files} be read: {_name(texts)}"
+        if len(texts) > _MOST_NAMED:
+            listed = cache_folder / "unreadable.txt"
+            named += f", listed in {listed}"
+            if job.rank.rank == 0:
+                write_file(listed, "".join(f"{text}\n" for text in texts).encode(errors="surrogateescape"))
+        if config.dataset.corrupt_images == "error":
+            raise ConfigError(f"{named}; repair or remove them, or skip them with --dataset.corrupt_images skip")
+        supervision.warn(f"warning: {named}; the next images replace them")
+    if job.rank.rank == 0 and (differing := _describe_differing(job, job.run_directory.path)):
+        supervision.warn(f"warning: files since this run was started: {differing}")
+    return unreadable
+
+
+def _find_damages(dataset: FileDataset, *, cache_folder: Path, supervision: Supervision) -> dict[int, str]:
+    """Index -> reason of each unreadable file. Rank 0 reports after every part, so that no other rank times out."""
+    parts = dataset.check_files(cache_folder) if supervision.rank.rank == 0 else None
+    total = len(dataset)  # type: ignore[arg-type]
+    box: list[Any] = [(0, {})]
+    with report_progress(f"checking files in {dataset.root}", total=total, unit="files") as advance:
+        while (done := box[0][0]) < total:
+            box = [None if parts is None else next(parts)]
+            dist.broadcast_object_list(box, src=0)
+            advance(box[0][0] - done)
+    damages: dict[int, str] = box[0][1]
+    return damages
