@@ -269,8 +269,8 @@ def table(results: Sequence[Result], figure: str | None, *, best: Sequence[Point
     further = _further_figures(results, figure) if figure else []
     has_runs = len({result.point.run for result in results}) > 1
     header = ["", *(["run"] if has_runs else []), "sampler", "steps", "model evaluations", "guidance", "weights"]
-    cards = [result.figures[figure] for result in results if figure in result.figures]
-    header += [f"{figure or 'result'} [{of}]" if (of := confidence(cards)) else figure or "result", *further, "N"]
+    percent = confidence(result.figures[figure] for result in results if figure in result.figures)
+    header += [f"{figure or 'result'} [{percent}]".removesuffix(" []"), *further, "N"]
     mark = "best" if len(best) == 1 else "tied"
     rows = []
     for result in results:
