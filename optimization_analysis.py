@@ -6,6 +6,7 @@ With --compare, compare runs of one job on different hardware: speed, loss, PSNR
 python optimization_analysis.py outputs/GRID
 python optimization_analysis.py outputs/A40_GRID outputs/A100_GRID --out outputs/a40_a100
 python optimization_analysis.py outputs/GRID_WITH_SEEDS --metrics FD-EffNetLite0
+python optimization_analysis.py outputs/FOLDER_OF_RUNS
 python optimization_analysis.py --compare outputs/cpu outputs/a40 outputs/a100 --labels CPU A40 A100
 """
 
@@ -21,7 +22,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     from torchditan.config.errors import option_error
 
     parser = ScriptParser(__doc__, options=())
-    parser.add_argument("folders", type=Path, nargs="*", metavar="grid", help="grid folders, for example outputs/GRID")
+    parser.add_argument("folders", type=Path, nargs="*", metavar="grid", help="grid folders, or folders of runs")
     parser.add_argument("--compare", type=Path, nargs="+", metavar="run", help="run directories, instead of grids")
     parser.add_argument("--labels", nargs="+", metavar="name", help="names of the runs (default: their folders')")
     parser.add_argument("--metrics", nargs="+", metavar="name", help="figures of quality to judge (default: all)")
