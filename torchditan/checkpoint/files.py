@@ -75,9 +75,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
+def final_weights(folder: Path) -> Path | None:
+    """The file of weights that a finished run without checkpoints kept, if there is one."""
+    return max(folder.glob("step-[0-9]*.safetensors"), default=None)
+
+
 def step_of(checkpoint: Path) -> int:
-    """The training step in the name of a checkpoint folder."""
-    return int(checkpoint.name.removeprefix("step-"))
+    """The training step in the name of a checkpoint folder, or of a file of final weights."""
+    return int(checkpoint.stem.removeprefix("step-"))
 
 
 # Writing

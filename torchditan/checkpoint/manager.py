@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pkgutil
 import shutil
 import threading
 import time
@@ -26,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from torchditan.checkpoint.files import (
     DamagedCheckpointError,
     discard,
     discard_unfinished,
+    final_weights,
     list_checkpoints,
     publish,
     read_back,
@@ -57,11 +59,12 @@ from torchditan.checkpoint.loading import (
     read_numbers,
     read_progress,
 )
-from torchditan.checkpoint.run_state import RunState, Snapshot
+from torchditan.checkpoint.run_state import ModelState, RunState, Snapshot
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import to_dict
 from torchditan.config.options import Config
 from torchditan.config.trajectory import differences, trajectory
+from torchditan.registry import EXPORT_WEIGHTS, LOAD_WEIGHTS
 
 if TYPE_CHECKING:
     from torchditan.checkpoint.staging import Stager
@@ -103,6 +106,8 @@ class CheckpointManager:
         self.folder = folder
         self.state = state
         self.keep_latest_k = config.checkpoint.keep_latest_k
+        self.has_checkpoints = config.checkpoint.enable_checkpoint
+        """Whether the run writes checkpoints, or only its final weights. True after it continued from a checkpoint."""
         self.config = to_dict(config)
         self.trajectory = trajectory(config)
         self.warn = warn
@@ -140,6 +145,28 @@ class CheckpointManager:
         staged = snapshot._replace(tensors=self.stager.stage(snapshot.tensors))
         self._writing = threading.Thread(target=self._write_in_thread, args=(staged,), name="checkpoint", daemon=True)
         self._writing.start()
+
+    def save_weights(self) -> None:
+        """Write only the weights of this step, averaged if the run has an average, to one file."""
+        progress, model, average = self.state.progress, self.state.tensors["model"], self.state.tensors.get("ema")
+        path = self.folder / f"step-{progress.step:08d}.safetensors"
+        kind, averaged = ("raw", {}) if average is None else ("ema", average.state_dict())
+        weights = {**model.state_dict(), **averaged}
+        export = pkgutil.resolve_name(EXPORT_WEIGHTS)
+        self.failure = self._first_failure(
+            lambda: export(path, weights, config=self.config, progress=progress, kind=kind)
+        )
+
+    def load_final_weights(self) -> bool:
+        """Load the weights that a finished run kept instead of checkpoints. Returns whether there are any."""
+        found = [final_weights(self.folder)]
+        dist.broadcast_object_list(found, src=0, group=self.group)
+        if found[0] is None:
+            return False
+        model, progress = cast(ModelState, self.state.tensors["model"]), self.state.progress
+        stored = pkgutil.resolve_name(LOAD_WEIGHTS)(model.model, found[0], only_trained=model.only_trained)
+        progress.step, progress.images_seen = step_of(found[0]), stored.images_seen or 0
+        return True
 
     def wait(self) -> None:
         """Wait until an asynchronous write has finished."""
@@ -248,6 +275,7 @@ class CheckpointManager:
             if damage is None:
                 for text in damages if dist.get_rank() == 0 else []:
                     self.warn(f"warning: {text}; continuing from {checkpoint.name}")
+                self.has_checkpoints = True
                 return True
             damages.append(f"{checkpoint} is not used: {damage}")
         if damages:

@@ -359,7 +359,9 @@ class Checkpoint:
     enable_checkpoint: bool = False
     """Write checkpoints during training. After an interruption, the same command continues from the newest one."""
     save_final: bool = True
-    """Without enable_checkpoint, save the state once at the end of the run; false keeps no weights."""
+    """Without enable_checkpoint, keep the weights of the last step (the averaged ones if the run has an average) in one
+    file. Such a run cannot be continued, only started from. If you set enable_checkpoint to false, the default is
+    false: nothing is kept."""
     folder: str = "checkpoint"
     """Folder of the checkpoints inside the run directory."""
     interval: int = 500

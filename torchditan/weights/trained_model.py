@@ -40,7 +40,8 @@ from torchditan.latents.latent_space import StoredLatents, decode_latents, decod
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
 from torchditan.run.reading import read_config
-from torchditan.weights.initial import load_initial_weights
+from torchditan.weights.exported import describe_weights
+from torchditan.weights.initial import load_initial_weights, load_weights_file
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -115,8 +116,8 @@ class TrainedModel:
         if weights == "ema" and not config.ema.enable:
             raise option_error("--weights", weights, "this run kept no average; must be raw")
         weights = weights or ("ema" if config.ema.enable else "raw")
-        checkpoint = find_checkpoint(run / config.checkpoint.folder, step)
-        progress = read_progress(checkpoint)
+        found = find_checkpoint(run / config.checkpoint.folder, step)
+        progress = describe_weights(found, weights=weights) if found.is_file() else read_progress(found)
         spec = stored_spec(config)
         channels, num_classes = spec.sample_shape[0], config.dataset.num_classes
         assert num_classes is not None
@@ -130,7 +131,10 @@ class TrainedModel:
             cast(Any, model).init_weights(config.training.seed)
         elif isinstance(model, PublishedModel):  # weights that are not stored
             model.fill_buffers()
-        load_weights(model, checkpoint, ema=weights == "ema", only_trained=config.lora.rank > 0)
+        if found.is_file():
+            load_weights_file(model, found, only_trained=config.lora.rank > 0)
+        else:
+            load_weights(model, found, ema=weights == "ema", only_trained=config.lora.rank > 0)
         if dtype is None:
             is_half = isinstance(model, PublishedModel) and config.training.mixed_precision_param != "float32"
             dtype = torch.bfloat16 if is_half else torch.float32
@@ -140,8 +144,8 @@ class TrainedModel:
             model=model.to(dtype).eval().requires_grad_(False),
             sample_shape=spec.sample_shape,
             num_classes=num_classes,
-            step=progress.step,
-            images_seen=progress.images_seen,
+            step=progress.step or 0,
+            images_seen=progress.images_seen or 0,
             run_id=stored.get("run_id"),
             weights=weights,
             device=device,
