@@ -391,7 +391,8 @@ class Metrics:
     save_tb_folder: str = "tensorboard"
     """Folder of the event files inside the run directory."""
     legacy_tags: bool = False
-    """Also write the TensorBoard scalars under the course project's tags (wps, im/s, ...; docs/compatibility.md)."""
+    """Also write the TensorBoard scalars under the course project's tags (wps, im/s, ...; docs/compatibility.md). The
+    default is true with TensorBoard, if the job has model.preset llama3_diffusion or keys of the course project."""
     enable_wandb: bool = False
     """Log to Weights & Biases; offline if you are not logged in."""
     wandb_project: str = "torchditan"
