@@ -39,6 +39,7 @@ from torchditan.ablation.ledger import (
     QUALITY,
     SCHEMA_VERSION,
     STATUSES,
+    Row,
     column_type,
     columns,
     to_text,
@@ -146,9 +147,12 @@ def read_grids(folders: list[Path]) -> GridResults:
 
     unique = list({folder.resolve(): folder for folder in folders}.values())
     names = distinct_names(unique)
-    found = [_read_run_folder(folder) if is_run_folder(folder) else _read_grid(folder) for folder in unique]
-    contents = {name: content for name, (content, _) in zip(names, found, strict=True)}
-    tables = [table for _, table in found]
+    loose = {folder: read_runs(folder) for folder in unique if is_run_folder(folder)}
+    contents = {
+        name: loose[folder][0] if folder in loose else _read_content(folder)
+        for name, folder in zip(names, unique, strict=True)
+    }
+    tables = [_table_of(folder, *loose[folder][1:]) if folder in loose else _read_ledger(folder) for folder in unique]
     axes = tuple(dict.fromkeys(axis for table in tables for axis in _axes_of(list(table.columns))))
     for table, name in zip(tables, names, strict=True):
         table["grid"] = name
@@ -222,17 +226,13 @@ def _read_ledger(folder: Path) -> pd.DataFrame:
     return _typed(file, table)
 
 
-def _read_grid(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
-    return _read_content(folder), _read_ledger(folder)
-
-
-def _read_run_folder(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
+def _table_of(folder: Path, rows: list[Row], axes: list[str]) -> pd.DataFrame:
+    """The rows of a folder of runs, as `_read_ledger` reads those of a grid."""
     import pandas as pd
 
-    content, rows, axes = read_runs(folder)
     names = columns(axes, measured=(name for row in rows for name in row))
     table = pd.DataFrame([[to_text(row.get(name)) for name in names] for row in rows], columns=names, dtype=object)
-    return content, _typed(folder, table)
+    return _typed(folder, table)
 
 
 def _read_content(folder: Path) -> dict[str, Any]:
