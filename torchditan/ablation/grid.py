@@ -187,7 +187,7 @@ class Grid:
 
     @functools.cached_property
     def _runs_and_impossible(self) -> tuple[list[Run], list[str]]:
-        """The runs without repeats, and for each cell that is left out its values and the reason."""
+        """The runs without repeats, and for each cell that is left out a line with its values and the reason."""
         base = _read_base(self.base)
         axes = {SEED: self.axes[SEED], **self.axes} if SEED in self.axes else dict(self.axes)  # the outermost
         batches = sorted(axes.pop(BATCH_SIZE), key=_batch_order) if BATCH_SIZE in axes else None

@@ -43,6 +43,7 @@ INDEX = ".metadata"
 _FORMAT = 1
 _CHUNK = 1 << 22
 _NAME = re.compile(r"step-(\d{8})")
+_FINAL_WEIGHTS = re.compile(r"step-\d{8}\.safetensors")
 _UNFINISHED = re.compile(r"step-\d{8}\.partial")
 _DISCARDED = re.compile(r"step-\d{8}\.(replaced|deleted)")
 
@@ -77,7 +78,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def final_weights(folder: Path) -> Path | None:
     """The file of weights that a finished run without checkpoints kept, if there is one."""
-    return max(folder.glob("step-[0-9]*.safetensors"), default=None)
+    return max(_matching(folder, _FINAL_WEIGHTS), default=None)
 
 
 def step_of(checkpoint: Path) -> int:

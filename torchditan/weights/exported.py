@@ -28,7 +28,6 @@ from torchditan.checkpoint.trained_weights import find_checkpoint
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.models.saved_weights import TRAINING_ONLY, checkpoint_keys
 from torchditan.registry import FORMATS
-from torchditan.run import provenance
 from torchditan.run.reading import read_config
 from torchditan.run.training_progress import Progress
 from torchditan.weights.safetensors_files import TensorToWrite, is_of_diffusers, is_pickle, open_file, write_weights
@@ -94,7 +93,7 @@ def export_model(
     """Write the weights of a model in training, which may be sharded, to one file in float32. All ranks call it.
 
     Args:
-        path: the file; an existing one is replaced.
+        path: the file, in the checkpoint folder of the run; an existing one is replaced.
         weights: by name.
         config: the resolved configuration of the run.
         progress: how far the run is.
@@ -112,7 +111,7 @@ def export_model(
 
     try:
         if not dist.is_initialized() or dist.get_rank() == 0:
-            commit = provenance.git_commit()
+            commit = _run_content(path, config).get("git_commit")
             stored = StoredWeights(path, shapes, config, progress.step, progress.images_seen, kind, commit)
             entries = [TensorToWrite(name, shape, torch.float32, partial(read, name)) for name, shape in shapes.items()]
             write_weights(path, entries, _to_metadata(stored))
@@ -270,7 +269,7 @@ def _describe_checkpoint(checkpoint: Path, *, weights: Kind | None) -> StoredWei
 
 
 def _run_content(checkpoint: Path, config: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The run's config.json, if the checkpoint is still in its run directory."""
+    """The run's config.json, if the checkpoint or file of final weights is still in its run directory."""
     depth = len(Path(config["checkpoint"]["folder"]).parts)
     try:
         return read_config(checkpoint.resolve().parents[depth])
