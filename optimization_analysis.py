@@ -6,6 +6,7 @@ With --compare, compare runs of one job on different hardware: speed, loss, PSNR
 python optimization_analysis.py outputs/GRID
 python optimization_analysis.py outputs/A40_GRID outputs/A100_GRID --out outputs/a40_a100
 python optimization_analysis.py outputs/GRID_WITH_SEEDS --metrics FD-EffNetLite0
+python optimization_analysis.py outputs/FOLDER_OF_RUNS
 python optimization_analysis.py --compare outputs/cpu outputs/a40 outputs/a100 --labels CPU A40 A100
 """
 
@@ -21,14 +22,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     from torchditan.config.errors import option_error
 
     parser = ScriptParser(__doc__, options=())
-    parser.add_argument("folders", type=Path, nargs="*", metavar="grid", help="grid folders, for example outputs/GRID")
-    parser.add_argument("--compare", type=Path, nargs="+", metavar="run", help="run directories, instead of grids")
+    parser.add_argument("folders", type=Path, nargs="*", metavar="grid", help="grid folders, or folders of runs")
+    parser.add_argument(
+        "--compare", type=Path, nargs="+", metavar="run", help="run directories, or grids, to compare run by run"
+    )
     parser.add_argument("--labels", nargs="+", metavar="name", help="names of the runs (default: their folders')")
     parser.add_argument("--metrics", nargs="+", metavar="name", help="figures of quality to judge (default: all)")
     parser.add_argument(
         "--out",
         type=Path,
-        help="output folder (default: analysis/ in the first grid, compare/ next to the first run)",
+        help="output folder (default: analysis/ or compare/ in the first grid, compare/ next to the first run)",
     )
     args, rest = parser.parse(argv)
     args.folders += map(Path, rest)
@@ -49,7 +52,8 @@ def main() -> None:
     if args.compare:
         from torchditan.report.compare_report import write_comparison
 
-        out = args.out or args.compare[0].absolute().parent / "compare"
+        first = args.compare[0]
+        out = args.out or (first if (first / "grid.json").exists() else first.absolute().parent) / "compare"
         report = write_comparison(args.compare, out, args.labels)
     else:
         from torchditan.report.analysis import analyse

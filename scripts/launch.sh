@@ -10,7 +10,7 @@
 # NGPU: processes on this machine (default: its GPUs, or 1). CONFIG_FILE: a path, or a name in train_configs/.
 # LOG_RANK: local ranks to print, "0,1". MAX_RESTARTS: how often torchrun restarts the ranks after a failure (0).
 # Several machines: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT on each; under srun, SLURM provides the first two.
-# REQUEUE=0: do not requeue an interrupted SLURM job.
+# REQUEUE=0: do not requeue an interrupted SLURM job. OUT_OF_MEMORY_CODE: exit code instead of 3.
 set -euo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -119,4 +119,5 @@ if ((code == 75)) && [[ -n ${SLURM_JOB_ID:-} && $NODE_RANK == 0 && ${REQUEUE:-1}
     echo "launch.sh: job $SLURM_JOB_ID could not be requeued; submit it again to continue" >&2
   fi
 fi
+if ((code == 3)); then code=${OUT_OF_MEMORY_CODE:-3}; fi
 exit "$code"

@@ -23,16 +23,23 @@ def limit_writes(
     """While `manager` writes the files of the returned steps, at first none, the system takes no file above `size`, in
     bytes, which may depend on the folder of checkpoints."""
     steps: list[int] = []
-    write_files = manager._write_files
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    write_files, save_weights = manager._write_files, manager.save_weights
 
-    def limited(self: CheckpointManager, partial: Path, *arguments: Any) -> Any:
-        if step_of(partial.with_suffix("")) in steps:
+    def limited(self: CheckpointManager, step: int, write: Callable[[], Any]) -> Any:
+        if step in steps:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size(self.folder), limits[1]))
         try:
-            return write_files(self, partial, *arguments)
+            return write()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    monkeypatch.setattr(manager, "_write_files", limited)
+    def write_some(self: CheckpointManager, partial: Path, *arguments: Any) -> Any:
+        return limited(self, step_of(partial.with_suffix("")), lambda: write_files(self, partial, *arguments))
+
+    def save_some(self: CheckpointManager) -> None:
+        limited(self, self.state.progress.step, lambda: save_weights(self))
+
+    monkeypatch.setattr(manager, "_write_files", write_some)
+    monkeypatch.setattr(manager, "save_weights", save_some)
     return steps

@@ -24,6 +24,10 @@ SELF_ALIGNMENT = "torchditan.diffusion.alignment:SelfAlignment"
 CONTEXT_PARALLEL = "torchditan.distributed.context_parallel"
 """The module for `training.context_parallel_degree` above 1."""
 
+EXPORT_WEIGHTS = "torchditan.weights.exported:export_model"
+LOAD_WEIGHTS = "torchditan.weights.initial:load_weights_file"
+"""The functions that write and read the final weights of a run without checkpoints (`checkpoint.save_final`)."""
+
 BLOCKS = {
     "dit": "torchditan.models.dit:DiTBlock",
     "value_residual": "torchditan.models.value_residual:ValueResidualBlock",

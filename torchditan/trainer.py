@@ -356,11 +356,12 @@ class Trainer:
     def _announce_end(self) -> None:
         has_saved = self.checkpoints.saved_step == self.progress.step
         folder = self.checkpoints.manager.folder / f"step-{self.progress.step:08d}"
+        weights = folder if folder.exists() else folder.with_suffix(".safetensors")
         for message in announcements.closing(
             self.job,
             self.tasks.grids,
             last_grid=self.tasks.last_grid,
             last_validation=self.tasks.last_validation,
-            checkpoint=folder if has_saved else None,
+            weights=weights if has_saved else None,
         ):
             self.logger.message(message)

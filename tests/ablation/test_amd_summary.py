@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import io
 import json
@@ -15,7 +16,7 @@ import pytest
 from stand_ins import CPU
 
 from torchditan.ablation.__main__ import _show, parse
-from torchditan.ablation.amd_summary import COLUMNS, summary_row, write_amd_summary
+from torchditan.ablation.amd_summary import COLUMNS, SETTINGS, settings_of, summary_row, write_amd_summary
 from torchditan.ablation.board import Board
 from torchditan.ablation.grid import Grid, load_grid
 from torchditan.ablation.launchers import LocalLauncher
@@ -117,6 +118,35 @@ def test_statuses_are_translated(folder: Path) -> None:
     assert rows[0]["avg_step_time_total"] == "0.5" and rows[0]["avg_step_time_gpu"] == "", "these say no waiting time"
     assert rows[2]["total_elapsed_time"] == rows[2]["num_samples"] == rows[2]["timestamp"] == ""
     assert (folder / "runs_summary.csv").read_bytes() == ledger, "the ledger stays ours"
+
+
+def test_every_setting_is_a_column_in_amds_terms(folder: Path) -> None:
+    """Read as AMD's notebook does: columns by name, rows grouped by settings."""
+    pandas = pytest.importorskip("pandas")
+    table = pandas.read_csv(write_amd_summary(stored_grid(folder), folder))
+    assert list(table.columns) == [*COLUMNS, *SETTINGS]
+    success = table[table["status"] == "success"]
+    groups = success.groupby(["run_name", "mixed_precision", "train_batch_size"])["avg_step_time_total"].mean()
+    assert list(groups.items()) == [(("debugmodel_bs8_ps2_actnone_cfalse_dfloat32_p1,2", "no", 8), 0.5)]
+    expected: dict[str, Any] = {"distributed_type": "FSDP", "num_processes": 2, "num_machines": 1, "machine_rank": 0}
+    expected |= {"use_cpu": True, "model": "dit/debugmodel", "num_iterations": 8, "resolution": 16}
+    expected |= {"gradient_checkpointing": 0.0, "rdzv_backend": "c10d", "logging_dir": str(folder)}
+    assert {name: success[name][0] for name in expected} == expected
+    assert ast.literal_eval(success["dynamo_config"][0]) == {"dynamo_backend": "no", "dynamo_mode": "default"}
+    assert ast.literal_eval(success["fsdp_config"][0])["fsdp_sharding_strategy"] == "FULL_SHARD"
+    assert list(table["train_batch_size"]) == [8, 32, 64, 8], "also of runs that were not made"
+
+
+def test_settings_of_published_models_are_amds(tmp_path: Path) -> None:
+    axes: dict[str, list[Any]] = {"model": ["flux/FLUX.1-dev", "wan/Wan2.1-I2V-14B"], "checkpoint_fraction": [0.5]}
+    axes |= {"parallel": ["2,1"], "precision": ["bfloat16_f8"], "training.compile": [True]}
+    flux, wan = load_grid("published_models", axes={**axes, "training.batch_size": [1]}).runs()
+    found = settings_of(flux, None, tmp_path)
+    names = ("model", "resolution", "num_frames", "gradient_checkpointing", "mixed_precision", "distributed_type")
+    assert [found[name] for name in names] == ["flux-dev", "512", None, 0.5, "fp8", "MULTI_GPU"]
+    assert found["dynamo_config"]["dynamo_backend"] == "inductor" and found["fsdp_config"] is found["use_cpu"] is None
+    found = settings_of(wan, None, tmp_path)
+    assert [found[name] for name in names[:3]] == ["wan2_1-i2v", "832,480", 81]
 
 
 def test_runs_that_are_missing_are_not_run(folder: Path) -> None:

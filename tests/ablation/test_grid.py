@@ -200,6 +200,22 @@ def test_a_base_file_is_the_ground_and_gives_the_dataset(tmp_path: Path) -> None
     assert (runs[0].config.validation.freq, runs[0].config.metrics.log_freq) == (0, 1)
 
 
+def test_impossible_combinations_are_left_out_with_one_line_and_mistakes_refused(tmp_path: Path) -> None:
+    grid = load_grid("sd3_study", overrides={"dataset.root_dir": "photos"})
+    runs = grid.runs()
+    found = [(run.config.lora.rank, run.config.quantize.base, run.config.optimizer.lr) for run in runs]
+    assert found[0] == (0, "float32", 1e-5)
+    assert found[1:] == [(rank, base, 1e-4) for rank in (1, 16, 64) for base in ("bfloat16", "int8")]
+    assert all(run.config.metrics.enable_sampling and run.config.metrics.sample_freq == 0 for run in runs)
+    assert grid.left_out is not None and "\n" not in grid.left_out
+    for part in ("2 of 9", "lora.rank 0", "quantize.base bfloat16", "set lora.rank"):
+        assert part in grid.left_out
+    with pytest.raises(ConfigError, match=r"batch_size 3.*global_batch_size = 16"):  # 3 is possible nowhere
+        text = SMALL.replace("[8, 2, 4]", "[2, 3]") + "[settings]\ntraining.global_batch_size = 16\n"
+        load_grid(write_grid(tmp_path, text)).runs()
+    assert load_grid(write_grid(tmp_path)).left_out is None
+
+
 def test_exclusions_take_out_what_they_match_alone(tmp_path: Path) -> None:
     rule = "exclude = [{training.compile = true, training.batch_size = [2, 4]}]\n"
     runs = load_grid(write_grid(tmp_path, rule + SMALL)).runs()

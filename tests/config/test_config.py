@@ -178,6 +178,25 @@ def test_flags_go_over_the_toml(tmp_path: Path) -> None:
     assert (config.training.steps, config.training.batch_size) == (7, 3)
 
 
+@pytest.mark.parametrize(
+    ("line", "flags", "keeps_weights"),
+    [
+        ("", [], True),
+        ("enable_checkpoint = false", [], False),
+        ("enable = false", [], False),  # the older name
+        ("enable_checkpoint = true", ["--checkpoint.enable_checkpoint=false"], False),
+        ("enable_checkpoint = false", ["--checkpoint.save_final"], True),
+        ("enable_checkpoint = false", ["--checkpoint.enable_checkpoint"], True),
+    ],
+)
+def test_no_checkpoints_are_no_weights_if_you_say_so(
+    tmp_path: Path, line: str, flags: list[str], keeps_weights: bool
+) -> None:
+    config = load_config(["--job.config_file", write_toml(tmp_path, f"[checkpoint]\n{line}\n"), *flags])
+    assert config.checkpoint.save_final == keeps_weights
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
 @pytest.mark.parametrize("name", ["quickstart", "quickstart.toml"])
 def test_config_is_found_by_name_from_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

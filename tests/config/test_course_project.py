@@ -74,9 +74,11 @@ def test_its_flavor_is_known_with_its_model_alone() -> None:
 
 @pytest.mark.parametrize("value", ["1", "16", "-1"])
 def test_a_key_that_changed_nothing_is_ignored_at_any_value(value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    load(NEWEST, f"--dataset.batch_size={value}", f"--training.seq_len={value}", "--checkpoint.export_dtype=bfloat16")
+    flags = [f"--dataset.batch_size={value}", f"--training.seq_len={value}", "--checkpoint.export_dtype=bfloat16"]
+    flags += ["--metrics.disable_color_printing"]
+    load(NEWEST, *flags)
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
-    assert all(key in warning for key in ("dataset.batch_size", "training.seq_len", "checkpoint.export_dtype"))
+    assert all(flag.partition("=")[0].removeprefix("--") in warning for flag in flags)
 
 
 def test_a_key_that_asks_for_what_is_not_supported_is_refused_unless_a_flag_overrides_it(tmp_path: Path) -> None:
@@ -86,6 +88,10 @@ def test_a_key_that_asks_for_what_is_not_supported_is_refused_unless_a_flag_over
     with pytest.raises(ConfigError, match=r"training\.tensor_parallel_degree = 2: .*not supported"):
         load(str(file))
     load(str(file), "--training.tensor_parallel_degree=1")
+    for part in ("input", "weight", "grad_output"):
+        load(NEWEST, f"--float8.scaling_type_{part}=dynamic")
+        with pytest.raises(ConfigError, match=rf'float8\.scaling_type_{part} = "delayed"'):
+            load(NEWEST, f"--float8.scaling_type_{part}=delayed")
     for key in ("optimizer.early_step_in_backward", "memory_estimation.enabled", "checkpoint.model_weights_only"):
         with pytest.raises(ConfigError, match=key):
             load(NEWEST, f"--{key}")
@@ -232,7 +238,7 @@ def test_its_files_run_on_two_ranks(run_distributed: RunDistributed, tmp_path: P
     dummy = ["--dataset.dataset_name=dummy"]
     files = {"newest": (NEWEST, dummy), "ablation": (ABLATION, []), "pixels": (PIXELS, dummy)}
     small = ["--model.flavor=debugmodel", "--training.steps=2", "--metrics.enable_sampling=false"]
-    small += ["--model.patch_size=8", "--dataset.num_workers=0", "--metrics.legacy_tags"]
+    small += ["--model.patch_size=8", "--dataset.num_workers=0"]
     jobs = [
         [f"--job.config_file={file}", f"--metrics.experiment_name={name}", *flags, *small]
         for name, (file, flags) in files.items()
@@ -257,6 +263,26 @@ def test_a_grid_takes_its_ablation_file_as_base(tmp_path: Path) -> None:
     small, large = load_grid(str(grid)).runs()
     assert small.name == "dit-l_bs4_ps2_actselective_cfalse_dbfloat16_p1,1"
     assert (large.config.training.batch_size, large.config.model.flavor) == (8, "DiT-L")
+
+
+def test_adam_is_adamw_without_decay(capsys: pytest.CaptureFixture[str]) -> None:
+    for file in (NEWEST, None):
+        config = load(file, "--optimizer.name=Adam")
+        assert (config.optimizer.name, config.optimizer.weight_decay) == ("AdamW", 0.0)
+        assert [line for line in notes(capsys) if "Adam" in line and "AdamW" in line][1:] == []
+    with pytest.raises(ConfigError, match=r"optimizer\.weight_decay = 0\.1: .*Adam"):
+        load(NEWEST, "--optimizer.name=Adam", "--optimizer.weight_decay=0.1")
+
+
+def test_its_tags_are_written_by_default_with_its_keys_or_preset(tmp_path: Path) -> None:
+    ours = tmp_path / "ours.toml"
+    for text in ("[model]\nnorm_type = 'rmsnorm'", "[model]\npreset = 'llama3_diffusion'", "[training]\nseq_len = -1"):
+        ours.write_text(f"{text}\n")
+        expected = "norm_type" not in text
+        assert load(str(ours), "--metrics.enable_tensorboard").metrics.legacy_tags == expected
+        assert not load(str(ours)).metrics.legacy_tags, "without TensorBoard"
+        assert not load(str(ours), "--metrics.enable_tensorboard", "--metrics.legacy_tags=false").metrics.legacy_tags
+    assert all(load(file).metrics.legacy_tags for file in (NEWEST, ABLATION, "llama3_latent_diffusion"))
 
 
 def test_legacy_tags_without_tensorboard_are_refused() -> None:

@@ -282,7 +282,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_no_success(
 @pytest.mark.parametrize(
     ("size", "steps", "line"),
     [
-        (lambda folder: 2_000_000, [2, 4, 6], "step 6 is saved without the optimizer"),
+        (lambda folder: 2_000_000, [2, 4], "step 6 is saved without the optimizer"),
         (
             lambda folder: 1_000_000 if (folder / "step-00000002").exists() else 100_000_000,
             [4, 6],
@@ -312,23 +312,48 @@ def test_a_full_disk_at_the_end_keeps_the_last_weights_and_a_complete_checkpoint
     ]
     run = tmp_path / "outputs" / "run"
     assert [step_of(path) for path in list_checkpoints(run / "checkpoint")] == steps
-    averaged = load(run).model.state_dict()
+    last = load(run)
+    assert last.step == 6
+    averaged = last.model.state_dict()
     full_disk.clear()
     assert run_script("train.py", *ONE_RUN, *flags).code == 0
+    assert not list(run.glob("checkpoint/*.safetensors"))
     state = read_state(run / "checkpoint" / "step-00000006")
     assert "optimizer" in {name.partition(".")[0] for name in state}
     assert all(torch.equal(averaged[name], state[f"ema.{name}"]) for name in averaged)
 
 
+WITH_A_FULL_DISK = """
+import errno, os, sys
+sys.path.insert(0, {repository!r})
+sys.argv = ["train.py", *{arguments!r}]
+import train
+from torchditan.supervision.exit_status import run_job
+from torchditan.weights import exported
+
+def fail(path, entries, metadata):
+    entries[0].read()
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+exported.write_weights = fail
+sys.exit(run_job(train.main))
+"""
+
+
+@pytest.mark.parametrize("world_size", [None, 2])
 def test_final_weights_that_cannot_be_written_are_no_success(
-    tmp_path: Path, run_script: RunScript, full_disk: list[int]
+    world_size: int | None, tmp_path: Path, run_distributed: RunDistributed
 ) -> None:
-    full_disk.append(2)
-    flags = ["--training.steps=2", "--training.batch_size=4", "--checkpoint.enable_checkpoint=false"]
-    assert run_script("train.py", *ONE_RUN, *flags).code == 1
-    status = read_status(tmp_path / "outputs" / "run")
+    arguments = [*ONE_RUN, "--training.steps=2", "--training.batch_size=4", f"--job.dump_folder={tmp_path}"]
+    arguments += ["--checkpoint.enable_checkpoint=false", "--checkpoint.save_final"]
+    script = tmp_path / "full.py"
+    script.write_text(WITH_A_FULL_DISK.format(repository=str(REPOSITORY), arguments=arguments))
+    result = run_distributed([script], world_size, timeout=60)
+    assert result.returncode == 1, result.stderr
+    status = read_status(tmp_path / "run")
     assert status["state"] == "error"
-    assert "File too large; the same command starts again from the first step" in status["reason"]
+    assert "No space left on device; the same command starts again from the first step" in status["reason"]
+    assert list((tmp_path / "run").glob("checkpoint/*")) == []
 
 
 def test_a_disk_that_takes_no_new_file_gets_the_status_of_the_end(

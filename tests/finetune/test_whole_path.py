@@ -194,3 +194,15 @@ def test_weights_with_buffers_continue_on_two_ranks(run_distributed: RunDistribu
     )
     assert result.returncode == 0, result.stderr
     assert_same(opened(tmp_path / "again").model.state_dict(), opened(tmp_path / "run").model.state_dict())
+
+
+def test_a_lora_without_checkpoints_keeps_its_weights_alone(run_script: RunScript, tmp_path: Path) -> None:
+    kept = ["--checkpoint.enable_checkpoint=false", "--checkpoint.save_final"]
+    for name, flags in (("all", []), ("alone", kept)):
+        assert run_script("train.py", *job("sd3", tmp_path / name, "--lora.rank=2", *flags)).code == 0
+        assert run_script("scripts/export_lora.py", tmp_path / name, tmp_path / f"{name}.safetensors").code == 0
+    assert [path.suffix for path in (tmp_path / "alone" / "checkpoint").iterdir()] == [".safetensors"]
+    assert_same(load_file(tmp_path / "alone.safetensors"), load_file(tmp_path / "all.safetensors"))
+    assert_same(opened(tmp_path / "alone").model.state_dict(), opened(tmp_path / "all").model.state_dict())
+    again = run_script("train.py", *job("sd3", tmp_path / "alone", "--lora.rank=2", *kept))
+    assert again.code == 0 and "already done" in again.out, again.err

@@ -18,6 +18,7 @@ from refusals import assert_refused
 
 from torchditan.ablation.grid import BATCH_SIZE, CHECKPOINTING, COMPILE, FLAVOR, PARALLEL, PATCH_SIZE, PRECISION
 from torchditan.ablation.ledger import write_ledger
+from torchditan.config.loader import load_config, to_dict
 from torchditan.report.analysis import Analysis, Effect, analyse, fastest, frontier, repayment, scaling
 from torchditan.report.findings import Finding, findings, percent
 from torchditan.report.loss_plot import loss_figure
@@ -658,6 +659,48 @@ def test_a_folder_that_is_no_grid_is_one_line(tmp_path: Path, run_script: RunScr
         code, out, err = run_script(SCRIPT, foreign)
         assert (code, out) == (2, "")
         assert_refused(err, str(foreign / file), mentions)
+
+
+def write_run(folder: Path, *flags: str, state: str = "completed", **content: Any) -> None:
+    """A run directory with 50 steps, logged every 10: faster with a larger batch and without checkpointing."""
+    config = load_config([f"--metrics.experiment_name={folder.name}", *flags])
+    content |= {"started": "2026-11-20T10:00:00+00:00", "git_commit": "abc", "config": to_dict(config)}
+    content |= {"versions": {"torch": "2.13.0", "python": "3.11.7"}}
+    content |= {"hardware": {"device_name": DEVICE, "device": "cuda", "device_count": 2, "hostname": "node07"}}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "status.json").write_text(json.dumps({"state": state, "reason": None}))
+    speed = 2.0 * config.training.batch_size * (0.5 if config.activation_checkpoint.mode == "full" else 1)
+    keys = ("loss", "step_time_s", "tflops_per_device", "elapsed_s", "peak_memory_gib")
+    lines = [
+        {**dict.fromkeys(keys, 1.0), "step": step, "images_per_second": speed * (1 if step == 50 else 9)}
+        for step in (1, 10, 20, 30, 40, 50)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_folder_of_runs_that_no_grid_made_is_analysed(tmp_path: Path, run_script: RunScript) -> None:
+    """The axes are the options that differ. A global batch that follows from batch and ranks is not an axis."""
+    folder = tmp_path / "runs"
+    for batch, mode in itertools.product((4, 8), ("none", "full")):
+        flags = [f"--training.batch_size={batch}", f"--activation_checkpoint.mode={mode}", "--optimizer.lr=1e-3"]
+        flags += [f"--training.global_batch_size={2 * batch}"]
+        write_run(folder / f"{batch}-{mode}", *flags)
+        write_run(folder / f"{batch}-{mode}-lr", *flags, "--optimizer.lr=1e-4")
+    write_run(folder / "killed", *flags, "--training.batch_size=8", state="running")
+    (folder / "imported").mkdir()
+    (folder / "imported" / "config.json").write_text('{"config": {}, "imported": {}}')
+    analysis = analyse([folder])
+    assert analysis.results.varied == [BATCH_SIZE, CHECKPOINTING, "optimizer.lr"]
+    assert set(analysis.results.runs[PARALLEL]) == {"1,2"}
+    assert list(analysis.results.runs["status"]).count("error") == 1
+    checkpointing = effect(analysis.same_batch, CHECKPOINTING, "none", "full")
+    assert checkpointing.change(THROUGHPUT)[:2] == (4, -50.0)
+    assert analysis.results.cells["images_per_second_mean"].max() == 16.0, "the last 10 of 50 steps"
+    code, out, err = run_script(SCRIPT, folder)
+    assert (code, out) == (0, f"report: {folder}/analysis/report.html\n"), err
+    write_run(folder / "accumulated", "--training.batch_size=8", "--training.global_batch_size=32")
+    assert "training.global_batch_size" in analyse([folder]).results.varied
 
 
 def test_a_broken_parquet_ledger_is_one_line(tmp_path: Path, run_script: RunScript) -> None:

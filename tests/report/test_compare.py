@@ -373,7 +373,8 @@ def test_the_page_says_it_all_and_opens_offline(two: Comparison, run_script: Run
     ):
         assert expected in text, expected
     assert "<b>A40" not in page
-    assert page.count('<img src="data:image/png;base64,') == 3  # at step 20 of both, and after 7.25 s of the GPUs
+    assert page.count('<td class="wrap"><img src="data:image/png;base64,') == 2  # at step 20, in the table
+    assert page.count('<img src="data:image/png;base64,') == 2 + 3  # at step 20 of both, and after 7.25 s of the GPUs
     assert not re.search(r"<(script|link|img)[^>]*(src|href)=.?http", page)
     assert not re.search(r"\bnan\b|\bNone\b|\binf\b", text)
     titles = ("loss against iterations", "loss against time", "time in seconds against iterations", "SSIM against time")
@@ -451,12 +452,24 @@ def test_folders_that_cannot_be_compared_are_refused_in_one_line(tmp_path: Path)
         ([a, gone], None, str(gone), ["run directory"]),
         ([a, misspelt], None, str(misspelt), [f"{copied}?"]),
         ([a, tmp_path], None, str(tmp_path), ["run directory", "config.json"]),
-        ([a, grid], None, str(grid), ["grid folder", "--compare", "run directories"]),
+        ([a, grid], None, f'--compare = "{a}"', ["single"]),
         ([a, b], ["one"], '--labels = "one"', ["2 names"]),
         ([a, b], ["one", "one"], '--labels = "one"', ["two runs"]),
     ):
         with refused(about, *mentions):
             compare(folders, labels)
+
+
+def test_a_grid_is_compared_run_by_run_in_the_order_of_its_ledger(tmp_path: Path, run_script: RunScript) -> None:
+    grid = tmp_path / "grid"
+    for name in ("rank-1", "rank-16", "rank-2"):
+        write_run(grid / "runs" / name, run_id=name, state="oom" if name == "rank-16" else "completed")
+    names = ("rank-1", "rank-2", "gone", "rank-16")
+    (grid / "runs_summary.csv").write_text("\n".join(("run_name", *names, "")))
+    (grid / "grid.json").write_text("{}")
+    assert [run.label for run in compare([grid]).runs] == ["rank-1", "rank-2", "rank-16"]
+    code, out, _ = run_script(SCRIPT, "--compare", grid)
+    assert (code, out) == (0, f"report: {grid}/compare/compare.html\n")
 
 
 def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 from PIL import Image
 from refusals import assert_refused
 
+from torchditan.config.loader import load_config
+
 if TYPE_CHECKING:
     from tests.conftest import RunAlone, RunScript
 
@@ -225,23 +227,39 @@ def test_a_run_named_without_its_folder_is_found_in_outputs(run_script: RunScrip
     assert run_script("scripts/generate.py", "quickstart").err.endswith("; did you mean outputs/quickstart?\n")
 
 
-def launch(folder: Path, *arguments: str, **environment: str) -> list[str]:
-    """What scripts/train_latent_diffusion.sh makes of it: the arguments of torchrun, which only prints them here."""
+TORCHRUN = """#!/bin/sh
+printf "%s\\n" "$@" | tee arguments
+echo "[rank0]:autotune: batch 24: 1.0 images/s"
+echo "[rank0]:autotune: training.batch_size = 24"
+if [ "$STATE" ]; then
+  cd "$TORCHDITAN_RANKS_FOLDER"
+  echo "{\\"rank\\": 0, \\"state\\": \\"$STATE\\", \\"reason\\": null, \\"time\\": 1}" > rank-00000.json
+fi
+"""
+
+
+def launch(
+    folder: Path, *arguments: str, script: str = "train_latent_diffusion.sh", code: int = 1, **environment: str
+) -> list[str]:
+    """What a script makes of it: the arguments of torchrun, which only prints them here, and what the script adds.
+
+    `STATE` is the state that rank 0 reports; without it no rank began, let alone completed.
+    """
     torchrun = folder / "bin" / "torchrun"
     torchrun.parent.mkdir(exist_ok=True)
-    torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    torchrun.write_text(TORCHRUN)
     torchrun.chmod(0o755)
     kept = {key: value for key, value in os.environ.items() if key not in ("NGPU", "CONFIG_FILE", "LOG_RANK")}
     path = f"{torchrun.parent}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(
-        [str(SCRIPTS / "train_latent_diffusion.sh"), *arguments],
+        [str(SCRIPTS / script), *arguments],
         cwd=folder,
         env={**kept, "PATH": path, **environment},
         capture_output=True,
         text=True,
     )
-    assert result.returncode == 1, result.stderr  # no rank began, let alone completed
-    return result.stdout.splitlines()
+    assert result.returncode == code, result.stderr
+    return [line for line in result.stdout.splitlines() if not line.startswith("[rank0]:")]
 
 
 def test_the_launcher_trains_the_course_projects_job_on_one_gpu(tmp_path: Path) -> None:
@@ -249,6 +267,30 @@ def test_the_launcher_trains_the_course_projects_job_on_one_gpu(tmp_path: Path) 
     assert "--nproc_per_node=1" in arguments
     assert "--local-ranks-filter=0" in arguments
     assert arguments[-2:] == [str(SCRIPTS.parent / "train.py"), "--job.config_file=llama3_latent_diffusion.toml"]
+
+
+@pytest.mark.parametrize(("state", "code"), [("completed", 0), ("oom", 1), ("interrupted", 75)])
+def test_a_run_of_the_course_projects_grids_exits_with_what_they_read_as_out_of_memory(
+    tmp_path: Path, state: str, code: int
+) -> None:
+    script = "train_latent_diffusion_ablate.sh"
+    arguments = launch(tmp_path, "--model.patch_size=4", script=script, code=code, STATE=state, NGPU="1")
+    assert arguments[-2:] == ["--job.config_file=llama3_latent_diffusion_ablate.toml", "--model.patch_size=4"]
+    config = load_config(arguments[-2:])
+    assert (config.training.steps, config.dataset.dummy_fill, config.metrics.legacy_tags) == (40, "zeros", True)
+
+
+def test_the_search_of_the_course_projects_grids_ends_with_the_batch_size(tmp_path: Path) -> None:
+    """The grid reads the last number of two lines, and passes the batch of its previous search."""
+    script = "autotune_bs_train_latent_diffusion.sh"
+    flags = ["--training.batch_size=8"]
+    assert launch(tmp_path, *flags, script=script, code=0, STATE="completed", NGPU="1") == [
+        "Attempting training with batch size: 24",
+        "Binary search complete. Optimal batch size found: 24",
+    ]
+    given = (tmp_path / "arguments").read_text().splitlines()
+    assert given[-3:] == [*flags, "--training.batch_size=auto", "--job.print_config"]
+    assert launch(tmp_path, script=script, code=3, STATE="oom", NGPU="1") == []
 
 
 def test_the_launcher_passes_environment_and_arguments_on(tmp_path: Path) -> None:

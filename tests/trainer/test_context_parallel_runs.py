@@ -30,7 +30,7 @@ TINY = [
     "--validation.freq=0",
     "--checkpoint.save_final=false",
 ]
-KEEP = ["--checkpoint.save_final=true"]
+KEEP = ["--checkpoint.enable_checkpoint", "--checkpoint.save_final=true"]
 FULL, OP = "--activation_checkpoint.mode=full", "--activation_checkpoint.selective_ac_option=op"
 SELECTIVE = "--activation_checkpoint.mode=selective"
 CONTEXT, REPLICATE = "--training.context_parallel_degree", "--training.data_parallel_replicate_degree"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from refusals import assert_refused
 
 import torchditan
 from torchditan.evaluation.validation import BIN_KEYS
@@ -232,6 +233,8 @@ def test_one_curve_in_every_mode(
         assert difference < 1e-5, flags
         validated = {key: read_metrics(run)[-1][key] for key in VALIDATED}
         assert validated == pytest.approx({key: read_metrics(reference)[-1][key] for key in VALIDATED}, rel=1e-5)
+        weights, expected = load(run, "ema"), load(reference, "ema")
+        assert all(torch.allclose(weights[name], expected[name], atol=1e-4) for name in expected)
         if reference is official:
             assert_same_grid(run / GRID, official / GRID)
 
@@ -447,35 +450,34 @@ def test_rerunning_a_finished_run_changes_nothing(tmp_path: Path, train: Train) 
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.fixture
-def finished(tmp_path: Path, train: Train) -> Outcome:
-    """`run`: three steps with the default options for checkpoints."""
-    outcome = train("run", "--training.steps=3", "--training.batch_size=16")
-    assert outcome.code == 0, outcome.err
-    return outcome
-
-
+@pytest.mark.parametrize("weights", ["ema", "raw"])
 def test_without_checkpoints_the_final_weights_are_kept_and_usable(
-    finished: Outcome, tmp_path: Path, train: Train, run_script: RunScript
+    weights: str, tmp_path: Path, train: Train, run_script: RunScript
 ) -> None:
-    run = tmp_path / "run"
-    assert [path.name for path in (run / "checkpoint").iterdir()] == ["step-00000003"]
-    *_, where, how = finished.out.splitlines()
-    assert where.endswith(f"{run}/checkpoint/step-00000003")
-    assert how.endswith(f"python scripts/generate.py {run}")
+    run, ema = tmp_path / "run", f"--ema.enable={str(weights == 'ema').lower()}"
+    flags = ["--training.steps=3", "--training.batch_size=16", ema]
+    *_, where, how = train("run", *flags).out.splitlines()
+    kept = run / "checkpoint" / "step-00000003.safetensors"
+    assert list((run / "checkpoint").iterdir()) == [kept]
+    assert where.endswith(str(kept)) and how.endswith(f"python scripts/generate.py {run}")
+    assert train("all", *flags, "--checkpoint.enable_checkpoint").code == 0
+    expected, found = load(tmp_path / "all", weights, step=3), load(run, weights, step=3)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert kept.stat().st_size < 1.1 * sum(4 * tensor.numel() for tensor in expected.values())
     assert run_script("scripts/generate.py", run, "--sampling.num_steps=1", "--classes=1").code == 0
     assert run_script("scripts/convert_checkpoint.py", "export", run, "weights.safetensors").code == 0
-    for weights in (run, "weights.safetensors"):
-        begun = train(
-            f"from-{weights}".replace("/", "-"), "--training.steps=1", f"--checkpoint.initial_load_path={weights}"
-        )
-        assert begun.code == 0 and "started from" in begun.out
+    assert (tmp_path / "weights.safetensors").read_bytes() == kept.read_bytes()
+    other = "raw" if weights == "ema" else "ema"
+    refused = run_script("scripts/generate.py", run, f"--weights={other}")
+    assert_refused(refused.err, "--weights", [other, f"must be {weights}"])
+    for number, source in enumerate((run, kept)):
+        begun = train(str(number), "--training.steps=1", ema, f"--checkpoint.initial_load_path={source}")
+        assert begun.code == 0 and f"started from the weights of {source}, step 3 ({weights})" in begun.out
 
 
-def test_a_finished_run_never_starts_again_over_its_final_weights(
-    finished: Outcome, one_process: Path, tmp_path: Path, train: Train
-) -> None:
+def test_a_finished_run_never_starts_again_over_its_final_weights(tmp_path: Path, train: Train) -> None:
     run = tmp_path / "run"
+    assert train("run", "--training.steps=3", "--training.batch_size=16").code == 0
     before = {path: path.read_bytes() for path in [run / "metrics.jsonl", *(run / "checkpoint").rglob("*.*")]}
     for flags in ([], ["--checkpoint.enable_checkpoint"], ["--checkpoint.save_final=false"]):
         again = train("run", "--training.steps=3", "--training.batch_size=16", *flags)
@@ -484,14 +486,23 @@ def test_a_finished_run_never_starts_again_over_its_final_weights(
         assert "--metrics.experiment_name" in again.out
         assert all(path.read_bytes() == content for path, content in before.items())
         assert f"python scripts/generate.py {run}" in again.out.splitlines()[-1]
-    longer = train("run", "--training.steps=5", "--training.batch_size=16")
-    assert "resumed at step 3" in longer.out
-    assert curve(run) == curve(one_process)[:5]
-    assert sorted(path.name for path in (run / "checkpoint").iterdir()) == ["step-00000003", "step-00000005"]
+    for steps in (2, 5):
+        other = train("run", f"--training.steps={steps}", "--training.batch_size=16", "--checkpoint.enable_checkpoint")
+        assert_refused(other.err, f"training.steps = {steps}", [str(run), "--checkpoint.initial_load_path"])
+    assert all(path.read_bytes() == content for path, content in before.items())
 
 
-def test_a_run_that_keeps_no_weights_says_so_before_and_after(tmp_path: Path, train: Train) -> None:
-    result = train("run", "--training.steps=2", "--training.batch_size=16", "--checkpoint.save_final=false")
+def test_a_run_that_continues_from_a_checkpoint_ends_with_one(one_process: Path, tmp_path: Path, train: Train) -> None:
+    assert train("run", "--training.steps=3", "--training.batch_size=16", "--checkpoint.enable_checkpoint").code == 0
+    assert "resumed at step 3" in train("run", "--training.steps=5", "--training.batch_size=16").out
+    assert curve(tmp_path / "run") == curve(one_process)[:5]
+    checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir())
+    assert checkpoints == ["step-00000003", "step-00000005"]
+
+
+@pytest.mark.parametrize("option", ["save_final", "enable_checkpoint"])
+def test_a_run_that_keeps_no_weights_says_so_before_and_after(option: str, tmp_path: Path, train: Train) -> None:
+    result = train("run", "--training.steps=2", "--training.batch_size=16", f"--checkpoint.{option}=false")
     assert result.code == 0
     assert not (tmp_path / "run" / "checkpoint").exists()
     lines = result.out.splitlines()

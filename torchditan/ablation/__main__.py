@@ -131,6 +131,8 @@ def _run(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> None:
     from torchditan.ablation.runner import run_grid
 
     grid = _load(arguments, flags)
+    if grid.left_out is not None:
+        print(f"note: {grid.left_out}", file=sys.stderr)
     path = arguments.dump_folder / grid.name
     retry = [] if arguments.retry == "none" else arguments.retry.split(",")
     for status in retry:

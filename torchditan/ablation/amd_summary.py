@@ -5,6 +5,7 @@ Notable:
 - everything comes from the ledger and from each run's metrics.jsonl, one record per step;
 - means and population standard deviations exclude the first `WARMUP_STEPS`. The tail is the last `TAIL_STEPS` of the
   other steps. Both numbers are AMD's defaults;
+- every setting is a column too, translated to AMD's terms (`settings_of`);
 - values that were not measured are empty, never 0. docs/compatibility.md defines each column.
 """
 
@@ -18,9 +19,11 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from torchditan.ablation.grid import Grid
+from torchditan.ablation.grid import BATCH_SIZE, PARALLEL, PRECISION, Grid, Run, parallel_degrees
 from torchditan.ablation.ledger import CSV_NAME, SKIPPED_AFTER_OOM, Row, read_ledger
 from torchditan.ablation.maker import RUNS_FOLDER
+from torchditan.config.options import Config
+from torchditan.finetune.resolutions import resolution_numbers, resolution_of
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 from torchditan.run.reading import read_metrics
@@ -50,6 +53,38 @@ COLUMNS = (
     "std_tflops",
     "num_samples",
 )
+SETTINGS = (
+    "distributed_type",
+    "dynamo_config",
+    "fsdp_config",
+    "machine_rank",
+    "mixed_precision",
+    "num_machines",
+    "num_processes",
+    "rdzv_backend",
+    "use_cpu",
+    "model",
+    "model_path",
+    "train_data_path",
+    "train_batch_size",
+    "num_iterations",
+    "resolution",
+    "num_frames",
+    "gradient_checkpointing",
+    "logging_dir",
+    "profiling_logging_dir",
+)
+"""Further columns: the settings of a run, first those of Accelerate."""
+_MODELS = {
+    "flux/FLUX.1-dev": "flux-dev",
+    "sdxl/SDXL": "stable-diffusion-xl",
+    "hunyuan_video/HunyuanVideo": "hunyuan-video",
+    "mochi/Mochi-1": "mochi-1",
+    "wan/Wan2.1-I2V-14B": "wan2_1-i2v",
+}
+"""Their names of models; others keep ours."""
+_PRECISIONS = {"float32": "no", "float16": "fp16", "bfloat16": "bf16", "bfloat16_f8": "fp8"}
+
 STATUSES = {"completed": "success", "oom": "oom", "error": "error", "timeout": "error"}
 """Maps our statuses to theirs. A skipped run is `oom-skipped` if a smaller batch ran out of memory, else `not_run`."""
 
@@ -58,12 +93,12 @@ def write_amd_summary(grid: Grid, folder: Path) -> Path:
     """Write the summary of the grid in `folder`, which may be incomplete. Returns the path of the file."""
     rows = {row["run_name"]: row for row in read_ledger(folder, axes=grid.columns)}
     user = provenance.git_user()
-    lines = [
-        summary_row(number, run.name, rows.get(run.name), read_metrics(folder / RUNS_FOLDER / run.name), git_user=user)
-        for number, run in enumerate(grid.runs(), start=1)
-    ]
+    lines = []
+    for number, run in enumerate(grid.runs(), start=1):
+        row, records = rows.get(run.name), read_metrics(folder / RUNS_FOLDER / run.name)
+        lines.append(summary_row(number, run.name, row, records, git_user=user) | settings_of(run, row, folder))
     buffer = io.StringIO(newline="")
-    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(buffer, (*COLUMNS, *SETTINGS), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     path = folder / FOLDER / CSV_NAME
@@ -111,6 +146,60 @@ def summary_row(
         **_mean_and_std("tflops", [record["tflops_per_device"] for record in measured]),
         "num_samples": len(measured),
     }
+
+
+def settings_of(run: Run, row: Row | None, folder: Path) -> Row:
+    """The settings of a run in AMD's terms. Nested settings are one column each, as a Python dictionary.
+
+    Args:
+        run: a run of the grid.
+        row: its row of the ledger; None if it was not made yet.
+        folder: that of the grid.
+    """
+    config, checkpointing = run.config, run.config.activation_checkpoint
+    replicate, shard = parallel_degrees(run.axes[PARALLEL])
+    use_cpu = None if row is None else row["device_type"] == "cpu"
+    compiled = {"dynamo_backend": config.compile.backend if config.training.compile else "no"}
+    sharded = {
+        "fsdp_sharding_strategy": "FULL_SHARD" if replicate == 1 else "HYBRID_SHARD",
+        "fsdp_activation_checkpointing": False,  # that of the model is `gradient_checkpointing`
+        "fsdp_offload_params": config.training.enable_cpu_offload,
+    }
+    replicated = "NO" if replicate == 1 else "MULTI_CPU" if use_cpu else "MULTI_GPU"
+    model = f"{config.model.name}/{config.model.flavor}"
+    resolution, num_frames = _resolution(config)
+    every = checkpointing.selective_ac_option
+    shares = {"none": 0, "full": 1, "fraction": checkpointing.fraction}
+    selective = 1 / int(every) if every.isdecimal() else None  # they have no counterpart of `op`
+    return {
+        "distributed_type": "FSDP" if shard > 1 else replicated,
+        "dynamo_config": {**compiled, "dynamo_mode": config.compile.mode},
+        "fsdp_config": sharded if shard > 1 else None,
+        "machine_rank": 0,
+        "mixed_precision": _PRECISIONS[run.axes[PRECISION]],
+        "num_machines": 1,
+        "num_processes": run.num_devices,
+        "rdzv_backend": "c10d",
+        "use_cpu": use_cpu,
+        "model": _MODELS.get(model, model),
+        "model_path": config.model.path,
+        "train_data_path": config.dataset.root_dir,
+        "train_batch_size": run.axes[BATCH_SIZE] if row is None else row[BATCH_SIZE],
+        "num_iterations": config.training.steps,
+        "resolution": resolution,
+        "num_frames": num_frames,
+        "gradient_checkpointing": shares.get(checkpointing.mode, selective),
+        "logging_dir": str(folder),
+        "profiling_logging_dir": None,
+    }
+
+
+def _resolution(config: Config) -> tuple[str | None, int | None]:
+    """(`512`, or `WIDTH,HEIGHT` if they differ; frames of a video) of the samples, in pixels for published models."""
+    stored, size = resolution_of(config), config.dataset.image_size
+    height, width, *frames = resolution_numbers(stored) if stored else (size[0], size[-1]) if size else (None, None)
+    text = f"{height}" if height == width else f"{width},{height}"
+    return text if height else None, frames[0] if frames else None
 
 
 def _device_time(record: Mapping[str, Any]) -> float | None:

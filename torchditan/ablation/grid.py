@@ -7,7 +7,8 @@ Notable:
   accident;
 - `model`, `resolution` and `checkpoint_fraction` also set several options: a published model takes five
   (finetune/resolutions.py);
-- every run is validated as a `Config` before anything starts, so a mistake does not cost a night;
+- every run is validated as a `Config` before anything starts, so a mistake does not cost a night. A combination is left
+  out if it is impossible although each of its values is possible in another run;
 - batch size is the innermost axis and ascends: after an out-of-memory run the larger batches are skipped. A repeat, or
   the next value of `training.seed`, runs the whole grid again, so that a machine that slows down affects all cells
   alike;
@@ -76,7 +77,6 @@ ALIASES = (PARALLEL, PRECISION, MODEL, RESOLUTION, CHECKPOINT_FRACTION)
 
 _FORCED: dict[str, Any] = {
     "metrics.log_freq": 1,
-    "metrics.enable_sampling": False,
     "metrics.enable_tensorboard": False,
     "metrics.legacy_tags": False,
     "metrics.enable_wandb": False,
@@ -85,7 +85,7 @@ _FORCED: dict[str, Any] = {
     "checkpoint.enable_checkpoint": False,
     "checkpoint.save_final": False,
 }
-_OFF = {"validation.freq": 0, "evaluation.freq": 0}
+_OFF: dict[str, Any] = {"metrics.enable_sampling": False, "validation.freq": 0, "evaluation.freq": 0}
 """Unless a setting of the grid changes it, whatever its base file says."""
 _RUNNER_SETS = (
     "job",
@@ -99,7 +99,8 @@ _RUNNER_SETS = (
     "training.steps",
 )
 """Sections and options that a grid cannot set: the runner sets them or they do not affect measurements."""
-_ALSO_SETTINGS = ("autotune", "validation", "evaluation", "sampling", "metrics.sample_batch_size")
+_DRAWING = ("metrics.enable_sampling", "metrics.sample_freq", "metrics.sample_batch_size")
+_ALSO_SETTINGS = ("autotune", "validation", "evaluation", "sampling", *_DRAWING)
 """Those of them that may be settings, because they decide what is measured, but not axes."""
 
 _KEYS = ("base", "steps", "window", "repeats", "timeout_s", "autotune", "memory_limit_gib", "one_at_a_time")
@@ -154,11 +155,27 @@ class Grid:
         return [*STANDARD_AXES, *own, *([RESOLUTION] if MODEL in own and RESOLUTION not in own else [])]
 
     def runs(self) -> list[Run]:
-        """All runs, in execution order.
+        """All runs, in execution order. Impossible combinations of values that are possible elsewhere are left out.
 
         Raises:
-            ConfigError: a cell is not a valid configuration, or the exclusions leave no run.
+            ConfigError: a value is not valid in any cell, or the exclusions leave no run.
         """
+        runs, _ = self._runs_and_impossible
+        return [
+            *runs,
+            *(replace(run, repeat=r, name=f"{run.name}_r{r}") for r in range(2, self.repeats + 1) for run in runs),
+        ]
+
+    @property
+    def left_out(self) -> str | None:
+        """A line on the combinations that `runs` leaves out as impossible; None without any."""
+        runs, impossible = self._runs_and_impossible
+        count = f"{len(impossible)} of {len(runs) + len(impossible)} combinations are impossible and left out"
+        return f"{count}, such as {impossible[0]}" if impossible else None
+
+    @functools.cached_property
+    def _runs_and_impossible(self) -> tuple[list[Run], list[str]]:
+        """The runs without repeats, and for each cell that is left out a line with its values and the reason."""
         base = _read_base(self.base)
         axes = {SEED: self.axes[SEED], **self.axes} if SEED in self.axes else dict(self.axes)  # the outermost
         batches = sorted(axes.pop(BATCH_SIZE), key=_batch_order) if BATCH_SIZE in axes else None
@@ -169,12 +186,25 @@ class Grid:
             cells = [cell for cell in cells if self._num_changes(cell) <= 1]
         # Cells excluded by their axes need not be valid configurations.
         cells = [cell for cell in cells if not self._matches({**self.settings, **cell}.get)]
-        first = [run for run in (self._run(cell, base) for cell in cells) if not self._is_excluded(run)]
-        if not first:
+        runs, possible = [], set()
+        wrong: list[tuple[set[tuple[str, str]], str]] = []
+        for cell in cells:
+            values = {(axis, json.dumps(value)) for axis, value in cell.items()}
+            try:
+                run = self._run(cell, base)
+            except ConfigError as error:
+                wrong.append((values, f"{_cell_name(cell)}: {error}"))
+                continue
+            if not self._is_excluded(run):
+                runs.append(run)
+                possible |= values
+        for values, reason in wrong:
+            if not values <= possible:  # a mistake, not a combination
+                raise ConfigError(f"{self.name}, {reason}")
+        if not runs:
             raise ConfigError(f"{self.name} is an empty grid: every run is excluded")
-        _check_effects(self.axes, first)
-        again = (replace(run, repeat=r, name=f"{run.name}_r{r}") for r in range(2, self.repeats + 1) for run in first)
-        return [*first, *again]
+        _check_effects(self.axes, runs)
+        return runs, [reason for _, reason in wrong]
 
     def _run(self, cell: dict[str, Any], base: dict[str, Any]) -> Run:
         values: dict[str, Any] = {"dataset.dataset_name": "dummy"} if "dataset.dataset_name" not in base else {}
@@ -185,12 +215,9 @@ class Grid:
         if self.autotune is not None:
             values |= {BATCH_SIZE: "auto", "autotune.goal": self.autotune}
         flags = _expand_aliases(values)
-        try:
-            config = build_config({**base, **flags})
-            axes = {axis: _axis_value(config, axis) for axis in self.columns}
-            validate(config)
-        except ConfigError as error:
-            raise ConfigError(f"{self.name}, {_cell_name(cell)}: {error}") from None
+        config = build_config({**base, **flags})
+        axes = {axis: _axis_value(config, axis) for axis in self.columns}
+        validate(config)
         others = set(axes).difference(_ALWAYS_NAMED) if self.one_at_a_time else ()  # ten are too long for a file name
         name = run_name(axes, left_out={axis for axis in others if axes[axis] == self.axes[axis][0]})
         return Run(name=name, repeat=1, axes=axes, flags=flags, config=config)

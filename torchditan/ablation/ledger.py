@@ -142,7 +142,7 @@ def write_ledger(folder: Path, rows: Sequence[Row], *, axes: Sequence[str]) -> N
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(names)
-    writer.writerows([_to_text(row.get(name)) for name in names] for row in rows)
+    writer.writerows([to_text(row.get(name)) for name in names] for row in rows)
     write_file(folder / CSV_NAME, buffer.getvalue().encode())
     _write_parquet(folder / PARQUET_NAME, rows, names)
 
@@ -158,7 +158,7 @@ def _write_parquet(path: Path, rows: Sequence[Row], names: Sequence[str]) -> Non
     arrays = {}
     for name in names:
         kind = column_type(name)
-        values = [_to_text(row.get(name)) or None if kind is str else row.get(name) for row in rows]
+        values = [to_text(row.get(name)) or None if kind is str else row.get(name) for row in rows]
         arrays[name] = pyarrow.array(values, type=kinds[kind])
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.table(arrays), sink)
@@ -209,7 +209,7 @@ def _from_text(text: str, kind: type) -> Any:
     return kind(text)
 
 
-def _to_text(value: Any) -> str:
+def to_text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -118,7 +118,7 @@ class Maker:
             "start_up_s": outcome.start_up_s,
             "elapsed_s": outcome.elapsed_s,
             "started": datetime.fromtimestamp(outcome.started, timezone.utc).isoformat(timespec="seconds"),
-            **_provenance(folder),
+            **provenance_of(folder),
         }
         return row if batch_size is None else {**row, BATCH_SIZE: batch_size}
 
@@ -159,7 +159,7 @@ def _shortened(reason: str) -> str:
     return reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}..."
 
 
-def _provenance(folder: Path) -> Row:
+def provenance_of(folder: Path) -> Row:
     """Code and machine that the run recorded; empty if it failed before that."""
     try:
         stored = read_config(folder)

@@ -43,6 +43,7 @@ INDEX = ".metadata"
 _FORMAT = 1
 _CHUNK = 1 << 22
 _NAME = re.compile(r"step-(\d{8})")
+_FINAL_WEIGHTS = re.compile(r"step-\d{8}\.safetensors")
 _UNFINISHED = re.compile(r"step-\d{8}\.partial")
 _DISCARDED = re.compile(r"step-\d{8}\.(replaced|deleted)")
 
@@ -75,9 +76,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
+def final_weights(folder: Path) -> Path | None:
+    """The file of weights that a finished run without checkpoints kept, if there is one."""
+    return max(_matching(folder, _FINAL_WEIGHTS), default=None)
+
+
 def step_of(checkpoint: Path) -> int:
-    """The training step in the name of a checkpoint folder."""
-    return int(checkpoint.name.removeprefix("step-"))
+    """The training step in the name of a checkpoint folder, or of a file of final weights."""
+    return int(checkpoint.stem.removeprefix("step-"))
 
 
 # Writing

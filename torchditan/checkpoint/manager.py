@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pkgutil
 import shutil
 import threading
 import time
@@ -27,7 +28,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ from torchditan.checkpoint.files import (
     DamagedCheckpointError,
     discard,
     discard_unfinished,
+    final_weights,
     list_checkpoints,
     publish,
     read_back,
@@ -58,11 +60,12 @@ from torchditan.checkpoint.loading import (
     read_numbers,
     read_progress,
 )
-from torchditan.checkpoint.run_state import RunState, Snapshot
+from torchditan.checkpoint.run_state import ModelState, RunState, Snapshot
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import to_dict
 from torchditan.config.options import Config
 from torchditan.config.trajectory import differences, trajectory
+from torchditan.registry import EXPORT_WEIGHTS, LOAD_WEIGHTS
 
 if TYPE_CHECKING:
     from torchditan.checkpoint.staging import Stager
@@ -77,11 +80,6 @@ def check_async_mode(config: Config, *, device: torch.device) -> None:
     if config.checkpoint.async_mode == "async_with_pinned_mem" and device.type != "cuda":
         right = "pinned memory is for copies from a GPU, and this machine has none; must be disabled or async"
         raise option_error("checkpoint.async_mode", config.checkpoint.async_mode, right)
-
-
-OPTIMIZER = "optimizer"
-"""Name of the optimizer's state in a checkpoint that a run can continue from."""
-_WEIGHTS_ALONE = "no run continues from it, but --checkpoint.initial_load_path starts one"
 
 
 class CheckpointManager:
@@ -109,6 +107,8 @@ class CheckpointManager:
         self.folder = folder
         self.state = state
         self.keep_latest_k = config.checkpoint.keep_latest_k
+        self.has_checkpoints = config.checkpoint.enable_checkpoint
+        """Whether the run writes checkpoints, or only its final weights. True after it continued from a checkpoint."""
         self.config = to_dict(config)
         self.trajectory = trajectory(config)
         self.num_steps = config.training.steps
@@ -150,7 +150,7 @@ class CheckpointManager:
                 target=self._write_in_thread, args=(staged,), name="checkpoint", daemon=True
             )
             self._writing.start()
-        if snapshot.step == self.num_steps and OPTIMIZER in snapshot.tensors:
+        if snapshot.step == self.num_steps and "model" in snapshot.tensors:
             self.wait()
             if self.failure is not None:
                 self._save_what_fits(snapshot, self.failure)
@@ -158,19 +158,21 @@ class CheckpointManager:
     def _save_what_fits(self, snapshot: Snapshot, refusal: str) -> None:
         """After a failed write of the last step: write the weights alone. If that fails too, delete the checkpoints
         before the newest complete one, and try both again."""
-        weights, is_writer = _weights_alone(snapshot), dist.get_rank() == 0
-        for contents in (weights, snapshot, weights):
-            if contents is snapshot:
-                deleted = self._any_of(self._delete_older() if is_writer else None)
-                if deleted is None:
-                    return
-                if is_writer:
-                    self.warn(f"warning: {refusal}; {deleted} deleted to make room for step {snapshot.step}")
-            self._write(contents)
+        is_writer = dist.get_rank() == 0
+        self.save_weights()
+        if self.failure is not None:
+            deleted = self._any_of(self._delete_older() if is_writer else None)
+            if deleted is None:
+                return
+            if is_writer:
+                self.warn(f"warning: {refusal}; {deleted} deleted to make room for step {snapshot.step}")
+            self._write(snapshot)
             if self.failure is None:
-                break
-        if self.failure is None and contents is weights and is_writer:
-            self.warn(f"warning: {refusal}; step {snapshot.step} is saved without the optimizer: {_WEIGHTS_ALONE}")
+                return
+            self.save_weights()
+        if self.failure is None and is_writer:
+            alone = "no run continues from it, but --checkpoint.initial_load_path starts one"
+            self.warn(f"warning: {refusal}; step {snapshot.step} is saved without the optimizer: {alone}")
 
     def _delete_older(self) -> str | None:
         """Delete the checkpoints before the newest complete one. Returns their names."""
@@ -181,6 +183,31 @@ class CheckpointManager:
             with contextlib.suppress(OSError):
                 remove(path)
         return ", ".join(path.name for path in checkpoints) or None
+
+    def save_weights(self) -> None:
+        """Write only the weights of this step, averaged if the run has an average, to one file."""
+        progress, model, average = self.state.progress, self.state.tensors["model"], self.state.tensors.get("ema")
+        path = self._final_weights_path(progress.step)
+        kind, averaged = ("raw", {}) if average is None else ("ema", average.state_dict())
+        weights = {**model.state_dict(), **averaged}
+        export = pkgutil.resolve_name(EXPORT_WEIGHTS)
+        self.failure = self._first_failure(
+            lambda: export(path, weights, config=self.config, progress=progress, kind=kind)
+        )
+
+    def _final_weights_path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.safetensors"
+
+    def load_final_weights(self) -> bool:
+        """Load the weights that a finished run kept instead of checkpoints. Returns whether there are any."""
+        found = [final_weights(self.folder)]
+        dist.broadcast_object_list(found, src=0, group=self.group)
+        if found[0] is None:
+            return False
+        model, progress = cast(ModelState, self.state.tensors["model"]), self.state.progress
+        stored = pkgutil.resolve_name(LOAD_WEIGHTS)(model.model, found[0], only_trained=model.only_trained)
+        progress.step, progress.images_seen = step_of(found[0]), stored.images_seen or 0
+        return True
 
     def wait(self) -> None:
         """Wait until an asynchronous write has finished."""
@@ -219,8 +246,9 @@ class CheckpointManager:
                     kept = f"the last one is {last.name}" if last else f"no {self.what} exists yet"
                     missing = f"no {self.what} of step {snapshot.step}: {self.failure}"
                     self.warn(f"warning: {missing}; {kept}. The run continues")
-            elif snapshot.tensors.keys() == self.state.tensors.keys():
+            else:
                 self._published_step = snapshot.step
+                self._final_weights_path(snapshot.step).unlink(missing_ok=True)  # of an earlier attempt on a full disk
             self._start_cleaning()
             if self.failure is not None and snapshot.step == self.num_steps:  # the next attempt needs the space
                 self.close()
@@ -293,6 +321,7 @@ class CheckpointManager:
             if damage is None:
                 for text in damages if dist.get_rank() == 0 else []:
                     self.warn(f"warning: {text}; continuing from {checkpoint.name}")
+                self.has_checkpoints = True
                 return True
             damages.append(f"{checkpoint} is not used: {damage}")
         if damages:
@@ -319,8 +348,6 @@ class CheckpointManager:
         reader = CheckpointReader(checkpoint)
         try:
             stored = reader.read_metadata().state_dict_metadata
-            if OPTIMIZER in tensors and not _has_optimizer(stored):
-                damage = f"it has the weights alone; {_WEIGHTS_ALONE}"
         except DamagedCheckpointError as error:
             damage = str(error)
         if (damage := self._any_of(damage)) is not None:  # ranks must agree before the collectives of a load
@@ -411,24 +438,12 @@ def _without_new_moments(state: dict[str, Any], stored: Iterable[str]) -> dict[s
     return {**state, "optimizer": {**state["optimizer"], "state": moments}}
 
 
-def _weights_alone(snapshot: Snapshot) -> Snapshot:
-    """The average and the buffers that complete it, or the weights of a run without an average."""
-    average, weights = snapshot.tensors.get("ema", {}), snapshot.tensors["model"]
-    tensors = {"ema": average, "model": {name: tensor for name, tensor in weights.items() if name not in average}}
-    return Snapshot({name: state for name, state in tensors.items() if state}, snapshot.numbers, {})
-
-
 def _is_complete(checkpoint: Path) -> bool:
-    """Whether a run can continue from a checkpoint: it is undamaged, and has more than the weights."""
     try:
         verify(checkpoint)
-        return _has_optimizer(CheckpointReader(checkpoint).read_metadata().state_dict_metadata)
     except DamagedCheckpointError:
         return False
-
-
-def _has_optimizer(stored: Iterable[str]) -> bool:
-    return any(key.startswith(f"{OPTIMIZER}.") for key in stored)
+    return True
 
 
 def _file_of_rank(folder: Path, name: str) -> Path:

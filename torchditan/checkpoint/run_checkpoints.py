@@ -47,7 +47,10 @@ class RunCheckpoints:
         with logger.timer.excluded("checkpoint"), self.supervision.reporting("saving"):
             progress.elapsed_s = logger.elapsed_s
             logger.flush()
-            self.manager.save()
+            if self.manager.has_checkpoints:
+                self.manager.save()
+            else:
+                self.manager.save_weights()
             self.saved_step = progress.step
 
     def load_latest(self) -> bool:
@@ -69,8 +72,11 @@ class RunCheckpoints:
             Description of the initial weights, for the log.
         """
         loaded = None
-        if not self.load_latest() and load_weights is not None:
-            loaded = load_weights()
+        if not self.load_latest():
+            if self.manager.load_final_weights():
+                self.saved_step = self.progress.step
+            elif load_weights is not None:
+                loaded = load_weights()
             if ema is not None:
                 ema.restart()
         run_directory.truncate_metrics(self.progress.step)

@@ -8,7 +8,14 @@ from pathlib import Path
 
 from torch import nn
 
-from torchditan.checkpoint.files import CheckpointReader, DamagedCheckpointError, list_checkpoints, step_of, verify
+from torchditan.checkpoint.files import (
+    CheckpointReader,
+    DamagedCheckpointError,
+    final_weights,
+    list_checkpoints,
+    step_of,
+    verify,
+)
 from torchditan.checkpoint.loading import detached, load_safely
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.models.saved_weights import checkpoint_keys, required_names, saved_weights
@@ -17,10 +24,13 @@ from torchditan.models.saved_weights import checkpoint_keys, required_names, sav
 def find_checkpoint(folder: Path, step: int | None) -> Path:
     """The checkpoint of `step`, or the newest complete one. Newer damaged ones are reported.
 
+    A run without checkpoints has a file of its final weights instead.
+
     Raises:
         ConfigError: the checkpoint does not exist or is damaged; the message lists the available steps.
     """
-    checkpoints = {step_of(path): path for path in list_checkpoints(folder)}
+    kept = final_weights(folder)
+    checkpoints = {step_of(path): path for path in [*list_checkpoints(folder), *([kept] if kept else [])]}
     if not checkpoints:
         raise ConfigError(
             f"{folder} holds no checkpoint: the run has not finished, or it was configured to keep no weights "
@@ -31,7 +41,8 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     damages = []
     for number in sorted(checkpoints, reverse=True) if step is None else [step]:
         try:
-            verify(checkpoints[number])
+            if checkpoints[number] != kept:
+                verify(checkpoints[number])
         except DamagedCheckpointError as error:
             damages.append(f"{checkpoints[number]} is not used: {error}")
             continue

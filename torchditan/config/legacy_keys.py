@@ -35,12 +35,15 @@ LEGACY_KEYS: dict[str, tuple[Any, str] | None] = {
     "optimizer.early_step_in_backward": (False, "the optimizer steps after the backward pass"),
     "float8.enable_fsdp_float8_all_gather": (False, "weights are gathered in training.mixed_precision_param"),
     "float8.precompute_float8_dynamic_scale_for_fsdp": (False, "torchao decides when scales are computed"),
+    "float8.scaling_type_input": ("dynamic", "scales are computed in each step"),
+    "float8.scaling_type_weight": ("dynamic", "scales are computed in each step"),
+    "float8.scaling_type_grad_output": ("dynamic", "scales are computed in each step"),
     "checkpoint.interval_type": ("steps", "checkpoint.interval counts steps"),
     "checkpoint.model_weights_only": (False, "a checkpoint contains everything that a resume needs"),
     "checkpoint.export_dtype": None,  # has an effect only with model_weights_only
     "checkpoint.create_seed_checkpoint": (False, "initial weights are the same on every mesh without it"),
     "metrics.rank_0_only": (True, "metrics are written by rank 0"),
-    "metrics.disable_color_printing": (False, "set metrics.enable_color_printing = false"),
+    "metrics.disable_color_printing": None,
     "memory_estimation.enabled": (False, "use python -m torchditan.planner"),
     "memory_estimation.disable_fake_mode": None,
 }
@@ -107,6 +110,15 @@ def adopt_legacy(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], 
         if kept.get("model.flavor") == "DiT-0.5B":
             kept["model.flavor"] = "DiT-L"
             notes.append("model.flavor DiT-0.5B: read as DiT-L, which the course project calls 0.5B")
+    if kept.get("optimizer.name") == "Adam":
+        if kept.get("optimizer.weight_decay"):
+            right = "optimizer.name Adam is read as AdamW without decay; leave one of them out"
+            raise option_error("optimizer.weight_decay", kept["optimizer.weight_decay"], right)
+        kept["optimizer.name"] = "AdamW"
+        notes.append("optimizer.name Adam: read as AdamW without weight decay, which is the same update")
+    is_of_course_project = bool(ignored) or kept.get("model.preset") == PRESET
+    if is_of_course_project and kept.get("metrics.enable_tensorboard") is True:
+        kept.setdefault("metrics.legacy_tags", True)
     if type(kept.get("training.batch_size")) is int and kept["training.batch_size"] == -1:
         kept["training.batch_size"] = None
         notes.append("training.batch_size -1: left open: global_batch_size divided by the ranks, or 16 per rank")

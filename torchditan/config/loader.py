@@ -124,6 +124,8 @@ def parse_config(argv: list[str]) -> Config:
         values, notes = adopt_file(_split_flavor(read_toml(path)), flags=flags, world_size=world_size)
     given = {**values, **flags}
     values, ignored, read_otherwise = adopt_legacy(given)
+    if values.get("checkpoint.enable_checkpoint") is False:  # given, not left open
+        values.setdefault("checkpoint.save_final", False)
     values = {**flatten(Config()), **_coerce_all(values), "job.config_file": None if path is None else str(path)}
     values.update(_defaults_from_others(values))
     values, read_as_meant = adopt_names(values, given=given, stored=_stored_sections(values))

@@ -365,7 +365,9 @@ class Checkpoint:
     enable_checkpoint: bool = False
     """Write checkpoints during training. After an interruption, the same command continues from the newest one."""
     save_final: bool = True
-    """Without enable_checkpoint, save the state once at the end of the run; false keeps no weights."""
+    """Without enable_checkpoint, keep the weights of the last step (the averaged ones if the run has an average) in one
+    file. Such a run cannot be continued, only started from. If you set enable_checkpoint to false, the default is
+    false: nothing is kept."""
     folder: str = "checkpoint"
     """Folder of the checkpoints inside the run directory."""
     interval: int = 500
@@ -395,7 +397,8 @@ class Metrics:
     save_tb_folder: str = "tensorboard"
     """Folder of the event files inside the run directory."""
     legacy_tags: bool = False
-    """Also write the TensorBoard scalars under the course project's tags (wps, im/s, ...; docs/compatibility.md)."""
+    """Also write the TensorBoard scalars under the course project's tags (wps, im/s, ...; docs/compatibility.md). The
+    default is true with TensorBoard, if the job has model.preset llama3_diffusion or keys of the course project."""
     enable_wandb: bool = False
     """Log to Weights & Biases; offline if you are not logged in."""
     wandb_project: str = "torchditan"

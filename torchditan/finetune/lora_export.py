@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchditan.checkpoint.files import step_of
 from torchditan.checkpoint.loading import read_progress, read_state
 from torchditan.checkpoint.trained_weights import find_checkpoint
 from torchditan.config.errors import ConfigError, option_error
@@ -35,6 +36,7 @@ from torchditan.finetune.lora_layers import (
 )
 from torchditan.finetune.published import family
 from torchditan.run.reading import read_config
+from torchditan.weights.exported import describe_weights, read_from_file
 from torchditan.weights.safetensors_files import TensorToWrite, write_weights
 
 
@@ -214,10 +216,15 @@ def export_run(
     if weights == "ema" and not config.ema.enable:
         raise option_error("--weights", weights, "this run kept no average; must be raw")
     checkpoint = find_checkpoint(run / config.checkpoint.folder, step)
-    key = "model" if weights == "raw" or not config.ema.enable else "ema"
-    prefix = f"{key}.transformer."
-    state = {name.removeprefix(prefix): value for name, value in read_state(checkpoint, prefix).items()}
-    reached = read_progress(checkpoint).step
+    if checkpoint.is_file():
+        stored = describe_weights(checkpoint, weights=weights)
+        prefix, reached = "transformer.", step_of(checkpoint)
+        values = {name: read_from_file(checkpoint, name) for name in stored.shapes}
+    else:
+        key = "model" if weights == "raw" or not config.ema.enable else "ema"
+        prefix, reached = f"{key}.transformer.", read_progress(checkpoint).step
+        values = read_state(checkpoint, prefix)
+    state = {name.removeprefix(prefix): value for name, value in values.items()}
     layers = export_lora(
         state,
         model_name=config.model.name,

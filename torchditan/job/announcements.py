@@ -77,14 +77,14 @@ def opening(
 
 
 def closing(
-    job: Job, grids: Grids, *, last_grid: Path | None, last_validation: dict[str, float], checkpoint: Path | None
+    job: Job, grids: Grids, *, last_grid: Path | None, last_validation: dict[str, float], weights: Path | None
 ) -> list[str]:
     """Messages after the last step, with the last validation losses and the paths of all results.
 
     Args:
         last_grid: newest grid, if one was drawn.
         last_validation: result of `validation_losses`; empty without validation.
-        checkpoint: that of the last step, if saved.
+        weights: checkpoint or file of the last step, if saved.
     """
     messages = []
     if last_validation:
@@ -93,9 +93,9 @@ def closing(
         beside = "" if grids.shows_prompts else ", generated and real"
         messages.append(f"samples{beside}: {last_grid}")
     messages.append(f"done; all files of this run are in {job.run_directory.path}")
-    if checkpoint is None:
+    if weights is None:
         return [*messages, f"no weights were kept: {_NOT_SAVED}"]
-    messages.append(f"weights: {checkpoint}")
+    messages.append(f"weights: {weights}")
     if (command := _command_to_generate(job)) is not None:
         messages.append(f"generate from them: {command}")
     return messages
@@ -123,7 +123,9 @@ def _what_is_left(config: Config, progress: Progress) -> str | None:
         again = "to train again, name a new run with --metrics.experiment_name"
         return f"step {progress.step} is already done: nothing is left to train; {again}"
     keeps_weights = config.checkpoint.enable_checkpoint or config.checkpoint.save_final
-    return None if keeps_weights else f"this run keeps no weights: {_NOT_SAVED}"
+    if keeps_weights:
+        return None
+    return f"this run keeps no weights: {_NOT_SAVED}. --checkpoint.save_final keeps those of the last step"
 
 
 def _describe_run(job: Job, model: nn.Module, progress: Progress) -> str:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from torchditan.checkpoint.files import list_checkpoints, step_of
+from torchditan.checkpoint.files import final_weights, list_checkpoints, step_of
 from torchditan.config.errors import option_error
 from torchditan.config.options import Config, Diffusion, flatten
 from torchditan.config.rules import has_effect
@@ -195,6 +195,11 @@ def check_steps(config: Config, run: StoredRun) -> None:
     steps = config.training.steps
     before = run.options.get("training.steps")
     path, checkpoints = run.path, list_checkpoints(run.path / config.checkpoint.folder)
+    kept = final_weights(run.path / config.checkpoint.folder)
+    if not checkpoints and kept is not None and steps != step_of(kept):
+        only = f"{path} kept only its weights of step {step_of(kept)} and cannot be continued"
+        again = f"--checkpoint.initial_load_path {path} --metrics.experiment_name NAME"
+        raise option_error("training.steps", steps, f"{only}; start a new run from them: {again}")
     done: int = step_of(checkpoints[-1]) if checkpoints else before or 0
     if checkpoints and steps < done:
         right = f"{path} is at step {done}; must be {done} or more, or name a new run with --metrics.experiment_name"

@@ -17,6 +17,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from torchditan.ablation.ledger import CSV_NAME
+from torchditan.ablation.maker import RUNS_FOLDER
 from torchditan.config.errors import option_error
 from torchditan.report.compared_run import Run, Sampling, is_by, last_number, number, read_run
 from torchditan.report.grid_results import distinct_names
@@ -137,7 +139,7 @@ def compare(folders: Sequence[Path], labels: Sequence[str] | None = None) -> Com
     """Read run directories and compare them.
 
     Args:
-        folders: two or more run directories.
+        folders: run directories, or grids, whose runs are compared.
         labels: a name for each run. None: the folder names.
 
     Raises:
@@ -160,6 +162,7 @@ def compare(folders: Sequence[Path], labels: Sequence[str] | None = None) -> Com
 
 
 def _read_runs(folders: Sequence[Path], labels: Sequence[str] | None) -> list[Run]:
+    folders = [run for folder in folders for run in _runs_in(folder)]
     if len(folders) < 2:
         shown = " ".join(map(str, folders))
         raise option_error("--compare", shown, "is a single run; must be two or more run directories")
@@ -177,6 +180,15 @@ def _read_runs(folders: Sequence[Path], labels: Sequence[str] | None) -> list[Ru
         if all(first.content.get(key) and first.content.get(key) == second.content.get(key) for key in keys):
             raise option_error("--compare", str(second.path), f"is a copy of {first.path}; name each run once")
     return runs
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The run directories of a grid in the order of its ledger, or `folder` itself."""
+    if not (folder / "grid.json").exists():
+        return [folder]
+    ledger = (folder / CSV_NAME).read_text(encoding="utf-8") if (folder / CSV_NAME).exists() else ""
+    runs = [folder / RUNS_FOLDER / row["run_name"] for row in csv.DictReader(io.StringIO(ledger))]
+    return [run for run in runs if (run / "config.json").exists()]
 
 
 def _differing_settings(runs: list[Run]) -> list[Setting]:

@@ -32,6 +32,7 @@ from torchditan.report.sanity import count
 _SPEED_UP = "speed\N{NON-BREAKING HYPHEN}up"
 _MOST_LINES = 6
 _MOST_PIXELS = 1200  # side of an embedded picture
+_SMALL_PIXELS = 300  # of one in a table
 _KINDS = {
     "job": "training",
     "path": "a path; contents may be equal",
@@ -201,7 +202,8 @@ def _runs_section(comparison: Comparison) -> str:
     headers = ["run", "hardware", "world size", "parallel", "global batch", "precision", "steps", "runtime"]
     headers += ["steps/s", "images/s", _SPEED_UP, "s per sample", "peak memory, GiB", "final loss"]
     has_validation = any(run.validation_loss is not None for run in comparison.runs)
-    headers += [*(["validation loss"] if has_validation else []), "status"]
+    has_pictures = comparison.picture_step is not None
+    headers += [*(["validation loss"] if has_validation else []), *(["samples"] if has_pictures else []), "status"]
     rows = []
     for run in comparison.runs:
         ratio = comparison.speed_up(run)
@@ -223,9 +225,10 @@ def _runs_section(comparison: Comparison) -> str:
             cells.UNKNOWN if ratio is None else f"{cells.ratio(ratio)}\N{NO-BREAK SPACE}x",
         ]
         row += [cells.figure(run.seconds_per_image), cells.figure(run.peak_memory_gib), cells.loss(run.loss)]
-        row += [*([cells.loss(run.validation_loss)] if has_validation else []), cells.state(run)]
-        rows.append(row)
-    numeric = {"world size", "global batch", *headers[6:-1]}
+        row += [cells.loss(run.validation_loss)] if has_validation else []
+        row += [_small_picture(run, comparison.picture_at_equal_step(run))] if has_pictures else []
+        rows.append([*row, cells.state(run)])
+    numeric = {"world size", "global batch", *headers[6:-1]} - {"samples"}
     text = f'<div class="runs">{page.table(headers, rows, numeric=numeric)}</div>'
     reasons = [f"{run.label}: {run.status['reason']}" for run in comparison.runs if run.status.get("reason")]
     text += "".join(f"<p>{html.escape(reason)}</p>" for reason in reasons)
@@ -235,6 +238,12 @@ def _runs_section(comparison: Comparison) -> str:
             "the machine.</p>"
         )
     return text
+
+
+def _small_picture(run: Run, sampling: Sampling | None) -> str:
+    path = None if sampling is None else sampling.picture
+    uri = None if path is None else _data_uri(path, most_pixels=_SMALL_PIXELS)
+    return cells.UNKNOWN if uri is None else page.picture(uri, f"Samples of {run.label}")
 
 
 def _curves_section(comparison: Comparison) -> str:
@@ -363,7 +372,7 @@ def _side_by_side(comparison: Comparison, choose: Callable[[Run], Sampling | Non
     return f'<div class="pictures">{"".join(figures)}</div>'
 
 
-def _data_uri(path: Path) -> str | None:
+def _data_uri(path: Path, *, most_pixels: int = _MOST_PIXELS) -> str | None:
     """A PNG as a data URI, scaled down if large; None if the file is not a complete image."""
     from PIL import Image
 
@@ -371,8 +380,8 @@ def _data_uri(path: Path) -> str | None:
         with Image.open(path) as picture:
             picture.load()
             data = path.read_bytes()
-            if max(picture.size) > _MOST_PIXELS:
-                picture.thumbnail((_MOST_PIXELS, _MOST_PIXELS))
+            if max(picture.size) > most_pixels:
+                picture.thumbnail((most_pixels, most_pixels))
                 encoded = io.BytesIO()
                 picture.save(encoded, format="PNG", optimize=True)
                 data = encoded.getvalue()

@@ -18,7 +18,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from torchditan.config.errors import ConfigError
 from torchditan.report.grid_results import parallel_mode
 from torchditan.run.reading import read_config, read_metrics, read_status
 
@@ -219,8 +218,6 @@ class Run:
 
 
 def read_run(folder: Path, label: str) -> Run:
-    if (folder / "grid.json").exists():
-        raise ConfigError(f"{folder} is a grid folder; --compare takes run directories, for example {folder}/runs/NAME")
     content = read_config(folder)
     try:
         status = read_status(folder)

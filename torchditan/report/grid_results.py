@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Reads and checks the ledgers of one or more grid folders, and combines them in one table.
+"""Reads and checks the ledgers of one or more grid folders, or folders of runs, and combines them in one table.
 
 Notable:
 - A *source* is one grid on one device. The analysis compares within a source. A grid on two kinds of device is two
@@ -33,10 +33,21 @@ from torchditan.ablation.grid import (
     SEED,
     parallel_degrees,
 )
-from torchditan.ablation.ledger import CSV_NAME, PARQUET_NAME, QUALITY, SCHEMA_VERSION, STATUSES, column_type, columns
+from torchditan.ablation.ledger import (
+    CSV_NAME,
+    PARQUET_NAME,
+    QUALITY,
+    SCHEMA_VERSION,
+    STATUSES,
+    Row,
+    column_type,
+    columns,
+    to_text,
+)
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.evaluation.card_figures import t_quantile
 from torchditan.finetune.resolutions import MODEL, RESOLUTION
+from torchditan.report.run_folder import is_run_folder, read_runs
 from torchditan.run.reading import check_folder
 
 if TYPE_CHECKING:
@@ -72,8 +83,8 @@ class GridResults:
     repeats averaged, `batch` (a number), `made_by` (commit, versions, steps and window, which a comparison should not
     mix), `num_repeats` and `cell` (the row of its cell). `cells`: one row per setting and source with seeds averaged,
     `num_seeds`, and half of the 95% interval of their mean for some columns (`..._half`; NaN with one seed). `axes`:
-    names of the axis columns, in ledger order, without the seed. `contents`: grid.json by grid. `folders`: folder by
-    grid.
+    names of the axis columns, in ledger order, without the seed. `contents`: grid.json by grid, or what the runs of a
+    folder have in common. `folders`: folder by grid.
     """
 
     contents: dict[str, dict[str, Any]]
@@ -136,8 +147,12 @@ def read_grids(folders: list[Path]) -> GridResults:
 
     unique = list({folder.resolve(): folder for folder in folders}.values())
     names = distinct_names(unique)
-    contents = {name: _read_content(folder) for name, folder in zip(names, unique, strict=True)}
-    tables = [_read_ledger(folder) for folder in unique]
+    loose = {folder: read_runs(folder) for folder in unique if is_run_folder(folder)}
+    contents = {
+        name: loose[folder][0] if folder in loose else _read_content(folder)
+        for name, folder in zip(names, unique, strict=True)
+    }
+    tables = [_table_of(folder, *loose[folder][1:]) if folder in loose else _read_ledger(folder) for folder in unique]
     axes = tuple(dict.fromkeys(axis for table in tables for axis in _axes_of(list(table.columns))))
     for table, name in zip(tables, names, strict=True):
         table["grid"] = name
@@ -211,10 +226,19 @@ def _read_ledger(folder: Path) -> pd.DataFrame:
     return _typed(file, table)
 
 
+def _table_of(folder: Path, rows: list[Row], axes: list[str]) -> pd.DataFrame:
+    """The rows of a folder of runs, as `_read_ledger` reads those of a grid."""
+    import pandas as pd
+
+    names = columns(axes, measured=(name for row in rows for name in row))
+    table = pd.DataFrame([[to_text(row.get(name)) for name in names] for row in rows], columns=names, dtype=object)
+    return _typed(folder, table)
+
+
 def _read_content(folder: Path) -> dict[str, Any]:
-    """Read grid.json. Raises ConfigError if the folder is not a grid folder."""
+    """Read grid.json. Raises ConfigError if the folder is neither a grid folder nor a folder of runs."""
     file = folder / "grid.json"
-    check_folder(folder, mark="grid.json", what="a grid folder")
+    check_folder(folder, mark="grid.json", what="a grid folder, or a folder of run directories")
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:

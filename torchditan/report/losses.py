@@ -17,6 +17,7 @@ from torchditan.ablation.maker import RUNS_FOLDER
 from torchditan.evaluation.card_figures import spread_of
 from torchditan.evaluation.card_tables import rounded
 from torchditan.report.grid_results import GridResults, ordered_values
+from torchditan.report.run_folder import is_run_folder
 from torchditan.report.sanity import count
 from torchditan.run.reading import read_metrics
 
@@ -51,7 +52,8 @@ def loss_curves(results: GridResults) -> list[LossCurve]:
     """Curves of all runs with at least `FEWEST_STEPS` logged steps, and of shorter failed runs of the same grids."""
     curves: dict[tuple[Any, ...], list[LossCurve]] = {}
     for _, run in _long_runs(results).iterrows():
-        records = read_metrics(results.folders[run["grid"]] / RUNS_FOLDER / run["run_name"])
+        folder = results.folders[run["grid"]]
+        records = read_metrics((folder if is_run_folder(folder) else folder / RUNS_FOLDER) / run["run_name"])
         points = [(record["step"], record["loss"]) for record in records if _is_finite(record.get("loss"))]
         if points:
             steps, losses = zip(*_means(points), strict=True)

@@ -128,15 +128,23 @@ def plot(figure: Any | None, name: str, otherwise: str) -> str:
     return f'<div class="plot">{text}</div>'
 
 
+class Picture(str):
+    """HTML of a picture, which a table shows as it is."""
+
+
+def picture(uri: str, description: str) -> Picture:
+    return Picture(f'<img src="{uri}" alt="{html.escape(description)}">')
+
+
 def table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], numeric: set[str] | frozenset[str] = frozenset()
 ) -> str:
-    """A table of texts. Columns named in `numeric` are right-aligned."""
+    """A table of texts, or of pictures (`picture`). Columns named in `numeric` are right-aligned."""
     rows = list(rows)
     head = "".join(f"<th{_class(header in numeric)}>{html.escape(header)}</th>" for header in headers)
     lines = [
         "".join(
-            f"<td{_class(header in numeric)}>{html.escape(str(cell))}</td>"
+            f"<td{_class(header in numeric)}>{cell if isinstance(cell, Picture) else html.escape(str(cell))}</td>"
             for header, cell in zip(headers, row, strict=True)
         )
         for row in rows[:MOST_ROWS]

@@ -164,7 +164,7 @@ def _same_base(results: GridResults) -> Check:
         if here.get(key) != there.get(key)
     ]
     if not rows:
-        return Check(title, True, "True according to their grid.json.")
+        return Check(title, True, "True according to their grid.json, or to the config.json of their runs.")
     sentence = f"{count(len({row[0] for row in rows}), 'folder')} different from {first}: this may explain differences."
     return Check(title, False, sentence, ("grid", "key", f"in {first}", "there"), rows)
 

@@ -170,7 +170,7 @@ class RunDirectory:
 
     def _remove_debris(self) -> None:
         """Remove temporary files of killed processes."""
-        for path in [*self.path.glob(".*.partial"), *self.path.glob("samples/.*.partial")]:
+        for path in [*self.path.glob(".*.partial"), *self.path.glob("*/.*.partial")]:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from torchditan.checkpoint.files import (
     CheckpointReader,
@@ -26,10 +28,11 @@ from torchditan.checkpoint.trained_weights import find_checkpoint
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict, override, to_dict
 from torchditan.config.options import Config
-from torchditan.models.saved_weights import checkpoint_keys
+from torchditan.models.saved_weights import TRAINING_ONLY, checkpoint_keys
 from torchditan.registry import FORMATS
 from torchditan.run.directory import check_folders
 from torchditan.run.reading import read_config
+from torchditan.run.training_progress import Progress
 from torchditan.weights.safetensors_files import TensorToWrite, is_of_diffusers, is_pickle, open_file, write_weights
 
 FORMAT = "torchditan"
@@ -89,6 +92,42 @@ def export_weights(
     return stored
 
 
+def export_model(
+    path: Path, weights: Mapping[str, Tensor], *, config: dict[str, dict[str, Any]], progress: Progress, kind: Kind
+) -> None:
+    """Write the weights of a model in training, which may be sharded, to one file in float32. All ranks call it.
+
+    Args:
+        path: the file, in the checkpoint folder of the run; an existing one is replaced.
+        weights: by name.
+        config: the resolved configuration of the run.
+        progress: how far the run is.
+        kind: whether the weights are averaged.
+
+    Raises:
+        OSError: on rank 0, the file cannot be written.
+    """
+    left = {name: tensor for name, tensor in sorted(weights.items()) if not name.startswith(TRAINING_ONLY)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in left.items()}
+
+    def read(name: str) -> Tensor:
+        tensor = left.pop(name)
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+    try:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            content = _run_content(path, config)
+            commit, class_names = content.get("git_commit"), names_in(content.get("class_names"))
+            stored = StoredWeights(
+                path, shapes, config, progress.step, progress.images_seen, kind, commit, class_names=class_names
+            )
+            entries = [TensorToWrite(name, shape, torch.float32, partial(read, name)) for name, shape in shapes.items()]
+            write_weights(path, entries, _to_metadata(stored))
+    finally:
+        for name in list(left):  # all ranks gather every weight, also if rank 0 could not write it
+            read(name)
+
+
 def open_weights(
     source: Path, *, step: int | None = None, weights: Kind | None = None
 ) -> tuple[StoredWeights, Callable[[str], Tensor]]:
@@ -102,22 +141,31 @@ def open_weights(
     Raises:
         ConfigError: these weights do not exist, are damaged, or belong to a LoRA.
     """
-    checkpoint = find_weights(source, step=step)
-    reader = CheckpointReader(checkpoint)
-    stored = describe_checkpoint(checkpoint, reader, weights=weights)
+    path = find_weights(source, step=step)
+    stored = describe_weights(path, weights=weights)
     assert stored.config is not None
     if stored.config.get("lora", {}).get("rank"):
         right = "trained a LoRA; export it with scripts/export_lora.py RUN OUT.safetensors"
         raise option_error("RUN", str(source), right)
+    if path.is_file():
+        return stored, partial(read_from_file, path)
+    reader = CheckpointReader(path)
     keys = checkpoint_keys(reader.read_metadata().state_dict_metadata, ema=stored.weights == "ema")
 
     def read(name: str) -> Tensor:
         try:
             return read_tensor(reader, keys[name])
         except DamagedCheckpointError as error:
-            raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
+            raise ConfigError(f"{path} cannot be read: {error}") from None
 
     return stored, read
+
+
+def read_from_file(path: Path, name: str) -> Tensor:
+    # Reopened for each tensor: pages of a memory map that were read count as memory of the process.
+    with open_file(path) as file:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
 
 
 def read_tensor(reader: CheckpointReader, key: str) -> Tensor:
@@ -195,9 +243,32 @@ def describe_file(path: Path) -> StoredWeights:
     return StoredWeights(path, shapes, config, step, images_seen, kind, commit, width, class_names)
 
 
-def describe_checkpoint(checkpoint: Path, reader: CheckpointReader, *, weights: Kind | None) -> StoredWeights:
-    """Describe a verified checkpoint's weights: the requested kind, or the averaged ones if the run kept them."""
+def describe_weights(path: Path, *, weights: Kind | None) -> StoredWeights:
+    """Describe the weights of a verified checkpoint, or the final ones of a run, as `find_weights` found them.
+
+    Args:
+        path: folder of the checkpoint, or the file of final weights.
+        weights: averaged or raw; None takes the averaged ones if the run kept them.
+
+    Raises:
+        ConfigError: these weights do not exist, or cannot be read.
+    """
+    if path.is_dir():
+        return _describe_checkpoint(path, weights=weights)
+    stored = read_weights_metadata(path)
+    if weights not in (None, stored.weights):
+        raise _not_kept(weights)
+    return stored
+
+
+def _not_kept(weights: Kind | None) -> ConfigError:
+    other = "average; must be raw" if weights == "ema" else "raw weights; must be ema"
+    return option_error("--weights", weights, f"this run kept no {other}")
+
+
+def _describe_checkpoint(checkpoint: Path, *, weights: Kind | None) -> StoredWeights:
     try:
+        reader = CheckpointReader(checkpoint)
         entries, progress = reader.read_metadata().state_dict_metadata, read_progress(checkpoint)
         config = _parse_config((checkpoint / "config.json").read_bytes())
     except (DamagedCheckpointError, OSError) as error:
@@ -210,8 +281,7 @@ def describe_checkpoint(checkpoint: Path, reader: CheckpointReader, *, weights: 
         for kind in ("ema", "raw")
     }
     if weights is not None and not shapes[weights]:
-        other = "average; must be raw" if weights == "ema" else "raw weights; must be ema"
-        raise option_error("--weights", weights, f"this run kept no {other}")
+        raise _not_kept(weights)
     weights = weights or ("ema" if shapes["ema"] else "raw")
     content = _run_content(checkpoint, config)
     imported = content.get("imported")
@@ -229,7 +299,7 @@ def describe_checkpoint(checkpoint: Path, reader: CheckpointReader, *, weights: 
 
 
 def _run_content(checkpoint: Path, config: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The run's config.json, if the checkpoint is still in its run directory."""
+    """The run's config.json, if the checkpoint or file of final weights is still in its run directory."""
     depth = len(Path(config["checkpoint"]["folder"]).parts)
     try:
         return read_config(checkpoint.resolve().parents[depth])
@@ -239,6 +309,8 @@ def _run_content(checkpoint: Path, config: dict[str, dict[str, Any]]) -> dict[st
 
 def find_weights(path: Path, *, step: int | None = None) -> Path:
     """The checkpoint of a run directory, or `path` itself if it is a checkpoint folder. It is complete and undamaged.
+
+    A run without checkpoints has a file of its final weights instead.
 
     Raises:
         ConfigError: the path is neither, or has no usable checkpoint.

@@ -9,9 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from torchditan.checkpoint.files import (
-    CheckpointReader,
-)
 from torchditan.checkpoint.trained_weights import load_weights
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import to_dict
@@ -22,7 +19,7 @@ from torchditan.models.initialization import fill
 from torchditan.models.saved_weights import required_names, saved_weights
 from torchditan.registry import FORMATS
 from torchditan.run.reading import similar_folder
-from torchditan.weights.exported import StoredWeights, describe_checkpoint, describe_file, find_weights
+from torchditan.weights.exported import StoredWeights, describe_file, describe_weights, find_weights
 from torchditan.weights.safetensors_files import is_of_diffusers, is_pickle, open_file
 
 _NUM_SHOWN = 3
@@ -79,15 +76,18 @@ def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
     return "; ".join([f"weights of {path}{step}", *fresh, *differing])
 
 
-def load_weights_file(model: nn.Module, path: Path) -> StoredWeights:
+def load_weights_file(model: nn.Module, path: Path, *, only_trained: bool = False) -> StoredWeights:
     """Load the weights of a file into a model of any sharding, in place; no rank holds more than one whole tensor.
+
+    Args:
+        only_trained: the file contains only the weights of a LoRA.
 
     Raises:
         ConfigError: it is not a safetensors file, is truncated, or does not match this model.
     """
     stored = describe_file(path)
-    refuse_other_model(model, stored, [])
-    _fill_from_file(model, path)
+    refuse_other_model(model, stored, [], only_trained=only_trained)
+    _fill_from_file(model, path, only_trained=only_trained)
     return stored
 
 
@@ -106,8 +106,7 @@ def _describe(path: Path) -> StoredWeights:
         raise ConfigError(f"{path} is a folder that diffusers saved; {right} import {path} RUN --format diffusers")
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} has no config.json; must be a run directory, or a checkpoint in one")
-    checkpoint = find_weights(path)
-    return describe_checkpoint(checkpoint, CheckpointReader(checkpoint), weights=None)
+    return describe_weights(find_weights(path), weights=None)
 
 
 def refuse_unknown_convention(stored: StoredWeights, config: Config) -> None:
@@ -131,9 +130,11 @@ def refuse_unknown_convention(stored: StoredWeights, config: Config) -> None:
     )
 
 
-def refuse_other_model(model: nn.Module, stored: StoredWeights, differing_options: list[str]) -> None:
+def refuse_other_model(
+    model: nn.Module, stored: StoredWeights, differing_options: list[str], *, only_trained: bool = False
+) -> None:
     """Refuse weights whose names and shapes differ from the model's; only buffers may be missing."""
-    required = required_names(model)
+    required = required_names(model, only_trained=only_trained)
     expected = {
         name: tuple(tensor.shape)
         for name, tensor in saved_weights(model).items()
@@ -166,9 +167,9 @@ def _model_options(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _fill_from_file(model: nn.Module, path: Path) -> None:
-    required = required_names(model)
-    for name, tensor in saved_weights(model).items():
+def _fill_from_file(model: nn.Module, path: Path, *, only_trained: bool = False) -> None:
+    required = required_names(model, only_trained=only_trained)
+    for name, tensor in saved_weights(model, only_trained=only_trained).items():
         # Reopened for each tensor: pages of a memory map that were read count as memory of the process.
         with open_file(path) as file:
             if name in required or name in file.keys():  # noqa: SIM118  not a mapping

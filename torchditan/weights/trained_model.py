@@ -40,7 +40,14 @@ from torchditan.latents.latent_space import StoredLatents, decode_with, open_dec
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
 from torchditan.run.reading import read_config
-from torchditan.weights.exported import checked_config, names_in, read_weights_metadata
+from torchditan.run.training_progress import Progress
+from torchditan.weights.exported import (
+    StoredWeights,
+    checked_config,
+    describe_weights,
+    names_in,
+    read_weights_metadata,
+)
 from torchditan.weights.initial import load_initial_weights, load_weights_file
 
 if TYPE_CHECKING:
@@ -118,14 +125,21 @@ class TrainedModel:
         if weights == "ema" and not config.ema.enable:
             raise option_error("--weights", weights, "this run kept no average; must be raw")
         weights = weights or ("ema" if config.ema.enable else "raw")
-        checkpoint = find_checkpoint(run / config.checkpoint.folder, step)
-        progress = read_progress(checkpoint)
-        fill = partial(load_weights, checkpoint=checkpoint, ema=weights == "ema", only_trained=config.lora.rank > 0)
+        found = find_checkpoint(run / config.checkpoint.folder, step)
+        progress: Progress | StoredWeights
+        fill: Callable[[nn.Module], object]
+        only_trained = config.lora.rank > 0
+        if found.is_file():
+            progress = describe_weights(found, weights=weights)
+            fill = partial(load_weights_file, path=found, only_trained=only_trained)
+        else:
+            progress = read_progress(found)
+            fill = partial(load_weights, checkpoint=found, ema=weights == "ema", only_trained=only_trained)
         return cls._build(
             config,
             fill,
-            step=progress.step,
-            images_seen=progress.images_seen,
+            step=progress.step or 0,
+            images_seen=progress.images_seen or 0,
             run_id=stored.get("run_id"),
             class_names=names_in(stored.get("class_names")),
             weights=weights,
