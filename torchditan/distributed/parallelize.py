@@ -66,7 +66,7 @@ def parallelize(
     if compile is not None:
         from torchditan.distributed.compilation import compile_model
 
-        compile_model(model, blocks=blocks, options=compile)
+        compile_model(model, blocks=blocks, options=compile, checkpoints=activation_checkpoint != "none")
     if can_replicate(blocks, mesh) and not cpu_offload:
         replicate(
             model,
@@ -137,9 +137,11 @@ def _reshard_blocks(
     return option if isinstance(option, int) else option != "never", option != "always"
 
 
-def compile_advice(*, compiles: bool, float8: bool, device: torch.device) -> str | None:
-    """A message if torch.compile would make the job faster, else None."""
+def compile_advice(*, compiles: bool, checkpoints: bool, float8: bool, device: torch.device) -> str | None:
+    """A message if torch.compile would make the job faster, or leaves out an optimization; else None."""
     if compiles:
+        if checkpoints and device.type == "cuda":
+            return "compile: without Inductor's mix-order reduction, which can fail with activation checkpointing"
         return None
     if float8:
         return (
