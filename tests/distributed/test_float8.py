@@ -215,11 +215,13 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 def test_float8_without_compile_warns_and_cuda_without_compile_gives_a_hint() -> None:
     for device in (CUDA, CPU):
-        warning = compile_advice(compiles=False, float8=True, device=device)
+        warning = compile_advice(compiles=False, checkpoints=True, float8=True, device=device)
         assert warning is not None and "float8" in warning and "--training.compile" in warning
-        assert compile_advice(compiles=True, float8=True, device=device) is None
-    assert "--training.compile" in (compile_advice(compiles=False, float8=False, device=CUDA) or "")
-    assert compile_advice(compiles=False, float8=False, device=CPU) is None
+        assert compile_advice(compiles=True, checkpoints=False, float8=True, device=device) is None
+    assert "--training.compile" in (compile_advice(compiles=False, checkpoints=True, float8=False, device=CUDA) or "")
+    assert compile_advice(compiles=False, checkpoints=True, float8=False, device=CPU) is None
+    assert compile_advice(compiles=True, checkpoints=True, float8=False, device=CPU) is None
+    assert "mix-order reduction" in (compile_advice(compiles=True, checkpoints=True, float8=False, device=CUDA) or "")
 
 
 @pytest.mark.parametrize(

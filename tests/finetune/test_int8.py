@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
@@ -251,7 +252,8 @@ def train_sharded(mesh: Any, *, param_dtype: torch.dtype) -> dict[str, Any]:
         mean = loss.detach() / world_size
         dist.all_reduce(mean)
         losses.append(mean.item())
-    weights = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    weights = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in parameters.items()}
     return {"losses": losses, "gathered": gathered, "weights": weights}
 
 

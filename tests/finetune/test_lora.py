@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,49 @@ def test_a_sharded_recomputing_int8_model_switches_its_assistant(tmp_path: Path)
         assert train(sharded, inputs, steps=1)[0] < losses[0]  # gradients flow as before
     finally:
         dist.destroy_process_group()
+
+
+class CastByAutograd(torch.nn.Module):
+    """Computes with bfloat16 copies of all weights."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        weights = self.model.named_parameters()
+        copies = {name: weight.bfloat16() if weight.is_floating_point() else weight for name, weight in weights}
+        return torch.func.functional_call(self.model, copies, kwargs=inputs)
+
+
+@pytest.mark.parametrize(("base", "checkpointing"), [("bfloat16", "none"), ("int8", "full")])
+def test_one_process_copies_no_frozen_weight_that_needs_no_cast(base: Any, checkpointing: Any) -> None:
+    def built() -> Any:
+        model = seeded(tiny_flux)
+        quantize_base(model, blocks_of(model), base=base)
+        add_lora(model, rank=4, alpha=4, target_modules=["to_q", "to_v"])
+        init_lora(model, seed=0)
+        return model
+
+    expected = train(CastByAutograd(built()), flux_inputs(dtype=torch.bfloat16), steps=5)
+    model, copied = built(), set()
+    stored = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+
+    def compare(path: str, module: torch.nn.Module, _inputs: Any) -> None:
+        for name, weight in module.named_parameters(path, recurse=False):
+            if not weight.requires_grad and weight.data_ptr() != stored[name]:
+                copied.add(name)
+
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(partial(compare, path))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        blocks, mesh = torch.nn.ModuleList(blocks_of(model)), init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        parallelize(model, blocks=blocks, mesh=mesh, activation_checkpoint=checkpointing, param_dtype=torch.bfloat16)
+        assert train(model, flux_inputs(dtype=torch.bfloat16), steps=5) == expected
+    finally:
+        dist.destroy_process_group()
+    assert {name.rpartition(".")[2] for name in copied} == ({"scale"} if base == "int8" else set())
 
 
 def test_an_assistant_without_alpha_has_its_rank(tmp_path: Path) -> None:

@@ -64,6 +64,11 @@ def test_options_keep_the_curve_in_bfloat16(flags: list[str], tmp_path: Path) ->
     assert largest_difference(train(tmp_path, "run", *flags), plain) < 0.02
 
 
+def test_small_batches_compile_with_checkpointing(tmp_path: Path) -> None:
+    flags = ["--dataset.dataset_name=dummy", "--dataset.image_size=32", "--training.batch_size=8"]
+    train(tmp_path, "run", *flags, "--training.compile", "--activation_checkpoint.mode=full")
+
+
 def test_mfu_is_reported_on_a_listed_gpu(tmp_path: Path) -> None:
     import torch
 

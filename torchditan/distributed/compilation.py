@@ -6,16 +6,20 @@ Notable:
   `replicate`, which gather weights and reduce gradients while others compute;
 - one graph of the whole model fuses across blocks and has nothing in between. Its gradients are known at the end of
   its backward pass, so that DDP reduces all of them after it;
-- the results are stored on disk. Ranks, restarts and other runs with the same graphs read them instead of compiling.
+- the results are stored on disk. Ranks, restarts and other runs with the same graphs read them instead of compiling;
+- Inductor's mix-order reduction is off where activations are checkpointed. On CUDA it fails there at small batches,
+  in `MixOrderReduction.get_numel_rnumel` (seen on torch 2.13; the same assertion is in 2.11 to 2.15).
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo
+import torch._inductor
 from torch import nn
 
 from torchditan.config.errors import option_error
@@ -23,12 +27,19 @@ from torchditan.config.options import Compile, Config
 from torchditan.run import provenance
 
 
-def compile_model(model: nn.Module, *, blocks: nn.ModuleList, options: Compile) -> None:
-    """Compile the forward of every block, or that of the model, in place."""
+def compile_model(model: nn.Module, *, blocks: nn.ModuleList, options: Compile, checkpoints: bool = False) -> None:
+    """Compile the forward of every block, or that of the model, in place.
+
+    Args:
+        checkpoints: blocks checkpoint their activations.
+    """
     # A UNet's blocks have more shapes than the 8 that dynamo gives one function before it calls that a failure.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(blocks))
+    chosen: dict[str, Any] = {"mode": options.mode}
+    if checkpoints and options.backend == "inductor":  # torch takes a mode or options, not both
+        chosen = {"options": {**torch._inductor.list_mode_options(options.mode), "triton.mix_order_reduction": False}}
     for module in [model] if options.scope == "model" else blocks:
-        module.forward = torch.compile(module.forward, fullgraph=True, backend=options.backend, mode=options.mode)
+        module.forward = torch.compile(module.forward, fullgraph=True, backend=options.backend, **chosen)
 
 
 def check_compile(config: Config, *, device: torch.device, num_shards: int) -> None:

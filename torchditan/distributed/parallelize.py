@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -66,7 +66,7 @@ def parallelize(
     if compile is not None:
         from torchditan.distributed.compilation import compile_model
 
-        compile_model(model, blocks=blocks, options=compile)
+        compile_model(model, blocks=blocks, options=compile, checkpoints=activation_checkpoint != "none")
     if can_replicate(blocks, mesh) and not cpu_offload:
         replicate(
             model,
@@ -106,15 +106,20 @@ def shard(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
-    # Resharding after forward frees gathered weights. With one shard these are a copy in another precision, which the
-    # backward pass makes again. That pays off only for a frozen base: the gradients and moments of trained weights take
-    # much more memory than the copy.
-    has_frozen = any(not parameter.requires_grad for block in blocks for parameter in block.parameters())
     # A fully frozen model (a teacher) has no backward pass, which would free the gathered weights of the root.
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    num_shards = mesh.size(mesh.ndim - 1)
+    uncopied: set[nn.Parameter] = set()
+    if num_shards == 1 and not is_frozen and not cpu_offload:
+        uncopied = _frozen_without_cast(model, blocks=blocks, param_dtype=param_dtype)
+    # Resharding after forward frees gathered weights. With one shard these are a copy in another precision, which the
+    # backward pass makes again. That pays off only for a copied base: the gradients and moments of trained weights take
+    # much more memory than the copy.
+    has_copied = any(not weight.requires_grad and weight not in uncopied for weight in blocks.parameters())
     reshard, keeps_last = _reshard_blocks(
-        reshard_after_forward, num_shards=mesh.size(mesh.ndim - 1), has_frozen=has_frozen, is_frozen=is_frozen
+        reshard_after_forward, num_shards=num_shards, has_frozen=has_copied, is_frozen=is_frozen
     )
+    options: Any = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": uncopied or None}
     meshes: AbstractContextManager[None] = nullcontext()
     if type(reshard) is int:
         from torchditan.distributed.partial_reshard import shared_mesh
@@ -123,8 +128,16 @@ def shard(
     with meshes:
         for number, block in enumerate(blocks, start=1):
             own = False if keeps_last and number == len(blocks) else reshard
-            fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=own)
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=is_frozen)
+            fully_shard(block, reshard_after_forward=own, **options)
+    fully_shard(model, reshard_after_forward=is_frozen, **options)
+
+
+def _frozen_without_cast(model: nn.Module, *, blocks: nn.ModuleList, param_dtype: torch.dtype) -> set[nn.Parameter]:
+    """The frozen weights of a model with a frozen base that `fully_shard` on one shard would only copy."""
+    if all(weight.requires_grad for weight in blocks.parameters()):
+        return set()
+    frozen = (weight for weight in model.parameters() if not weight.requires_grad)
+    return {weight for weight in frozen if weight.dtype == param_dtype or not weight.is_floating_point()}
 
 
 def _reshard_blocks(
@@ -137,9 +150,11 @@ def _reshard_blocks(
     return option if isinstance(option, int) else option != "never", option != "always"
 
 
-def compile_advice(*, compiles: bool, float8: bool, device: torch.device) -> str | None:
-    """A message if torch.compile would make the job faster, else None."""
+def compile_advice(*, compiles: bool, checkpoints: bool, float8: bool, device: torch.device) -> str | None:
+    """A message if torch.compile would make the job faster, or leaves out an optimization; else None."""
     if compiles:
+        if checkpoints and device.type == "cuda":
+            return "compile: without Inductor's mix-order reduction, which can fail with activation checkpointing"
         return None
     if float8:
         return (

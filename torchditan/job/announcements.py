@@ -43,7 +43,10 @@ def opening(
     """
     config = job.config
     advice = compile_advice(
-        compiles=config.training.compile, float8=config.float8.enable_float8_linear, device=job.device
+        compiles=config.training.compile,
+        checkpoints=config.activation_checkpoint.mode != "none" and config.compile.backend == "inductor",
+        float8=config.float8.enable_float8_linear,
+        device=job.device,
     )
     precision = None if progress.step else precision_advice(config.training.mixed_precision_param, job.device)
     threads = job.threads_changed if progress.step and job.device.type == "cpu" else None

@@ -13,6 +13,7 @@ Notable:
   (optimizer_cost.py);
 - the optimizer, clipping and EMA work in place: the optimizer step is never the peak;
 - frozen weights have no gradient and no moments, and are stored in their own dtype. int8 weights are gathered as int8.
+  On one shard, FSDP leaves those alone that it would not cast.
 
 All sizes are in bytes.
 """
@@ -201,6 +202,18 @@ def is_replicated(parameters: Parameters, layout: Layout) -> bool:
     return layout.num_shards == 1 and not has_frozen and not layout.cpu_offload
 
 
+def gathered(weights: Sequence[Weight], layout: Layout) -> list[Weight]:
+    """Those that `fully_shard` manages, by the rule of parallelize.py."""
+    if layout.num_shards > 1 or layout.cpu_offload or layout.uses_teacher:
+        return list(weights)
+    return [w for w in weights if w.is_trained or w.gathered_itemsize(layout.param_bytes) != w.itemsize]
+
+
+def gathered_bytes(weights: Sequence[Weight], layout: Layout) -> int:
+    managed = gathered(weights, layout)
+    return sum(weight.gathered_itemsize(layout.param_bytes) * weight.padded(layout.num_shards) for weight in managed)
+
+
 def copied_bytes(weights: Sequence[Weight], layout: Layout) -> int:
     """Bytes of the computing weights that distributed/replicate.py copies from the stored ones."""
     sizes = [(weight.gathered_itemsize(layout.param_bytes), weight) for weight in weights]
@@ -211,9 +224,7 @@ def copied_bytes(weights: Sequence[Weight], layout: Layout) -> int:
 def _unit(tensors: Sequence[Weight], layout: Layout) -> _Unit:
     trained = sum(tensor.padded(layout.num_shards) for tensor in tensors if tensor.is_trained)
     return _Unit(
-        gathered=sum(
-            tensor.gathered_itemsize(layout.param_bytes) * tensor.padded(layout.num_shards) for tensor in tensors
-        ),
+        gathered=gathered_bytes(tensors, layout),
         gradient=layout.param_bytes * sum(math.prod(tensor.shape) for tensor in tensors if tensor.is_trained),
         reduced=layout.reduce_bytes * trained,
         shard=FLOAT32 * trained // layout.num_shards,
@@ -268,7 +279,7 @@ class _Step:
             )
         self.constant: dict[str, float] = {name: state[name] for name in ("parameters", "optimizer", "ema")}
         self.constant |= {"buffers": parameters.buffer_bytes, "batch": batch_bytes, "libraries": workspace}
-        has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in block)
+        has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in gathered(block, layout))
         largest = max((block.gathered for block in self.blocks), default=0)
         self.teacher = self.root.gathered + largest if layout.uses_teacher else 0
         """Bytes of gathered teacher weights while the teacher computes, before the first block or after the last one.

@@ -28,6 +28,8 @@ from torchditan.planner.memory import (
     Parameters,
     Weight,
     copied_bytes,
+    gathered,
+    gathered_bytes,
     is_replicated,
     model_state,
 )
@@ -170,16 +172,12 @@ def _whole_updates_seconds(parameters: Parameters, layout: Layout, speed: Speed)
     return flops / (PRODUCT_EFFICIENCY * peak) + gather + scatter
 
 
-def _gathered_bytes(weights: Sequence[Weight], layout: Layout) -> int:
-    return sum(weight.gathered_itemsize(layout.param_bytes) * weight.padded(layout.num_shards) for weight in weights)
-
-
 def _trained_elements(weights: Sequence[Weight], layout: Layout) -> int:
     return sum(weight.padded(layout.num_shards) for weight in weights if weight.is_trained)
 
 
 def _gather_seconds(weights: Sequence[Weight], layout: Layout, device: Device) -> float:
-    num_bytes = _gathered_bytes(weights, layout)
+    num_bytes = gathered_bytes(weights, layout)
     return collective_seconds(num_bytes, ranks=layout.num_shards, stride=1, device=device)
 
 
@@ -189,7 +187,7 @@ def _gather_again_seconds(parameters: Parameters, layout: Layout, device: Device
     if layout.num_shards == 1 or option == "never":
         return [0.0] * len(parameters.blocks)
     ranks = option if isinstance(option, int) else layout.num_shards
-    sizes = [_gathered_bytes(block, layout) for block in parameters.blocks]
+    sizes = [gathered_bytes(block, layout) for block in parameters.blocks]
     again = [collective_seconds(size, ranks=ranks, stride=1, device=device) for size in sizes]
     return again if option == "always" else [*again[:-1], 0.0]
 
@@ -243,9 +241,9 @@ def _copy_seconds(weights: Sequence[Weight], layout: Layout, speed: Speed, *, re
         is_plain = layout.num_replicas == 1 and layout.param_bytes == layout.reduce_bytes == FLOAT32
         cast = 0 if layout.reduce_bytes == FLOAT32 else trained * (layout.reduce_bytes + FLOAT32)
         return gather / speed.bytes_per_s, (0 if is_plain else reduce + cast) / speed.bytes_per_s
-    gathered = _gathered_bytes(weights, layout)
-    stored = sum(weight.itemsize * weight.padded(layout.num_shards) for weight in weights)
-    gather = (stored + gathered) / layout.num_shards + 2 * gathered
+    num_bytes = gathered_bytes(weights, layout)
+    stored = sum(weight.itemsize * weight.padded(layout.num_shards) for weight in gathered(weights, layout))
+    gather = (stored + num_bytes) / layout.num_shards + 2 * num_bytes
     if layout.num_shards == 1:
         reduce += trained * (layout.reduce_bytes + FLOAT32)
     return gather / speed.bytes_per_s, reduce / speed.bytes_per_s

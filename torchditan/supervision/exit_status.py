@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from torchditan.config.errors import ConfigError
@@ -92,6 +92,9 @@ def run_job(main: Callable[[], None]) -> int:
     try:
         return _run_job(main)
     finally:
+        if _has_process_group():  # after an error in one process; torch would warn on CUDA
+            with suppress(RuntimeError):  # of NCCL, once more, if the device has failed
+                sys.modules["torch.distributed"].destroy_process_group()
         # Process groups that a cycle keeps alive would end while the interpreter shuts down. A thread of theirs that
         # then asks for the GIL aborts the process (https://github.com/pytorch/pytorch/issues/38228).
         gc.collect()
@@ -153,8 +156,12 @@ def reader_may_leave() -> Iterator[None]:
 
 def _may_wait_for_others() -> bool:
     """Whether collectives with other ranks may be pending. A run that ends normally has closed its process group."""
+    return _has_process_group() and sys.modules["torch.distributed"].get_world_size() > 1
+
+
+def _has_process_group() -> bool:
     distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
+    return distributed is not None and distributed.is_initialized()
 
 
 def judge_ranks(
@@ -223,8 +230,7 @@ def _report_mistake(reason: str, *, is_of_this_rank: bool) -> None:
         # so that rank 0 can report the mistake once. A rank that is still alive then found one that rank 0 did not
         # find, such as a corrupt image.
         time.sleep(5)
-        distributed = sys.modules.get("torch.distributed")
-        if not is_of_this_rank and (distributed is None or not distributed.is_initialized()):
+        if not is_of_this_rank and not _has_process_group():
             return  # found before the ranks connected: rank 0, perhaps on another machine, reports it
     print(f"error: {reason}", file=sys.stderr, flush=True)
 
