@@ -111,16 +111,18 @@ def test_resolutions_and_fractions_are_read_from_the_command_line(tmp_path: Path
     assert {run.axes["checkpoint_fraction"] for run in runs} == {0.0, 1.0}
 
 
-def test_what_is_excluded_by_its_axes_need_not_be_possible(tmp_path: Path) -> None:
+def test_impossible_resolutions_are_left_out_with_a_line_unless_they_are_excluded(tmp_path: Path) -> None:
     text = GRID + 'resolution = ["64x64", "64x64x5"]\n'
-    with pytest.raises(ConfigError, match="takes images: must be HEIGHTxWIDTH"):
-        load_grid(write_grid(tmp_path, text)).runs()
+    left_out = load_grid(write_grid(tmp_path, text))
+    assert left_out.left_out is not None and "takes images: must be HEIGHTxWIDTH" in left_out.left_out
     rules = (
         'exclude = [{ model = "flux/debugmodel", resolution = "64x64x5" }, '
         '{ model = "wan/debugmodel", resolution = "64x64" }]\n'
     )
-    runs = load_grid(write_grid(tmp_path, rules + text)).runs()
-    assert len(runs) == 8
+    excluded = load_grid(write_grid(tmp_path, rules + text))
+    runs = excluded.runs()
+    assert len(runs) == 8 and excluded.left_out is None
+    assert [run.axes for run in left_out.runs()] == [run.axes for run in runs]
     assert {(run.axes["model"], run.axes["resolution"]) for run in runs} == {
         ("flux/debugmodel", "64x64"),
         ("wan/debugmodel", "64x64x5"),
