@@ -416,7 +416,7 @@ def test_a_mistake_that_one_rank_finds_while_training_is_its_to_report(
     tmp_path: Path, run_distributed: RunDistributed
 ) -> None:
     write_images(tmp_path / "images")
-    name = corrupt(tmp_path / "images", 7)
+    name = corrupt(tmp_path / "images", 7, inside=True)
     result = run_distributed([TRAIN, *SMALL, *FOLDER], 2, cwd=tmp_path)  # rank 1 reads 6 and 7 in its second step
     assert result.returncode != 0
     # Rank 0 sees a lost connection, or is ended before it does; neither becomes the reason.
