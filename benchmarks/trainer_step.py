@@ -63,7 +63,7 @@ def trainer_step(trainer: Trainer) -> Step:
     def settings() -> Iterator[None]:
         torch.set_float32_matmul_precision(trainer.config.training.float32_matmul_precision)
         try:
-            with attention_backend(trainer.job, trainer.logger.message):
+            with attention_backend(trainer.job):
                 yield
         finally:
             torch.set_float32_matmul_precision("highest")

@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.checkpoint.run_checkpoints import Rollback, RunCheckpoints, StopPoint
@@ -75,7 +76,7 @@ def run(job: Job) -> None:
         try:
             job.run_directory.write_status("running", step=0)
             trainer = Trainer(job, supervision, stop_request)
-            with attention_backend(job, trainer.logger.message):
+            with attention_backend(job):
                 trainer.train()
             trainer.end("completed")
         except Interrupted as stop:
@@ -255,7 +256,8 @@ class Trainer:
         loss = torch.zeros((), device=self.device)
         for micro_batch in range(self.plan.num_micro_batches):
             batch, randomness = self.next_batch(batches, step)
-            self.model.set_requires_gradient_sync(micro_batch == self.plan.num_micro_batches - 1)
+            if isinstance(self.model, FSDPModule):  # all but one process in float32
+                self.model.set_requires_gradient_sync(micro_batch == self.plan.num_micro_batches - 1)
             losses = loss_of_step(self.model, batch, randomness)  # (B,)
             # Gradients are averaged over ranks, so each rank computes the mean of its share.
             share = losses.sum() / (self.plan.global_batch_size // self.plan.world_size)

@@ -17,7 +17,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchditan.config.loader import load_config
-from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.parallelize import parallelize
 from torchditan.models.dit import DiT, DiTConfig
 
@@ -65,9 +64,7 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.usefixtures("four_ranks")
-@pytest.mark.parametrize(
-    ("option", "in_backward"), [("always", [4] * 4), ("default", [4] * 3), ("never", []), (2, [2] * 3)]
-)
+@pytest.mark.parametrize(("option", "in_backward"), [("always", [4] * 4), ("default", [4] * 3), ("never", [])])
 def test_the_backward_pass_gathers_what_the_forward_pass_freed(
     option: Any, in_backward: list[int], gathers: list[Any]
 ) -> None:
@@ -79,11 +76,10 @@ def test_the_backward_pass_gathers_what_the_forward_pass_freed(
         gathers.clear()
         prediction.square().sum().backward()
         assert [group.size() for group in gathers] == in_backward
-    assert len({group.group_name for group in gathers}) <= 1, "blocks share their process groups"
 
 
 @pytest.mark.usefixtures("four_ranks")
-@pytest.mark.parametrize("option", ["default", "never", 2])
+@pytest.mark.parametrize("option", ["default", "never"])
 def test_a_teacher_frees_its_weights_after_each_use(option: Any, gathers: list[Any]) -> None:
     teacher = sharded_model(option, is_trained=False)
     for _ in range(2):
@@ -116,15 +112,7 @@ def test_losses_are_equal_to_the_bit(tmp_path: Path) -> None:
     mp.start_processes(losses_on_two_ranks, args=(str(tmp_path),), nprocs=2, start_method="forkserver")
 
 
-@pytest.mark.parametrize("value", ["1", "0", "-2", "sometimes", "2.5"])
+@pytest.mark.parametrize("value", ["2", "0", "sometimes"])
 def test_other_values_are_refused(value: str) -> None:
     with refused(OPTION, "always, never"):
         load_config([f"--{OPTION}={value}"])
-
-
-@pytest.mark.parametrize(("ranks", "number"), [(4, 3), (4, 8), (1, 2)])
-def test_the_number_divides_the_shards(ranks: int, number: int) -> None:
-    training = load_config([f"--{OPTION}={number}"]).training
-    with refused(f"{OPTION} = {number}", f"must divide the {ranks} rank(s)"):
-        ParallelDims.resolve(training, world_size=ranks)
-    assert ParallelDims.resolve(training, world_size=6 * number).shard == 6 * number

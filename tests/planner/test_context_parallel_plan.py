@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from refusals import refused
 
 from torchditan.config.loader import load_config
-from torchditan.planner.__main__ import main as planner_main
 from torchditan.planner.alternatives import parallel_modes
 from torchditan.planner.plan import Plan, plan_run
 from torchditan.planner.plan_report import describe, recommendation
@@ -68,15 +65,3 @@ def test_what_a_run_refuses_a_plan_refuses() -> None:
         plan(5, f"{CONTEXT}=5")
     with refused("training.context_parallel_degree = 4", "2"):
         plan(2, f"{CONTEXT}=4")
-
-
-def test_a_number_of_reshard_after_forward_is_not_that_of_other_modes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reshard = "--training.reshard_after_forward"
-    flags = ["quickstart", "--device=h100", "--num_devices=4", "--model.flavor=debugmodel", f"{reshard}=2", "--sweep"]
-    monkeypatch.setattr("torchditan.planner.__main__._SWEEP", [8])
-    monkeypatch.setattr("sys.argv", ["planner", *flags, f"--plot={tmp_path / 'plan.svg'}"])
-    planner_main()
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("recommended")]
-    assert f"{reshard} default" in line

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from refusals import assert_refused, refused
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -175,7 +176,6 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "HSDP full, many parameters": [f"{REPLICATE}=2", FULL, "--model.flavor=DiT-Ti", "--training.batch_size=2"],
         "DDP": [f"{REPLICATE}=4", *OP],
         "FSDP context": [CONTEXT, "--training.global_batch_size=16"],
-        "FSDP reshards to 2": [f"{RESHARD}=2", FULL],
         "HSDP context": [CONTEXT, f"{REPLICATE}=2", FULL],
     },
 }
@@ -288,7 +288,8 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
         nonlocal gradients
         loss_of_step = dropping.loss_at(number, loss) if spec.token_dropping else loss
         for micro_batch in range(num_micro_batches):
-            model.set_requires_gradient_sync(micro_batch == num_micro_batches - 1)
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(micro_batch == num_micro_batches - 1)
             losses = loss_of_step(model, batch, randomness)
             (losses.sum() / batch_size).backward()
             del losses
@@ -465,17 +466,6 @@ def test_ddp_of_the_7b_does_not_fit_80_gb_and_fsdp_over_8_does() -> None:
     assert sum(ddp.state.values()) == pytest.approx(20 * parameters, rel=1e-6)
     assert fsdp.state["optimizer"] / planner.GIB == pytest.approx(8 * parameters / 8 / planner.GIB, rel=1e-4)
     assert largest_batch(dit_7b(*DDP_OVER_8), "a100-80gb", 8) == 0
-
-
-def test_cuda_graphs_keep_the_copies_of_the_weights() -> None:
-    flags = ["--model.flavor=DiT-S", "--training.batch_size=8", "--training.compile", "--compile.scope=model"]
-    plain, graphs = (
-        plan_run(load_config([*flags, f"--compile.mode={mode}"]), device="h100", num_devices=1)
-        for mode in ("default", "reduce-overhead")
-    )
-    added = graphs.peak.parts["parameters"] - plain.peak.parts["parameters"]
-    assert added == pytest.approx(2 * plain.num_parameters, rel=1e-3)
-    assert graphs.peak.parts["gathered parameters"] == 0
 
 
 def test_plans_grow_with_the_batch() -> None:

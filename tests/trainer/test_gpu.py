@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchditan.run.reading import read_config, read_metrics
+from torchditan.run.reading import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = [
@@ -121,15 +121,6 @@ def test_a_run_on_a_gpu_resumes_to_the_bit(tmp_path: Path) -> None:
     ]
     states = [read_state(tmp_path / name / "checkpoint" / "step-00000012") for name in ("whole", "cut")]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-def test_a_run_measures_its_attention_once_and_a_resume_reuses_the_choice(tmp_path: Path) -> None:
-    flags = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=4"]
-    train(tmp_path, "run", *flags, "--training.steps=8")
-    first = read_config(tmp_path / "run")["attention_backend"]
-    assert first["microseconds"][first["backend"]] > 0
-    train(tmp_path, "run", *flags)
-    assert read_config(tmp_path / "run")["attention_backend"] == first  # times too, so nothing was measured
 
 
 @pytest.mark.parametrize("base", ["bfloat16", "int8"])

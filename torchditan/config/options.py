@@ -242,17 +242,17 @@ class Training:
     """Precision of the gradient reduction over ranks."""
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Products of float32 matrices in the run: IEEE float32, TF32 on CUDA (high), or also bfloat16 on CPUs with AMX."""
-    attention_backend: Literal["auto", "default", "cudnn", "flash", "efficient", "math"] = "auto"
-    """Kernel of attention where it applies: the one measured as fastest on this GPU (auto), torch's choice or yours."""
+    attention_backend: Literal["default", "cudnn", "flash", "efficient", "math"] = "default"
+    """Kernel of attention: torch's choice, or the one you prefer where it can compute the call."""
     data_parallel_replicate_degree: int = 1
     """Number of model replicas: the world size gives DDP, a number between 1 and the world size gives HSDP."""
     data_parallel_shard_degree: int = -1
     """Number of ranks that share the parameters (FSDP); -1 uses all remaining ranks."""
     context_parallel_degree: int = 1
     """Number of ranks that share the tokens of each sample, for long sequences. They count as one in batch_size."""
-    reshard_after_forward: int | Literal["default", "always", "never"] = "default"
-    """FSDP: free gathered weights after the forward pass, but keep the last block's (default), always, never, or keep
-    them divided over this number of ranks. true and false mean always and never."""
+    reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """FSDP: free gathered weights after the forward pass, but keep the last block's (default), always (also true) or
+    never (false)."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     on_nonfinite: Literal["stop", "rollback"] = "stop"
@@ -337,12 +337,8 @@ class Compile:
     """Backend of torch.compile."""
     scope: Literal["block", "model"] = "block"
     """Compile every block on its own, or the whole model as one graph: a longer start, only for one process and DDP."""
-    mode: Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"] = "default"
-    """Mode of inductor. max-autotune tries matmul templates: a slow start. It and reduce-overhead use CUDA graphs."""
-
-    @property
-    def has_cuda_graphs(self) -> bool:
-        return self.mode in ("reduce-overhead", "max-autotune")
+    mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """Mode of inductor. max-autotune-no-cudagraphs tries matmul templates: a slow start."""
 
 
 @dataclass(frozen=True)

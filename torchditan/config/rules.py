@@ -105,11 +105,6 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "training.data_parallel_shard_degree",
     ),
     (
-        "must be default, always, never, or a number of ranks of at least 2",
-        lambda value: isinstance(value, str) or value >= 2,
-        "training.reshard_after_forward",
-    ),
-    (
         "must be a plain folder name inside the run directory, without `..`",
         _is_inner_folder,
         "checkpoint.folder metrics.save_tb_folder profiling.save_traces_folder profiling.save_memory_snapshot_folder",
@@ -192,11 +187,6 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         "model.position model.rope_theta model.timestep_scale model.timestep_frequencies model.learn_sigma model.text "
         "model.text_tokens model.text_width model.pooled_width model.token_dropping",
         "{name} defines its own; leave it out",
-    ),
-    (
-        lambda config: config.quantize.base == "int8" and isinstance(config.training.reshard_after_forward, int),
-        "training.reshard_after_forward",
-        "does not divide int8 weights (quantize.base); must be default, always or never",
     ),
     (
         lambda config: not config.model.token_dropping,

@@ -2,10 +2,10 @@
 """torch.compile: of each block or of the whole model, what it cannot be combined with, and where its results are kept.
 
 Notable:
-- blocks of one shape share one graph, which compiles quickly. Between blocks run the hooks of `fully_shard` and
-  `replicate`, which gather weights and reduce gradients while others compute;
-- one graph of the whole model fuses across blocks and has nothing in between. Its gradients are known at the end of
-  its backward pass, so that DDP reduces all of them after it;
+- blocks of one shape share one graph, which compiles quickly. Between blocks run the hooks of `fully_shard`, which
+  gather weights and reduce gradients while others compute;
+- one graph of the whole model fuses across blocks and has nothing in between. It is one unit of `fully_shard`, so that
+  DDP reduces all gradients after the backward pass;
 - the results are stored on disk. Ranks, restarts and other runs with the same graphs read them instead of compiling;
 - Inductor's mix-order reduction is off where activations are checkpointed. On CUDA it fails there at small batches,
   in `MixOrderReduction.get_numel_rnumel` (seen on torch 2.13; the same assertion is in 2.11 to 2.15).
@@ -42,29 +42,17 @@ def compile_model(model: nn.Module, *, blocks: nn.ModuleList, options: Compile, 
         module.forward = torch.compile(module.forward, fullgraph=True, backend=options.backend, **chosen)
 
 
-def check_compile(config: Config, *, device: torch.device, num_shards: int) -> None:
-    """Refuse an unknown backend, and what the scope or the mode cannot be combined with.
+def check_compile(config: Config, *, num_shards: int) -> None:
+    """Refuse an unknown backend, and what the scope cannot be combined with.
 
     Args:
         config: with `training.compile`.
-        device: of this rank.
         num_shards: ranks that share the weights.
     """
     options = config.compile
     known = torch.compiler.list_backends(exclude_tags=())
     if options.backend not in known:
         raise option_error("compile.backend", options.backend, f"must be one of {', '.join(known)}")
-    if options.has_cuda_graphs:
-        cannot = None
-        if device.type != "cuda":
-            cannot = "but this job runs on a CPU"
-        elif options.backend != "inductor":
-            cannot = f"which compile.backend {options.backend} does not have"
-        elif options.scope != "model":
-            cannot = "which need compile.scope model"
-        if cannot is not None:
-            right = f"uses CUDA graphs, {cannot}; without them it must be default or max-autotune-no-cudagraphs"
-            raise option_error("compile.mode", options.mode, right)
     if options.scope == "model" and (reason := _why_not_one_graph(config, num_shards)) is not None:
         raise option_error("compile.scope", "model", f"{reason}; must be block")
 

@@ -47,10 +47,6 @@ class ParallelDims:
                 f"{ranks}; must be {left // replicate} or -1"
             )
             raise option_error("training.data_parallel_shard_degree", shard, right)
-        reshard, num_shards = training.reshard_after_forward, resolved * context
-        if isinstance(reshard, int) and num_shards % reshard:
-            right = f"must divide the {num_shards} rank(s) that share the parameters, or be default, always or never"
-            raise option_error("training.reshard_after_forward", reshard, right)
         return cls(replicate=replicate, shard=resolved, context=context)
 
     @property

@@ -1,9 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""One way to parallelise any model: activation checkpointing -> compile -> fully_shard or replicate.
+"""One way to parallelise any model: activation checkpointing -> compile -> fully_shard.
 
 Notable:
-- `fully_shard` splits the weights over ranks. One process and DDP have nothing to split, and use `replicate`: the same
-  arithmetic with fewer copies. All modes have float32 master weights and the same precision policy;
+- `fully_shard` gives every mode its precision and its communication: FSDP, HSDP, DDP (a mesh with one shard) and one
+  process that casts its weights. All have float32 master weights and the same precision policy. One process in float32
+  has nothing to cast or send, and trains the plain module;
 - inputs are not cast (t and x_t stay float32). The patch and timestep embeddings cast them to the dtype of their
   weights;
 - compile and checkpointing replace `block.forward` on the instance, so parameter names never change.
@@ -12,17 +13,21 @@ Notable:
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from torchditan.config.options import Compile
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
-from torchditan.distributed.replicate import can_replicate, replicate
 
 CompileOptions = Compile
 """The options of `[compile]`, under the name that callers of `parallelize` know."""
@@ -40,11 +45,9 @@ def parallelize(
     param_dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype = torch.float32,
     cpu_offload: bool = False,
-    reshard_after_forward: int | Literal["default", "always", "never"] = "default",
+    reshard_after_forward: Literal["default", "always", "never"] = "default",
 ) -> nn.Module:
     """Checkpoint, compile and shard a model in place, usually while it is on the meta device.
-
-    Adds the methods `set_requires_gradient_sync` and `reshard` to the model.
 
     Args:
         model: any module. The parameters outside the blocks form one additional communication unit.
@@ -52,13 +55,12 @@ def parallelize(
         mesh: 1D (shard) or 2D (replicate, shard), see `ParallelDims.build_mesh`.
         activation_checkpoint: see `apply_activation_checkpoint`.
         selective_ac_option, checkpoint_fraction: see `apply_activation_checkpoint`.
-        compile: options of torch.compile, or None for eager. Only `replicate` knows a whole model in one graph.
+        compile: options of torch.compile, or None for eager. A whole model in one graph is one communication unit.
         param_dtype: dtype of the parameters in forward and backward.
         reduce_dtype: dtype in which gradients are reduced over ranks.
         cpu_offload: keep the sharded parameters, gradients and optimizer state in host memory.
         reshard_after_forward: when a model on several shards frees its gathered weights: after the forward pass of each
-            block but the last (default) or of each block (always), or after the backward pass (never). With a number,
-            which divides the shards, blocks but the last stay divided over so many ranks until the backward pass.
+            block but the last (default) or of each block (always), or after the backward pass (never).
     """
     apply_activation_checkpoint(
         blocks, mode=activation_checkpoint, selective_option=selective_ac_option, fraction=checkpoint_fraction
@@ -67,21 +69,11 @@ def parallelize(
         from torchditan.distributed.compilation import compile_model
 
         compile_model(model, blocks=blocks, options=compile, checkpoints=activation_checkpoint != "none")
-    if can_replicate(blocks, mesh) and not cpu_offload:
-        replicate(
-            model,
-            blocks=blocks,
-            mesh=mesh,
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
-            is_one_graph=compile is not None and compile.scope == "model",
-            has_cuda_graphs=compile is not None and compile.has_cuda_graphs,
-        )
-    else:
-        assert compile is None or compile.scope == "block", "refused by check_compile"
+    if not _trains_plain(model, mesh=mesh, dtypes={param_dtype, reduce_dtype}, cpu_offload=cpu_offload):
+        is_one_graph = compile is not None and compile.scope == "model"
         shard(
             model,
-            blocks=blocks,
+            blocks=nn.ModuleList() if is_one_graph else blocks,
             mesh=mesh,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
@@ -89,6 +81,12 @@ def parallelize(
             reshard_after_forward=reshard_after_forward,
         )
     return model
+
+
+def _trains_plain(model: nn.Module, *, mesh: DeviceMesh, dtypes: set[torch.dtype], cpu_offload: bool) -> bool:
+    """Whether `fully_shard` has nothing to do: one process, and weights that are stored as they are computed with."""
+    stored = {parameter.dtype for parameter in model.parameters()}
+    return mesh.size() == 1 and not cpu_offload and stored | dtypes == {torch.float32}
 
 
 def shard(
@@ -99,7 +97,7 @@ def shard(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     cpu_offload: bool = False,
-    reshard_after_forward: int | Literal["default", "always", "never"] = "default",
+    reshard_after_forward: Literal["default", "always", "never"] = "default",
 ) -> None:
     """Apply `fully_shard` to each block and to the rest of a model. Arguments of `parallelize`."""
     # Some blocks return views of one tensor. The warning concerns in-place writes to views, which this code never does.
@@ -120,15 +118,9 @@ def shard(
         reshard_after_forward, num_shards=num_shards, has_frozen=has_copied, is_frozen=is_frozen
     )
     options: Any = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": uncopied or None}
-    meshes: AbstractContextManager[None] = nullcontext()
-    if type(reshard) is int:
-        from torchditan.distributed.partial_reshard import shared_mesh
-
-        meshes = shared_mesh()
-    with meshes:
-        for number, block in enumerate(blocks, start=1):
-            own = False if keeps_last and number == len(blocks) else reshard
-            fully_shard(block, reshard_after_forward=own, **options)
+    for number, block in enumerate(blocks, start=1):
+        own = False if keeps_last and number == len(blocks) else reshard
+        fully_shard(block, reshard_after_forward=own, **options)
     fully_shard(model, reshard_after_forward=is_frozen, **options)
 
 
@@ -141,13 +133,13 @@ def _frozen_without_cast(model: nn.Module, *, blocks: nn.ModuleList, param_dtype
 
 
 def _reshard_blocks(
-    option: int | Literal["default", "always", "never"], *, num_shards: int, has_frozen: bool, is_frozen: bool
-) -> tuple[bool | int, bool]:
-    """Whether, or to how many ranks, blocks reshard after their forward pass; and whether the last one does not."""
+    option: Literal["default", "always", "never"], *, num_shards: int, has_frozen: bool, is_frozen: bool
+) -> tuple[bool, bool]:
+    """Whether blocks reshard after their forward pass, and whether the last one does not."""
     if num_shards == 1 or is_frozen:
         return num_shards > 1 or has_frozen, False
     # The backward pass starts with the last block, and would gather at once what its forward pass has just freed.
-    return option if isinstance(option, int) else option != "never", option != "always"
+    return option != "never", option != "always"
 
 
 def compile_advice(*, compiles: bool, checkpoints: bool, float8: bool, device: torch.device) -> str | None:
@@ -178,10 +170,8 @@ def precision_advice(precision: str, device: torch.device) -> str | None:
 def drop_gathered_weights(model: nn.Module) -> None:
     """Free the full weights that a forward without a backward left behind, after the shards were changed in place.
 
-    The backward pass frees them; until then the next forward would compute with the old ones. So it would with the
-    copies of `replicate`.
+    The backward pass frees them; until then the next forward would compute with the old ones.
     """
     for module in model.modules():
-        reshard = getattr(module, "reshard", None)  # of `fully_shard` or `replicate`
-        if callable(reshard):
-            reshard()
+        if isinstance(module, FSDPModule):
+            module.reshard()

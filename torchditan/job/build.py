@@ -49,17 +49,17 @@ def open_process_group(job: Job, supervision: Supervision) -> None:
     supervision.connect(timeout_seconds=config.comm.init_timeout_seconds)
 
 
-def attention_backend(job: Job, say: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Context manager of training, with the kernels of `training.attention_backend`. auto does not measure a
-    deterministic run, whose bits must not depend on a measurement. On a CPU only math differs from torch's choice."""
-    backend, is_deterministic = job.config.training.attention_backend, job.config.training.deterministic
-    if backend == "default" or (backend == "auto" and is_deterministic):
-        return nullcontext()
-    if job.device.type == "cpu" and backend != "math":
-        return nullcontext()
-    from torchditan.job.attention_backend import chosen_backend
+def attention_backend(job: Job) -> AbstractContextManager[None]:
+    """Context manager of training, with the kernels of `training.attention_backend`.
 
-    return chosen_backend(job, say)
+    On a CPU only math differs from torch's choice.
+    """
+    backend = job.config.training.attention_backend
+    if backend == "default" or (job.device.type == "cpu" and backend != "math"):
+        return nullcontext()
+    from torchditan.distributed.attention_backend import preferring
+
+    return preferring(backend)
 
 
 def build_model(job: Job, supervision: Supervision, mesh: DeviceMesh) -> tuple[Any, str | None]:

@@ -171,10 +171,14 @@ def _check_machine(config: Config, rank: Rank, *, num_shards: int) -> None:
         from torchditan.distributed.float8 import check_float8
 
         check_float8(config.float8, device=rank.device)
+    if config.training.attention_backend != "default":
+        from torchditan.distributed.attention_backend import check_attention_backend
+
+        check_attention_backend(config.training, device=rank.device)
     if config.training.compile:
         from torchditan.distributed.compilation import cache_folder, check_compile
 
-        check_compile(config, device=rank.device, num_shards=num_shards)
+        check_compile(config, num_shards=num_shards)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder(config, device=rank.device).absolute()))
     check_async_mode(config, device=rank.device)
     check_trackers(config.metrics)

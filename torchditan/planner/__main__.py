@@ -16,7 +16,7 @@ from pathlib import Path
 from torchditan.config.command_line import ScriptParser, check_output, count, positive
 from torchditan.config.errors import option_error
 from torchditan.config.options import Config
-from torchditan.planner.alternatives import alternatives, comparable, parallel_modes, ranking
+from torchditan.planner.alternatives import alternatives, parallel_modes, ranking
 from torchditan.planner.plan import Plan, largest_batch, plan_run, with_options
 
 __all__ = ["Plan", "largest_batch", "plan_run"]
@@ -75,13 +75,13 @@ def main() -> None:
     with report_progress("planning other settings"):
         largest = alternatives(config, args.device, args.num_devices)
         without_limit = alternatives(of_any_global_batch, args.device, args.num_devices)
-        same_batch = at_one_batch(comparable(config), largest, args.device, plan.batch_size)
+        same_batch = at_one_batch(config, largest, args.device, plan.batch_size)
     print(f"\n{report.comparison(same_batch, largest)}")
-    print(report.recommendation(largest, resets_reshard=comparable(config) is not config))
+    print(report.recommendation(largest))
     if ranking(without_limit[0]) < ranking(largest[0]):
         print(report.other_global_batch(without_limit[0], largest[0]))
     if args.sweep:
-        plans = sweep(comparable(of_any_global_batch), args.device, plan.batch_size)
+        plans = sweep(of_any_global_batch, args.device, plan.batch_size)
         print(f"\nestimates for the same batch per device on more devices:\n{report.scaling(plans)}")
         title = f"{report.model_name(config)} on {args.device}"
         write_file(args.plot, report.scaling_svg(plans, title).encode())

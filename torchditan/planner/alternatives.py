@@ -14,7 +14,6 @@ def alternatives(config: Config, device: str, num_devices: int) -> list[Plan]:
     If none fits, the plan is for one image. The fastest plan that fits comes first.
     """
     plans = []
-    config = comparable(config)
     for replicate, shard in parallel_modes(config, num_devices, device):
         for mode, option in (("none", "2"), ("selective", "2"), ("selective", "op"), ("full", "2")):
             changed = with_options(config, replicate=replicate, shard=shard, mode=mode, option=option)
@@ -29,13 +28,6 @@ def alternatives(config: Config, device: str, num_devices: int) -> list[Plan]:
 def ranking(plan: Plan) -> tuple[bool, float]:
     """The fastest plan that fits has the smallest."""
     return not plan.fits, -(plan.images_per_second or 0)
-
-
-def comparable(config: Config) -> Config:
-    """A copy for other parallel modes. A number of `reshard_after_forward` divides the shards of some of them only."""
-    if isinstance(config.training.reshard_after_forward, int):
-        return config.replace({"training.reshard_after_forward": "default"})
-    return config
 
 
 def parallel_modes(config: Config, num_devices: int, device: str) -> list[tuple[int, int]]:

@@ -7,8 +7,7 @@ Notable:
 - gathers and reductions, and when their memory is freed, follow FSDP2 of torch 2.11 to 2.13 as parallelize.py uses it.
   One block and the all-gather of the next are in memory at a time. Gradients are reduced in float32 through a copy that
   the next block's reduction frees;
-- one process and DDP follow distributed/replicate.py: if the precision is not float32, copies of all weights until the
-  backward pass of their block; and a buffer for the gradients of a block, which become those of the optimizer;
+- one process in float32 trains the plain module: nothing is gathered, and autograd's gradients are the optimizer's;
 - the optimizer state is counted from the tensors the optimizer creates on the meta device, or declares
   (optimizer_cost.py);
 - the optimizer, clipping and EMA work in place: the optimizer step is never the peak;
@@ -29,7 +28,6 @@ from typing import Literal
 import torch
 
 from torchditan.config.options import Optimizer
-from torchditan.distributed.replicate import ALIGNMENT
 from torchditan.models.spec import ModelSpec
 from torchditan.planner.optimizer_cost import optimizer_state_bytes
 from torchditan.planner.trace import StepTrace
@@ -163,9 +161,7 @@ class Layout:
     """Ranks that share the tokens of a sample. They are among `num_shards`."""
     exchanged_bytes: float = 0
     """Bytes that context parallelism exchanges for one image, per rank and forward pass of a block."""
-    keeps_copies: bool = False
-    """Whether the copies of distributed/replicate.py stay allocated, for CUDA graphs."""
-    reshard_after_forward: int | str = "default"
+    reshard_after_forward: Literal["default", "always", "never"] = "default"
     """When gathered weights are freed; see `parallelize`."""
     num_exchanges: int = 2
     """Passes of a block that exchange: forward and backward, and a recomputed forward."""
@@ -196,10 +192,11 @@ class _Unit:
     """The remaining float32 gradient."""
 
 
-def is_replicated(parameters: Parameters, layout: Layout) -> bool:
-    """Whether distributed/replicate.py holds the weights, by the rule of parallelize.py."""
-    has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in block)
-    return layout.num_shards == 1 and not has_frozen and not layout.cpu_offload
+def trains_plain(parameters: Parameters, layout: Layout) -> bool:
+    """Whether one process trains the plain module in float32, by the rule of parallelize.py."""
+    is_alone = layout.num_shards == layout.num_replicas == 1 and not layout.cpu_offload
+    stored = {(weight.itemsize, weight.is_floating_point) for weight in parameters.all}
+    return is_alone and layout.param_bytes == layout.reduce_bytes == FLOAT32 and stored == {(FLOAT32, True)}
 
 
 def gathered(weights: Sequence[Weight], layout: Layout) -> list[Weight]:
@@ -212,13 +209,6 @@ def gathered(weights: Sequence[Weight], layout: Layout) -> list[Weight]:
 def gathered_bytes(weights: Sequence[Weight], layout: Layout) -> int:
     managed = gathered(weights, layout)
     return sum(weight.gathered_itemsize(layout.param_bytes) * weight.padded(layout.num_shards) for weight in managed)
-
-
-def copied_bytes(weights: Sequence[Weight], layout: Layout) -> int:
-    """Bytes of the computing weights that distributed/replicate.py copies from the stored ones."""
-    sizes = [(weight.gathered_itemsize(layout.param_bytes), weight) for weight in weights]
-    numel = [(size, math.prod(weight.shape)) for size, weight in sizes if size != weight.itemsize]
-    return sum(size * ALIGNMENT * math.ceil(number / ALIGNMENT) for size, number in numel)
 
 
 def _unit(tensors: Sequence[Weight], layout: Layout) -> _Unit:
@@ -250,8 +240,7 @@ def timeline(
         batch_bytes: bytes of the batch and its noise.
         workspace: bytes that the device libraries take from the allocator.
     """
-    kind = _ReplicatedStep if is_replicated(parameters, layout) else _Step
-    step = kind(parameters, layout, batch_bytes=batch_bytes, workspace=workspace)
+    step = _Step(parameters, layout, batch_bytes=batch_bytes, workspace=workspace)
     step.forward(traces, batch_size)
     step.backward(traces, batch_size)
     step.update()
@@ -266,8 +255,10 @@ class _Step:
         self.kept = 0.0
         """Bytes of activations saved for the backward pass."""
         self.layout = layout
-        self.blocks = [_unit(block, layout) for block in parameters.blocks]
-        self.root = _unit(parameters.root, layout)
+        units = [_unit(weights, layout) for weights in (*parameters.blocks, parameters.root)]
+        if trains_plain(parameters, layout):
+            units = [dataclasses.replace(unit, gathered=0, reduced=0) for unit in units]
+        self.blocks, self.root = units[:-1], units[-1]
         state = dict.fromkeys(("parameters", "gradients", "optimizer", "ema"), 0)
         if not layout.cpu_offload:
             state = model_state(
@@ -290,10 +281,7 @@ class _Step:
         """Share of a block's gathered weights that stay after its forward pass, by the rule of parallelize.py. The last
         block stays whole, or is gathered again at once."""
         if layout.num_shards > 1:
-            option = layout.reshard_after_forward
-            self.remaining = 1.0 if option == "never" else 0.0
-            if isinstance(option, int) and option < layout.num_shards:
-                self.remaining = 1 / option
+            self.remaining = 1.0 if layout.reshard_after_forward == "never" else 0.0
 
     def forward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
         embed, head = traces[0].embed, traces[-1].head
@@ -422,68 +410,3 @@ class _Step:
         is_cast = self.layout.reduce_bytes != FLOAT32
         output = block.shard + (block.reduced / self.layout.num_shards if is_cast else 0)
         return max(own_gradient, output - self._unsharded(block))
-
-
-class _ReplicatedStep(_Step):
-    """The moments of a step with the weights in distributed/replicate.py."""
-
-    def __init__(self, parameters: Parameters, layout: Layout, *, batch_bytes: float, workspace: float) -> None:
-        super().__init__(parameters, layout, batch_bytes=batch_bytes, workspace=workspace)
-        copies = [copied_bytes(unit, layout) for unit in (*parameters.blocks, parameters.root)]
-        if layout.keeps_copies:
-            self.constant["parameters"] += sum(copies)
-            copies = [0] * len(copies)
-        units = [dataclasses.replace(u, gathered=n) for u, n in zip((*self.blocks, self.root), copies, strict=True)]
-        self.blocks, self.root = units[:-1], units[-1]
-        self.is_cast = layout.reduce_bytes != FLOAT32
-
-    def backward(self, traces: Sequence[StepTrace], batch_size: int) -> None:
-        blocks = self.blocks
-        if self.is_cast and self.layout.num_replicas > 1:  # the ranks reduce until the end, then all are cast
-            self.blocks = [dataclasses.replace(block, shard=block.reduced) for block in blocks]
-        for i, block in reversed(list(enumerate(blocks))):
-            label = f"block {i + 1} of {len(blocks)}"
-            working = traces[i].backward.peak(batch_size)
-            gathered = self._gathered_in_backward(i)
-            self._add(f"backward of {label}", gathered=gathered, working=working, first_reduced=i + 1)
-            self.kept += traces[i].backward.left(batch_size)
-            if i > 0:
-                gathered = self._gathered_in_backward(i, own=False)
-                self._add_reduction(f"reduction of {label}", block, first_reduced=i + 1, gathered=gathered)
-        # The backward pass of a block ends when that of the block before it begins. The first block waits for the rest.
-        working = traces[0].tail.peak(batch_size) + self._own_gradient(blocks[0])
-        gathered = self._gathered_in_backward(0)
-        self._add("backward of the embedders", gathered=gathered, working=working, first_reduced=1)
-        self.kept += traces[0].tail.left(batch_size)
-        self.blocks = blocks
-        label, own = f"reduction of block 1 of {len(blocks)}", self._own_gradient(self.root)
-        self._add_reduction(label, blocks[0], first_reduced=1, gathered=self.root.gathered, working=own)
-        self._add_reduction("reduction of the rest", self.root, first_reduced=0, gathered=0)
-
-    def _gathered_in_embedders(self) -> float:
-        return self._gathered_in_backward(len(self.blocks), own=False)  # one call copies all
-
-    def _gathered_in_forward(self, i: int) -> float:
-        return self._gathered_in_embedders()
-
-    def _add_reduction(
-        self, label: str, unit: _Unit, *, first_reduced: int, gathered: float, working: float = 0
-    ) -> None:
-        is_alone, sums = self.layout.num_replicas == 1, self.layout.num_micro_batches > 1
-        is_same = self.layout.reduce_bytes == self.layout.param_bytes
-        is_plain = is_alone and is_same and not self.is_cast  # autograd's gradients are those of the optimizer
-        self._add(
-            label,
-            gathered=gathered,
-            working=working + self._own_gradient(unit) + (unit.shard if is_alone and self.is_cast else 0),
-            first_reduced=first_reduced,
-            reduction=0 if is_plain or (sums and not is_same) else unit.reduced,
-        )
-
-    def _own_gradient(self, unit: _Unit) -> int:
-        """In the dtype of the computing weights, unless it is the sum over micro-batches."""
-        is_sum = self.layout.num_micro_batches > 1 and self.layout.reduce_bytes == self.layout.param_bytes
-        return 0 if is_sum else unit.gradient
-
-    def _held_back(self, reduced: Sequence[_Unit]) -> float:
-        return 0.0

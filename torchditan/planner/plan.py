@@ -224,11 +224,11 @@ def _known(device: str | None) -> Device | None:
 
 
 def _kernels(device: str | None, config: Config) -> Kernels:
-    """Those of the attention backend that the run sets, or else of torch's own choice. auto may measure another one."""
+    """Those of the attention backend that the run sets, or else of torch's own choice."""
     if device == "cpu":
         return "cpu"
     known, backend = _known(device), config.training.attention_backend
-    if backend in ("auto", "default"):
+    if backend == "default":
         backend = "cudnn" if known is not None and known.prefers_cudnn else "flash"
     of_backend: dict[str, Kernels] = {
         "cudnn": "cuda_cudnn",
@@ -309,7 +309,6 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         exchanged_bytes=model.exchanged_bytes(dims.context),
         reshard_after_forward=training.reshard_after_forward,
         num_exchanges=2 if config.activation_checkpoint.mode == "none" else 3,
-        keeps_copies=training.compile and config.compile.has_cuda_graphs,
     )
     traces = model.traces(config)
     instants = timeline(

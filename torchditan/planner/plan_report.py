@@ -157,8 +157,8 @@ def _settings(plan: Plan) -> tuple[int, int, str]:
     return plan.replicate, plan.shard, plan.checkpointing
 
 
-def recommendation(largest: Sequence[Plan], *, resets_reshard: bool = False) -> str:
-    """One line with the fastest setting that fits. `resets_reshard`: `reshard_after_forward` is the default in all."""
+def recommendation(largest: Sequence[Plan]) -> str:
+    """One line with the fastest setting that fits."""
     best = largest[0]
     if not best.fits:
         return "recommended: none of these fits, even with one image; use more devices, or devices with more memory"
@@ -170,7 +170,6 @@ def recommendation(largest: Sequence[Plan], *, resets_reshard: bool = False) -> 
         f"--activation_checkpoint.mode {mode[0]}",
         *(f"--activation_checkpoint.selective_ac_option {option}" for option in mode[1:]),
         *([f"--training.context_parallel_degree {best.context}"] if best.context > 1 else []),
-        *(["--training.reshard_after_forward default"] if resets_reshard else []),
     ]
     return f"recommended, the fastest that fits: {' '.join(flags)}"
 

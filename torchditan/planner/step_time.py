@@ -27,11 +27,10 @@ from torchditan.planner.memory import (
     Layout,
     Parameters,
     Weight,
-    copied_bytes,
     gathered,
     gathered_bytes,
-    is_replicated,
     model_state,
+    trains_plain,
 )
 from torchditan.planner.optimizer_cost import elements_updated_whole
 from torchditan.planner.trace import Segment, StepTrace
@@ -113,8 +112,8 @@ def step_time(
     again = _gather_again_seconds(parameters, layout, speed.device)
     root_gather = _gather_seconds(parameters.root, layout, speed.device)
     root_reduce = sum(_reduce_seconds(parameters.root, layout, speed.device))
-    replicated = is_replicated(parameters, layout)
-    copy_in, copy_out = _copy_seconds(parameters.root, layout, speed, replicated=replicated)
+    is_plain = trains_plain(parameters, layout)
+    copy_in, copy_out = (0.0, 0.0) if is_plain else _copy_seconds(parameters.root, layout, speed)
     compute = copy_in + copy_out
     compute += sum(speed.seconds(segment, batch_size) for segment in (traces[0].embed, traces[-1].head, traces[0].tail))
     compute *= layout.num_micro_batches
@@ -123,9 +122,7 @@ def step_time(
     for micro_batch in range(layout.num_micro_batches):
         is_last = micro_batch == layout.num_micro_batches - 1
         for i, trace in enumerate(traces):
-            copy_in, copy_out = _copy_seconds(parameters.blocks[i], layout, speed, replicated=replicated)
-            if replicated and micro_batch > 0:
-                copy_in = 0.0  # once per step
+            copy_in, copy_out = (0.0, 0.0) if is_plain else _copy_seconds(parameters.blocks[i], layout, speed)
             forward = speed.seconds(trace.forward, batch_size, in_block=True) + copy_in
             backward = speed.seconds(trace.backward, batch_size, in_block=True) + is_last * copy_out
             if again[i]:
@@ -183,13 +180,10 @@ def _gather_seconds(weights: Sequence[Weight], layout: Layout, device: Device) -
 
 def _gather_again_seconds(parameters: Parameters, layout: Layout, device: Device) -> list[float]:
     """Seconds of each block's all-gather in the backward pass, by the rule of parallelize.py."""
-    option = layout.reshard_after_forward
-    if layout.num_shards == 1 or option == "never":
+    if layout.num_shards == 1 or layout.reshard_after_forward == "never":
         return [0.0] * len(parameters.blocks)
-    ranks = option if isinstance(option, int) else layout.num_shards
-    sizes = [gathered_bytes(block, layout) for block in parameters.blocks]
-    again = [collective_seconds(size, ranks=ranks, stride=1, device=device) for size in sizes]
-    return again if option == "always" else [*again[:-1], 0.0]
+    again = [_gather_seconds(block, layout, device) for block in parameters.blocks]
+    return again if layout.reshard_after_forward == "always" else [*again[:-1], 0.0]
 
 
 def _exchange_seconds(layout: Layout, device: Device, batch_size: int) -> float:
@@ -231,16 +225,10 @@ def collective_seconds(num_bytes: float, *, ranks: int, stride: int, device: Dev
     return num_bytes * (ranks - 1) / ranks / (LINK_EFFICIENCY * bandwidth * 1e9) + latency
 
 
-def _copy_seconds(weights: Sequence[Weight], layout: Layout, speed: Speed, *, replicated: bool) -> tuple[float, float]:
+def _copy_seconds(weights: Sequence[Weight], layout: Layout, speed: Speed) -> tuple[float, float]:
     """Seconds of the copies around a gather (cast of float32 shards, copy into place) and a reduction."""
     trained = _trained_elements(weights, layout)
     reduce = trained * (layout.param_bytes + layout.reduce_bytes)
-    if replicated:  # one cast of the weights, and of their gradients; nothing in float32 on one process
-        gather: float = sum(weight.itemsize * math.prod(weight.shape) for weight in weights)
-        gather = gather + copied_bytes(weights, layout) if copied_bytes(weights, layout) else 0.0
-        is_plain = layout.num_replicas == 1 and layout.param_bytes == layout.reduce_bytes == FLOAT32
-        cast = 0 if layout.reduce_bytes == FLOAT32 else trained * (layout.reduce_bytes + FLOAT32)
-        return gather / speed.bytes_per_s, (0 if is_plain else reduce + cast) / speed.bytes_per_s
     num_bytes = gathered_bytes(weights, layout)
     stored = sum(weight.itemsize * weight.padded(layout.num_shards) for weight in gathered(weights, layout))
     gather = (stored + num_bytes) / layout.num_shards + 2 * num_bytes

@@ -52,8 +52,6 @@ _OWN_NAMES = (
 )
 
 
-_RECORDED = ("attention_backend",)  # entries of config.json that a resumed run keeps
-
 _FOLDER_OPTIONS = (
     ("checkpoint", "folder"),
     ("metrics", "save_tb_folder"),
@@ -159,14 +157,8 @@ class RunDirectory:
             "hardware": {**provenance.hardware(device, world_size), **_kept_threads(stored)},
             "command": sys.argv,
             "class_names": list(class_names),
-            **{entry: stored[entry] for entry in _RECORDED if stored and entry in stored},
         }
         write_file(self.config_path, to_json(content, indent=2))
-
-    def record(self, entry: str, value: Any) -> None:
-        """Add what a run found out on its device, an entry of `_RECORDED`, to config.json."""
-        if self.is_writer:
-            write_file(self.config_path, to_json({**read_config(self.path), entry: value}, indent=2))
 
     def _remove_debris(self) -> None:
         """Remove temporary files of killed processes."""

@@ -1,0 +1,95 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""`training.attention_backend`. A CPU has two backends, flash and math, so a run can be tested here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.compiler.config as compiler_config
+import torch.nn.functional as F
+from refusals import refused
+
+from torchditan.config.loader import load_config
+from torchditan.data_stream.datasets import Batch
+from torchditan.distributed.attention_backend import BACKENDS, check_attention_backend, preferring
+from torchditan.periodic_tasks import StepResult
+from torchditan.randomness import Randomness
+from torchditan.trainer import Trainer
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+TINY = (
+    "--model.flavor=debugmodel",
+    "--model.patch_size=2",
+    "--dataset.num_workers=0",
+    "--training.global_batch_size=4",
+    "--training.mixed_precision_param=float32",
+    "--metrics.enable_sampling=false",
+    "--metrics.experiment_name=run",
+    "--checkpoint.enable_checkpoint",
+)
+
+
+def kernel() -> str:
+    """The kernel that computes attention here."""
+    q = torch.zeros(1, 1, 4, 8, requires_grad=True)
+    function = F.scaled_dot_product_attention(q, q, q).grad_fn
+    assert function is not None
+    return "flash" if "Flash" in function.name() else "math"
+
+
+def test_a_preference_ends_with_its_body_and_is_part_of_the_key_of_compiled_code() -> None:
+    assert kernel() == "flash"
+    with preferring("math"):
+        assert kernel() == "math"
+        assert compiler_config.cache_key_tag == "attention:math"
+        with preferring("flash"):
+            assert kernel() == "flash"
+    with preferring("cudnn"):  # no CPU has it: the next one that computes the call
+        assert kernel() == "flash"
+    assert kernel() == "flash"
+    assert compiler_config.cache_key_tag == ""
+
+
+def test_a_run_trains_with_the_backend_that_is_set_and_a_resume_may_change_it(
+    run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    plain_step = Trainer.train_step
+
+    def train_step(trainer: Trainer, batches: Iterator[tuple[Batch, Randomness]]) -> StepResult:
+        seen.append(kernel())
+        return plain_step(trainer, batches)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    flags = [*TINY, f"--job.dump_folder={tmp_path}"]
+    outcome = run_script("train.py", *flags, "--training.steps=1", "--training.attention_backend=math")
+    assert outcome.code == 0, outcome.err
+    outcome = run_script("train.py", *flags, "--training.steps=2")
+    assert outcome.code == 0, outcome.err
+    assert seen == ["math", "flash"]
+    assert kernel() == "flash"
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash"])
+def test_a_backend_that_computes_no_float32_is_refused_for_it(backend: str) -> None:
+    flags = [f"--training.attention_backend={backend}", "--training.mixed_precision_param=float32"]
+    with refused(f'training.attention_backend = "{backend}"', "float32", "efficient"):
+        check_attention_backend(load_config(flags).training, device=torch.device("cuda"))
+    check_attention_backend(load_config(flags).training, device=torch.device("cpu"))
+    check_attention_backend(load_config(flags[:1]).training, device=torch.device("cuda"))
+
+
+@pytest.mark.gpu
+def test_the_backends_of_a_gpu_agree() -> None:
+    q, k, v = torch.randn(3, 2, 4, 512, 64, device="cuda").bfloat16()
+    with preferring("math"):
+        exact = F.scaled_dot_product_attention(q, k, v)
+    for backend in BACKENDS:
+        with preferring(backend):
+            torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), exact, rtol=2e-2, atol=2e-2)
