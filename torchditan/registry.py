@@ -30,7 +30,7 @@ LOAD_WEIGHTS = "torchditan.weights.initial:load_weights_file"
 
 BLOCKS = {
     "dit": "torchditan.models.dit:DiTBlock",
-    "value_residual": "torchditan.models.value_residual:ValueResidualBlock",
+    "value_residual": "torchditan.ingredients.value_residual:ValueResidualBlock",
 }
 """`model.block`: subclasses of `torchditan.models.dit.Block`."""
 

@@ -52,8 +52,7 @@ class Model:
     preset: Literal["torchditan", "official", "llama3_diffusion"] = "torchditan"
     """torchditan (RoPE, SwiGLU), official (Peebles and Xie 2023), or llama3_diffusion (TorchDiTan course project)."""
     block: Annotated[str, BLOCKS] = "dit"
-    """The repeated block: attention, then a feed-forward layer (dit); or with the first block's values mixed into those
-    of all blocks (value_residual). To add another, see docs/extending.md."""
+    """The repeated block: attention, then a feed-forward layer (dit), or another one (docs/extending.md)."""
     patch_size: int = 2
     """Side of a square patch, in pixels or latent cells. Image height and width must be multiples of it."""
     input_channels: int | None = None
