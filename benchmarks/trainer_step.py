@@ -12,15 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data import build_dataset
-from torchditan.config.loader import to_dict
-from torchditan.config.options import Config, dataset_channels
-from torchditan.config.trajectory import trajectory
+from torchditan.config.options import Config
 from torchditan.job.build import attention_backend
-from torchditan.job.optional_parts import choose_parts
-from torchditan.job.prepare import prepare_job
-from torchditan.supervision.preemption import StopRequest
-from torchditan.supervision.supervision import Supervision
+from torchditan.job.prepare import prepare
 from torchditan.trainer import Trainer
 
 
@@ -37,15 +31,11 @@ class Step:
 
 def build_trainer(config: Config) -> Trainer:
     """The trainer of a job before its first step. It joins the process group of this process, or opens one."""
-    train = build_dataset(config.dataset, split="train", input_channels=dataset_channels(config))
-    job = prepare_job(config, train, **choose_parts(config, train))
+    job = prepare(config)
     assert job is not None
-    job.run_directory.open(
-        to_dict(job.config), trajectory=trajectory(job.config), device=str(job.device), world_size=job.rank.world_size
-    )
     joining = mock.patch("torchditan.job.build.init_process_group") if dist.is_initialized() else nullcontext()
     with joining:
-        return Trainer(job, Supervision(job.rank, job.run_directory), StopRequest())
+        return Trainer(job)
 
 
 def trainer_step(trainer: Trainer) -> Step:

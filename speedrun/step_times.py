@@ -111,15 +111,12 @@ def measure(baseline: Entry, entry: Entry, *, turns: int, steps: int = STEPS) ->
 
 def work(flags: list[str]) -> None:
     """The worker: builds the trainer as train.py does, and trains a block per line of stdin."""
-    from data import build_dataset
     from torchditan.config.loader import load_config
-    from torchditan.config.options import dataset_channels
-    from torchditan.job.optional_parts import choose_parts
-    from torchditan.job.prepare import prepare_job
-    from torchditan.trainer import Trainer, run
+    from torchditan.job.prepare import prepare
+    from torchditan.trainer import Trainer
 
     class BlockTrainer(Trainer):
-        def train(self) -> None:
+        def train_steps(self) -> None:
             batches = self.open_stream()
             self.supervision.start_step = 0
             for line in sys.stdin:
@@ -130,14 +127,9 @@ def work(flags: list[str]) -> None:
                         self.post_hoc_ema.add_step()
                 print(f"seconds {time.perf_counter() - started}", flush=True)
 
-    import torchditan.trainer
-
-    torchditan.trainer.Trainer = BlockTrainer  # type: ignore[misc]
-    config = load_config(flags)
-    train = build_dataset(config.dataset, split="train", input_channels=dataset_channels(config))
-    job = prepare_job(config, train, None, **choose_parts(config, train))
+    job = prepare(load_config(flags))
     assert job is not None
-    run(job)
+    BlockTrainer(job).train()
 
 
 def main() -> None:

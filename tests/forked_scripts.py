@@ -23,7 +23,6 @@ _IMPORTED = [
     "torch.distributed.launcher.api",
     "data.digits",
     "torchditan.diffusion.flow_matching",
-    "torchditan.job.optional_parts",
     "torchditan.job.prepare",
     "torchditan.trainer",
 ]

@@ -24,6 +24,20 @@ SELF_ALIGNMENT = "torchditan.diffusion.alignment:SelfAlignment"
 CONTEXT_PARALLEL = "torchditan.distributed.context_parallel"
 """The module for `training.context_parallel_degree` above 1."""
 
+OPEN_DATASET = "data:build_dataset"
+OPEN_CAPTIONS = "torchditan.finetune.captions.dataset:open_captions"
+OPEN_LATENTS = "torchditan.latents.latent_space:build_sample_space"
+"""The functions that open the data of a job (job/prepare.py)."""
+
+TUNE_BATCH_SIZE = "torchditan.ablation.autotune:resolve_batch_size"
+"""The search for `training.batch_size = "auto"`."""
+
+LOAD_INITIAL_WEIGHTS = "torchditan.weights.initial:load_initial_weights"
+"""The function for `checkpoint.initial_load_path`."""
+
+EVALUATION = "torchditan.evaluation.during_training:TrainingEvaluation"
+"""What measures samples during training, for `evaluation.freq`."""
+
 EXPORT_WEIGHTS = "torchditan.weights.exported:export_model"
 LOAD_WEIGHTS = "torchditan.weights.initial:load_weights_file"
 """The functions that write and read the final weights of a run without checkpoints (`checkpoint.save_final`)."""

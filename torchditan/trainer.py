@@ -13,7 +13,7 @@ import gc
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from torchditan.config.trajectory import trajectory
 from torchditan.data_stream.datasets import Batch
 from torchditan.data_stream.workers import awaited_worker
 from torchditan.diffusion.objectives import build_objective, loss_with_teacher
-from torchditan.distributed.process_group import raise_on_all_ranks
+from torchditan.distributed.process_group import forget_process_groups, raise_on_all_ranks
 from torchditan.job import announcements
 from torchditan.job.build import (
     attention_backend,
@@ -57,55 +57,58 @@ from torchditan.supervision.preemption import StopAgreement, StopRequest
 from torchditan.supervision.supervision import Supervision
 
 
-def run(job: Job) -> None:
-    """Lock the run directory, build the trainer and train. status.json always records how the run ended."""
-    compare_files(job)
-    job.run_directory.open(
-        to_dict(job.config),
-        trajectory=trajectory(job.config),
-        class_names=job.dataset.class_names,
-        device=str(job.device),
-        world_size=job.rank.world_size,
-    )
-    # Until the very end: if a rank fails, torchrun sends SIGTERM to the others, which must not interrupt them while
-    # they write down the reason.
-    with StopRequest() as stop_request:
-        supervision = Supervision(job.rank, job.run_directory)
-        stop_request.record = supervision.record_stop
-        trainer: Trainer | None = None
-        try:
-            job.run_directory.write_status("running", step=0)
-            trainer = Trainer(job, supervision, stop_request)
-            with attention_backend(job):
-                trainer.train()
-            trainer.end("completed")
-        except Interrupted as stop:
-            assert trainer is not None
-            trainer.end("interrupted", str(stop), exit_code=75)
-            raise
-        except (Exception, KeyboardInterrupt) as error:
-            supervision.record_failure(error)
-            raise
-        finally:
-            supervision.close()
-            torch.set_float32_matmul_precision("highest")  # for what the process does after the run
-
-
 class Trainer:
-    """Trains one model on one dataset, from the newest checkpoint in its run directory.
+    """Trains one model on one dataset, from the newest checkpoint in its run directory: `Trainer(job).train()`.
 
-    The constructor opens the process group and builds the model, optimizer, data and metrics. Every rank calls it.
+    The constructor locks the run directory, opens the process group and builds the model, optimizer, data and metrics.
+    Every rank calls it. status.json always records how the run ended.
 
     Args:
         job: settings, data and plan.
-        supervision: supervision of this rank, which records how building and training end.
-        stop_request: the signals that this process received.
 
     Raises:
         ConfigError: weights or checkpoints cannot be read, or belong to another model.
     """
 
-    def __init__(self, job: Job, supervision: Supervision, stop_request: StopRequest) -> None:
+    def __init__(self, job: Job) -> None:
+        compare_files(job)
+        job.run_directory.open(
+            to_dict(job.config),
+            trajectory=trajectory(job.config),
+            class_names=job.dataset.class_names,
+            device=str(job.device),
+            world_size=job.rank.world_size,
+        )
+        self.stop_request = StopRequest()
+        self.supervision = Supervision(job.rank, job.run_directory)
+        # Until the very end: if a rank fails, torchrun sends SIGTERM to the others, which must not interrupt them while
+        # they write down the reason.
+        self.resources = ExitStack()
+        self.resources.callback(torch.set_float32_matmul_precision, "highest")  # for what the process does after it
+        self.resources.enter_context(self.stop_request)
+        self.resources.callback(self.supervision.close)
+        self.stop_request.record = self.supervision.record_stop
+        with self.recording_failures():
+            job.run_directory.write_status("running", step=0)
+            self.build(job)
+
+    @contextmanager
+    def recording_failures(self) -> Iterator[None]:
+        """Record how the run ends if the body raises, and release what the trainer holds."""
+        try:
+            yield
+        except Interrupted as stop:
+            self.end("interrupted", str(stop), exit_code=75)
+            self.resources.close()
+            raise
+        except BaseException as error:
+            if isinstance(error, (Exception, KeyboardInterrupt)):
+                self.supervision.record_failure(error)
+            self.resources.close()
+            raise
+
+    def build(self, job: Job) -> None:
+        """Build the parts in order, on all ranks."""
         config = job.config
         self.job = job
         self.config = config
@@ -113,12 +116,12 @@ class Trainer:
         self.device = job.device
         self.plan = job.plan
         self.space = job.space
-        self.supervision = supervision
-        self.stop_request = stop_request
+        supervision, stop_request = self.supervision, self.stop_request
         self.progress = supervision.progress
         open_process_group(job, supervision)
 
         mesh = job.parallel_dims.build_mesh(self.device.type)
+        self.resources.callback(forget_process_groups, mesh)
         self.model, float8_layers = build_model(job, supervision, mesh)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(self.model, config.optimizer)
@@ -193,11 +196,19 @@ class Trainer:
         )
 
     def train(self) -> None:
-        """Train from the current step to the last one.
+        """Train from the current step to the last one, and close the run.
 
         Raises:
             Interrupted: all ranks agreed to stop, and the state is saved.
         """
+        with self.recording_failures():
+            with attention_backend(self.job):
+                self.train_steps()
+            self.end("completed")
+        self.resources.close()
+
+    def train_steps(self) -> None:
+        """The loop over steps, with what comes before and after it."""
         config, tasks = self.config, self.tasks
         first_step = self.progress.step + 1
         if self.progress.step < config.training.steps:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from refusals import refused
 
-from data import build_dataset
 from torchditan.config.loader import load_config, to_dict
-from torchditan.config.options import dataset_channels, flatten
+from torchditan.config.options import flatten
 from torchditan.config.trajectory import trajectory
 from torchditan.diffusion.objectives import build_objective
-from torchditan.job.optional_parts import choose_parts
-from torchditan.job.prepare import Job, prepare_job
+from torchditan.job.complete import describe_batches
+from torchditan.job.prepare import Job, prepare
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -34,39 +33,38 @@ OF_DIGITS: dict[str, Any] = {
 }
 
 
-def prepare(folder: Path, *flags: str) -> tuple[Job, dict[str, Any]]:
+def prepared(folder: Path, *flags: str) -> tuple[Job, dict[str, Any]]:
     """A job of digits, and the options that preparing it changed; the given configuration must stay as it is."""
     given = load_config(["--model.flavor=debugmodel", f"--job.dump_folder={folder}", *flags])
     before = flatten(given)
-    dataset = build_dataset(given.dataset, split="train", input_channels=dataset_channels(given))
-    job = prepare_job(given, dataset, **choose_parts(given, dataset))
+    job = prepare(given)
     assert job is not None and job.config is not given
     assert flatten(given) == before
     return job, {name: value for name, value in flatten(job.config).items() if before[name] != value}
 
 
 def test_the_completed_configuration_is_a_new_one_and_leaves_nothing_open(tmp_path: Path) -> None:
-    job, filled_in = prepare(tmp_path)
+    job, filled_in = prepared(tmp_path)
     assert filled_in == OF_DIGITS
-    assert job.batches == "batch_size 16 x 1 micro-batch x 1 rank = global batch 16"
+    assert describe_batches(job.plan) == "batch_size 16 x 1 micro-batch x 1 rank = global batch 16"
 
 
 def test_the_shift_follows_the_number_of_values_of_a_sample(tmp_path: Path) -> None:
     """sqrt(values / base); 64 values here, and 64 x 64 x 4 in the latents of SD-VAE for 512 x 512."""
-    job, filled_in = prepare(tmp_path, "--diffusion.timestep_shift_base=4")
+    job, filled_in = prepared(tmp_path, "--diffusion.timestep_shift_base=4")
     assert filled_in == {**OF_DIGITS, "diffusion.timestep_shift": 4.0}
-    explicit, _ = prepare(tmp_path, "--diffusion.timestep_shift=4")
+    explicit, _ = prepared(tmp_path, "--diffusion.timestep_shift=4")
     objectives = [build_objective(found.config.diffusion, found.spec) for found in (job, explicit)]
     assert objectives[0] == objectives[1]
     latents = ["--dataset.dataset_name=dummy", "--dataset.image_size=64", "--model.input_channels=4"]
-    _, filled_in = prepare(tmp_path, *latents, "--diffusion.timestep_shift_base=4096")
+    _, filled_in = prepared(tmp_path, *latents, "--diffusion.timestep_shift_base=4096")
     assert filled_in["diffusion.timestep_shift"] == 2.0
     with refused("diffusion.timestep_shift = 3.0", "timestep_shift_base", "4", "64"):
-        prepare(tmp_path, "--diffusion.timestep_shift_base=4", "--diffusion.timestep_shift=3")
+        prepared(tmp_path, "--diffusion.timestep_shift_base=4", "--diffusion.timestep_shift=3")
 
 
 def test_the_section_of_the_autoencoder_is_completed_by_what_it_opened(tmp_path: Path) -> None:
-    job, filled_in = prepare(tmp_path, *ENCODED)
+    job, filled_in = prepared(tmp_path, *ENCODED)
     assert filled_in == {
         **OF_DIGITS,
         "model.input_channels": 4,
@@ -80,26 +78,27 @@ def test_the_section_of_the_autoencoder_is_completed_by_what_it_opened(tmp_path:
 
 def test_random_samples_need_no_autoencoder(tmp_path: Path) -> None:
     flags = ["--dataset.dataset_name=dummy", "--dataset.image_size=8", "--autoencoder.name=haar"]
-    job, filled_in = prepare(tmp_path, *flags)
+    job, filled_in = prepared(tmp_path, *flags)
     assert filled_in["autoencoder.name"] is None
     assert job.config.autoencoder == type(job.config.autoencoder)()
 
 
 def test_a_run_that_is_continued_completes_the_configuration_too(tmp_path: Path) -> None:
     flags = ["--metrics.experiment_name=run", "--lr_scheduler.schedule=cosine"]
-    first, _ = prepare(tmp_path, *flags, "--training.global_batch_size=24")
+    first, _ = prepared(tmp_path, *flags, "--training.global_batch_size=24")
     stored = to_dict(first.config)
     del stored["lr_scheduler"]["decay_until"]  # of before the option existed
     first.run_directory.open(stored, trajectory=trajectory(first.config))
     first.run_directory.close()
-    again, filled_in = prepare(tmp_path, *flags, "--training.batch_size=10")
+    again, filled_in = prepared(tmp_path, *flags, "--training.batch_size=10")
     assert filled_in == {
         **OF_DIGITS,
         "lr_scheduler.decay_until": "last_step",
         "training.batch_size": 8,
         "training.global_batch_size": 24,
     }
-    assert again.batches.endswith("(batch_size 10 does not divide the 24 of a rank)")
+    described = describe_batches(again.plan, asked=again.given.training.batch_size)
+    assert described.endswith("(batch_size 10 does not divide the 24 of a rank)")
 
 
 @pytest.mark.parametrize("flags", [[], ENCODED])
@@ -111,6 +110,6 @@ def test_print_config_prints_the_completed_configuration(
     assert result.code == 0, result.err
     printed = tmp_path / "printed.toml"
     printed.write_text(result.out, encoding="utf-8")
-    job, _ = prepare(tmp_path, *small)
+    job, _ = prepared(tmp_path, *small)
     read = load_config(["--job.config_file", str(printed)])
     assert read.replace({"job.config_file": None}) == job.config

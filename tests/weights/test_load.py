@@ -30,12 +30,9 @@ PATCH = PatchAutoencoderConfig(image_channels=3, latent_channels=4, patch_size=2
 
 def train(project: Path, name: str, *flags: str) -> Path:
     """Two steps of a tiny model in this process; returns the run directory."""
-    from data import build_dataset
     from torchditan.config.loader import load_config
-    from torchditan.config.options import dataset_channels
-    from torchditan.job.optional_parts import choose_parts
-    from torchditan.job.prepare import prepare_job
-    from torchditan.trainer import run
+    from torchditan.job.prepare import prepare
+    from torchditan.trainer import Trainer
 
     common = {
         "job.dump_folder": project / "outputs",
@@ -55,12 +52,10 @@ def train(project: Path, name: str, *flags: str) -> Path:
         "checkpoint.interval": 1,
         "validation.freq": 0,
     }
-    config = load_config([*(f"--{option}={value}" for option, value in common.items()), *flags])
-    dataset = build_dataset(config.dataset, split="train", input_channels=dataset_channels(config))
-    job = prepare_job(config, dataset, None, **choose_parts(config, dataset))
+    job = prepare(load_config([*(f"--{option}={value}" for option, value in common.items()), *flags]))
     assert job is not None
     try:
-        run(job)
+        Trainer(job).train()
     finally:
         gc.enable()
         if dist.is_initialized():

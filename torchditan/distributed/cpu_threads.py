@@ -50,27 +50,28 @@ def limit_spinning() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
 
 
-def configure_cpu(run: Path | None = None) -> str | None:
+def configure_cpu(run: Path | None = None) -> None:
     """Set torch's number of threads to this rank's share of the cores, or to the number stored in folder `run`.
 
     A user's OMP_NUM_THREADS takes precedence. Without a GPU, the process also keeps large freed blocks of memory.
-
-    Returns:
-        A message if a run continues with another number than it started with, else None.
     """
     import torch
 
     if not torch.cuda.is_available():
         keep_freed_memory()
-    stored = None if run is None else stored_cpu_threads(run)
-    is_users = is_set_by_user()
-    if not is_users:
-        share = cores_per_rank()
+    if not is_set_by_user():
+        stored, share = None if run is None else stored_cpu_threads(run), cores_per_rank()
         torch.set_num_threads(share if stored is None else min(stored, share))
-    number = torch.get_num_threads()
+
+
+def changed_threads(run: Path) -> str | None:
+    """A message if this process has another number of threads than its run started with, else None."""
+    import torch
+
+    stored, number = stored_cpu_threads(run), torch.get_num_threads()
     if stored in (None, number):
         return None
-    why = "OMP_NUM_THREADS" if is_users else "fewer cores for each rank"
+    why = "OMP_NUM_THREADS" if is_set_by_user() else "fewer cores for each rank"
     return f"{number} CPU threads per rank ({why}), {stored} when the run started: results may differ in the last bits"
 
 

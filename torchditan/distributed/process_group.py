@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchditan.config.errors import ConfigError
 from torchditan.supervision.parent_death import check_launcher
@@ -106,3 +107,12 @@ def max_over_ranks(value: torch.Tensor) -> torch.Tensor:
     """Elementwise maximum of a tensor over all ranks, in place."""
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return value
+
+
+def forget_process_groups(mesh: DeviceMesh) -> None:
+    """Release a mesh's references to its process groups.
+
+    DTensor's caches keep the mesh until the interpreter shuts down, when a thread of a group could abort the process
+    (https://github.com/pytorch/pytorch/issues/38228). torch has no public name for these references.
+    """
+    getattr(mesh, "_pg_registry", {}).clear()

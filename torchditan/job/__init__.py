@@ -1,8 +1,6 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """From options to a training job: complete and check the options (prepare.py, complete.py), then build (build.py).
 
-optional_parts.py imports the parts that only some jobs need.
-
 May import: checkpoint, config, data_stream, diffusion, distributed, evaluation, latents, models, optim,
 registry, run, supervision.
 """

@@ -14,9 +14,11 @@ from torch import nn
 from torchditan.config.options import Config, flatten
 from torchditan.config.rules import missing_for_effect
 from torchditan.data_stream.datasets import SequentialDataset
+from torchditan.distributed.cpu_threads import changed_threads
 from torchditan.distributed.parallelize import compile_advice, precision_advice
 from torchditan.evaluation.sample_grids import Grids
 from torchditan.evaluation.validation import BIN_KEYS
+from torchditan.job.complete import describe_batches
 from torchditan.job.prepare import Job
 from torchditan.models import TextEmbeddings
 from torchditan.run.metrics import CONSOLE_COLUMNS
@@ -49,7 +51,7 @@ def opening(
         device=job.device,
     )
     precision = None if progress.step else precision_advice(config.training.mixed_precision_param, job.device)
-    threads = job.threads_changed if progress.step and job.device.type == "cpu" else None
+    threads = changed_threads(job.run_directory.path) if progress.step and job.device.type == "cpu" else None
     weights = None if initial_weights is None else f"started from the {initial_weights}"
     scores = None
     if config.metrics.enable_sampling and grids.shows_prompts:
@@ -144,7 +146,7 @@ def _describe_run(job: Job, model: nn.Module, progress: Progress) -> str:
         f"{job.parallel_dims.mode} on {job.device.type}, {config.training.mixed_precision_param}",
         f"on {job.dataset.name}: {images} of {shape}",
         f"{config.training.steps} steps{start}; {stop}",
-        job.batches,
+        describe_batches(job.plan, asked=job.given.training.batch_size, context=job.parallel_dims.context),
     ]
     wrap = partial(textwrap.fill, width=CONSOLE_COLUMNS, subsequent_indent="  ", break_long_words=False)
     return "\n".join(wrap(line, break_on_hyphens=False) for line in lines)

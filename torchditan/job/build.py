@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -23,6 +24,7 @@ from torchditan.models.flops import count_model_flops
 from torchditan.optim.divergence import DivergenceGuard, LossSpikes
 from torchditan.optim.ema import EMA
 from torchditan.optim.optimizers import optimizer_flops
+from torchditan.registry import LOAD_INITIAL_WEIGHTS
 from torchditan.run.metrics import MetricsLogger
 from torchditan.run.training_progress import Progress
 from torchditan.supervision.supervision import Supervision
@@ -198,8 +200,7 @@ def initial_weights_loader(job: Job, model: nn.Module) -> Callable[[], str] | No
     path = job.config.checkpoint.initial_load_path
     if path is None:
         return None
-    assert job.load_initial_weights is not None, "optional_parts.choose_parts gives it"
-    return partial(job.load_initial_weights, model, path, config=job.config)
+    return partial(pkgutil.resolve_name(LOAD_INITIAL_WEIGHTS), model, path, config=job.config)
 
 
 def build_logger(
@@ -249,7 +250,7 @@ def _peak_flops(device: torch.device) -> float | None:
 def set_determinism(seed: int, *, deterministic: bool) -> None:
     """Seed torch's global generators, which our code does not use, and select deterministic kernels.
 
-    cuBLAS needs its setting earlier: see `prepare_job`.
+    cuBLAS needs its setting earlier: see `prepare`.
     """
     torch.manual_seed(seed)
     if deterministic:

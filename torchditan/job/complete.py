@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+import pkgutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,7 @@ from torchditan.distributed.process_group import Rank
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
 from torchditan.optim.optimizers import learning_rate
-from torchditan.registry import FAMILIES
+from torchditan.registry import FAMILIES, TUNE_BATCH_SIZE
 from torchditan.run.reading import read_config
 
 
@@ -85,7 +85,6 @@ def complete(
     space: SampleSpace,
     rank: Rank,
     run: StoredRun | None,
-    tune_batch_size: Callable[[Config, Rank], int] | None = None,
 ) -> tuple[Config, ModelSpec]:
     """Complete the configuration and build the spec of its model.
 
@@ -95,7 +94,6 @@ def complete(
         space: the samples that the model sees; it has completed the section `[autoencoder]`.
         rank: one of the ranks that share the batch (`ParallelDims.data_rank`).
         run: the run that this job continues, None for a new one.
-        tune_batch_size: searches the batch size; required if the batch size is "auto".
 
     Raises:
         ConfigError: an option contradicts the data, the number of ranks or the continued run.
@@ -105,7 +103,7 @@ def complete(
     if run is not None:
         config = keep_global_batch_size(config, run, world_size=rank.world_size)
         check_steps(config, run)
-    config = complete_batches(config, rank, tune_batch_size=tune_batch_size)
+    config = complete_batches(config, rank)
     spec = model_spec_of(config, sample_shape=space.sample_shape, num_classes=len(dataset.class_names))
     spec = training_spec(config.diffusion, spec)
     config = config.fill_in({"diffusion.timestep_shift": timestep_shift_of(config.diffusion, spec)})
@@ -265,13 +263,8 @@ def _ranks_for(config: Config, global_batch_size: int, *, multiple: int = 1) -> 
     return f"{', '.join(right) or 'no number of'} {_ranks(config)}"
 
 
-def complete_batches(
-    config: Config, rank: Rank, *, tune_batch_size: Callable[[Config, Rank], int] | None = None
-) -> Config:
-    """Complete the batch size and the global batch size.
-
-    Args:
-        tune_batch_size: searches the batch size; required if the batch size is "auto".
+def complete_batches(config: Config, rank: Rank) -> Config:
+    """Complete the batch size, which "auto" searches, and the global batch size.
 
     Raises:
         ConfigError: the global batch size is not a multiple of batch size x ranks, or the objective needs pairs.
@@ -279,8 +272,7 @@ def complete_batches(
     given, global_batch_size = config.training.batch_size, config.training.global_batch_size
     batch_size = config.training.batch_size_on(rank.world_size)
     if batch_size == "auto":
-        assert tune_batch_size is not None, "optional_parts.choose_parts gives it"
-        batch_size = tune_batch_size(config, rank)
+        batch_size = pkgutil.resolve_name(TUNE_BATCH_SIZE)(config, rank)
     if global_batch_size is None:
         global_batch_size = batch_size * rank.world_size
     multiple = config.diffusion.batch_multiple if given is None else batch_size

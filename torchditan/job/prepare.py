@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import torch
 
 from torchditan.checkpoint.manager import check_async_mode
 from torchditan.config.errors import option_error
-from torchditan.config.options import Config
+from torchditan.config.options import Config, dataset_channels
+from torchditan.config.rules import validate_parts
 from torchditan.data_stream.datasets import CaptionSource, ImageDataset
 from torchditan.data_stream.order import BatchPlan
 from torchditan.diffusion.objectives import build_objective
@@ -22,7 +24,6 @@ from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.process_group import Rank, check_devices
 from torchditan.job.complete import (
     complete,
-    describe_batches,
     keep_values_of_run,
     plan_batches,
     read_stored_run,
@@ -30,6 +31,7 @@ from torchditan.job.complete import (
 )
 from torchditan.latents.sample_space import SampleSpace, pixel_space
 from torchditan.models import ModelSpec
+from torchditan.registry import EVALUATION, OPEN_CAPTIONS, OPEN_DATASET, OPEN_LATENTS
 from torchditan.run.directory import RunDirectory, run_path
 from torchditan.run.metrics import check_trackers
 from torchditan.run.profiling import check_profiling
@@ -43,6 +45,8 @@ Evaluate = Callable[..., dict[str, float]]
 class Job:
     """The inputs of the Trainer."""
 
+    given: Config
+    """The configuration as it was given."""
     config: Config
     """The completed configuration: no option is left open."""
     dataset: ImageDataset
@@ -52,16 +56,10 @@ class Job:
     """The samples that the model sees: pixels or latents."""
     spec: ModelSpec
     plan: BatchPlan
-    batches: str
-    """The plan as text."""
     rank: Rank
     parallel_dims: ParallelDims
     run_directory: RunDirectory
     """Not opened yet."""
-    threads_changed: str | None
-    """The message for a run that continues with another number of threads."""
-    load_initial_weights: Callable[..., str] | None
-    """Set if the job has a `checkpoint.initial_load_path`."""
     evaluation: Evaluate | None
     """Measures the samples of a model, if `evaluation.freq` is set: called on all ranks, returns figures by name."""
 
@@ -70,25 +68,15 @@ class Job:
         return self.rank.device
 
 
-def prepare_job(
-    config: Config,
-    dataset: ImageDataset,
-    validation_dataset: ImageDataset | None = None,
-    *,
-    open_captions: Callable[..., Any] | None = None,
-    open_latents: Callable[..., SampleSpace] | None = None,
-    tune_batch_size: Callable[[Config, Rank], int] | None = None,
-    load_initial_weights: Callable[..., str] | None = None,
-    evaluate_samples: Callable[..., Evaluate] | None = None,
+def prepare(
+    config: Config, dataset: ImageDataset | None = None, validation_dataset: ImageDataset | None = None
 ) -> Job | None:
-    """Complete and check the settings. Fast, except for encoding captions and searching the batch size.
+    """Open the data, complete and check the settings. Fast, except for encoding captions and searching the batch size.
 
     Args:
         config: the job, which is not modified; `Job.config` is the completed configuration.
-        dataset: training images.
-        validation_dataset: held-out images, required if `validation.freq` or `evaluation.freq` is set.
-        open_captions, open_latents, tune_batch_size, load_initial_weights, evaluate_samples: parts that only some
-            jobs need; see `optional_parts.choose_parts`.
+        dataset: training images, instead of those of `[dataset]`.
+        validation_dataset: held-out images for it, required if `validation.freq` or `evaluation.freq` is set.
 
     Returns:
         The job, or None if it only fills the cache (`cache.only`).
@@ -96,6 +84,9 @@ def prepare_job(
     Raises:
         ConfigError: settings that cannot work together or on this machine.
     """
+    validate_parts(config)
+    if dataset is None:
+        dataset, validation_dataset = _open_datasets(config)
     if config.training.deterministic:
         # cuBLAS reads it when it creates a handle, which encoding captions already does.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -103,14 +94,14 @@ def prepare_job(
     parallel_dims = ParallelDims.resolve(config.training, world_size=rank.world_size)
     assert config.metrics.experiment_name is not None
     path = run_path(config.job.dump_folder, config.metrics.experiment_name)
-    threads_changed = configure_cpu(path)
+    configure_cpu(path)
     _check_machine(config, rank, num_shards=parallel_dims.num_shards)
     run = read_stored_run(path)
     continued, kept = keep_values_of_run(config, run)
     if kept and rank.rank == 0:
         print(f"{path} keeps the settings it was started with: {', '.join(kept)}", file=sys.stderr)
     if isinstance(dataset, CaptionSource):
-        assert open_captions is not None, "optional_parts.choose_parts gives it"
+        open_captions = pkgutil.resolve_name(OPEN_CAPTIONS)
         dataset, validation_dataset, space = open_captions(continued, dataset, validation_dataset, rank=rank)
         if config.cache.only:
             if rank.rank == 0 and not config.job.print_config:
@@ -119,11 +110,9 @@ def prepare_job(
     elif config.cache.only:
         raise option_error("cache.only", True, f"{dataset.name} has no captions to encode; leave it out")
     else:
-        space = _open_space(continued, dataset, device=rank.device, open_latents=open_latents)
+        space = _open_space(continued, dataset, device=rank.device)
     data_rank = parallel_dims.data_rank(rank)
-    completed, spec = complete(
-        continued, dataset=dataset, space=space, rank=data_rank, run=run, tune_batch_size=tune_batch_size
-    )
+    completed, spec = complete(continued, dataset=dataset, space=space, rank=data_rank, run=run)
     plan = plan_batches(completed, data_rank)
     build_objective(completed.diffusion, spec)  # refuses a model that lacks the requested features
     if config.training.compile and config.compile.scope == "model" and not spec.is_one_graph:
@@ -133,24 +122,21 @@ def prepare_job(
     if validation_dataset is not None:
         with_condition_of(spec, validation_dataset, completed, device=rank.device)  # also conditions a stand-in dataset
     return Job(
+        given=config,
         config=completed,
         dataset=dataset,
         validation_dataset=validation_dataset,
         space=space,
         spec=spec,
         plan=plan,
-        batches=describe_batches(plan, asked=config.training.batch_size, context=parallel_dims.context),
         rank=rank,
         parallel_dims=parallel_dims,
         run_directory=RunDirectory(path, is_writer=rank.rank == 0),
-        threads_changed=threads_changed,
-        load_initial_weights=load_initial_weights,
-        evaluation=_build_evaluation(evaluate_samples, completed, dataset, validation_dataset, space, spec, rank),
+        evaluation=_build_evaluation(completed, dataset, validation_dataset, space, spec, rank),
     )
 
 
 def _build_evaluation(
-    build: Callable[..., Evaluate] | None,
     config: Config,
     dataset: ImageDataset,
     held_out: ImageDataset | None,
@@ -158,10 +144,10 @@ def _build_evaluation(
     spec: ModelSpec,
     rank: Rank,
 ) -> Evaluate | None:
-    if build is None:
+    if not config.evaluation.freq:
         return None
-    conditioning = spec.conditioning
-    return build(config, dataset=dataset, held_out=held_out, space=space, conditioning=conditioning, device=rank.device)
+    data: dict[str, Any] = {"dataset": dataset, "held_out": held_out, "space": space}
+    return pkgutil.resolve_name(EVALUATION)(config, conditioning=spec.conditioning, device=rank.device, **data)
 
 
 def _check_machine(config: Config, rank: Rank, *, num_shards: int) -> None:
@@ -185,15 +171,20 @@ def _check_machine(config: Config, rank: Rank, *, num_shards: int) -> None:
     check_profiling(config.profiling, rank.device)
 
 
-def _open_space(
-    config: Config,
-    dataset: ImageDataset,
-    *,
-    device: torch.device,
-    open_latents: Callable[..., SampleSpace] | None,
-) -> SampleSpace:
-    if open_latents is None:
+def _open_datasets(config: Config) -> tuple[ImageDataset, ImageDataset | None]:
+    """Training images, and held-out ones for a job that uses them."""
+    build_dataset, channels = pkgutil.resolve_name(OPEN_DATASET), dataset_channels(config)
+    with report_progress(f"opening {config.dataset.dataset_name}"):
+        train = build_dataset(config.dataset, split="train", input_channels=channels)
+        if not config.validation.freq and not config.evaluation.freq:
+            return train, None
+        return train, build_dataset(config.dataset, split="validation", input_channels=channels)
+
+
+def _open_space(config: Config, dataset: ImageDataset, *, device: torch.device) -> SampleSpace:
+    if not config.autoencoder.online and dataset.index is None:
         return pixel_space(config.autoencoder, dataset)
     with report_progress("opening the autoencoder"):
         needs_decoder = config.metrics.enable_sampling or config.evaluation.freq > 0
+        open_latents = pkgutil.resolve_name(OPEN_LATENTS)
         return open_latents(config.autoencoder, dataset, device=device, needs_decoder=needs_decoder)
