@@ -96,7 +96,7 @@ def pytest_collection_finish() -> None:
 _FLOPS: dict[str, ModelFlops] = {}
 
 
-def count_flops_once(spec: ModelSpec, *, num_kept_tokens: int | None = None) -> ModelFlops:
+def count_flops_once(spec: ModelSpec) -> ModelFlops:
     """`count_model_flops`, once per process for each model: it takes a sixth of a short run."""
     import torch
 
@@ -106,9 +106,9 @@ def count_flops_once(spec: ModelSpec, *, num_kept_tokens: int | None = None) -> 
         model = spec.build()
         inputs = spec.example_inputs(batch_size=1)
     parameters = {name: (tuple(value.shape), value.requires_grad) for name, value in model.named_parameters()}
-    key = f"{model} {parameters} {inputs} {num_kept_tokens}"
+    key = f"{model} {parameters} {inputs}"
     if key not in _FLOPS:
-        _FLOPS[key] = count_model_flops(spec, num_kept_tokens=num_kept_tokens)
+        _FLOPS[key] = count_model_flops(spec)
     return _FLOPS[key]
 
 

@@ -40,7 +40,6 @@ from torchditan.job.build import (
     build_post_hoc_ema,
     build_stream,
     build_teacher,
-    build_token_dropping,
     initial_weights_loader,
     open_process_group,
 )
@@ -131,7 +130,6 @@ class Trainer:
         self.objective = build_objective(config.diffusion, job.spec)
         self.teacher = build_teacher(job, supervision, mesh) if self.objective.uses_teacher else None
         self.loss = loss_with_teacher(self.objective, self.teacher)
-        self.token_dropping = build_token_dropping(job)
         self.ema = build_ema(config, self.model, self.teacher)
         self.post_hoc_ema = build_post_hoc_ema(job, self.model, supervision, self.guard)
         self.stream = build_stream(job)
@@ -155,7 +153,7 @@ class Trainer:
         self.rollback = Rollback(
             config, global_batch_size=self.plan.global_batch_size, guard=self.guard, checkpoints=self.checkpoints
         )
-        self.logger = build_logger(job, self.model, self.progress, self.token_dropping, supervision)
+        self.logger = build_logger(job, self.model, self.progress, supervision)
         supervision.log_with(self.logger)
         self.tasks = PeriodicTasks(
             job,
@@ -263,13 +261,12 @@ class Trainer:
         """One optimizer step: batch, loss, backward, clip, update, average."""
         step = self.progress.step + 1
         lr = self.set_learning_rate(step)
-        loss_of_step = self.loss if self.token_dropping is None else self.token_dropping.loss_at(step, self.loss)
         loss = torch.zeros((), device=self.device)
         for micro_batch in range(self.plan.num_micro_batches):
             batch, randomness = self.next_batch(batches, step)
             if isinstance(self.model, FSDPModule):  # all but one process in float32
                 self.model.set_requires_gradient_sync(micro_batch == self.plan.num_micro_batches - 1)
-            losses = loss_of_step(self.model, batch, randomness)  # (B,)
+            losses = self.loss(self.model, batch, randomness)  # (B,)
             # Gradients are averaged over ranks, so each rank computes the mean of its share.
             share = losses.sum() / (self.plan.global_batch_size // self.plan.world_size)
             (share if self.scaler is None else share * self.scaler.scale).backward()

@@ -283,8 +283,12 @@ def test_a_flavor_with_a_patch_size_sets_both(tmp_path: Path) -> None:
 
 START = """
 import runpy, sys
-from torchditan.config import rules
-rules.validate_parts = lambda _: print("the next rules import torch") or sys.exit(0)
+class StopAtTorch:
+    def find_spec(name, *_):
+        if name == "torch":
+            print("torch comes next")
+            sys.exit(0)
+sys.meta_path.insert(0, StopAtTorch)
 sys.argv = ["train.py", *sys.argv[1:]]
 try:
     runpy.run_path({train!r}, run_name="__main__")
@@ -299,7 +303,7 @@ finally:
         ([], 2, "  quickstart   ", "job.config_file = none: "),
         (["--job.config_file=folder", "--dataset.root_dir=gone"], 2, "", 'dataset.root_dir = "gone": does not exist'),
         (["--job.config_file=folder"], 2, "", "dataset.root_dir = none: folder needs"),
-        (["--job.config_file=quickstart"], 0, "starting outputs/quickstart\nthe next rules", ""),
+        (["--job.config_file=quickstart"], 0, "starting outputs/quickstart\ntorch comes next", ""),
     ],
 )
 def test_the_first_line_and_a_missing_folder_need_no_torch(

@@ -256,7 +256,6 @@ def test_blocks_that_the_model_lacks_or_in_the_wrong_order_are_refused(blocks: l
         ("--ema.enable=false", "ema.enable = false", ["diffusion.self_alignment", "true"]),
         ("--diffusion.objective=ddpm", "diffusion.self_alignment = 0.5", ["ddpm", "flow_matching"]),
         ("--model.name=flux --model.flavor=debugmodel", "diffusion.self_alignment = 0.5", ["flux", "0"]),
-        ("--model.token_dropping=0.5", "diffusion.self_alignment = 0.5", ["model.token_dropping"]),
         ("--diffusion.self_alignment_blocks=1,2,3", "diffusion.self_alignment_blocks", ["two"]),
         ("--diffusion.self_alignment_gap=1.5", "diffusion.self_alignment_gap = 1.5", ["0", "1"]),
         ("--diffusion.self_alignment=-1", "diffusion.self_alignment = -1.0", ["0"]),

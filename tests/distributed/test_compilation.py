@@ -181,7 +181,6 @@ def test_what_cannot_be_compiled_together_is_refused() -> None:
         (["--training.enable_cpu_offload"], "training.enable_cpu_offload", {}),
         (["--lora.rank=4", "--model.name=flux", "--model.flavor=debugmodel"], "LoRA", {}),
         (["--diffusion.self_alignment=0.5"], "diffusion.self_alignment", {}),
-        (["--model.token_dropping=0.5"], "model.token_dropping", {}),
     ):
         with refused('compile.scope = "model"', mention, "block"):
             check(MODEL, *flags, **where)

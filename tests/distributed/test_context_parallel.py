@@ -172,7 +172,6 @@ SPLIT = "--training.context_parallel_degree"
 @pytest.mark.parametrize(
     ("flags", "about"),
     [
-        (["--model.token_dropping=0.5"], "model.token_dropping = 0.5"),
         (["--training.batch_size=auto"], 'training.batch_size = "auto"'),
         (["--dataset.streaming", "--validation.freq=0"], "dataset.streaming = true"),
         (["--float8.enable_float8_linear"], "float8.enable_float8_linear = true"),

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from torchditan.models.alignment_head import AlignedDiT
 from torchditan.models.dit import DiT, DiTConfig
-from torchditan.models.token_dropping import TokenDroppingDiT
 
 OPTIONS = {
     "conditioning": ["adaln", "adaln_single", "in_context"],
@@ -92,9 +91,9 @@ def test_initial_weights_follow_the_documented_distributions():
             assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05), name
 
 
-@pytest.mark.parametrize("build", [DiT, TokenDroppingDiT, partial(AlignedDiT, block=0)])
+@pytest.mark.parametrize("build", [DiT, partial(AlignedDiT, block=0)])
 def test_construction_on_a_real_device_initializes(build):
-    config = tiny_config(depth=3, token_dropping_blocks=1)
+    config = tiny_config(depth=3)
     torch.manual_seed(7)
     model, repeated = build(config), build(config)
     repeated.init_weights(seed=0)

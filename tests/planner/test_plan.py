@@ -59,7 +59,6 @@ OFFICIAL = ["--model.preset=official", "--model.learn_sigma=false"]
 DDPM = ["--model.preset=official", "--diffusion.objective=ddpm"]
 VALUE_RESIDUAL, ADALN_SINGLE = "--model.block=value_residual", "--model.conditioning=adaln_single"
 IN_CONTEXT = "--model.conditioning=in_context"
-DROPPING = ["--model.token_dropping=0.75", "--model.token_dropping_blocks=1"]
 REPLICATE = "--training.data_parallel_replicate_degree"
 CONTEXT = "--training.context_parallel_degree=2"
 RESHARD = "--training.reshard_after_forward"
@@ -117,8 +116,6 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "adaLN-single": [ADALN_SINGLE],
         "adaLN-single full": [ADALN_SINGLE, FULL],
         "in context": [IN_CONTEXT],
-        "token dropping": DROPPING,
-        "token dropping full": [*DROPPING, FULL],
         "micro-batches": ["--training.global_batch_size=12", FULL],
         "no average": ["--ema.enable=false"],
         "Muon": [MUON],
@@ -227,7 +224,6 @@ def num_bytes(tensors: Any) -> int:
 def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     """What the trainer builds and does in a step; state of this rank, and its peak in the second step."""
     from torchditan.diffusion.objectives import loss_with_teacher
-    from torchditan.diffusion.token_dropping import TokenDropping
     from torchditan.distributed.context_parallel import split_tokens_over_ranks
     from torchditan.distributed.parallel_dims import ParallelDims
     from torchditan.distributed.parallelize import parallelize
@@ -272,7 +268,6 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     ema = EMA(model, decay=0.9, only_trained=config.lora.rank > 0, teacher=teacher) if config.ema.enable else None
     average = ema.average if ema is not None else {}
     loss = loss_with_teacher(objective, teacher)
-    dropping = TokenDropping(spec, 0, steps=1)  # only of a model with token dropping, whose last steps keep all tokens
     batch_size = training.batch_size
     assert isinstance(batch_size, int)
     at_once = batch_size * world_size // context
@@ -286,16 +281,15 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
 
     def step(number: int) -> None:
         nonlocal gradients
-        loss_of_step = dropping.loss_at(number, loss) if spec.token_dropping else loss
         for micro_batch in range(num_micro_batches):
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(micro_batch == num_micro_batches - 1)
-            losses = loss_of_step(model, batch, randomness)
+            losses = loss(model, batch, randomness)
             (losses.sum() / batch_size).backward()
             del losses
         guard.step(number, clip_grad_norm(parameters, max_norm=1.0))
         found = num_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
-        gradients = max(gradients, found)  # the mask token has none in steps on all tokens
+        gradients = max(gradients, found)
         optimizer.zero_grad()
         if ema is not None:
             ema.update(number)
@@ -515,19 +509,6 @@ def test_flops_and_mfu_are_those_of_the_run() -> None:
     assert plan_run(aligned, device="h100", num_devices=2).flops_per_image == counted > plan.flops_per_image
     images_per_second_per_device = plan.images_per_second / 2  # type: ignore[operator]
     assert plan.mfu == pytest.approx(100 * images_per_second_per_device * plan.flops_per_image / 989e12)
-
-
-def test_with_token_dropping_the_time_is_that_of_dropping_and_the_memory_that_of_all_tokens() -> None:
-    config = config_of(*DROPPING)
-    dropping = plan_run(config, device="h100", num_devices=1)
-    plain = plan_run(config_of(), device="h100", num_devices=1)
-    assert dropping.flops_per_image == count_model_flops(spec_of(config), num_kept_tokens=16).total  # of 64 patches
-    assert dropping.flops_per_image < plain.flops_per_image
-    assert dropping.activations > plain.activations  # and the fusion
-    assert "step that drops tokens" in describe(dropping, config) and "drops" not in describe(plain, config_of())
-    traces = trace_blocks(spec_of(config), dtype=torch.float32, checkpointing="none", kernels="cpu", drops_tokens=True)
-    flops = [sum(float(segment.flops[:, 1].sum()) for segment in (t.forward, t.backward)) for t in traces]
-    assert len(flops) == 3 and flops[1] < 0.7 * flops[0]
 
 
 def test_traced_flops_of_a_block_are_a_share_of_the_models() -> None:

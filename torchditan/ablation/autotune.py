@@ -322,8 +322,6 @@ def _trial_job(
         "training.batch_size": batch_size,
         "training.steps": config.autotune.steps,
     }
-    if config.model.token_dropping:  # the last steps drop no tokens and need more memory
-        values["training.dense_ratio"] = 1.0
     is_known = None not in (config.dataset.image_size, config.dataset.num_classes, config.model.input_channels)
     if is_known and not config.autoencoder.online:  # the channels of images to encode come from the dataset
         values |= _random_samples(config)

@@ -59,10 +59,6 @@ class Model:
     """Channels of a sample (3 for RGB pixels, 16 for Cosmos latents). Default: the dataset's."""
     sample_size: list[int] | None = None
     """[Frames,] height and width of the model's input, in pixels or latent cells; filled in from the data."""
-    token_dropping: float = 0.0
-    """Fraction of the patches that the middle blocks skip in training; above 0 adds a fusion layer (SPRINT: 0.75)."""
-    token_dropping_blocks: int = 2
-    """With token_dropping, the number of first blocks, and of last blocks, that process all patches."""
     conditioning: Literal["adaln", "adaln_single", "in_context"] | None = None
     """Conditioning on timestep and label: adaLN-zero modulation by each block or shared by all (adaln_single), or extra
     tokens. Default: the preset's."""
@@ -226,9 +222,7 @@ class Training:
     steps: int = 1000
     """Number of optimizer steps."""
     seed: int = 0
-    """Seed for weights, data order, noise, timesteps, label dropout, dropped tokens and samples."""
-    dense_ratio: float = 0.1
-    """With model.token_dropping, the fraction of all steps, at the end, that drop no tokens."""
+    """Seed for weights, data order, noise, timesteps, label dropout and samples."""
     deterministic: bool = False
     """Use only deterministic kernels: slower, but bitwise reproducible."""
     compile: bool = False

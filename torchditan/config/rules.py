@@ -31,7 +31,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be at least 1",
         lambda value: value >= 1,
-        "model.patch_size model.input_channels model.token_dropping_blocks model.text_tokens model.text_width "
+        "model.patch_size model.input_channels model.text_tokens model.text_width "
         "model.pooled_width autoencoder.downsampling dataset.prefetch_factor dataset.dummy_size "
         "dataset.bucket_step dataset.num_frames diffusion.timestep_shift_base "
         "training.batch_size training.global_batch_size training.steps training.gc_freq "
@@ -85,13 +85,13 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be between 0 and 1",
         lambda value: 0 <= value <= 1,
-        "diffusion.label_dropout diffusion.self_alignment_gap training.dense_ratio "
+        "diffusion.label_dropout diffusion.self_alignment_gap "
         "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor activation_checkpoint.fraction",
     ),
     (
         "must be 0 or more and below 1",
         lambda value: 0 <= value < 1,
-        "model.token_dropping diffusion.contrastive_weight optimizer.beta1 optimizer.beta2 optimizer.momentum "
+        "diffusion.contrastive_weight optimizer.beta1 optimizer.beta2 optimizer.momentum "
         "ema.decay autotune.memory_margin",
     ),
     (
@@ -185,13 +185,8 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         lambda config: config.model.name in FAMILIES,
         "model.preset model.block model.patch_size model.conditioning model.norm_type model.qk_norm model.mlp "
         "model.position model.rope_theta model.timestep_scale model.timestep_frequencies model.learn_sigma model.text "
-        "model.text_tokens model.text_width model.pooled_width model.token_dropping",
+        "model.text_tokens model.text_width model.pooled_width",
         "{name} defines its own; leave it out",
-    ),
-    (
-        lambda config: not config.model.token_dropping,
-        "model.token_dropping_blocks training.dense_ratio",
-        "has no effect without model.token_dropping; leave it out",
     ),
     (
         lambda config: config.diffusion.loss_weighting == "none",

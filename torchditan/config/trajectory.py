@@ -33,8 +33,6 @@ VALUES_BEFORE: dict[str, Any] = {
     "model.block": "dit",
     "model.timestep_frequencies": "dit",
     "model.timestep_scale": 1000.0,
-    "model.token_dropping": 0.0,
-    "model.token_dropping_blocks": 2,
     "optimizer.adamw_lr": None,
     "optimizer.adjust_lr_fn": "match_rms_adamw",
     "optimizer.momentum": 0.95,
@@ -44,7 +42,6 @@ VALUES_BEFORE: dict[str, Any] = {
     "sampling.clip_sample": None,
     "sampling.spacing": "trailing",
     "sampling.timestep_shift": None,
-    "training.dense_ratio": 0.1,
     "training.float32_matmul_precision": "highest",
 }
 """Options added since commit 36e2f02, each with the behavior of every run before the option existed.
@@ -77,7 +74,6 @@ TRAJECTORY_KEYS = (
     *(option for option in flatten(Config()) if option.split(".")[0] in _SECTIONS and option not in _NOT_TRAJECTORY),
     "training.global_batch_size",
     "training.seed",
-    "training.dense_ratio",
     "training.max_norm",
     "training.mixed_precision_param",
     "training.mixed_precision_reduce",

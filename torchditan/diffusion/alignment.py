@@ -95,8 +95,6 @@ class SelfAlignment(Objective):
         if config.model.name != "dit":
             right = f"needs the features of a native model; must be 0 with {config.model.name}"
             yield "diffusion.self_alignment", right
-        if config.model.token_dropping:
-            yield "diffusion.self_alignment", "needs the features of all patches; must be 0 with model.token_dropping"
         if len(config.diffusion.self_alignment_blocks) not in (0, 2):
             yield "diffusion.self_alignment_blocks", "must be two blocks, of the student and of the teacher: 8,20"
 

@@ -101,8 +101,6 @@ def build_objective(config: Diffusion, spec: ModelSpec) -> Objective:
         objective = pkgutil.resolve_name(SELF_ALIGNMENT).around(objective, config, spec)
     if unknown := [name for name in objective.features if name not in spec.features]:
         known = f"has {spec.features[0]} to {spec.features[-1]}" if spec.features else "has none"
-        if spec.token_dropping:
-            known = f"with model.token_dropping has {', '.join(spec.features)}"
         right = f"asks for the features {', '.join(unknown)}, and {spec.name} {spec.flavor} {known}"
         raise option_error("diffusion.objective", config.objective, right)
     return objective

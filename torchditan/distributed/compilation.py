@@ -66,8 +66,6 @@ def _why_not_one_graph(config: Config, num_shards: int) -> str | None:
         return "cannot free the frozen weights of a LoRA block by block"
     if config.diffusion.self_alignment > 0:
         return "cannot free the weights of the teacher of diffusion.self_alignment block by block"
-    if config.model.token_dropping > 0:
-        return "would compile the model again where model.token_dropping ends"
     return None
 
 

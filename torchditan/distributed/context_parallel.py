@@ -176,8 +176,6 @@ def option_mistakes(config: Config) -> Iterator[tuple[str, str]]:
         divisors = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
         yield OPTION, f"must divide the {heads} attention heads of the model: one of {divisors}"
     right = f"with {OPTION} {degree}"
-    if model.token_dropping:
-        yield "model.token_dropping", f"keeps tokens that are on different ranks; must be 0 {right}"
     if config.dataset.streaming:
         yield "dataset.streaming", f"gives each rank other samples; must be false {right}"
     if config.training.batch_size == "auto":

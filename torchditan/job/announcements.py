@@ -58,11 +58,6 @@ def opening(
         from torchditan.evaluation.original_samples import why_no_scores
 
         scores = why_no_scores(grids, job.run_directory.sample_path(0).parent, is_resumed=progress.step > 0)
-    few_tokens = None
-    if job.spec.token_dropping:
-        from torchditan.diffusion.token_dropping import few_tokens_warning
-
-        few_tokens = few_tokens_warning(job.spec)
     decoder = job.space.missing_decoder
     pictures = None if decoder is None else f"grids show latent channels, not pictures: {decoder}"
     messages = (
@@ -70,7 +65,6 @@ def opening(
         float8_layers,
         advice,
         precision,
-        few_tokens,
         threads,
         weights,
         _what_is_left(config, progress),

@@ -32,7 +32,6 @@ from torchditan.supervision.supervision import Supervision
 if TYPE_CHECKING:
     from torchditan.checkpoint.post_hoc_ema import PostHocEMA
     from torchditan.data_stream.streamed import SequentialStream
-    from torchditan.diffusion.token_dropping import TokenDropping
     from torchditan.optim.loss_scaling import LossScaler
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -116,13 +115,12 @@ def _shard_and_fill(job: Job, model: nn.Module, supervision: Supervision, mesh: 
 def _convert_to_float8(job: Job, model: nn.Module) -> str:
     from torchditan.distributed.float8 import convert_to_float8
 
-    has_buckets = isinstance(job.dataset, GroupedDataset) and len(job.dataset.groups()) > 1
     return convert_to_float8(
         model=model,
         spec=job.spec,
         config=job.config.float8,
         batch_size=job.plan.batch_size,
-        varied_shapes=has_buckets or job.spec.token_dropping > 0,
+        varied_shapes=isinstance(job.dataset, GroupedDataset) and len(job.dataset.groups()) > 1,
     )
 
 
@@ -157,15 +155,6 @@ def build_post_hoc_ema(
     from torchditan.checkpoint.post_hoc_ema import PostHocEMA
 
     return PostHocEMA(model, config=job.config, run_folder=job.run_directory.path, supervision=supervision, guard=guard)
-
-
-def build_token_dropping(job: Job) -> TokenDropping | None:
-    """Token dropping in the first steps of the run; None for a model without it."""
-    if not job.spec.token_dropping:
-        return None
-    from torchditan.diffusion.token_dropping import TokenDropping
-
-    return TokenDropping.of(job.config, job.spec)
 
 
 def build_stream(job: Job) -> TrainingStream | SequentialStream:
@@ -203,23 +192,16 @@ def initial_weights_loader(job: Job, model: nn.Module) -> Callable[[], str] | No
     return partial(pkgutil.resolve_name(LOAD_INITIAL_WEIGHTS), model, path, config=job.config)
 
 
-def build_logger(
-    job: Job, model: nn.Module, progress: Progress, dropping: TokenDropping | None, supervision: Supervision
-) -> MetricsLogger:
+def build_logger(job: Job, model: nn.Module, progress: Progress, supervision: Supervision) -> MetricsLogger:
     """The logger of a run at position `progress`. FLOPs of the optimizer (Muon's) count as those of training."""
     trained = [(name, tuple(weight.shape)) for name, weight in model.named_parameters() if weight.requires_grad]
     optimizer = optimizer_flops(job.config.optimizer, trained) / job.plan.global_batch_size
-    dense_flops = _count_flops(job, supervision.warn) + optimizer
-    flops_per_image: float | Callable[[int, int], float] = dense_flops
-    if dropping is not None:
-        saved = count_model_flops(job.spec).total - count_model_flops(job.spec, num_kept_tokens=dropping.num_kept).total
-        flops_per_image = partial(dropping.mean_over_steps, dense_flops - saved, dense_flops)
     return MetricsLogger(
         job.config.metrics,
         job.run_directory,
         world_size=job.rank.world_size,
         device=job.device,
-        flops_per_image=flops_per_image,
+        flops_per_image=_count_flops(job, supervision.warn) + optimizer,
         peak_flops=_peak_flops(job.device),
         total_steps=job.config.training.steps,
         tokens_per_image=job.spec.num_tokens,

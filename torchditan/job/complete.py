@@ -215,13 +215,7 @@ def check_steps(config: Config, run: StoredRun) -> None:
 
 def _what_other_steps_change(config: Config, before: int, done: int) -> str | None:
     """What `training.steps`, in place of `before`, changes in the steps that are done; None if nothing."""
-    steps, scheduler, dense_ratio = config.training.steps, config.lr_scheduler, config.training.dense_ratio
-    if config.model.token_dropping:
-        from torchditan.diffusion.token_dropping import num_dropping_steps
-
-        ends = [num_dropping_steps(total, dense_ratio) for total in (before, steps)]
-        if min(ends[0], done) != min(ends[1], done):
-            return f"its token dropping ends after step {ends[0]}, with {steps} after {ends[1]}; this run is at {done}"
+    steps, scheduler = config.training.steps, config.lr_scheduler
     rates = [learning_rate(done, steps=total, peak=1.0, config=scheduler) for total in (before, steps)]
     if rates[0] == rates[1]:
         return None

@@ -72,8 +72,6 @@ def build_dit_spec(
         timestep_scale=config.timestep_scale,
         timestep_frequencies=config.timestep_frequencies,
         block=config.block,
-        token_dropping=config.token_dropping,
-        token_dropping_blocks=config.token_dropping_blocks,
         text=config.text,
         text_tokens=config.text_tokens or 0,
         text_width=config.text_width or 0,
@@ -84,21 +82,14 @@ def build_dit_spec(
     if dit_config.conditioning not in block.conditionings:
         right = f"the block {config.block} does not support it; must be one of {', '.join(block.conditionings)}"
         raise option_error("model.conditioning", dit_config.conditioning, right)
-    mistakes = list(block.option_mistakes(dit_config))
-    model_class, features = DiT, [f"blocks.{i}" for i in range(dit_config.depth)]
-    if config.token_dropping:
-        from torchditan.models import token_dropping
-
-        model_class, features = token_dropping.TokenDroppingDiT, token_dropping.dense_features(dit_config)
-        mistakes += token_dropping.option_mistakes(dit_config)
-    for option, right in mistakes:
+    for option, right in block.option_mistakes(dit_config):
         raise option_error(option, getattr(config, option.removeprefix("model.")), right)
     return ModelSpec(
         name="dit",
         flavor=config.flavor,
         flavors=list(FLAVORS),
         config=dit_config,
-        build=lambda: model_class(dit_config),
+        build=lambda: DiT(dit_config),
         blocks=operator.attrgetter("blocks"),
         conditioning=_conditioning(dit_config),
         sample_shape=sample_shape,
@@ -108,8 +99,7 @@ def build_dit_spec(
             dit_config.text_tokens if dit_config.text == "cross_attention" else dit_config.num_context_tokens
         ),
         condition_layers=_text_layers,
-        features=features,
-        token_dropping=config.token_dropping,
+        features=[f"blocks.{i}" for i in range(dit_config.depth)],
     )
 
 
@@ -199,10 +189,7 @@ def build_model_spec(
     if height % config.patch_size or width % config.patch_size:
         right = f"must divide the samples' height and width, {height} x {width}"
         raise option_error("model.patch_size", config.patch_size, right)
-    spec = registered(ARCHITECTURES, config.name)(config, sample_shape=sample_shape, num_classes=num_classes)
-    if spec.token_dropping != config.token_dropping:
-        raise option_error("model.token_dropping", config.token_dropping, f"{config.name} has none; leave it out")
-    return spec
+    return registered(ARCHITECTURES, config.name)(config, sample_shape=sample_shape, num_classes=num_classes)
 
 
 def model_spec_of(

@@ -10,7 +10,6 @@ Notable:
   vector is added to the timestep's embedding; padding is masked;
 - RMSNorm, LayerNorm or LayerNorm without parameters; SwiGLU or GELU; queries and keys normalized or not;
 - the repeated block is an extension point: `Block` is its interface, `DiTBlock` the paper's block;
-- `TokenDroppingDiT` (token_dropping.py) applies its middle blocks to a part of the patches in training;
 - the `official` preset has exactly the paper's parameters, under the names of its released checkpoints;
 - `init_weights` is a pure function of (seed, parameter name): the same model on every device and mesh. The constructor
   calls it with seed 0, except on the meta device, on which the trainer builds;
@@ -94,10 +93,6 @@ class DiTConfig:
     rope_theta: float = 10000.0
     block: str = "dit"
     """A name in `registry.BLOCKS`."""
-    token_dropping: float = 0.0
-    """Fraction of the patches that the middle blocks skip in training. Above 0: `TokenDroppingDiT`."""
-    token_dropping_blocks: int = 2
-    """Number of first blocks, and of last blocks, that process all patches."""
     timestep_scale: float = 1000.0
     """Factor of t in its embedding. The paper's t is in [0, 1000), this project's in [0, 1]."""
     timestep_frequencies: str = "dit"

@@ -80,17 +80,13 @@ class LinearCounter(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_model_flops(
-    spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor] | None = None, *, num_kept_tokens: int | None = None
-) -> ModelFlops:
+def count_model_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor] | None = None) -> ModelFlops:
     """Count the training step of one sample. Computes nothing: seconds even for 7B parameters.
 
     Args:
         spec: the model.
         loss: all that a step computes with the model, on the meta device. None: the prediction, which is all but a few
             operations, unless the objective reads features or calls a teacher.
-        num_kept_tokens: of a model with token dropping, how many image tokens the middle blocks keep in its prediction;
-            None: all.
     """
     # Imported here because the import is slow and only needed once.
     from torch.utils.flop_counter import FlopCounterMode
@@ -101,8 +97,6 @@ def count_model_flops(
         of_condition: list[Any] = [layer.weight for layer in spec.condition_layers(model)]
         linears = LinearCounter(apart=of_condition)
         x_t, t, cond = spec.example_inputs(batch_size=1)
-        if num_kept_tokens is not None:
-            cond["kept_tokens"] = torch.zeros(1, num_kept_tokens, dtype=torch.int64)
         with forward, linears:
             result = model(x_t, t, cond) if loss is None else loss(model)
         with backward:
@@ -114,8 +108,8 @@ def count_model_flops(
     if condition_tokens > 1 and not of_condition:
         per_condition += linears.flops_by_rows[condition_tokens]
     if condition_tokens:  # layers over both tokens share their FLOPs
-        for rows in {tokens + condition_tokens, (num_kept_tokens or tokens) + condition_tokens}:
-            per_condition += linears.flops_by_rows[rows] * condition_tokens // rows
+        rows = tokens + condition_tokens
+        per_condition += linears.flops_by_rows[rows] * condition_tokens // rows
     total = forward.get_total_flops() + backward.get_total_flops()
     attention = attention_flops(forward) + attention_flops(backward)
     return ModelFlops(

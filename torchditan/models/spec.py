@@ -175,8 +175,6 @@ class ModelSpec:
     features: Sequence[str] = ()
     """Names for `forward(x_t, t, cond, features=names)`, which then returns their tokens (B, num_tokens, D), in the
     order in which they are computed. Empty: the model returns only its prediction."""
-    token_dropping: float = 0.0
-    """Fraction of the image tokens that some blocks skip in training, where `cond` has `kept_tokens`."""
     is_one_graph: bool = True
     """Whether torch.compile can trace the whole model (`compile.scope = "model"`)."""
 

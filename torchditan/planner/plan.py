@@ -27,7 +27,6 @@ from torchditan.config.options import Config, Diffusion, flatten
 from torchditan.config.rules import validate
 from torchditan.diffusion.loss_flops import count_loss_flops
 from torchditan.diffusion.objectives import build_objective, training_spec
-from torchditan.diffusion.token_dropping import num_kept_tokens
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.finetune.resolutions import latent_channels
@@ -329,8 +328,6 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
             float8=config.float8.enable_float8_linear and device.has_float8,
             compiled=training.compile,
         )
-        if model.spec.token_dropping:  # the last steps, with all tokens, decide the memory, and the others the time
-            traces = model.traces(config, drops_tokens=True)
         time = step_time(model.parameters, traces, layout, speed, batch_size=training.batch_size)
     return Plan(
         device=device,
@@ -390,7 +387,7 @@ class TracedModel:
         parameters = model_parameters(spec)
         buffer_bytes = parameters.buffer_bytes + self.objective.table_bytes
         self.parameters: Parameters = dataclasses.replace(parameters, buffer_bytes=buffer_bytes)
-        self._traces: dict[tuple[Checkpointing, bool, int], list[StepTrace]] = {}
+        self._traces: dict[tuple[Checkpointing, int], list[StepTrace]] = {}
 
     @classmethod
     def of(cls, config: Config, kernels: Kernels) -> TracedModel:
@@ -404,14 +401,9 @@ class TracedModel:
 
     @functools.cached_property
     def flops_per_image(self) -> int:
-        flops = count_model_flops(self.spec).total
-        saved = 0
-        if dropping := self.spec.token_dropping:
-            num_kept = num_kept_tokens(self.spec.num_tokens, dropping=dropping)
-            saved = flops - count_model_flops(self.spec, num_kept_tokens=num_kept).total
         if self.objective.features or self.objective.uses_teacher:
-            flops = count_loss_flops(self.diffusion, self.spec).total
-        return flops - saved
+            return count_loss_flops(self.diffusion, self.spec).total
+        return count_model_flops(self.spec).total
 
     def batch_bytes(self, batch_size: int) -> float:
         """Bytes of samples and noise in float32, and of the condition. Other inputs are negligible."""
@@ -425,12 +417,10 @@ class TracedModel:
         tokens = self.spec.num_tokens + self.spec.config.num_context_tokens
         return 4 * self.dtype.itemsize * self.spec.config.width * math.ceil(tokens / context)
 
-    def traces(self, config: Config, *, drops_tokens: bool = False) -> list[StepTrace]:
+    def traces(self, config: Config) -> list[StepTrace]:
         """The trace of each block, with the checkpointing that apply_activation_checkpoint chooses for it."""
         checkpointing, num_blocks = config.activation_checkpoint, len(self.parameters.blocks)
-        trace = functools.partial(
-            self._trace, drops_tokens=drops_tokens, context=config.training.context_parallel_degree
-        )
+        trace = functools.partial(self._trace, context=config.training.context_parallel_degree)
         if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
             return trace("op")
         blocks = nn.ModuleList(nn.Identity() for _ in range(num_blocks))
@@ -443,9 +433,9 @@ class TracedModel:
         kinds: list[Checkpointing] = ["full" if "forward" in vars(block) else "none" for block in blocks]
         return [trace(kind)[i] for i, kind in enumerate(kinds)]
 
-    def _trace(self, kind: Checkpointing, *, drops_tokens: bool, context: int) -> list[StepTrace]:
+    def _trace(self, kind: Checkpointing, *, context: int) -> list[StepTrace]:
         """Traces of all blocks, with the same checkpointing for each."""
-        key = kind, drops_tokens, context
+        key = kind, context
         if key not in self._traces:
             self._traces[key] = trace_blocks(
                 self.spec,
@@ -453,7 +443,6 @@ class TracedModel:
                 checkpointing=kind,
                 kernels=self.kernels,
                 diffusion=self.diffusion,
-                drops_tokens=drops_tokens,
                 context=context,
             )
         return self._traces[key]

@@ -68,10 +68,9 @@ def describe(plan: Plan, config: Config, *, price_per_hour: float | None = None)
     if config.ema.post_hoc_widths:
         lines += ["", _snapshots(plan, config)]
     if plan.time is not None:
-        which = " that drops tokens" if config.model.token_dropping else ""
         lines += [
             "",
-            f"time of a step{which} (estimated, not measured): {plan.time.total:.4f} s",
+            f"time of a step (estimated, not measured): {plan.time.total:.4f} s",
             f"  {plan.time.compute:10.4f} s  forward and backward",
             f"  {plan.time.update:10.4f} s  clipping, {config.optimizer.name}, EMA",
             f"  {plan.time.exposed:10.4f} s  collectives that are not hidden, of {plan.time.communication:.4f} s",

@@ -30,7 +30,6 @@ from torch.overrides import TorchFunctionMode
 from torchditan.config.options import Diffusion
 from torchditan.diffusion.loss_flops import example_batch
 from torchditan.diffusion.objectives import build_objective, loss_with_teacher
-from torchditan.diffusion.token_dropping import TokenDropping
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.context_parallel import split_tokens
 from torchditan.models.spec import ModelSpec
@@ -98,13 +97,12 @@ def trace_blocks(
     checkpointing: Checkpointing,
     kernels: Kernels,
     diffusion: Diffusion = _DIFFUSION,
-    drops_tokens: bool = False,
     context: int = 1,
 ) -> list[StepTrace]:
     """Trace a step of `spec`, with the same checkpointing for every block.
 
     Operators between two blocks count to the earlier one. An objective that uses features or a teacher gets the whole
-    model, and so does token dropping, which applies blocks to different tokens.
+    model.
 
     Args:
         spec: the model.
@@ -112,7 +110,6 @@ def trace_blocks(
         checkpointing: activation checkpointing of the blocks.
         kernels: device whose kernels attention and norms use.
         diffusion: the objective and its options. Label dropout above 0 masks the labels.
-        drops_tokens: for a model with token dropping, trace a step that drops tokens.
         context: ranks that share the tokens of a sample. The trace is that of the first.
 
     Returns:
@@ -123,7 +120,7 @@ def trace_blocks(
         with torch.device("meta"):
             model = spec.build()
         objective = build_objective(diffusion, spec)
-        is_whole = bool(objective.features) or objective.uses_teacher or spec.token_dropping > 0
+        is_whole = bool(objective.features) or objective.uses_teacher
         stands_for = list(range(len(spec.blocks(model)))) if is_whole else keep_three_of_each_row(spec, model)
         if context > 1:
             split_tokens(model, degree=context, rank=0, group_name=None)
@@ -137,7 +134,6 @@ def trace_blocks(
             checkpointing=checkpointing,
             kernels=kernels,
             diffusion=diffusion,
-            drops_tokens=drops_tokens,
         )
         recorders.append(recorder)
         _complete_marks(recorder, len(blocks))
@@ -210,7 +206,6 @@ def _record(
     checkpointing: Checkpointing,
     kernels: Kernels,
     diffusion: Diffusion,
-    drops_tokens: bool,
 ) -> StepRecorder:
     batch, randomness = example_batch(spec, batch_size)
     for block in blocks:  # backward recomputes blocks with the mode below switched off
@@ -225,8 +220,6 @@ def _record(
             teacher = _computing_in(spec.build().requires_grad_(False), dtype)
         inputs += [*teacher.parameters(), *teacher.buffers()]
     loss_of_samples = loss_with_teacher(objective, teacher)
-    if drops_tokens:
-        loss_of_samples = TokenDropping(spec, seed=0, steps=1).loss_at(1, loss_of_samples)
     inputs += [tensor for tensor in randomness if tensor is not None]
     recorder = StepRecorder(ignored=inputs)
     model.register_forward_hook(lambda *_: recorder.mark("loss"))

@@ -265,10 +265,9 @@ class Console:
 class MetricsLogger:
     """Counts and reports the steps of a run. On ranks that do not write it only counts.
 
-    `flops_per_image` are the model FLOPs of forward and backward: a number, or a function of two steps that returns the
-    mean of the steps after the first up to the second. `peak_flops` is the device's dense bf16 peak in FLOP/s, or None
-    if unknown. `tokens_per_image` is the number of patches of one image. A resumed run continues from `start_step`,
-    `images_seen` and `elapsed_s`.
+    `flops_per_image` are the model FLOPs of forward and backward. `peak_flops` is the device's dense bf16 peak in
+    FLOP/s, or None if unknown. `tokens_per_image` is the number of patches of one image. A resumed run continues from
+    `start_step`, `images_seen` and `elapsed_s`.
     """
 
     def __init__(
@@ -278,7 +277,7 @@ class MetricsLogger:
         *,
         world_size: int,
         device: torch.device,
-        flops_per_image: float | Callable[[int, int], float] | None,
+        flops_per_image: float | None,
         peak_flops: float | None,
         total_steps: int,
         tokens_per_image: int | None = None,
@@ -347,8 +346,6 @@ class MetricsLogger:
         assert step == self._step, f"step {step} logged, {self._step} counted"
         images = self.images_seen - self._logged_images
         window = self.timer.read(steps=step - self._logged_step, images=images)
-        flops = self._flops_per_image
-        flops_per_image = flops(self._logged_step, step) if callable(flops) else flops
         self._logged_step, self._logged_images = step, self.images_seen
         known: dict[str, Any] = {
             "step": step,
@@ -357,14 +354,14 @@ class MetricsLogger:
             "grad_norm": grad_norm,
             "lr": lr,
             "elapsed_s": self.elapsed_s,
-            **self._flops(window["images_per_second"], flops_per_image),
+            **self._flops(window["images_per_second"]),
             **self.timer.memory.read(),
             **window,
         }
         record = {key: known.pop(key) for key in ALWAYS_KEYS} | known
         assert record.keys().isdisjoint(extra or {}), extra
         record.update(extra or {})
-        self._report(record, max_loss=max_loss, flops_per_image=flops_per_image)
+        self._report(record, max_loss=max_loss)
         return record
 
     def lacks_evaluation(self, step: int) -> bool:
@@ -436,14 +433,14 @@ class MetricsLogger:
         if self._wandb is not None:
             self._wandb.finish()
 
-    def _flops(self, images_per_second: float | None, flops_per_image: float | None) -> dict[str, float | None]:
-        if images_per_second is None or flops_per_image is None:
+    def _flops(self, images_per_second: float | None) -> dict[str, float | None]:
+        if images_per_second is None or self._flops_per_image is None:
             return {"tflops_per_device": None, "mfu": None}
-        flops = images_per_second * flops_per_image / self._world_size
+        flops = images_per_second * self._flops_per_image / self._world_size
         mfu = None if self._peak_flops is None else 100 * flops / self._peak_flops
         return {"tflops_per_device": flops / 1e12, "mfu": mfu}
 
-    def _report(self, record: dict[str, Any], *, max_loss: float | None, flops_per_image: float | None) -> None:
+    def _report(self, record: dict[str, Any], *, max_loss: float | None) -> None:
         self._run_directory.append_metrics(record)
         if self._console is not None:
             console = self._console
@@ -457,7 +454,7 @@ class MetricsLogger:
             legacy = legacy_scalars(
                 record,
                 max_loss=max_loss,
-                flops_per_image=flops_per_image,
+                flops_per_image=self._flops_per_image,
                 tokens_per_image=self._tokens_per_image,
                 world_size=self._world_size,
                 memory=self.timer.memory.allocator,

@@ -63,7 +63,6 @@ _NEEDED: dict[str, Any] = {
     "timestep_scale": 1000.0,
     "timestep_frequencies": "diffusers",
     "block": "dit",
-    "token_dropping": 0.0,
     "text": None,
 }
 """Options of [model] that DiTPipeline needs."""
