@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchditan.checkpoint.run_checkpoints import RunCheckpoints
-from torchditan.diffusion.objectives import Objective, loss_at_uniform_timesteps, validation_loss
+from torchditan.diffusion.objectives import uniform_objective, validation_objective
 from torchditan.distributed.process_group import max_over_ranks, sum_over_ranks
 from torchditan.evaluation.generate import generate
 from torchditan.evaluation.sample_grids import Grids
@@ -39,8 +39,8 @@ _EVALUATION_TIMEOUT_S = 3600
 class StepResult(NamedTuple):
     """Results of one optimizer step; the tensors are on the device."""
 
-    loss: torch.Tensor
-    """() mean over this rank's share of the global batch."""
+    means: dict[str, torch.Tensor]
+    """() means over this rank's share of the global batch: `loss`, and what else the objective logs."""
     grad_norm: torch.Tensor
     """() over all parameters and ranks, before clipping."""
     lr: float
@@ -55,7 +55,6 @@ class PeriodicTasks:
         *,
         model: nn.Module,
         ema: EMA | None,
-        objective: Objective,
         teacher: nn.Module | None,
         guard: DivergenceGuard,
         scaler: LossScaler | None,
@@ -68,10 +67,7 @@ class PeriodicTasks:
         self.rank = job.rank
         self.model = model
         self.ema = ema
-        self.objective = objective
-        self.loss = validation_loss(job.config.diffusion, job.spec, teacher)
-        uniform_loss = loss_at_uniform_timesteps(job.config.diffusion, job.spec, teacher)
-        self.uniform_loss = uniform_loss if job.config.validation.by_timestep else None
+        self.teacher = teacher
         self.guard = guard
         self.scaler = scaler
         self.logger = logger
@@ -134,13 +130,15 @@ class PeriodicTasks:
             extra["loss_scale"], extra["overflows"] = self.scaler.scale.item(), self.scaler.num_skipped.item()
         if self.progress.rollbacks:
             extra["rollbacks"] = self.progress.rollbacks
+        means = {name: mean_over_ranks(mean, self.rank.world_size).item() for name, mean in result.means.items()}
+        loss = means.pop("loss")
         record = self.logger.log(
             self.progress.step,
-            loss=mean_over_ranks(result.loss, self.rank.world_size).item(),
+            loss=loss,
             grad_norm=result.grad_norm.item(),
             lr=result.lr,
-            extra=extra,
-            max_loss=max_over_ranks(result.loss.clone()).item() if self.config.metrics.legacy_tags else None,
+            extra={**means, **extra},
+            max_loss=max_over_ranks(result.means["loss"].clone()).item() if self.config.metrics.legacy_tags else None,
         )
         self.peak_memory_gib = max(self.peak_memory_gib, record["peak_memory_gib"])
         self.extra_metrics.clear()
@@ -155,15 +153,15 @@ class PeriodicTasks:
         return {"peak_memory_gib": self.peak_memory_gib, "capacity_gib": capacity, "alloc_retries": retries}
 
     def validate(self) -> None:
-        job = self.job
+        job, config = self.job, self.config
         self.supervision.note(self.progress.step, "validation")
         assert job.validation_dataset is not None
         with self.logger.timer.excluded("validation"), self.supervision.reporting("validating"):
             self.last_validation = validation_losses(
                 self.model,
-                loss=self.loss,
-                uniform_loss=self.uniform_loss,
-                model_time=self.objective.model_time,
+                objective=validation_objective(config.diffusion, job.spec),
+                uniform=uniform_objective(config.diffusion, job.spec) if config.validation.by_timestep else None,
+                teacher=self.teacher,
                 dataset=job.validation_dataset,
                 space=job.space,
                 num_images=self.config.validation.num_images,
@@ -193,7 +191,7 @@ class PeriodicTasks:
         """Measure samples of the model with `evaluation.metrics`, and add the figures to the record of this step."""
         assert self.job.evaluation is not None
         with self._sampling_model("evaluation", timeout_seconds=_EVALUATION_TIMEOUT_S):
-            found = self.job.evaluation(self.model, objective=self.objective, say=self.logger.message)
+            found = self.job.evaluation(self.model, objective=self.job.objective, say=self.logger.message)
         self.logger.add_evaluation(self.progress.step, found)
 
     def sample(self) -> None:
@@ -218,7 +216,7 @@ class PeriodicTasks:
             samples_per_row=config.sampling.images_per_class,
             sample_shape=job.space.sample_shape,
             conditioning=job.spec.conditioning,
-            objective=self.objective,
+            objective=job.objective,
             sampling=config.sampling,
             seed=config.training.seed,
             batch_size=config.metrics.sample_batch_size,

@@ -13,26 +13,36 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+Kind = Literal["uniform", "normal"]
+"""uniform: (B,) float32 in [0, 1). normal: (B, *sample_shape) float32, standard normal."""
 
-class Randomness(NamedTuple):
-    """The random numbers of a batch for its objective, one row per sample."""
+NOISE_TIMESTEP_DROPOUT: Mapping[str, Kind] = {"noise": "normal", "timestep": "uniform", "label_dropout": "uniform"}
+"""The numbers that every objective of this package reads."""
 
-    noise: torch.Tensor
-    """(B, *sample_shape) float32, standard normal."""
-    timestep: torch.Tensor
-    """(B,) float32, uniform in [0, 1). The objective transforms it to its own distribution."""
-    label_dropout: torch.Tensor
-    """(B,) float32, uniform in [0, 1). The label is dropped if it is below the dropout rate."""
-    posterior: torch.Tensor | None = None
-    """(B, *sample_shape) float32, standard normal, if latents are drawn from their posterior."""
-    alignment: torch.Tensor | None = None
-    """(B,) float32, uniform in [0, 1), if the run aligns with itself (diffusion/alignment.py)."""
+
+class Randomness(dict[str, torch.Tensor]):
+    """The random numbers of a batch by name, one row per sample, as an objective or a sample space declares them."""
+
+    @property
+    def noise(self) -> torch.Tensor:
+        """(B, *sample_shape) float32, standard normal."""
+        return self["noise"]
+
+    @property
+    def timestep(self) -> torch.Tensor:
+        """(B,) float32, uniform in [0, 1). The objective transforms it to its own distribution."""
+        return self["timestep"]
+
+    @property
+    def label_dropout(self) -> torch.Tensor:
+        """(B,) float32, uniform in [0, 1). The label is dropped if it is below the dropout rate."""
+        return self["label_dropout"]
 
     def to(self, device: torch.device) -> Randomness:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -41,7 +51,7 @@ class Randomness(NamedTuple):
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Randomness:
-        return Randomness(**{name: function(value) for name, value in self._asdict().items() if value is not None})
+        return Randomness({name: function(value) for name, value in self.items()})
 
 
 @functools.lru_cache(maxsize=256)
@@ -156,7 +166,7 @@ def uniform(seed: int, purpose: str, index: Sequence[int] | np.ndarray) -> torch
 
 
 def draw(
-    seed: int, index: Sequence[int], shape: Sequence[int], *, posterior: bool = False, alignment: bool = False
+    seed: int, index: Sequence[int], shape: Sequence[int], numbers: Mapping[str, Kind] = NOISE_TIMESTEP_DROPOUT
 ) -> Randomness:
     """Randomness of the training samples at these positions of the stream.
 
@@ -164,13 +174,11 @@ def draw(
         seed: the run's seed.
         index: B global positions.
         shape: shape of one sample as the model sees it, (C, H, W).
-        posterior: also draw noise for the autoencoder's posterior.
-        alignment: also draw numbers for self-alignment.
+        numbers: what to draw, by name. Each name has its own stream.
     """
     return Randomness(
-        noise=normal(seed, "noise", index, shape),
-        timestep=uniform(seed, "timestep", index),
-        label_dropout=uniform(seed, "label_dropout", index),
-        posterior=normal(seed, "posterior", index, shape) if posterior else None,
-        alignment=uniform(seed, "alignment", index) if alignment else None,
+        {
+            name: normal(seed, name, index, shape) if kind == "normal" else uniform(seed, name, index)
+            for name, kind in numbers.items()
+        }
     )

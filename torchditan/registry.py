@@ -7,9 +7,10 @@ not import torch. config/options.py takes the choices of its options from it.
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 OBJECTIVES = {
@@ -18,8 +19,20 @@ OBJECTIVES = {
 }
 """`diffusion.objective`: classes that follow `torchditan.diffusion.objectives.Objective`."""
 
-SELF_ALIGNMENT = "torchditan.diffusion.alignment:SelfAlignment"
-"""The wrapper of the objective for `diffusion.self_alignment`."""
+INGREDIENTS = {
+    "contrastive": "torchditan.ingredients.contrastive:Contrastive",
+    "self_alignment": "torchditan.ingredients.self_alignment:SelfAlignment",
+}
+"""`diffusion.ingredients`: subclasses of `torchditan.diffusion.objectives.Ingredient`."""
+
+SAMPLERS = {
+    "euler": "torchditan.diffusion.samplers:Euler",
+    "heun": "torchditan.diffusion.samplers:Heun",
+    "dpmpp_2m": "torchditan.diffusion.dpm_solver:DPMSolver2M",
+    "ddim": "torchditan.diffusion.samplers:DDIM",
+    "ancestral": "torchditan.diffusion.samplers:Ancestral",
+}
+"""`sampling.sampler`: subclasses of `torchditan.diffusion.samplers.Sampler`."""
 
 CONTEXT_PARALLEL = "torchditan.distributed.context_parallel"
 """The module for `training.context_parallel_degree` above 1."""
@@ -100,6 +113,77 @@ FORMATS = {
 """`--format` of an import: functions that follow `torchditan.weights.formats.Convert` (docs/checkpoints.md)."""
 
 
-def registered(registry: Mapping[str, str], name: str) -> Any:
-    """Import the class or function that a registry has under this name."""
-    return pkgutil.resolve_name(registry[name])
+def registered(registry: Mapping[str, str], text: str) -> Any:
+    """Import what a registry has under this name, or `module:name` of your own. Options after the name are ignored."""
+    name = entry_name(text)
+    return pkgutil.resolve_name(registry.get(name, name))
+
+
+def entry_name(text: str) -> str:
+    """The name in the value of an option: `contrastive` of `contrastive weight=0.1`."""
+    return text.split()[0] if text.split() else ""
+
+
+def resolve(registry: Mapping[str, str], option: str, text: str) -> tuple[Any, dict[str, Any]]:
+    """Import an entry and read the options after its name: `contrastive weight=0.1`.
+
+    Args:
+        registry: one of the tables above.
+        option: name of the option that has the value, for messages.
+        text: its value: a name in the registry or `module:name`, then `key=value` with numbers, true, false, none,
+            lists such as 2,5, or words.
+
+    Raises:
+        ConfigError: an unknown name, a module that cannot be imported, or text that is not `key=value`.
+    """
+    from torchditan.config.errors import did_you_mean, option_error
+
+    name = entry_name(text)
+    options = {}
+    for word in text.split()[1:]:
+        key, equals, value = word.partition("=")
+        if not equals or not key.isidentifier():
+            raise option_error(option, text, f"{word} must be key=value, as in {name} weight=0.1")
+        options[key] = _value(value)
+    if name not in registry and ":" not in name:
+        right = f"must be one of {', '.join(registry)}, or module:name{did_you_mean(name, registry)}"
+        raise option_error(option, text, right)
+    try:
+        found = registered(registry, name)
+    except Exception as error:  # whatever a module of the user's raises
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        right = f"cannot be imported ({line}); must be module:name on the Python path"
+        raise option_error(option, text, right) from None
+    return found, options
+
+
+def build(found: Callable[..., Any], option: str, text: str, *args: Any, **options: Any) -> Any:
+    """Call what `resolve` found with the options after its name.
+
+    Raises:
+        ConfigError: it does not have one of these options.
+    """
+    from torchditan.config.errors import option_error
+
+    parameters = inspect.signature(found).parameters.values()
+    known = [parameter.name for parameter in parameters][len(args) :]
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    for name in options:
+        if name not in known and not takes_all:
+            has = f"its options are {', '.join(known)}" if known else "it has no options"
+            raise option_error(option, text, f"{name} is not an option of {entry_name(text)}; {has}")
+    return found(*args, **options)
+
+
+def _value(text: str) -> Any:
+    words: dict[str, Any] = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    if "," in text:
+        return [_value(part) for part in text.split(",") if part]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -27,7 +27,7 @@ from torchditan.config.loader import to_dict
 from torchditan.config.trajectory import trajectory
 from torchditan.data_stream.datasets import Batch
 from torchditan.data_stream.workers import awaited_worker
-from torchditan.diffusion.objectives import build_objective, loss_with_teacher
+from torchditan.diffusion.objectives import split
 from torchditan.distributed.process_group import forget_process_groups, raise_on_all_ranks
 from torchditan.job import announcements
 from torchditan.job.build import (
@@ -127,9 +127,8 @@ class Trainer:
         self.guard = DivergenceGuard(self.optimizer)
         self.scaler = build_loss_scaler(config, self.parameters)
         self.spikes = build_loss_spikes(config, self.device)
-        self.objective = build_objective(config.diffusion, job.spec)
+        self.objective = job.objective
         self.teacher = build_teacher(job, supervision, mesh) if self.objective.uses_teacher else None
-        self.loss = loss_with_teacher(self.objective, self.teacher)
         self.ema = build_ema(config, self.model, self.teacher)
         self.post_hoc_ema = build_post_hoc_ema(job, self.model, supervision, self.guard)
         self.stream = build_stream(job)
@@ -159,7 +158,6 @@ class Trainer:
             job,
             model=self.model,
             ema=self.ema,
-            objective=self.objective,
             teacher=self.teacher,
             guard=self.guard,
             scaler=self.scaler,
@@ -261,21 +259,25 @@ class Trainer:
         """One optimizer step: batch, loss, backward, clip, update, average."""
         step = self.progress.step + 1
         lr = self.set_learning_rate(step)
-        loss = torch.zeros((), device=self.device)
+        means: dict[str, torch.Tensor] = {}
         for micro_batch in range(self.plan.num_micro_batches):
             batch, randomness = self.next_batch(batches, step)
             if isinstance(self.model, FSDPModule):  # all but one process in float32
                 self.model.set_requires_gradient_sync(micro_batch == self.plan.num_micro_batches - 1)
-            losses = self.loss(self.model, batch, randomness)  # (B,)
+            losses, numbers = split(self.objective.loss(self.model, batch, randomness, self.teacher))  # (B,)
             # Gradients are averaged over ranks, so each rank computes the mean of its share.
-            share = losses.sum() / (self.plan.global_batch_size // self.plan.world_size)
+            samples = self.plan.global_batch_size // self.plan.world_size
+            share = losses.sum() / samples
             (share if self.scaler is None else share * self.scaler.scale).backward()
-            loss += share.detach()
+            for name, values in numbers.items():
+                mean = values.detach().sum() / samples
+                means[name] = means[name] + mean if name in means else mean
         self.supervision.note(step, "gradient norm and optimizer")
         self.stop_point.begin()
         if self.scaler is not None:
             self.scaler.unscale(self.parameters)
         grad_norm = clip_grad_norm(self.parameters, max_norm=self.config.training.max_norm)
+        loss = means["loss"]
         is_spike = None if self.spikes is None else self.spikes.judge(mean_over_ranks(loss, self.rank.world_size))
         is_overflow = None if self.scaler is None else self.scaler.judge(grad_norm)
         self.guard.step(step, grad_norm, is_spike, is_overflow)  # updates the weights, unless the step diverged
@@ -283,7 +285,7 @@ class Trainer:
         if self.ema is not None:
             self.ema.update(step)
         self.count_step()
-        return StepResult(loss, grad_norm, lr)
+        return StepResult(means, grad_norm, lr)
 
     def next_batch(self, batches: Iterator[tuple[Batch, Randomness]], step: int) -> tuple[Batch, Randomness]:
         """This rank's next micro-batch on the device, as model inputs, with its noise and timesteps."""
@@ -295,7 +297,7 @@ class Trainer:
         batch = {key: tensor.to(self.device, non_blocking=True) for key, tensor in batch.items()}
         randomness = randomness.to(self.device)
         with self.logger.timer.encoding() if self.space.is_encoding else nullcontext():
-            return self.space.prepare(batch, randomness.posterior), randomness
+            return self.space.prepare(batch, randomness.get("posterior")), randomness
 
     def describe_data(self) -> str:
         """Who waits for which data, for messages."""

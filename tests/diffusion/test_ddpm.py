@@ -128,7 +128,7 @@ def test_the_loss_is_that_of_an_independent_computation(prediction: str, schedul
     output = np.concatenate([target + error, fraction][: 1 + learn_sigma], axis=1).astype(np.float32)
 
     timestep = torch.from_numpy(((level + 0.5) / 1000).astype(np.float32))
-    randomness = Randomness(torch.from_numpy(noise), timestep, torch.ones(len(level)))
+    randomness = Randomness(noise=torch.from_numpy(noise), timestep=timestep, label_dropout=torch.ones(len(level)))
     objective = ddpm(prediction, schedule, learn_sigma=learn_sigma)
     model = Answers(torch.from_numpy(output))
     found = objective.loss(model, {"sample": torch.from_numpy(x)}, randomness)
@@ -142,7 +142,7 @@ def test_the_loss_is_that_of_an_independent_computation(prediction: str, schedul
 def test_the_bound_trains_the_variance_and_leaves_the_prediction_to_the_squared_error() -> None:
     torch.manual_seed(0)
     x, noise = torch.rand(4, 1, 4, 4) * 2 - 1, torch.randn(4, 1, 4, 4)
-    randomness = Randomness(noise, torch.tensor([0.0, 0.0015, 0.3, 0.9995]), torch.ones(4))
+    randomness = Randomness(noise=noise, timestep=torch.tensor([0.0, 0.0015, 0.3, 0.9995]), label_dropout=torch.ones(4))
     gradients = []
     for learn_sigma in (False, True):
         output = (0.1 * torch.ones(4, 1 + learn_sigma, 4, 4)).requires_grad_()
@@ -513,13 +513,13 @@ def test_the_guidance_interval_counts_t_1_as_data_although_the_model_counts_it_a
     ("flags", "about", "right"),
     [
         ("--diffusion.noise_schedule=cosine --diffusion.objective=flow_matching", "diffusion.noise_schedule", "ddpm"),
-        ("--sampling.sampler=ddim --diffusion.objective=flow_matching", 'sampling.sampler = "ddim"', "or dpmpp_2m"),
-        ("--sampling.sampler=ancestral --diffusion.objective=flow_matching", "sampling.sampler", "or dpmpp_2m"),
+        ("--sampling.sampler=ddim --diffusion.objective=flow_matching", 'sampling.sampler = "ddim"', "dpmpp_2m"),
+        ("--sampling.sampler=ancestral --diffusion.objective=flow_matching", "sampling.sampler", "dpmpp_2m"),
         ("--sampling.spacing=leading --diffusion.objective=flow_matching", "sampling.spacing", "only to ddpm"),
         ("--sampling.timestep_shift=0", "sampling.timestep_shift = 0.0", "greater than 0"),
         ("--sampling.timestep_shift=3", "sampling.timestep_shift = 3.0", "its own levels"),
-        ("--sampling.sampler=heun", 'sampling.sampler = "heun"', "must be ddim (or euler, the same) or ancestral"),
-        ("--sampling.sampler=dpmpp_2m", "sampling.sampler", "must be ddim (or euler, the same) or ancestral"),
+        ("--sampling.sampler=heun", 'sampling.sampler = "heun"', "must be euler, ddim, ancestral"),
+        ("--sampling.sampler=dpmpp_2m", "sampling.sampler", "must be euler, ddim, ancestral"),
         ("--sampling.num_steps=1001", "sampling.num_steps = 1001", "at most 1000"),
         ("--sampling.num_steps=1 --sampling.spacing=leading", "sampling.spacing", "must be trailing or linspace"),
         ("--sampling.spacing=even", 'sampling.spacing = "even"', "trailing, leading, linspace"),

@@ -8,16 +8,17 @@ import math
 
 import pytest
 import torch
+from solving import solve
 from torch import nn
 
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Diffusion, Model, Sampling
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.objectives import build_objective
-from torchditan.diffusion.samplers import guided_prediction, solve
+from torchditan.diffusion.samplers import guided_prediction
 from torchditan.diffusion.timesteps import Timesteps, shift_timesteps
 from torchditan.models import ClassLabels, Unconditional, build_model_spec
-from torchditan.randomness import draw
+from torchditan.randomness import Randomness, draw
 
 
 class Recorder(nn.Module):
@@ -45,7 +46,7 @@ def test_loss_is_zero_for_the_true_velocity_and_its_square_for_none() -> None:
 
 def test_the_path_runs_from_noise_at_0_to_data_at_1_in_float32() -> None:
     x = torch.randn(3, 1, 2, 2)
-    randomness = draw(0, [0, 1, 2], (1, 2, 2))._replace(timestep=torch.tensor([0.0, 0.25, 1.0]))
+    randomness = Randomness(draw(0, [0, 1, 2], (1, 2, 2)), timestep=torch.tensor([0.0, 0.25, 1.0]))
     objective = FlowMatching(conditioning=Unconditional(), timesteps=Timesteps(kind="uniform"), label_dropout=0)
     model = Recorder(lambda x_t, *_: x_t.bfloat16())
     loss = objective.loss(model, {"sample": x}, randomness)
@@ -56,7 +57,7 @@ def test_the_path_runs_from_noise_at_0_to_data_at_1_in_float32() -> None:
 
 
 def test_labels_are_dropped_where_the_draw_is_below_the_rate() -> None:
-    randomness = draw(0, [0, 1, 2], (1, 2, 2))._replace(label_dropout=torch.tensor([0.05, 0.5, 0.0999]))
+    randomness = Randomness(draw(0, [0, 1, 2], (1, 2, 2)), label_dropout=torch.tensor([0.05, 0.5, 0.0999]))
     objective = FlowMatching(conditioning=ClassLabels(10), timesteps=Timesteps(kind="uniform"), label_dropout=0.1)
     model = Recorder(lambda x_t, *_: x_t)
     batch = {"sample": torch.randn(3, 1, 2, 2), "class_label": torch.tensor([3, 4, 5])}
@@ -145,5 +146,10 @@ def test_sampling_may_have_another_shift_than_training() -> None:
             seen.append(t)
             return x
 
-        objective.sample(predict, torch.zeros(1), sampling=Sampling(num_steps=4, timestep_shift=given))
+        objective.sample(
+            predict,
+            torch.zeros(1),
+            sampling=Sampling(num_steps=4, timestep_shift=given),
+            step_noise=lambda step: torch.zeros(()),
+        )
         assert seen == [t / (t + shift * (1 - t)) for t in (0.0, 0.25, 0.5, 0.75)]

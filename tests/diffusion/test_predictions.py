@@ -17,7 +17,7 @@ from torchditan.config.loader import load_config
 from torchditan.config.options import Diffusion, Model, Optimizer, Sampling
 from torchditan.diffusion.ddpm import DDPM
 from torchditan.diffusion.flow_matching import FlowMatching
-from torchditan.diffusion.objectives import build_objective, loss_at_uniform_timesteps, validation_loss
+from torchditan.diffusion.objectives import build_objective, uniform_objective, validation_objective
 from torchditan.diffusion.predictions import min_snr_weight, velocity_of
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.models import Unconditional, build_model_spec
@@ -47,7 +47,11 @@ def draws(t: np.ndarray = T) -> tuple[np.ndarray, np.ndarray, Randomness]:
     generator = np.random.default_rng(0)
     x, noise = generator.normal(size=(2, len(t), 2, 4, 4)).astype(np.float32).astype(np.float64)
     timestep = torch.from_numpy(t).float()
-    return x, noise, Randomness(torch.from_numpy(noise).float(), timestep, torch.ones(len(t)))
+    return (
+        x,
+        noise,
+        Randomness(noise=torch.from_numpy(noise).float(), timestep=timestep, label_dropout=torch.ones(len(t))),
+    )
 
 
 def target_of(prediction: str, x: np.ndarray, noise: np.ndarray) -> np.ndarray:
@@ -121,7 +125,12 @@ def mean_and_deviation(prediction: str, sampler: Any, num_steps: int) -> tuple[f
     """Of the samples; exact, because a sample is a linear function of its noise."""
     start = torch.tensor([0.0, 1.0], dtype=torch.float64).view(2, 1, 1, 1)
     sampling = Sampling(sampler=sampler, num_steps=num_steps)
-    at_0, at_1 = objective(prediction).sample(exact_model(prediction), start, sampling=sampling).flatten().tolist()
+    at_0, at_1 = (
+        objective(prediction)
+        .sample(exact_model(prediction), start, sampling=sampling, step_noise=lambda step: torch.zeros(()))
+        .flatten()
+        .tolist()
+    )
     return at_0, at_1 - at_0
 
 
@@ -144,13 +153,20 @@ def test_samplers_keep_their_order(prediction: str, sampler: str, order: int) ->
 
 def test_euler_ends_at_the_predicted_x_and_heun_evaluates_neither_undetermined_end() -> None:
     target = torch.randn(3, 1, 2, 2, dtype=torch.float64)
-    found = objective("x").sample(lambda x, t: target, torch.randn_like(target), sampling=Sampling(num_steps=50))
+    found = objective("x").sample(
+        lambda x, t: target,
+        torch.randn_like(target),
+        sampling=Sampling(num_steps=50),
+        step_noise=lambda step: torch.zeros(()),
+    )
     torch.testing.assert_close(found, target)
     for prediction, ends in (("x", (0.0, 0.75)), ("epsilon", (0.25, 1.0)), ("v", (0.0, 1.0))):
         for sampler in ("euler", "heun"):
             seen: list[float] = []
             sampling = Sampling(sampler=sampler, num_steps=4)  # type: ignore[arg-type]
-            objective(prediction).sample(exact_model(prediction, seen), target, sampling=sampling)
+            objective(prediction).sample(
+                exact_model(prediction, seen), target, sampling=sampling, step_noise=lambda step: torch.zeros(())
+            )
             assert len(seen) == objective(prediction).num_evaluations(sampling)
             assert (min(seen), max(seen)) == (ends[0], ends[1] if sampler == "heun" else 0.75)
 
@@ -162,7 +178,9 @@ def test_guidance_of_x_is_guidance_of_the_velocity() -> None:
     def samples(prediction: str) -> torch.Tensor:
         one, other = exact_model(prediction), exact_model(prediction, mean=-0.3)
         guided = lambda x, t: other(x, t) + 3 * (one(x, t) - other(x, t))  # noqa: E731
-        return objective(prediction).sample(guided, noise, sampling=Sampling(num_steps=10))
+        return objective(prediction).sample(
+            guided, noise, sampling=Sampling(num_steps=10), step_noise=lambda step: torch.zeros(())
+        )
 
     torch.testing.assert_close(samples("x"), samples("v"))
 
@@ -191,7 +209,7 @@ def test_min_snr_weights_the_predictions_of_ddpm(prediction: Any, learn_sigma: b
     """The term of the variance keeps its weight."""
     level = np.array([0, 1, 50, 317, 731, 999])
     x, noise, randomness = draws(level)
-    randomness = randomness._replace(timestep=torch.from_numpy((level + 0.5) / 1000).float())
+    randomness = Randomness(randomness, timestep=torch.from_numpy((level + 0.5) / 1000).float())
     squared = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))[level]
     snr = squared / (1 - squared)
     output = np.random.default_rng(1).normal(size=(len(x), 2 * (1 + learn_sigma), 4, 4))
@@ -220,8 +238,8 @@ def test_validation_has_no_weights(name: str) -> None:
 
     losses = [build_objective(config, spec).loss(model, batch, randomness) for config in (plain, weighted)]  # type: ignore[arg-type]
     assert not torch.equal(losses[0], losses[1])
-    for build in (validation_loss, loss_at_uniform_timesteps):
-        assert torch.equal(build(weighted, spec, None)(model, batch, randomness), losses[0])  # type: ignore[arg-type]
+    for build in (validation_objective, uniform_objective):
+        assert torch.equal(build(weighted, spec).loss(model, batch, randomness), losses[0])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -265,13 +283,13 @@ def test_each_prediction_learns_digits(prediction: Any) -> None:
     model = spec.build()
     model.init_weights(0)
     config = Diffusion(prediction=prediction)
-    built, validation = build_objective(config, spec), validation_loss(config, spec, None)
+    built, validation = build_objective(config, spec), validation_objective(config, spec)
     held_out = {"sample": torch.stack([digits[index]["sample"] for index in range(64, 128)])}
     fixed = draw(1, range(64), (1, 8, 8))
 
     def held_out_loss() -> float:
         with torch.no_grad():
-            return validation(model, held_out, fixed).mean().item()
+            return validation.loss(model, held_out, fixed).mean().item()
 
     start, optimizer = held_out_loss(), build_optimizer(model, Optimizer(lr=2e-3, beta2=0.99))
     for step in range(60):

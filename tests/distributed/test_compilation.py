@@ -180,7 +180,7 @@ def test_what_cannot_be_compiled_together_is_refused() -> None:
         ([], "4 ranks", {"num_shards": 4}),
         (["--training.enable_cpu_offload"], "training.enable_cpu_offload", {}),
         (["--lora.rank=4", "--model.name=flux", "--model.flavor=debugmodel"], "LoRA", {}),
-        (["--diffusion.self_alignment=0.5"], "diffusion.self_alignment", {}),
+        ([], "EMA model", {"has_teacher": True}),
     ):
         with refused('compile.scope = "model"', mention, "block"):
             check(MODEL, *flags, **where)

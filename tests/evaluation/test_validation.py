@@ -19,7 +19,7 @@ from data import build_dataset
 from torchditan.ablation.grid import as_flags
 from torchditan.config.options import Dataset, Diffusion, Model
 from torchditan.data_stream.datasets import ImageDataset
-from torchditan.diffusion.objectives import build_objective, loss_at_uniform_timesteps
+from torchditan.diffusion.objectives import Inputs, Objective, build_objective, uniform_objective
 from torchditan.evaluation.validation import BIN_KEYS, stratified_timesteps, validation_losses
 from torchditan.finetune.resolutions import published_options
 from torchditan.latents.sample_space import SampleSpace
@@ -47,21 +47,36 @@ def dataset() -> ImageDataset:
     return build_dataset(options, split="validation", input_channels=1)
 
 
+class Of(Objective):
+    """An objective with this loss, at t = first + (1 - first) u."""
+
+    def __init__(self, loss: Any, first: float = 0.0) -> None:
+        self.of_samples = loss
+        self.first = first
+
+    def inputs(self, batch: Batch, randomness: Randomness) -> Inputs:
+        return Inputs(batch["sample"], self.first + (1 - self.first) * randomness.timestep, {})
+
+    def loss(self, model: nn.Module, batch: Batch, randomness: Randomness, teacher: Any = None) -> torch.Tensor:
+        return self.of_samples(model, batch, randomness)
+
+
 def validate(
-    dataset: ImageDataset, num_images: int, *, batch_size: int = 6, model_time: Any = lambda t: t, **losses: Any
+    dataset: ImageDataset, num_images: int, *, objective: Objective, uniform: Objective | None, batch_size: int = 6
 ) -> dict[str, float]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         return validation_losses(
             PredictsT(),
-            model_time=model_time,
+            objective=objective,
+            uniform=uniform,
+            teacher=None,
             dataset=dataset,
             space=SampleSpace(dataset.sample_shape),
             num_images=num_images,
             batch_size=batch_size,
             corrupt_images="error",
             device=torch.device("cpu"),
-            **losses,
         )
     finally:
         dist.destroy_process_group()
@@ -79,18 +94,19 @@ def t_itself(model: nn.Module, batch: Batch, randomness: Randomness) -> torch.Te
     return predicted
 
 
-@pytest.mark.parametrize("uniform_loss", [None, t_itself], ids=["alone", "with bins"])
+@pytest.mark.parametrize("has_bins", [False, True], ids=["alone", "with bins"])
 @pytest.mark.parametrize(
     ("num_images", "batch_size", "stored"),
     [(20, 6, "0x1.fe66333333333p-8"), (5, 16, "0x1.e405fcccccccdp-2")],
 )
 def test_the_validation_loss_is_that_of_older_versions_to_the_bit(
-    dataset: ImageDataset, num_images: int, batch_size: int, stored: str, uniform_loss: Any
+    dataset: ImageDataset, num_images: int, batch_size: int, stored: str, has_bins: bool
 ) -> None:
     """The stored numbers are from commit 22afa3c, which had no bins."""
-    found = validate(dataset, num_images, batch_size=batch_size, loss=first_values, uniform_loss=uniform_loss)
+    uniform = Of(t_itself) if has_bins else None
+    found = validate(dataset, num_images, batch_size=batch_size, objective=Of(first_values), uniform=uniform)
     assert found["validation_loss"].hex() == stored
-    assert list(found) == ["validation_loss", *(BIN_KEYS if uniform_loss else ())]
+    assert list(found) == ["validation_loss", *(BIN_KEYS if has_bins else ())]
 
 
 @pytest.mark.parametrize("count", [8, 12, 21, 256])
@@ -109,16 +125,14 @@ def test_timesteps_are_stratified_over_the_bins_and_inside_each(count: int) -> N
 @pytest.mark.parametrize("num_images", [1, 3, 7, 8, 21, 64])
 def test_a_bin_is_the_mean_over_its_part_of_t(dataset: ImageDataset, num_images: int) -> None:
     """Also with fewer images than bins, and in batches that are padded."""
-    found = validate(dataset, num_images, loss=t_itself, uniform_loss=t_itself)
+    found = validate(dataset, num_images, objective=Of(t_itself), uniform=Of(t_itself))
     centers = {key: (i + 0.5) / 8 for i, key in enumerate(BIN_KEYS)}
     assert {key: found[key] for key in BIN_KEYS} == pytest.approx(centers)
 
 
 def test_a_bin_that_the_objective_never_reaches_is_left_out(dataset: ImageDataset) -> None:
-    def late(model: nn.Module, batch: Batch, randomness: Randomness) -> torch.Tensor:
-        return t_itself(model, batch, randomness._replace(timestep=0.5 + randomness.timestep / 2))
-
-    assert list(validate(dataset, 16, loss=late, uniform_loss=late)) == ["validation_loss", *BIN_KEYS[4:]]
+    late = Of(t_itself, first=0.5)
+    assert list(validate(dataset, 16, objective=late, uniform=late)) == ["validation_loss", *BIN_KEYS[4:]]
 
 
 @pytest.mark.parametrize("objective", ["flow_matching", "ddpm"])
@@ -126,8 +140,7 @@ def test_the_loss_in_the_bins_is_the_objectives_whatever_t_it_trains_on(objectiv
     spec = build_model_spec(Model(flavor="debugmodel", patch_size=2), sample_shape=SHAPE, num_classes=10)
     config = Diffusion(objective=objective, timestep_sampling="logit_normal", timestep_shift=3.0)
     built = build_objective(config, spec)
-    at_uniform = loss_at_uniform_timesteps(config, spec, None)
-    found = validate(dataset, 640, model_time=built.model_time, loss=built.loss, uniform_loss=at_uniform)
+    found = validate(dataset, 640, objective=built, uniform=uniform_objective(config, spec))
     expected: list[list[float]] = [[] for _ in BIN_KEYS]
     for row, u in enumerate(stratified_timesteps(640).tolist()):
         x, noise = dataset[row * len(dataset) // 640]["sample"], normal(0, "validation", [row], SHAPE)[0]

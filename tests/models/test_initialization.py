@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import math
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from torchditan.models.alignment_head import AlignedDiT
+from torchditan.models import Head
 from torchditan.models.dit import DiT, DiTConfig
 
 OPTIONS = {
@@ -91,7 +90,13 @@ def test_initial_weights_follow_the_documented_distributions():
             assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05), name
 
 
-@pytest.mark.parametrize("build", [DiT, partial(AlignedDiT, block=0)])
+def with_head(config):
+    model = DiT(config)
+    model.add_heads({"projection": Head("blocks.0", lambda: torch.nn.Linear(config.width, config.width))})
+    return model
+
+
+@pytest.mark.parametrize("build", [DiT, with_head])
 def test_construction_on_a_real_device_initializes(build):
     config = tiny_config(depth=3)
     torch.manual_seed(7)

@@ -117,7 +117,7 @@ def test_an_architecture_is_a_function_and_a_line_of_the_registry(monkeypatch, r
     assert (spec.name, spec.flavor) == ("mine", "small")
     with pytest.raises(ConfigError, match="must be small"):
         build_model_spec(load_config([*flags, "--model.flavor=large"]).model, sample_shape=(3, 8, 8), num_classes=2)
-    with pytest.raises(ConfigError, match=r"must be one of dit, mine, flux, .*qwen_image; did you mean mine\?"):
+    with pytest.raises(ConfigError, match=r"one of dit, mine, flux, .*qwen_image, or module:name; did you mean mine\?"):
         load_config(["--model.name=mina"])
     with pytest.raises(ConfigError, match="applies only to published models; leave it out for mine"):
         load_config([*flags, "--model.flavor=small", "--lora.rank=2"])

@@ -32,7 +32,7 @@ from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Model, flatten
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.loss_flops import count_loss_flops
-from torchditan.diffusion.objectives import build_objective, training_spec
+from torchditan.diffusion.objectives import build_objective, split
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.finetune.resolutions import published_options
 from torchditan.models import ModelSpec, build_model_spec, model_spec_of
@@ -82,11 +82,11 @@ class LooksInside(FlowMatching):
     features = ("blocks.1",)
 
     def loss(self, model: Any, batch: Any, randomness: Any, teacher: Any = None) -> torch.Tensor:
-        x_t, t, cond = self.inputs(batch, randomness)
-        prediction, own = model(x_t, t, cond, features=self.features)
-        _, averaged = teacher(x_t, t, cond, features=self.features)
+        inputs = self.inputs(batch, randomness)
+        prediction, own = model(*inputs, features=self.features)
+        _, averaged = teacher(*inputs, features=self.features)
         distance = (own["blocks.1"] - averaged["blocks.1"]).float().square().flatten(1).mean(1)
-        return self.error(prediction, x_t, t, batch, randomness) + distance
+        return self.error(prediction, inputs, batch, randomness) + distance
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def looks_inside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TEACHER = "--diffusion.objective=looks_inside"
-ALIGNED = "--diffusion.self_alignment=0.5"
+ALIGNED = "--diffusion.ingredients=self_alignment"
 
 CELLS: dict[int, dict[str, list[str]]] = {
     1: {
@@ -186,7 +186,7 @@ def spec_of(config: Config) -> ModelSpec:
     frames = () if config.dataset.num_frames is None else (config.dataset.num_frames,)
     sample_shape = (config.model.input_channels or 0, *frames, *(config.dataset.image_size or ()))
     spec = model_spec_of(config, sample_shape=sample_shape, num_classes=config.dataset.num_classes or 0)
-    return training_spec(config.diffusion, spec)
+    return spec.with_heads(build_objective(config.diffusion, spec).heads)
 
 
 class Census(TorchDispatchMode):
@@ -223,7 +223,6 @@ def num_bytes(tensors: Any) -> int:
 
 def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     """What the trainer builds and does in a step; state of this rank, and its peak in the second step."""
-    from torchditan.diffusion.objectives import loss_with_teacher
     from torchditan.distributed.context_parallel import split_tokens_over_ranks
     from torchditan.distributed.parallel_dims import ParallelDims
     from torchditan.distributed.parallelize import parallelize
@@ -267,7 +266,6 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     teacher = build(is_trained=False) if objective.uses_teacher else None
     ema = EMA(model, decay=0.9, only_trained=config.lora.rank > 0, teacher=teacher) if config.ema.enable else None
     average = ema.average if ema is not None else {}
-    loss = loss_with_teacher(objective, teacher)
     batch_size = training.batch_size
     assert isinstance(batch_size, int)
     at_once = batch_size * world_size // context
@@ -276,7 +274,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
     batch = {"sample": sample, "index": torch.zeros(batch_size, dtype=torch.int64)}
     for name, (shape, dtype) in spec.conditioning.tensors.items():
         batch[name] = torch.ones(batch_size, *shape, dtype=dtype)
-    randomness = draw(0, range(batch_size), spec.sample_shape, alignment=config.diffusion.self_alignment > 0)
+    randomness = draw(0, range(batch_size), spec.sample_shape, objective.numbers)
     gradients = 0
 
     def step(number: int) -> None:
@@ -284,7 +282,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
         for micro_batch in range(num_micro_batches):
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(micro_batch == num_micro_batches - 1)
-            losses = loss(model, batch, randomness)
+            losses, _ = split(objective.loss(model, batch, randomness, teacher))
             (losses.sum() / batch_size).backward()
             del losses
         guard.step(number, clip_grad_norm(parameters, max_norm=1.0))
@@ -294,7 +292,7 @@ def train_two_steps(config: Config, world_size: int) -> dict[str, Any]:
         if ema is not None:
             ema.update(number)
 
-    on_device = [sample, *batch.values(), *(tensor for tensor in randomness if tensor is not None)]
+    on_device = [sample, *batch.values(), *randomness.values()]
     census = Census(*model.parameters(), *model.buffers(), *average.values(), *on_device)
     with census:
         step(1)
@@ -482,7 +480,7 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
         for batch in (largest, largest + 1)
     ]
     assert fits == [True, False]
-    even = largest_batch(dit_7b("--diffusion.contrastive_weight=0.05"), "a100-80gb", 8)
+    even = largest_batch(dit_7b("--diffusion.ingredients=contrastive"), "a100-80gb", 8)
     assert even % 2 == 0 and 0.99 * largest < even <= largest
     auto = plan_run(dit_7b("--training.batch_size=auto"), device="NVIDIA A100-SXM4-80GB", num_devices=8)
     assert auto.batch_size == largest

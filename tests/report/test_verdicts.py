@@ -271,7 +271,7 @@ def test_grids_of_pure_noise_get_verdicts_as_seldom_as_promised(tmp_path: Path) 
     ("axis", "settings", "is_measured_alike"),
     [
         ("diffusion.timestep_shift", {}, False),
-        ("diffusion.self_alignment", {}, True),  # a term of the training loss alone
+        ("diffusion.ingredients", {}, True),  # a term of the training loss alone
         ("model.learn_sigma", {}, False),
         ("model.preset", {}, False),
         ("model.preset", {"model.learn_sigma": False}, True),

@@ -42,7 +42,7 @@ TEXT += ["--dataset.num_classes=0", "--model.text=in_context", "--model.text_tok
 WAYS = {  # flags of what is trained
     "plain": GRIDS,
     "in context": ["--model.conditioning=in_context"],
-    "self-alignment": ["--diffusion.self_alignment=0.5", "--ema.decay=0.9"],
+    "self-alignment": ["--diffusion.ingredients=self_alignment", "--ema.decay=0.9"],
     "value residual": ["--model.block=value_residual"],
     "official": ["--model.preset=official", "--diffusion.objective=ddpm"],
     "text": TEXT,

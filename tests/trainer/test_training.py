@@ -150,7 +150,7 @@ def official(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> P
     return run
 
 
-CONTRASTIVE = "--diffusion.contrastive_weight=0.2"
+CONTRASTIVE = "--diffusion.ingredients=contrastive weight=0.2"
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ from torchditan.ablation.ledger import measure
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import to_toml
 from torchditan.config.options import Config, flatten
+from torchditan.diffusion.objectives import batch_multiple
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 from torchditan.run.reading import read_metrics
@@ -188,7 +189,7 @@ def _speed(trial: Trial) -> float:
 def candidate_batches(config: Config, *, num_devices: int) -> list[int]:
     """Allowed batch sizes, ascending: multiples up to the maximum that divide a rank's share of a global batch."""
     options = config.autotune
-    multiple = math.lcm(options.batch_size_multiple, config.diffusion.batch_multiple)
+    multiple = math.lcm(options.batch_size_multiple, batch_multiple(config.diffusion))
     sizes = range(multiple, options.max_batch_size + 1, multiple)
     total = config.training.global_batch_size
     found = [size for size in sizes if total is None or total % (size * num_devices) == 0]
@@ -196,7 +197,7 @@ def candidate_batches(config: Config, *, num_devices: int) -> list[int]:
         if total is None:
             right = f"must be at least autotune.batch_size_multiple = {multiple}"
             if multiple != options.batch_size_multiple:
-                right = f"must be at least {multiple}: diffusion.contrastive_weight needs even batch sizes"
+                right = f"must be at least {multiple}: diffusion.ingredients needs multiples of that"
             raise option_error("autotune.max_batch_size", options.max_batch_size, right)
         right = f"no batch size divides the share of {num_devices} rank(s); must be a multiple of the number of ranks"
         raise option_error("training.global_batch_size", total, right)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from torchditan.registry import BLOCKS, MODELS, OBJECTIVES, OPTIMIZERS
+from torchditan.registry import BLOCKS, INGREDIENTS, MODELS, OBJECTIVES, OPTIMIZERS, SAMPLERS
 
 FLAVOR_NAMES = ("debugmodel", "DiT-Mi", "DiT-Ti", "DiT-S", "DiT-B", "DiT-L", "DiT-XL", "DiT-1B", "DiT-7B")
 """Flavors of models/dit.py, repeated here because that module imports torch. A test compares both lists."""
@@ -196,19 +196,8 @@ class Diffusion:
     """Fraction of training samples whose label or caption is dropped, for classifier-free guidance."""
     embedded_guidance: float = 1.0
     """Guidance scale during training, for models that embed it (FLUX.1-dev, HunyuanVideo)."""
-    contrastive_weight: float = 0.0
-    """Weight of contrastive flow matching, away from the velocity of another sample; 0.05 in the paper, 0 disables."""
-    self_alignment: float = 0.0
-    """Weight of self-alignment (SRA): the EMA model teaches an early block. 0 disables it; its authors suggest 0.5."""
-    self_alignment_blocks: list[int] = field(default_factory=list)
-    """Blocks of the model and of the teacher, from 1. Default: after 2/7 and 5/7 of the depth, 8,20 of XL's 28."""
-    self_alignment_gap: float = 0.2
-    """Largest difference between the teacher's t, which is cleaner, and the model's."""
-
-    @property
-    def batch_multiple(self) -> int:
-        """`training.batch_size` must be a multiple: contrastive flow matching pairs neighbours of a micro-batch."""
-        return 2 if self.contrastive_weight else 1
+    ingredients: list[Annotated[str, INGREDIENTS]] = field(default_factory=list)
+    """Changes of the objective, each with its options: "contrastive weight=0.05", self_alignment (docs/recipes.md)."""
 
 
 @dataclass(frozen=True)
@@ -404,7 +393,7 @@ class Metrics:
 class Sampling:
     """Sampling of images, during training and by scripts/generate.py."""
 
-    sampler: Literal["euler", "heun", "dpmpp_2m", "ddim", "ancestral"] = "euler"
+    sampler: Annotated[str, SAMPLERS] = "euler"
     """flow_matching: euler, or of second order heun and dpmpp_2m. ddpm: ddim, which euler means too, or ancestral."""
     num_steps: int = 50
     """Solver steps from noise to image; heun evaluates the model twice per step."""

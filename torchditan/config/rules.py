@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import json
 import pkgutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from operator import attrgetter
 from pathlib import PurePath
 from typing import Any
 
 from torchditan.config.errors import did_you_mean, option_error
 from torchditan.config.options import FLAVOR_NAMES, Config, flatten
-from torchditan.registry import CONTEXT_PARALLEL, FAMILIES, METRICS, OBJECTIVES, SELF_ALIGNMENT, registered
+from torchditan.registry import (
+    CONTEXT_PARALLEL,
+    FAMILIES,
+    INGREDIENTS,
+    METRICS,
+    OBJECTIVES,
+    SAMPLERS,
+    entry_name,
+    registered,
+    resolve,
+)
 
 
 def _is_inner_folder(name: str) -> bool:
@@ -53,7 +63,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "dataset.num_classes dataset.num_workers dataset.shuffle_tags dataset.held_out training.max_norm optimizer.lr "
         "optimizer.weight_decay optimizer.adamw_lr "
         "lr_scheduler.warmup_steps checkpoint.keep_latest_k metrics.sample_freq sampling.guidance_scale lora.rank "
-        "diffusion.embedded_guidance diffusion.self_alignment sampling.embedded_guidance "
+        "diffusion.embedded_guidance sampling.embedded_guidance "
         "validation.freq evaluation.freq evaluation.seed comm.trace_buf_size",
     ),
     (
@@ -85,14 +95,12 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be between 0 and 1",
         lambda value: 0 <= value <= 1,
-        "diffusion.label_dropout diffusion.self_alignment_gap "
-        "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor activation_checkpoint.fraction",
+        "diffusion.label_dropout lr_scheduler.decay_ratio lr_scheduler.min_lr_factor activation_checkpoint.fraction",
     ),
     (
         "must be 0 or more and below 1",
         lambda value: 0 <= value < 1,
-        "diffusion.contrastive_weight optimizer.beta1 optimizer.beta2 optimizer.momentum "
-        "ema.decay autotune.memory_margin",
+        "optimizer.beta1 optimizer.beta2 optimizer.momentum ema.decay autotune.memory_margin",
     ),
     (
         "must be 0 or more and below 2^63",
@@ -247,11 +255,6 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
         lambda config: config.optimizer.name == "Muon" and config.model.name in FAMILIES,
         "optimizer.name",
         "knows the matrices of our own blocks only; must be AdamW or AdamW8bit for a published model",
-    ),
-    (
-        lambda config: not config.diffusion.self_alignment,
-        "diffusion.self_alignment_blocks diffusion.self_alignment_gap",
-        "has no effect without diffusion.self_alignment; leave it out",
     ),
     (lambda config: config.optimizer.lr == 0, "optimizer.adamw_lr", "needs an optimizer.lr greater than 0"),
     (
@@ -431,21 +434,49 @@ def _validate_activation_checkpoint(config: Config) -> None:
 
 
 def _validate_objective(config: Config) -> None:
-    """Rules of the objective itself, of self-alignment and of context parallelism."""
+    """Rules of the objective itself, of its sampler and ingredients, and of context parallelism."""
     values, defaults = flatten(config), flatten(Config())
     changed = {option for option, value in values.items() if value != defaults[option]}
-    objective = registered(OBJECTIVES, config.diffusion.objective)
-    if not hasattr(objective, "uses_teacher"):
-        right = f"its class {objective.__name__} must inherit from Objective (torchditan/diffusion/objectives.py)"
-        raise option_error("diffusion.objective", config.diffusion.objective, right)
+    from torchditan.diffusion.objectives import Ingredient, Objective
+    from torchditan.diffusion.samplers import Sampler
+
+    option = "diffusion.objective"
+    objective = checked_entry(OBJECTIVES, option, config.diffusion.objective, kind=Objective)
     if objective.uses_teacher and not config.ema.enable:
         right = f"{config.diffusion.objective} uses the EMA model as its teacher; must be true"
         raise option_error("ema.enable", False, right)
+    method = objective.sampler_method
+    sampler = checked_entry(SAMPLERS, "sampling.sampler", config.sampling.sampler, kind=Sampler)
+    if getattr(sampler, method) is getattr(Sampler, method):
+        able = [
+            name for name in SAMPLERS if getattr(registered(SAMPLERS, name), method) is not getattr(Sampler, method)
+        ]
+        right = f"does not work with {config.diffusion.objective}; must be {', '.join(able)}"
+        raise option_error("sampling.sampler", config.sampling.sampler, right)
     _raise_first(config, objective.option_mistakes(config, changed))
-    if config.diffusion.self_alignment:
-        _raise_first(config, pkgutil.resolve_name(SELF_ALIGNMENT).mistakes(config, objective))
+    owner = None if objective.loss is Objective.loss else config.diffusion.objective  # of the loss
+    for text in config.diffusion.ingredients:
+        ingredient = checked_entry(INGREDIENTS, "diffusion.ingredients", text, kind=Ingredient)
+        has_loss = ingredient.loss is not Objective.loss
+        if owner == config.diffusion.objective or (owner and has_loss):
+            right = f"{owner} has a loss of its own, which {entry_name(text)} cannot change; leave one of them out"
+            raise option_error("diffusion.ingredients", config.diffusion.ingredients, right)
+        owner = entry_name(text) if has_loss else owner
+        if ingredient.uses_teacher and not config.ema.enable:
+            right = f"{entry_name(text)} uses the EMA model as its teacher; must be true"
+            raise option_error("ema.enable", False, right)
+        _raise_first(config, ingredient.mistakes(config, objective))
     if config.training.context_parallel_degree > 1:
         _raise_first(config, pkgutil.resolve_name(CONTEXT_PARALLEL).option_mistakes(config))
+
+
+def checked_entry(registry: Mapping[str, str], option: str, text: str, *, kind: type) -> Any:
+    """Import an entry of a registry, or `module:name` of the user's, and check that it is a subclass of `kind`."""
+    found, _ = resolve(registry, option, text)
+    if not isinstance(found, type) or not issubclass(found, kind):
+        what = f"class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise option_error(option, text, f"is {what}; must be a subclass of {kind.__module__}.{kind.__name__}")
+    return found
 
 
 def _raise_first(config: Config, mistakes: Iterable[tuple[str, str]]) -> None:

@@ -2,13 +2,13 @@
 """Sample -> batch: this rank's micro-batches with their noise and timesteps.
 
 Notable:
-- a loader worker also draws the noise, timestep and label dropout of its samples (see randomness.py);
+- a loader worker also draws the random numbers of its samples (see randomness.py);
 - threads copy latents from memory-mapped shards; worker processes decode images.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -19,7 +19,7 @@ from torchditan.config.errors import ConfigError, option_error
 from torchditan.data_stream.datasets import Batch, BatchedDataset, ImageDataset
 from torchditan.data_stream.order import BatchPlan, BucketOrder, OrderedDataset
 from torchditan.data_stream.workers import init_worker, run_ahead, start_workers
-from torchditan.randomness import Randomness, draw
+from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Kind, Randomness, draw
 
 _NUMBERS = ("index", "class_label")
 
@@ -59,8 +59,7 @@ class CollateAndDraw:
     seed: int
     sample_shape: tuple[int, ...] | None
     """(C, H, W) of the model's input; of latents, if the device encodes pixels. None: the batch's shape."""
-    posterior: bool
-    alignment: bool
+    numbers: Mapping[str, Kind]
     collate: Collate
 
     def __call__(
@@ -70,8 +69,7 @@ class CollateAndDraw:
         if isinstance(batch, ConfigError):
             return batch
         shape = self.sample_shape or batch["sample"].shape[1:]
-        index = batch["index"].tolist()
-        return batch, draw(self.seed, index, shape, posterior=self.posterior, alignment=self.alignment)
+        return batch, draw(self.seed, batch["index"].tolist(), shape, self.numbers)
 
 
 class TrainingStream:
@@ -90,8 +88,7 @@ class TrainingStream:
         prefetch_factor: int,
         pin_memory: bool,
         sample_shape: tuple[int, ...] | None = None,
-        posterior: bool = False,
-        alignment: bool = False,
+        numbers: Mapping[str, Kind] = NOISE_TIMESTEP_DROPOUT,
         bucket_order: BucketOrder = "epochs",
     ) -> None:
         flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
@@ -112,7 +109,7 @@ class TrainingStream:
                 raise option_error("dataset.aspect_buckets", True, right)
             noise_shape = None
         self.loader_options: dict[str, Any] = {
-            "collate_fn": CollateAndDraw(seed, noise_shape, posterior, alignment, Collate(labelled=num_classes > 0)),
+            "collate_fn": CollateAndDraw(seed, noise_shape, numbers, Collate(labelled=num_classes > 0)),
             "num_workers": num_workers,
             "prefetch_factor": prefetch_factor if num_workers else None,
             "pin_memory": pin_memory,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,15 +13,15 @@ from torchditan.data_stream.datasets import Batch, SequentialDataset
 from torchditan.data_stream.loader import Collate
 from torchditan.data_stream.order import BatchPlan
 from torchditan.data_stream.workers import init_worker, run_ahead, start_workers
-from torchditan.randomness import Randomness, draw, uniform
+from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Kind, Randomness, draw, uniform
 
 
 class SequentialStream:
     """This rank's micro-batches of a source that is read in its stored order, without shuffling.
 
     Every rank reads its own share of the source, so a checkpoint stores a state for each rank. A resume is exact with
-    the same number of ranks and workers; other numbers are refused. Flips, noise, timesteps and label dropout are
-    keyed to the position in the stream, as in `TrainingStream`. A worker does not know the positions of its samples.
+    the same number of ranks and workers; other numbers are refused. Flips and random numbers are keyed to the
+    position in the stream, as in `TrainingStream`. A worker does not know the positions of its samples.
     Threads therefore draw the noise, one per worker; without workers it is drawn together with its batch.
     """
 
@@ -36,15 +36,13 @@ class SequentialStream:
         num_workers: int,
         pin_memory: bool,
         sample_shape: tuple[int, ...] | None = None,
-        posterior: bool = False,
-        alignment: bool = False,
+        numbers: Mapping[str, Kind] = NOISE_TIMESTEP_DROPOUT,
     ) -> None:
         self.dataset = dataset
         self.plan = plan
         self.seed = seed
         self.sample_shape = sample_shape or dataset.sample_shape
-        self.posterior = posterior
-        self.alignment = alignment
+        self.numbers = numbers
         self.flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
         self.collate = Collate(labelled=num_classes > 0)
         self.num_workers = num_workers
@@ -117,8 +115,7 @@ class SequentialStream:
 
     def _draw(self, positions: list[int]) -> tuple[torch.Tensor, Randomness]:
         index = torch.tensor(positions, dtype=torch.int64)
-        drawn = {"posterior": self.posterior, "alignment": self.alignment}
-        randomness = draw(self.seed, positions, self.sample_shape, **drawn)
+        randomness = draw(self.seed, positions, self.sample_shape, self.numbers)
         return (index.pin_memory(), randomness.pin_memory()) if self.pin_memory else (index, randomness)
 
     def _with_position(self, batch: Batch, index: torch.Tensor) -> Batch:

@@ -12,12 +12,11 @@ Notable:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import nn
 
 from torchditan.diffusion.noise_schedules import (
     NUM_LEVELS,
@@ -27,8 +26,8 @@ from torchditan.diffusion.noise_schedules import (
     levels_of,
     spaced_levels,
 )
-from torchditan.diffusion.objectives import Objective
-from torchditan.diffusion.samplers import Prediction
+from torchditan.diffusion.objectives import Inputs, Objective, StepNoise
+from torchditan.diffusion.samplers import Denoised, Prediction, Step, build_sampler
 from torchditan.randomness import Randomness
 from torchditan.registry import FAMILIES
 
@@ -50,8 +49,7 @@ _MIN_PROBABILITY = 1e-12  # of a bin, as in ADM: limits the loss where a predict
 class DDPM(Objective):
     """The model predicts the noise, v or x of a sample at a uniformly drawn level, and optionally a variance."""
 
-    uses_step_noise: ClassVar[bool] = True
-    table_bytes: ClassVar[int] = 4 * NUM_LEVELS * len(Levels._fields)
+    sampler_method: ClassVar[str] = "levels"
 
     conditioning: Conditioning
     label_dropout: float
@@ -80,8 +78,6 @@ class DDPM(Objective):
                 yield option, "has no effect with ddpm, which has its own levels and sampler; leave it out"
         if config.diffusion.timestep_shift not in (None, 1):  # configurations are completed with 1
             yield "diffusion.timestep_shift", "has no effect with ddpm, which has its own levels; leave it out"
-        if "diffusion.contrastive_weight" in changed:
-            yield "diffusion.contrastive_weight", "applies only to flow_matching; leave it out"
         if config.model.name in FAMILIES:
             for option, own in (("diffusion.prediction", "epsilon"), ("diffusion.noise_schedule", "scaled_linear")):
                 if option in changed and getattr(config.diffusion, option.removeprefix("diffusion.")) != own:
@@ -90,18 +86,29 @@ class DDPM(Objective):
             right = "such weights predict a velocity, which ddpm does not; leave it out, or train with flow_matching"
             yield "checkpoint.initial_load_convention", right
         sampling = config.sampling
-        if sampling.sampler in ("heun", "dpmpp_2m"):
-            yield "sampling.sampler", "ddpm has no second-order sampler; must be ddim (or euler, the same) or ancestral"
         if sampling.num_steps > NUM_LEVELS:
             yield "sampling.num_steps", f"ddpm has {NUM_LEVELS} levels; must be at most {NUM_LEVELS}"
         if sampling.num_steps == 1 and sampling.spacing == "leading":
             yield "sampling.spacing", "with one step, leading starts at the data; must be trailing or linspace"
 
+    @property
+    def table_bytes(self) -> int:
+        return 4 * NUM_LEVELS * len(Levels._fields)
+
     def model_time(self, t: Any) -> Any:
         """1 - t. A number is rounded, so that t = 0.8 is level 200 and not the one before it."""
         return 1 - t if isinstance(t, torch.Tensor) else round(1 - t, 9)
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness) -> torch.Tensor:
+    def inputs(self, batch: dict[str, torch.Tensor], randomness: Randomness) -> Inputs:
+        """x_k, k / 1000 and the condition, dropped for some samples. The levels k come from the timesteps' numbers."""
+        level, at = self._levels(batch, randomness)
+        cond = self.conditioning.from_batch(batch)
+        cond = self.conditioning.drop(cond, randomness.label_dropout < self.label_dropout)
+        return Inputs(at.signal * batch["sample"] + at.noise * randomness.noise, level / NUM_LEVELS, cond)
+
+    def error(
+        self, prediction: torch.Tensor, inputs: Inputs, batch: dict[str, torch.Tensor], randomness: Randomness
+    ) -> torch.Tensor:
         """Squared error of the prediction, averaged over the values of each sample: (B,) float32.
 
         With min-SNR, times the weight of the level. The term of the variance has no weight, since its gradients do not
@@ -110,72 +117,50 @@ class DDPM(Objective):
         With a learned variance, plus the term of the variational bound at the same level, in bits per value. It trains
         only the variance. 1000 times the mean term is the bound, so its weight of 0.001 in L_hybrid (equation 16 of
         Nichol and Dhariwal 2021) is 1 here.
-
-        Args:
-            model: `forward(x_k, k / 1000, cond)`, both float32.
-            batch: `sample` (B, ...) float32 and the tensors of the condition.
-            randomness: noise, levels (from its timesteps) and label dropout of the samples.
         """
-        x, noise = batch["sample"], randomness.noise
-        level = (randomness.timestep * NUM_LEVELS).long()  # (B,)
-        wide = (-1, *[1] * (x.dim() - 1))
-        at = Levels(*(value.view(wide) for value in levels_at(self.schedule, level)))
-        a, s = at.signal, at.noise
-        cond = self.conditioning.from_batch(batch)
-        cond = self.conditioning.drop(cond, randomness.label_dropout < self.label_dropout)
-        prediction, fraction = self._split(model(a * x + s * noise, level / NUM_LEVELS, cond).float())
-        error = prediction - self._target(x, noise, at)
+        x = batch["sample"]
+        level, at = self._levels(batch, randomness)
+        prediction, fraction = self._split(prediction.float())
+        error = prediction - self._target(x, randomness.noise, at)
         loss = error.square().flatten(1).mean(1)
         if self.min_snr_gamma is not None:
             loss = loss * min_snr_weight(at, prediction=self.prediction, gamma=self.min_snr_gamma).flatten()
         if fraction is None:
             return loss
-        factors: dict[str, Any] = {"epsilon": s / a, "v": s, "x": -1}
+        factors: dict[str, Any] = {"epsilon": at.noise / at.signal, "v": at.noise, "x": -1}
         error = factors[self.prediction] * error.detach()  # x minus its prediction
-        bound = bound_term(x, error, fraction, is_first=level.view(wide) == 0, levels=at)
+        bound = bound_term(x, error, fraction, is_first=level.view_as(at.signal) == 0, levels=at)
         return loss + bound.flatten(1).mean(1)
 
-    def sample(  # type: ignore[override]  # called with `sampler_with_noise`
-        self,
-        predict: Prediction,
-        noise: torch.Tensor,
-        *,
-        sampling: Sampling,
-        step_noise: Callable[[int], torch.Tensor],
+    def _levels(self, batch: dict[str, torch.Tensor], randomness: Randomness) -> tuple[torch.Tensor, Levels]:
+        """The level of each sample (B,) int64, and the tables there, (B, 1, ...) each."""
+        level = (randomness.timestep * NUM_LEVELS).long()
+        wide = (-1, *[1] * (batch["sample"].dim() - 1))
+        return level, Levels(*(value.view(wide) for value in levels_at(self.schedule, level)))
+
+    def sample(
+        self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling, step_noise: StepNoise
     ) -> torch.Tensor:
-        """Steps from the highest of the spaced levels to data.
+        """Steps from the highest of the spaced levels to data. `sampling.clip_sample` clips the predicted samples."""
+        kept = spaced_levels(sampling.spacing, sampling.num_steps)[::-1]
+        tables = zip(*(table.tolist() for table in levels_of(self.schedule, kept[::-1])), strict=True)
+        levels: list[Any] = [Levels(*values) for values in tables][::-1]  # of floats
+        ends = [(at.signal, at.noise) for at in levels[1:]] + [(1.0, 0.0)]
+        steps = [
+            Step(at.signal, at.noise, next_signal, next_noise, at.posterior_of_sample, at.posterior_of_state)
+            for at, (next_signal, next_noise) in zip(levels, ends, strict=True)
+        ]
 
-        euler and ddim are deterministic (DDIM with eta = 0, Song et al. 2020, arXiv 2010.02502). ancestral draws from
-        the Gaussians of the model, with the learned variance, or without one, that of the posterior.
-
-        Args:
-            predict: (x (B, C, ...), level / 1000) -> the model's output for x, including guidance.
-            noise: (B, C, ...) float32, the state at the highest level.
-            sampling: sampler, number of steps, spacing, and whether to clip the predicted samples.
-            step_noise: (number of the step, from 0) -> its noise (B, C, ...), for ancestral.
-        """
-        kept = spaced_levels(sampling.spacing, sampling.num_steps)
-        tables = zip(*(table.tolist() for table in levels_of(self.schedule, kept)), strict=True)
-        levels = [Levels(*values) for values in tables]  # of floats
-        x = noise
-        for step, i in enumerate(reversed(range(len(kept)))):
-            at = levels[i]
-            prediction, fraction = self._split(predict(x, kept[i] / NUM_LEVELS))
+        def denoise(x: torch.Tensor, number: int) -> Denoised:
+            at = levels[number]
+            prediction, fraction = self._split(predict(x, kept[number] / NUM_LEVELS))
             clean, predicted_noise = self._clean_and_noise(prediction, x, at)
             if sampling.clip_sample:
                 clean = clean.clamp(-1, 1)
                 predicted_noise = (x - at.signal * clean) / at.noise
-            if i == 0:
-                x = clean
-            elif sampling.sampler == "ancestral":
-                mean = at.posterior_of_sample * clean + at.posterior_of_state * x
-                x = mean + _deviation(fraction, at) * step_noise(step)
-            else:
-                x = levels[i - 1].signal * clean + levels[i - 1].noise * predicted_noise
-        return x
+            return Denoised(clean, predicted_noise, _deviation(fraction, at))
 
-    def num_evaluations(self, sampling: Sampling) -> int:
-        return sampling.num_steps
+        return build_sampler(sampling).levels(denoise, noise, steps=steps, step_noise=step_noise)
 
     def _split(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The prediction (B, C, ...), and the channels of the variance (B, C, ...) if the model has them."""

@@ -15,30 +15,31 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
+from torchditan.diffusion.samplers import Sampler, Velocity
 
-def solve_dpmpp_2m(
-    velocity: Callable[[torch.Tensor, float], torch.Tensor], noise: torch.Tensor, *, timesteps: list[float]
-) -> torch.Tensor:
-    """Integrate the flow through these timesteps, with one evaluation per step.
+if TYPE_CHECKING:
+    from torchditan.diffusion.objectives import StepNoise
 
-    Args:
-        velocity: the vector field x - noise, including guidance: (x (B, ...) float32, t) -> (B, ...) float32.
-        noise: (B, ...) float32, the state at the first timestep.
-        timesteps: increasing, in [0, 1]. The velocity is not evaluated at the last one.
-    """
-    x, sample_before, h_before = noise, noise, math.inf
-    for t, t_next in itertools.pairwise(timesteps):
-        sample = x + (1 - t) * velocity(x, t)  # the prediction at t
-        h = _half_log_snr(t_next) - _half_log_snr(t)
-        ahead = 0.0 if math.isinf(h) else h / (2 * h_before)
-        middle = sample + ahead * (sample - sample_before)
-        x = middle + (1 - t_next) / (1 - t) * (x - middle)
-        sample_before, h_before = sample, h
-    return x
+
+class DPMSolver2M(Sampler):
+    """One evaluation per step."""
+
+    def flow(
+        self, velocity: Velocity, noise: torch.Tensor, *, timesteps: list[float], step_noise: StepNoise
+    ) -> torch.Tensor:
+        x, sample_before, h_before = noise, noise, math.inf
+        for t, t_next in itertools.pairwise(timesteps):
+            sample = x + (1 - t) * velocity(x, t)  # the prediction at t
+            h = _half_log_snr(t_next) - _half_log_snr(t)
+            ahead = 0.0 if math.isinf(h) else h / (2 * h_before)
+            middle = sample + ahead * (sample - sample_before)
+            x = middle + (1 - t_next) / (1 - t) * (x - middle)
+            sample_before, h_before = sample, h
+        return x
 
 
 def _half_log_snr(t: float) -> float:

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import nn
 
-from torchditan.diffusion.objectives import Objective
-from torchditan.diffusion.samplers import Prediction, Velocity, solve
+from torchditan.diffusion.objectives import Inputs, Objective, StepNoise
+from torchditan.diffusion.samplers import Prediction, Velocity, build_sampler
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.randomness import Randomness
 
 if TYPE_CHECKING:
     from torchditan.config.options import Config, Diffusion, Sampling
-    from torchditan.models.spec import Condition, Conditioning, ModelSpec
+    from torchditan.models.spec import Conditioning, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class FlowMatching(Objective):
     conditioning: Conditioning
     timesteps: Timesteps
     label_dropout: float
-    contrastive_weight: float = field(default=0.0, kw_only=True)
     prediction: Literal["epsilon", "v", "x"] = field(default="v", kw_only=True)
     min_snr_gamma: float | None = field(default=None, kw_only=True)
     """None: no weights."""
@@ -47,7 +45,6 @@ class FlowMatching(Objective):
                 shift=spec.timestep_shift if config.timestep_shift is None else config.timestep_shift,
             ),
             label_dropout=config.label_dropout,
-            contrastive_weight=config.contrastive_weight,
             prediction=config.prediction or "v",
             min_snr_gamma=config.min_snr_gamma if config.loss_weighting == "min_snr" else None,
         )
@@ -65,8 +62,6 @@ class FlowMatching(Objective):
             from torchditan.diffusion.predictions import option_mistakes
 
             yield from option_mistakes(config)
-        if config.sampling.sampler not in ("euler", "heun", "dpmpp_2m"):
-            yield "sampling.sampler", "applies only to ddpm; must be euler, heun or dpmpp_2m"
         for option in ("diffusion.noise_schedule", "sampling.spacing", "sampling.clip_sample"):
             if option in changed:
                 yield option, "applies only to ddpm; leave it out"
@@ -91,53 +86,44 @@ class FlowMatching(Objective):
 
         return velocity_of(prediction, x_t, t, kind=self.prediction)
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness) -> torch.Tensor:
-        """The `error` of the model's prediction for the `inputs`: (B,) float32."""
-        x_t, t, cond = self.inputs(batch, randomness)
-        return self.error(model(x_t, t, cond), x_t, t, batch, randomness)
-
-    def inputs(
-        self, batch: dict[str, torch.Tensor], randomness: Randomness
-    ) -> tuple[torch.Tensor, torch.Tensor, Condition]:
-        """Model inputs: x_t (B, ...) and t (B,), both float32, and the condition, dropped for some samples."""
+    def inputs(self, batch: dict[str, torch.Tensor], randomness: Randomness) -> Inputs:
+        """x_t, t and the condition, dropped for some samples."""
         x, noise = batch["sample"], randomness.noise  # (B, C, H, W)
         t = self.timesteps(randomness.timestep)  # (B,)
         t_wide = wide(t, x)
         x_t = (1 - t_wide) * noise + t_wide * x
         cond = self.conditioning.from_batch(batch)
-        return x_t, t, self.conditioning.drop(cond, randomness.label_dropout < self.label_dropout)
+        return Inputs(x_t, t, self.conditioning.drop(cond, randomness.label_dropout < self.label_dropout))
 
     def error(
-        self,
-        prediction: torch.Tensor,
-        x_t: torch.Tensor,
-        t: torch.Tensor,
-        batch: dict[str, torch.Tensor],
-        randomness: Randomness,
+        self, prediction: torch.Tensor, inputs: Inputs, batch: dict[str, torch.Tensor], randomness: Randomness
     ) -> torch.Tensor:
         """|velocity(prediction) - velocity(target)|^2, averaged over the values of each sample: (B,) float32.
 
-        With min-SNR, times the weight at t. With a `contrastive_weight`, its gradient is that of contrastive flow
-        matching (contrastive.py).
+        With min-SNR, times the weight at t.
         """
+        x_t, t, _ = inputs
         t_wide = wide(t, x_t)
         velocity = self.velocity(self.target(batch["sample"], randomness.noise), x_t, t_wide)
         predicted = self.velocity(prediction.float(), x_t, t_wide)
         loss = (predicted - velocity).square().flatten(1).mean(1)
-        if self.contrastive_weight and predicted.requires_grad:
-            from torchditan.diffusion.contrastive import contrast
+        return loss if self.min_snr_gamma is None else loss * self.weight(t)
 
-            loss = loss + contrast(predicted, batch["sample"] - randomness.noise, weight=self.contrastive_weight)
+    def weight(self, t: torch.Tensor) -> torch.Tensor:
+        """Weight of the squared velocity error at t (B,): (B,) float32."""
         if self.min_snr_gamma is None:
-            return loss
+            return torch.ones_like(t)
         from torchditan.diffusion.predictions import min_snr_weight
 
-        return loss * min_snr_weight(t, kind=self.prediction, gamma=self.min_snr_gamma)
+        return min_snr_weight(t, kind=self.prediction, gamma=self.min_snr_gamma)
 
-    def sample(self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling) -> torch.Tensor:
+    def sample(
+        self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling, step_noise: StepNoise
+    ) -> torch.Tensor:
         """Integrate the velocity from t = 0 to t = 1."""
         timesteps = self.timesteps.grid(sampling.num_steps, shift=sampling.timestep_shift)
-        return solve(self.field(predict, timesteps), noise, timesteps=timesteps, method=sampling.sampler)
+        sampler = build_sampler(sampling)
+        return sampler.flow(self.field(predict, timesteps), noise, timesteps=timesteps, step_noise=step_noise)
 
     def field(self, predict: Prediction, timesteps: list[float]) -> Velocity:
         """The velocity that samplers integrate through these timesteps."""
@@ -148,9 +134,9 @@ class FlowMatching(Objective):
         return sampling_velocity(predict, kind=self.prediction, timesteps=timesteps)
 
     def num_evaluations(self, sampling: Sampling) -> int:
-        if sampling.sampler != "heun":
-            return sampling.num_steps
-        return 2 * sampling.num_steps - (self.prediction == "x")
+        sampler = build_sampler(sampling)
+        is_skipped = self.prediction == "x" and sampler.evaluates_end  # `sampling_velocity` does not evaluate t = 1
+        return sampler.evaluations_per_step * sampling.num_steps - is_skipped
 
 
 def wide(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

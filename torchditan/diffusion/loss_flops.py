@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
 
 from torchditan.config.options import Diffusion
-from torchditan.diffusion.objectives import build_objective, loss_with_teacher
+from torchditan.diffusion.objectives import Objective, build_objective, split
 from torchditan.models.flops import ModelFlops, count_model_flops
 from torchditan.models.spec import ModelSpec
 from torchditan.randomness import Randomness
@@ -31,23 +30,25 @@ def training_flops(config: Diffusion, spec: ModelSpec, *, warn: Callable[[str], 
 def count_loss_flops(config: Diffusion, spec: ModelSpec) -> ModelFlops:
     """Count the training step of one sample, with all that the objective's loss computes on the meta device.
 
-    A teacher counts with its forward: its weights have no gradient. The contrastive term needs a second sample, and has
-    no matrix products: it is left out.
+    A teacher counts with its forward: its weights have no gradient.
+
+    Args:
+        config: the objective and its options.
+        spec: the model, with the heads of the objective.
     """
-    objective = build_objective(dataclasses.replace(config, contrastive_weight=0.0), spec)
-    batch, randomness = example_batch(spec, 1)
+    objective = build_objective(config, spec)
+    batch, randomness = example_batch(spec, objective, 1)
     with torch.device("meta"):
         teacher = spec.build().to("meta").requires_grad_(False) if objective.uses_teacher else None
-    loss = loss_with_teacher(objective, teacher)
-    return count_model_flops(spec, lambda model: loss(model, batch, randomness))
+    return count_model_flops(spec, lambda model: split(objective.loss(model, batch, randomness, teacher))[0])
 
 
-def example_batch(spec: ModelSpec, batch_size: int) -> tuple[dict[str, torch.Tensor], Randomness]:
+def example_batch(spec: ModelSpec, objective: Objective, batch_size: int) -> tuple[dict[str, torch.Tensor], Randomness]:
     """The tensors that the trainer has on the device at the start of the step, on the meta device."""
     with torch.device("meta"):
         sample = torch.empty(batch_size, *spec.sample_shape)
         batch = {"sample": sample, "index": torch.empty(batch_size, dtype=torch.int64)}
         for name, (shape, dtype) in spec.conditioning.tensors.items():
             batch[name] = torch.empty(batch_size, *shape, dtype=dtype)
-        numbers = torch.empty(batch_size)
-        return batch, Randomness(torch.empty_like(sample), numbers, numbers, alignment=numbers)
+        shapes = {"normal": sample.shape, "uniform": sample.shape[:1]}
+        return batch, Randomness({name: torch.empty(shapes[kind]) for name, kind in objective.numbers.items()})

@@ -1,55 +1,69 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The interface of an objective, and the builder for the options of `[diffusion]`."""
+"""The interface of an objective, of the ingredients that change one, and their builder."""
 
 from __future__ import annotations
 
 import dataclasses
-import pkgutil
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
 from torchditan.config.errors import option_error
-from torchditan.registry import OBJECTIVES, SELF_ALIGNMENT, registered
+from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Kind, Randomness
+from torchditan.registry import INGREDIENTS, OBJECTIVES, build, registered, resolve
 
 if TYPE_CHECKING:
     from torchditan.config.options import Config, Diffusion, Sampling
     from torchditan.diffusion.samplers import Prediction
-    from torchditan.models.spec import ModelSpec
-    from torchditan.randomness import Randomness
+    from torchditan.models.spec import Condition, Head, ModelSpec
+
+StepNoise = Callable[[int], torch.Tensor]
+"""Number of a sampling step, from 0 -> its standard normal noise, of the shape of the samples."""
 
 
-Loss = Callable[[nn.Module, dict[str, torch.Tensor], "Randomness"], torch.Tensor]
-"""(model, batch, randomness) -> per-sample loss (B,) float32."""
+class Inputs(NamedTuple):
+    """What the model gets."""
+
+    x_t: torch.Tensor
+    """(B, ...) float32."""
+    t: torch.Tensor
+    """(B,) float32, the time that the model receives (`Objective.model_time`)."""
+    cond: Condition
 
 
-class Objective(Protocol):
-    """The model's training target, loss and sampler. Objectives inherit from this protocol.
+class Losses(NamedTuple):
+    """A loss with numbers to log next to it."""
 
-    One object does both, so that training and sampling always agree. It is independent of ranks.
+    total: torch.Tensor
+    """(B,) float32: what training minimizes."""
+    logged: dict[str, torch.Tensor]
+    """(B,) float32 each, of the same samples; their means are logged. `loss` replaces `total` in the logs, for a total
+    that is weighted adaptively or has more terms. Names must not depend on the step."""
+
+
+class Objective:
+    """The model's training target, loss and sampler, and what it needs of the model and of the data.
+
+    One object does both, so that training and sampling always agree. It is independent of ranks. A subclass is a frozen
+    dataclass with `build`, `inputs`, `error` and `sample`. Everything else has a default.
     """
 
     uses_teacher: ClassVar[bool] = False
-    """If true, `loss` has a fourth argument `teacher`: the EMA model before the step's update. Call it like the model;
-    it computes without gradients."""
-    uses_step_noise: ClassVar[bool] = False
-    """If true, `sample` has a keyword `step_noise`: (number of the step, from 0) -> standard normal (B, ...)."""
-
-    table_bytes: ClassVar[int] = 0
-    """Bytes of the tables that `loss` keeps on each device, for the planner."""
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """Names from `ModelSpec.features` that `loss` requests from the model or the teacher."""
-        return ()
+    """If true, `loss` gets the EMA model before the step's update as `teacher`. Call it like the model; it computes
+    without gradients."""
+    sampler_method: ClassVar[str] = "flow"
+    """The method of `diffusion.samplers.Sampler` that `sample` calls: `sampling.sampler` must have it."""
+    batch_multiple: ClassVar[int] = 1
+    """`training.batch_size` must be a multiple. A micro-batch then starts at a multiple of it in the stream."""
 
     @classmethod
     def build(cls, config: Diffusion, spec: ModelSpec) -> Objective:
-        """Build the objective from the `[diffusion]` options, for a model."""
-        ...
+        """Build the objective from `[diffusion]`, for a model. More parameters are options after its name."""
+        raise NotImplementedError
 
     @classmethod
     def option_mistakes(cls, config: Config, changed: Collection[str]) -> Iterable[tuple[str, str]]:
@@ -61,81 +75,216 @@ class Objective(Protocol):
             config: the options of a job, possibly with a completed `timestep_shift`.
             changed: names of the options whose value is not the default ("sampling.sampler").
         """
-        ...
+        return ()
+
+    @classmethod
+    def scalars(cls, config: Diffusion) -> Mapping[str, float]:
+        """Scalar conditions of the model besides t: name -> factor of the number in its embedding.
+
+        The native model has an embedder for each, without effect before the first step. `inputs` gives them as
+        `cond[name]` (B,) float32, `sample` as `predict(x, t, name=value)`.
+        """
+        return {}
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables that `loss` keeps on each device, for the planner."""
+        return 0
+
+    @property
+    def computes_more(self) -> bool:
+        """Whether `loss` computes more with the model than its prediction, so that its FLOPs are counted."""
+        return type(self).loss is not Objective.loss
+
+    @property
+    def numbers(self) -> Mapping[str, Kind]:
+        """Random numbers of each sample that `inputs` and `loss` read: name -> uniform, one in [0, 1), or normal, of
+        the sample's shape. Each is a function of (seed, name, position of the sample)."""
+        return NOISE_TIMESTEP_DROPOUT
+
+    @property
+    def features(self) -> Collection[str]:
+        """Names from `ModelSpec.features` that `loss` requests from the model or the teacher."""
+        return ()
+
+    @property
+    def heads(self) -> Mapping[str, Head]:
+        """Heads on features of the model, for training only: `model(x_t, t, cond, features=[name])` returns their
+        output. Samples, exports and new runs leave them out."""
+        return {}
 
     def model_time(self, t: Any) -> Any:
         """t, a number or tensor (0 is noise, 1 is data), as the time that the model receives. Its own inverse."""
         return t
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor], randomness: Randomness) -> torch.Tensor:
-        """Per-sample loss.
+    def inputs(self, batch: dict[str, torch.Tensor], randomness: Randomness) -> Inputs:
+        """The model's inputs for samples.
 
         Args:
-            model: `forward(x_t, t, cond)`; x_t (B, ...) and t (B,) are float32. With `features=names` it returns
-                (prediction, {name: tokens (B, N, D)}).
             batch: `sample` (B, ...) float32 and the tensors of the condition.
-            randomness: noise, uniform numbers for the timesteps, and label dropout of the samples.
-
-        Returns:
-            (B,) float32.
+            randomness: the `numbers` of the samples.
         """
-        ...
+        raise NotImplementedError
 
-    def sample(self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling) -> torch.Tensor:
-        """Noise (B, ...) float32 -> samples (B, ...). `predict` includes guidance."""
-        ...
+    def error(
+        self, prediction: torch.Tensor, inputs: Inputs, batch: dict[str, torch.Tensor], randomness: Randomness
+    ) -> torch.Tensor:
+        """Error of the model's prediction (B, ...) for these inputs: (B,) float32."""
+        raise NotImplementedError
+
+    def loss(
+        self,
+        model: nn.Module,
+        batch: dict[str, torch.Tensor],
+        randomness: Randomness,
+        teacher: nn.Module | None = None,
+    ) -> torch.Tensor | Losses:
+        """Per-sample loss, (B,) float32, optionally with numbers to log.
+
+        Args:
+            model: `forward(x_t, t, cond)`. With `features=names` it returns (prediction, {name: tokens (B, N, D)}).
+            batch, randomness: as in `inputs`.
+            teacher: the EMA model, if `uses_teacher`.
+        """
+        inputs = self.inputs(batch, randomness)
+        return self.error(model(*inputs), inputs, batch, randomness)
+
+    def sample(
+        self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling, step_noise: StepNoise
+    ) -> torch.Tensor:
+        """Noise (B, ...) float32 -> samples (B, ...).
+
+        Args:
+            predict: the model with its condition and guidance.
+            noise: standard normal, of the shape of the samples.
+            sampling: the options of `[sampling]`.
+            step_noise: noise of the steps, for samplers that draw some.
+        """
+        raise NotImplementedError
 
     def num_evaluations(self, sampling: Sampling) -> int:
         """Number of calls of `predict` in `sample`."""
-        ...
+        return sampling.num_steps
+
+
+@dataclass(frozen=True)
+class Ingredient(Objective):
+    """Changes another objective, `base`. A subclass overrides what differs; the rest is that of the base.
+
+    Its further fields are its options: `diffusion.ingredients = ["contrastive weight=0.1"]` sets `weight`. A class
+    method `around(base, spec, ...)` builds it instead, if it needs the model. An ingredient overrides `error`, or
+    `loss` in terms of `base.inputs` and `base.error`; only one ingredient of a run may override `loss`.
+    """
+
+    base: Objective
+
+    @classmethod
+    def mistakes(cls, config: Config, objective: type[Objective]) -> Iterable[tuple[str, str]]:
+        """(option, what would be right) for each option of a job that this ingredient does not support."""
+        return ()
+
+    @property
+    def root(self) -> Objective:
+        """The objective without ingredients."""
+        return self.base.root if isinstance(self.base, Ingredient) else self.base
+
+    @property
+    def table_bytes(self) -> int:
+        return self.base.table_bytes
+
+    @property
+    def numbers(self) -> Mapping[str, Kind]:
+        return self.base.numbers
+
+    @property
+    def features(self) -> Collection[str]:
+        return self.base.features
+
+    @property
+    def heads(self) -> Mapping[str, Head]:
+        return self.base.heads
+
+    def model_time(self, t: Any) -> Any:
+        return self.base.model_time(t)
+
+    def inputs(self, batch: dict[str, torch.Tensor], randomness: Randomness) -> Inputs:
+        return self.base.inputs(batch, randomness)
+
+    def error(
+        self, prediction: torch.Tensor, inputs: Inputs, batch: dict[str, torch.Tensor], randomness: Randomness
+    ) -> torch.Tensor:
+        return self.base.error(prediction, inputs, batch, randomness)
+
+    def sample(
+        self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling, step_noise: StepNoise
+    ) -> torch.Tensor:
+        return self.base.sample(predict, noise, sampling=sampling, step_noise=step_noise)
+
+    def num_evaluations(self, sampling: Sampling) -> int:
+        return self.base.num_evaluations(sampling)
 
 
 def build_objective(config: Diffusion, spec: ModelSpec) -> Objective:
-    """Build the objective named by `diffusion.objective`. If no timestep shift is set, the model's default applies.
+    """Build the objective of `diffusion.objective`, with its ingredients. If no timestep shift is set, the model's
+    default applies.
 
     Raises:
-        ConfigError: the objective requests features that the model does not have.
+        ConfigError: the objective requests features or scalar conditions that the model does not have.
     """
-    objective: Objective = registered(OBJECTIVES, config.objective).build(config, spec)
-    if config.self_alignment and "alignment_head" in spec.features:
-        objective = pkgutil.resolve_name(SELF_ALIGNMENT).around(objective, config, spec)
-    if unknown := [name for name in objective.features if name not in spec.features]:
-        known = f"has {spec.features[0]} to {spec.features[-1]}" if spec.features else "has none"
-        right = f"asks for the features {', '.join(unknown)}, and {spec.name} {spec.flavor} {known}"
+    kind, options = resolve(OBJECTIVES, "diffusion.objective", config.objective)
+    objective: Objective = build(kind.build, "diffusion.objective", config.objective, config, spec, **options)
+    option = "diffusion.ingredients"
+    ingredients = [(*resolve(INGREDIENTS, option, text), text) for text in config.ingredients]
+    # Those that call the model come last, around the others.
+    for ingredient, options, text in sorted(ingredients, key=lambda found: found[0].loss is not Objective.loss):
+        if hasattr(ingredient, "around"):
+            objective = build(ingredient.around, option, text, objective, spec, **options)
+        else:
+            objective = build(ingredient, option, text, objective, **options)
+    known = (*spec.features, *objective.heads)
+    if unknown := [name for name in objective.features if name not in known]:
+        has = f"has {spec.features[0]} to {spec.features[-1]}" if spec.features else "has none"
+        right = f"asks for the features {', '.join(unknown)}, and {spec.name} {spec.flavor} {has}"
+        raise option_error("diffusion.objective", config.objective, right)
+    if objective.heads and not spec.can_have_heads:
+        right = f"needs heads on the model, which {spec.name} cannot have; must be another objective"
+        raise option_error("diffusion.objective", config.objective, right)
+    if objective.heads and not spec.can_have_heads:
+        right = f"needs heads on the model, which {spec.name} cannot have; must be another objective"
+        raise option_error("diffusion.objective", config.objective, right)
+    if missing := [name for name in kind.scalars(config) if name not in spec.scalars]:
+        right = f"gives the model {', '.join(missing)}, which {spec.name} cannot embed; must be another objective"
         raise option_error("diffusion.objective", config.objective, right)
     return objective
 
 
-def training_spec(config: Diffusion, spec: ModelSpec) -> ModelSpec:
-    """The model with the parts that only training needs, without which `build_objective` gives the plain objective."""
-    return pkgutil.resolve_name(SELF_ALIGNMENT).training_spec(config, spec) if config.self_alignment else spec
+def validation_objective(config: Diffusion, spec: ModelSpec) -> Objective:
+    """The objective without weighting and ingredients, so that runs with other ones compare."""
+    return build_objective(dataclasses.replace(config, loss_weighting="none", ingredients=[]), spec)
 
 
-def validation_loss(config: Diffusion, spec: ModelSpec, teacher: nn.Module | None) -> Loss:
-    """The loss without weighting and without terms that only help training, so that runs with other ones compare."""
-    plain = dataclasses.replace(config, loss_weighting="none", self_alignment=0.0)
-    return loss_with_teacher(build_objective(plain, spec), teacher)
-
-
-def loss_with_teacher(objective: Objective, teacher: nn.Module | None) -> Loss:
-    """Bind the teacher to the loss of an objective that uses one. Returns other losses unchanged."""
-    if not objective.uses_teacher:
-        return objective.loss
-    assert teacher is not None
-    return partial(cast(Any, objective.loss), teacher=teacher)
-
-
-def sampler_with_noise(objective: Objective, step_noise: Callable[[int], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Bind the noise of the steps to the sampler of an objective that uses it. Returns other samplers unchanged."""
-    if not objective.uses_step_noise:
-        return objective.sample
-    return partial(cast(Any, objective.sample), step_noise=step_noise)
-
-
-def loss_at_uniform_timesteps(config: Diffusion, spec: ModelSpec, teacher: nn.Module | None) -> Loss:
-    """The `validation_loss`, with timesteps uniform in [0, 1] in place of the training distribution.
+def uniform_objective(config: Diffusion, spec: ModelSpec) -> Objective:
+    """The `validation_objective`, with timesteps uniform in [0, 1] in place of the training distribution.
 
     On the straight path, `randomness.timestep` is then t. The loss of a sample at a given t does not change.
     """
-    uniform = dataclasses.replace(config, timestep_sampling="uniform", timestep_shift=1.0)
-    return validation_loss(uniform, spec, teacher)
+    return validation_objective(dataclasses.replace(config, timestep_sampling="uniform", timestep_shift=1.0), spec)
+
+
+def batch_multiple(config: Diffusion) -> int:
+    """`training.batch_size` must be a multiple of this for the objective and its ingredients."""
+    kinds = [registered(OBJECTIVES, config.objective), *(registered(INGREDIENTS, text) for text in config.ingredients)]
+    return math.lcm(*(kind.batch_multiple for kind in kinds))
+
+
+def uses_teacher(config: Diffusion) -> bool:
+    """Whether the objective, or one of its ingredients, calls the EMA model."""
+    kinds = [registered(OBJECTIVES, config.objective), *(registered(INGREDIENTS, text) for text in config.ingredients)]
+    return any(kind.uses_teacher for kind in kinds)
+
+
+def split(losses: torch.Tensor | Losses) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss to minimize (B,), and the numbers to log (B,) each, among them `loss`."""
+    if isinstance(losses, Losses):
+        return losses.total, {"loss": losses.total, **losses.logged}
+    return losses, {"loss": losses}

@@ -20,7 +20,7 @@ Shapes: B samples, T tokens (context and patches), n = ceil(T / degree) tokens o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -83,15 +83,14 @@ class TokenGroup:
         rope: torch.Tensor | None,
         text: torch.Tensor | None,
         mask: torch.Tensor | None,
-        cond: Mapping[str, torch.Tensor],
         features: Collection[str],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """`DiT.run_blocks`, which returns this rank's tokens (B, n, D), and features of all tokens (B, T, D)."""
         if not torch.is_grad_enabled():
-            return run_blocks(x, c, rope, text, mask, cond, features)
+            return run_blocks(x, c, rope, text, mask, features)
         self.num_tokens = x.shape[1]
         rope = None if rope is None else self.own(rope, dim=0)
-        x, found = run_blocks(self.own(x, dim=1), c, rope, text, mask, cond, features)
+        x, found = run_blocks(self.own(x, dim=1), c, rope, text, mask, features)
         return x, {name: self.gather(tokens) for name, tokens in found.items()}
 
     def predict_patches(

@@ -15,7 +15,6 @@ import torch
 from torchditan.config.loader import from_dict
 from torchditan.config.options import Config, Sampling, Training
 from torchditan.config.trajectory import VALUES_BEFORE, trajectory
-from torchditan.diffusion.objectives import sampler_with_noise
 from torchditan.evaluation.card import Data, ImageSet, Origin
 from torchditan.models.spec import Unconditional
 from torchditan.run import provenance
@@ -143,12 +142,12 @@ def evaluations_per_sample(objective: Objective, spec: ModelSpec, sampling: Samp
         return 2 * passes
     timesteps: list[float] = []
 
-    def predict(x: torch.Tensor, t: float) -> torch.Tensor:
+    def predict(x: torch.Tensor, t: float, **_: float) -> torch.Tensor:
         timesteps.append(t)
         return torch.cat([x, x], dim=1) if spec.learn_sigma else x
 
     noise = torch.zeros(1, *spec.sample_shape)
-    sampler_with_noise(objective, lambda step: noise)(predict, noise, sampling=sampling)
+    objective.sample(predict, noise, sampling=sampling, step_noise=lambda step: noise)
     return len(timesteps) + sum(low <= t <= high for t in timesteps)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from torchditan.config.options import Sampling
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
-from torchditan.diffusion.objectives import Objective, sampler_with_noise
+from torchditan.diffusion.objectives import Objective
 from torchditan.diffusion.samplers import guided_prediction
 from torchditan.evaluation.sample_rows import SampleRows
 from torchditan.models.spec import Conditioning
@@ -137,15 +137,19 @@ def draw_batch(
     def draw(purpose: str) -> torch.Tensor:
         return normal(seed, purpose, noise_numbers, sample_shape).to(device)  # (B, C, H, W)
 
-    def predict_and_count(x: torch.Tensor, t: float) -> torch.Tensor:
-        predicted = predict(x, t)
+    def predict_and_count(x: torch.Tensor, t: float, **scalars: float) -> torch.Tensor:
+        predicted = predict(x, t, **scalars)
         advance(1)
         return predicted
 
     # Training compiled the blocks for its batch shape; other shapes run eagerly instead of recompiling.
     with torch.compiler.set_stance("force_eager"):
-        sample = sampler_with_noise(objective, lambda step: draw(f"sample step {step}"))
-        return sample(predict_and_count, draw("sample"), sampling=sampling)
+        return objective.sample(
+            predict_and_count,
+            draw("sample"),
+            sampling=sampling,
+            step_noise=lambda step: draw(f"sample step {step}"),
+        )
 
 
 def real_samples(

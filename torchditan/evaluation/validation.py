@@ -9,9 +9,8 @@ CPU time instead of 1.1 s, and a training step takes 1.9 s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from torchditan.data_stream.datasets import Batch, GroupedDataset, ImageDataset, read_image
-from torchditan.diffusion.objectives import Loss
+from torchditan.diffusion.objectives import Objective, split
 from torchditan.latents.sample_space import SampleSpace
-from torchditan.randomness import Permutation, Randomness, normal
+from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Permutation, Randomness, draw, normal
 
 _GOLDEN_RATIO = 0.6180339887498949
 _NUM_BINS = 8
@@ -33,9 +32,9 @@ BIN_KEYS = tuple(f"validation_loss_by_t/{i / _NUM_BINS:.3f}-{(i + 1) / _NUM_BINS
 def validation_losses(
     model: nn.Module,
     *,
-    loss: Loss,
-    uniform_loss: Loss | None,
-    model_time: Callable[[torch.Tensor], torch.Tensor],
+    objective: Objective,
+    uniform: Objective | None,
+    teacher: nn.Module | None,
     dataset: ImageDataset,
     space: SampleSpace,
     num_images: int,
@@ -54,10 +53,10 @@ def validation_losses(
 
     Args:
         model: the model, called equally often on every rank.
-        loss: returns the loss of each sample under the run's objective.
-        uniform_loss: the same at uniform timesteps (`loss_at_uniform_timesteps`), for the bins; None omits them. A
-            sample belongs to the bin of the t that the model receives, in its first call.
-        model_time: of the objective; converts the time that the model receives to t.
+        objective: `validation_objective` of the run.
+        uniform: `uniform_objective` of the run, for the bins; None omits them. A sample belongs to the bin of the t in
+            its inputs.
+        teacher: the EMA model, if the objectives use it.
         dataset: held-out images.
         space: converts images to the model's samples.
         num_images: images to use, at most the dataset's.
@@ -70,7 +69,7 @@ def validation_losses(
     """
     count = min(num_images, len(dataset))
     stratified = stratified_timesteps(count * -(-_NUM_BINS // count)).view(-1, count)  # (passes, count)
-    if uniform_loss is None:
+    if uniform is None:
         stratified = stratified[:0]
     total = torch.zeros((), dtype=torch.float64, device=device)
     bins = torch.zeros(2, _NUM_BINS, dtype=torch.float64, device=device)  # sum and number of the losses
@@ -78,20 +77,23 @@ def validation_losses(
         batch = _read(dataset, [row * len(dataset) // count for row in rows], corrupt_images, device)
         batch["index"] = torch.tensor(rows, device=device)
         real = real.to(device)
+        shape = space.shape_in(batch)
+        others = {name: kind for name, kind in objective.numbers.items() if name not in NOISE_TIMESTEP_DROPOUT}
         randomness = Randomness(
-            noise=normal(0, "validation", rows, space.shape_in(batch)),
+            noise=normal(0, "validation", rows, shape),
             timestep=(torch.tensor(rows, dtype=torch.float32) * _GOLDEN_RATIO + 0.5) % 1,
             label_dropout=torch.ones(len(rows)),
+            **draw(0, rows, shape, others),
         ).to(device)
         batch = space.prepare(batch)
         with torch.compiler.set_stance("force_eager"):
-            total += loss(model, batch, randomness)[real].double().sum()
+            losses = split(objective.loss(model, batch, randomness, teacher))[1]["loss"]
+            total += losses[real].double().sum()
             for timesteps in stratified:
-                randomness = randomness._replace(timestep=timesteps[rows].to(device))
-                assert uniform_loss is not None
-                with _recorded_timesteps(model) as recorded:
-                    losses = uniform_loss(model, batch, randomness)
-                bins += _sums_in_bins(losses, model_time(recorded[0]), real)
+                randomness = Randomness(randomness, timestep=timesteps[rows].to(device))
+                assert uniform is not None
+                losses = split(uniform.loss(model, batch, randomness, teacher))[1]["loss"]
+                bins += _sums_in_bins(losses, uniform.model_time(uniform.inputs(batch, randomness).t), real)
     dist.all_reduce(total)
     dist.all_reduce(bins)
     means = {key: sum_ / number for key, sum_, number in zip(BIN_KEYS, *bins.tolist(), strict=True) if number}
@@ -107,21 +109,6 @@ def stratified_timesteps(count: int) -> torch.Tensor:
     timesteps = [(i + (np.arange(len(part)) + 0.5) / len(part)) / _NUM_BINS for i, part in enumerate(parts)]
     order = Permutation(0, "validation timesteps", 0, length=count)(np.arange(count))
     return torch.from_numpy(np.concatenate(timesteps)[order]).float()
-
-
-@contextmanager
-def _recorded_timesteps(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """The t (B,) of each call of the model in the body."""
-    recorded: list[torch.Tensor] = []
-
-    def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recorded.append(args[1] if len(args) > 1 else kwargs["t"])
-
-    hook = model.register_forward_pre_hook(record, prepend=True, with_kwargs=True)  # before FSDP casts the inputs
-    try:
-        yield recorded
-    finally:
-        hook.remove()
 
 
 def _sums_in_bins(losses: torch.Tensor, timesteps: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import GroupedDataset, SequentialDataset
 from torchditan.data_stream.loader import TrainingStream
-from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.parallelize import parallelize
 from torchditan.distributed.process_group import init_process_group
 from torchditan.job.prepare import Job
@@ -168,8 +167,7 @@ def build_stream(job: Job) -> TrainingStream | SequentialStream:
         "num_workers": options.num_workers,
         "pin_memory": job.device.type == "cuda",
         "sample_shape": job.space.sample_shape,
-        "posterior": job.space.draws_posterior,
-        "alignment": job.config.diffusion.self_alignment > 0,
+        "numbers": {**job.objective.numbers, **({"posterior": "normal"} if job.space.draws_posterior else {})},
     }
     if options.streaming:
         from torchditan.data_stream.streamed import SequentialStream
@@ -212,9 +210,8 @@ def build_logger(job: Job, model: nn.Module, progress: Progress, supervision: Su
 
 
 def _count_flops(job: Job, warn: Callable[[str], None]) -> int:
-    """FLOPs of the loss of one sample, forward and backward. Only an objective that looks inside adds some."""
-    objective = build_objective(job.config.diffusion, job.spec)
-    if not objective.features and not objective.uses_teacher:
+    """FLOPs of the loss of one sample, forward and backward."""
+    if not job.objective.computes_more:
         return count_model_flops(job.spec).total
     from torchditan.diffusion.loss_flops import training_flops
 

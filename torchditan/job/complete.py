@@ -22,7 +22,7 @@ from torchditan.config.rules import has_effect
 from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree
 from torchditan.data_stream.datasets import ImageDataset, StandInDataset
 from torchditan.data_stream.order import BatchPlan
-from torchditan.diffusion.objectives import training_spec
+from torchditan.diffusion.objectives import batch_multiple
 from torchditan.diffusion.timesteps import shift_of_dimension
 from torchditan.distributed.process_group import Rank
 from torchditan.latents.sample_space import SampleSpace
@@ -105,7 +105,6 @@ def complete(
         check_steps(config, run)
     config = complete_batches(config, rank)
     spec = model_spec_of(config, sample_shape=space.sample_shape, num_classes=len(dataset.class_names))
-    spec = training_spec(config.diffusion, spec)
     config = config.fill_in({"diffusion.timestep_shift": timestep_shift_of(config.diffusion, spec)})
     is_own_ddpm = config.diffusion.objective == "ddpm" and config.model.name not in FAMILIES
     if is_own_ddpm and config.autoencoder.name is None:  # pixels
@@ -238,7 +237,7 @@ def keep_global_batch_size(config: Config, run: StoredRun, *, world_size: int) -
         right = f"{run.path} was started with it, and {here}; must be one of {_ranks_for(config, stored)}"
         raise option_error("training.global_batch_size", stored, right)
     if isinstance(batch_size, int):  # the largest micro-batch that is not larger than the given one
-        share, multiple = stored // world_size, config.diffusion.batch_multiple
+        share, multiple = stored // world_size, batch_multiple(config.diffusion)
         sizes_here = range(multiple, batch_size + 1, multiple)
         batch_size = max((size for size in sizes_here if share % size == 0), default=batch_size)
     return config.replace({"training.global_batch_size": stored, "training.batch_size": batch_size})
@@ -269,17 +268,17 @@ def complete_batches(config: Config, rank: Rank) -> Config:
         batch_size = pkgutil.resolve_name(TUNE_BATCH_SIZE)(config, rank)
     if global_batch_size is None:
         global_batch_size = batch_size * rank.world_size
-    multiple = config.diffusion.batch_multiple if given is None else batch_size
+    multiple = batch_multiple(config.diffusion) if given is None else batch_size
     if global_batch_size % (multiple * rank.world_size):
         each = f" x training.batch_size {batch_size}"
         if given is None:
-            each = f" x {multiple} for diffusion.contrastive_weight" if multiple > 1 else ""
+            each = f" x {multiple} for diffusion.ingredients" if multiple > 1 else ""
         at_once = f"{multiple * rank.world_size}: {rank.world_size} {_ranks(config, plural='(s)')}{each}"
         others = _ranks_for(config, global_batch_size, multiple=multiple)
         right = f"must be a multiple of {at_once}; it fits {others}"
         raise option_error("training.global_batch_size", global_batch_size, right)
-    if batch_size % config.diffusion.batch_multiple:
-        right = "must be even: diffusion.contrastive_weight pairs the samples of a micro-batch"
+    if batch_size % (multiple := batch_multiple(config.diffusion)):
+        right = f"must be a multiple of {multiple}: diffusion.ingredients compare the samples of a micro-batch"
         raise option_error("training.batch_size", batch_size, right)
     return config.replace({"training.batch_size": batch_size, "training.global_batch_size": global_batch_size})
 

@@ -18,7 +18,7 @@ from torchditan.config.options import Config, dataset_channels
 from torchditan.config.rules import validate_parts
 from torchditan.data_stream.datasets import CaptionSource, ImageDataset
 from torchditan.data_stream.order import BatchPlan
-from torchditan.diffusion.objectives import build_objective
+from torchditan.diffusion.objectives import Objective, build_objective, uses_teacher
 from torchditan.distributed.cpu_threads import configure_cpu
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.process_group import Rank, check_devices
@@ -55,6 +55,8 @@ class Job:
     space: SampleSpace
     """The samples that the model sees: pixels or latents."""
     spec: ModelSpec
+    """The model, with the heads that only training uses."""
+    objective: Objective
     plan: BatchPlan
     rank: Rank
     parallel_dims: ParallelDims
@@ -114,20 +116,21 @@ def prepare(
     data_rank = parallel_dims.data_rank(rank)
     completed, spec = complete(continued, dataset=dataset, space=space, rank=data_rank, run=run)
     plan = plan_batches(completed, data_rank)
-    build_objective(completed.diffusion, spec)  # refuses a model that lacks the requested features
     if config.training.compile and config.compile.scope == "model" and not spec.is_one_graph:
         right = f"cannot trace the hooks that {spec.name} sets while it computes; must be block"
         raise option_error("compile.scope", "model", right)
     spec = with_condition_of(spec, dataset, completed, device=rank.device)
     if validation_dataset is not None:
         with_condition_of(spec, validation_dataset, completed, device=rank.device)  # also conditions a stand-in dataset
+    objective = build_objective(completed.diffusion, spec)
     return Job(
         given=config,
         config=completed,
         dataset=dataset,
         validation_dataset=validation_dataset,
         space=space,
-        spec=spec,
+        spec=spec.with_heads(objective.heads),
+        objective=objective,
         plan=plan,
         rank=rank,
         parallel_dims=parallel_dims,
@@ -164,7 +167,7 @@ def _check_machine(config: Config, rank: Rank, *, num_shards: int) -> None:
     if config.training.compile:
         from torchditan.distributed.compilation import cache_folder, check_compile
 
-        check_compile(config, num_shards=num_shards)
+        check_compile(config, num_shards=num_shards, has_teacher=uses_teacher(config.diffusion))
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder(config, device=rank.device).absolute()))
     check_async_mode(config, device=rank.device)
     check_trackers(config.metrics)

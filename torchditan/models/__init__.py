@@ -13,6 +13,8 @@ import dataclasses
 import math
 import operator
 import pkgutil
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -24,17 +26,19 @@ from torchditan.models.spec import (
     ClassLabels,
     Condition,
     Conditioning,
+    Head,
     ModelSpec,
     TensorSpec,
     TextEmbeddings,
     Unconditional,
 )
-from torchditan.registry import ARCHITECTURES, BLOCKS, registered
+from torchditan.registry import ARCHITECTURES, BLOCKS, OBJECTIVES, registered
 
 __all__ = [
     "ClassLabels",
     "Condition",
     "Conditioning",
+    "Head",
     "ModelSpec",
     "TextEmbeddings",
     "Unconditional",
@@ -44,7 +48,11 @@ __all__ = [
 
 
 def build_dit_spec(
-    config: torchditan.config.options.Model, *, sample_shape: tuple[int, ...], num_classes: int
+    config: torchditan.config.options.Model,
+    *,
+    sample_shape: tuple[int, ...],
+    num_classes: int,
+    scalars: Mapping[str, float] = MappingProxyType({}),
 ) -> ModelSpec:
     if config.flavor not in FLAVORS:
         right = f"must be one of {', '.join(FLAVORS)}{did_you_mean(config.flavor, FLAVORS)}"
@@ -71,6 +79,7 @@ def build_dit_spec(
         rope_theta=config.rope_theta,
         timestep_scale=config.timestep_scale,
         timestep_frequencies=config.timestep_frequencies,
+        scalars=tuple(scalars.items()),
         block=config.block,
         text=config.text,
         text_tokens=config.text_tokens or 0,
@@ -100,6 +109,8 @@ def build_dit_spec(
         ),
         condition_layers=_text_layers,
         features=[f"blocks.{i}" for i in range(dit_config.depth)],
+        scalars=tuple(scalars),
+        can_have_heads=True,
     )
 
 
@@ -153,6 +164,7 @@ def build_model_spec(
     *,
     sample_shape: tuple[int, ...],
     num_classes: int,
+    scalars: Mapping[str, float] = MappingProxyType({}),
     lora: torchditan.config.options.LoRA | None = None,
     quantize: torchditan.config.options.Quantize | None = None,
     text_length: int | None = None,
@@ -164,6 +176,7 @@ def build_model_spec(
         config: the [model] section; the preset or the published flavor sets the options that are left open.
         sample_shape: (C, H, W) of the dataset's samples, (C, F, H, W) for videos.
         num_classes: number of labels, 0 for an unconditional model; unused by published models.
+        scalars: scalar conditions of the objective (`Objective.scalars`); `build_objective` refuses a model without.
         lora, quantize: sections of those names, for published models.
         text_length: tokens per caption; None: that of the published flavor.
         embedded_guidance: guidance scale for models that embed one.
@@ -189,7 +202,10 @@ def build_model_spec(
     if height % config.patch_size or width % config.patch_size:
         right = f"must divide the samples' height and width, {height} x {width}"
         raise option_error("model.patch_size", config.patch_size, right)
-    return registered(ARCHITECTURES, config.name)(config, sample_shape=sample_shape, num_classes=num_classes)
+    build = registered(ARCHITECTURES, config.name)
+    needed = {"scalars": scalars} if scalars else {}  # an architecture without is refused by `build_objective`
+    spec: ModelSpec = build(config, sample_shape=sample_shape, num_classes=num_classes, **needed)
+    return spec
 
 
 def model_spec_of(
@@ -200,6 +216,7 @@ def model_spec_of(
         config.model,
         sample_shape=sample_shape,
         num_classes=num_classes,
+        scalars=registered(OBJECTIVES, config.diffusion.objective).scalars(config.diffusion),
         lora=config.lora,
         quantize=config.quantize,
         text_length=config.text_encoder.max_length,

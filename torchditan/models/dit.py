@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,9 @@ from torch import nn
 
 from torchditan.models.initialization import draw_normal, draw_xavier_uniform, fill, named_parameters_to_fill
 from torchditan.registry import BLOCKS, registered
+
+if TYPE_CHECKING:
+    from torchditan.models.spec import Head
 
 NORM_EPS = 1e-6
 TIMESTEP_FREQUENCIES = 256
@@ -97,6 +101,8 @@ class DiTConfig:
     """Factor of t in its embedding. The paper's t is in [0, 1000), this project's in [0, 1]."""
     timestep_frequencies: str = "dit"
     """dit or diffusers; see `timestep_embedding`."""
+    scalars: tuple[tuple[str, float], ...] = ()
+    """(name, factor) of scalar conditions besides t. Each has an embedder like that of t."""
     learn_sigma: bool = False
     """Predict twice the channels: mean and variance."""
     text: str | None = None
@@ -241,9 +247,11 @@ class PatchEmbed(nn.Module):
 
 
 class TimestepEmbedder(nn.Module):
-    def __init__(self, config: DiTConfig):
+    """Embeds t, or another scalar condition. `scale` is the factor of the number."""
+
+    def __init__(self, config: DiTConfig, scale: float):
         super().__init__()
-        self.scale, self.frequencies = config.timestep_scale, config.timestep_frequencies
+        self.scale, self.frequencies = scale, config.timestep_frequencies
         width = config.width
         self.mlp = nn.Sequential(nn.Linear(TIMESTEP_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
 
@@ -489,7 +497,10 @@ class DiT(nn.Module):
         assert "rope" not in config.position or config.width // config.num_heads % 4 == 0, "row and column pairs"
         self.config = config
         self.x_embedder = PatchEmbed(config)
-        self.t_embedder = TimestepEmbedder(config)
+        self.t_embedder = TimestepEmbedder(config, config.timestep_scale)
+        if config.scalars:
+            embedders = {name: TimestepEmbedder(config, scale) for name, scale in config.scalars}
+            self.scalar_embedders = nn.ModuleDict(embedders)
         if config.num_classes:
             self.y_embedder = LabelEmbedder(config.num_classes, config.width)
         if config.text is not None:
@@ -505,6 +516,14 @@ class DiT(nn.Module):
         self.block_type: type[Block] = registered(BLOCKS, config.block)
         self.blocks = nn.ModuleList(self.block_type(config) for _ in range(config.depth))
         self.final_layer = FinalLayer(config)
+        self.heads = nn.ModuleDict()
+        self.head_features: dict[str, str] = {}
+        self.init_outside_meta()
+
+    def add_heads(self, heads: Mapping[str, Head]) -> None:
+        """Add heads that only training uses: `features=[name]` then returns the output of the head of this name."""
+        self.heads.update({name: head.build() for name, head in heads.items()})
+        self.head_features.update({name: head.feature for name, head in heads.items()})
         self.init_outside_meta()
 
     def read_text(self, cond: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -530,18 +549,20 @@ class DiT(nn.Module):
             t: (B,) float32 in [0, 1]; 0 is noise and 1 is data, or the time that the objective gives it.
             cond: {"class_label": (B,) int64}, where `num_classes` is the null class; {} without classes. With text,
                 `prompt_embeds` (B, L, text_width), `pooled_prompt_embeds` (B, pooled_width) if the model has that
-                width, and optionally one of `TEXT_MASKS` (B, L): false for padding.
-            features: names of blocks ("blocks.3") whose output to return.
+                width, and optionally one of `TEXT_MASKS` (B, L): false for padding. `name` (B,) for each of `scalars`.
+            features: names of blocks ("blocks.3") whose output to return, or of heads.
 
         Returns:
             (B, C, H, W), or (B, 2 C, H, W) with learned sigma. With `features`, a pair of that and
-            {name: (B, N, D)}, the patch tokens after each of these blocks, with gradients.
+            {name: (B, N, D)}, the patch tokens after each of these blocks, with gradients, or the output of the head.
         """
         config, (height, width) = self.config, x_t.shape[-2:]
         x = self.x_embedder(x_t)  # (B, N, D)
         if "sincos" in config.position:
             x = x + self.pos_embed
         vector: torch.Tensor = self.t_embedder(t)  # (B, D)
+        for name, _ in config.scalars:
+            vector = vector + self.scalar_embedders[name](cond[name])
         if config.pooled_width:
             vector = vector + self.pooled_embedder(cond["pooled_prompt_embeds"])
         labels = [self.y_embedder(cond["class_label"])] if config.num_classes else []  # (B, D)
@@ -561,11 +582,16 @@ class DiT(nn.Module):
         # Computed in each forward: a few small kernels, and no buffer to fill, cast or move.
         rope = rope_table(config, height, width, x_t.device) if "rope" in config.position else None
         modulation = self.adaLN_modulation(c) if config.conditioning == "adaln_single" else c
-        x, found = self.run_blocks(x, modulation, rope, text, mask, cond, features)
+        sources = {name: self.head_features.get(name, name) for name in features}
+        x, found = self.run_blocks(x, modulation, rope, text, mask, sources.values())
         prediction = unpatchify(self.predict_patches(x, c), config.patch_size, height, width)
         if not features:
             return prediction
-        return prediction, {name: tokens[:, config.num_context_tokens :] for name, tokens in found.items()}
+        found = {name: tokens[:, config.num_context_tokens :] for name, tokens in found.items()}
+        return prediction, {
+            name: self.heads[name](found[source]) if name in self.heads else found[source]
+            for name, source in sources.items()
+        }
 
     def run_blocks(
         self,
@@ -574,7 +600,6 @@ class DiT(nn.Module):
         rope: torch.Tensor | None,
         text: torch.Tensor | None,
         mask: torch.Tensor | None,
-        cond: Mapping[str, torch.Tensor],
         features: Collection[str],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Apply the blocks to the tokens x (B, context + N, D). Returns them and the features, of all tokens too."""
@@ -608,8 +633,9 @@ class DiT(nn.Module):
         layer. A block therefore starts as the identity and the prediction as 0. In-context blocks have no gate: their
         two projections into the residual stream start at N(0, 0.02 / sqrt(2 depth)) (GPT-2). For text, the projection
         of tokens is initialized as other linear layers and that of the pooled vector as the label table. The last
-        layer of cross-attention starts at 0, so that the block is still the identity. The block's class lists its
-        special weights.
+        layer of cross-attention starts at 0, so that the block is still the identity. So does that of the embedder of
+        each scalar, which has no effect at first. The block's class lists its special weights. Heads start as other
+        linear layers.
         """
         assert not list(self.buffers()), "buffers would stay uninitialized"
         zero_weights = self.block_type.zero_weights
@@ -617,6 +643,7 @@ class DiT(nn.Module):
         for name, parameter in named_parameters_to_fill(self):
             shape, is_of_block = parameter.shape, name.startswith("blocks.")
             is_zero = name == "final_layer.linear.weight" or (is_of_block and name.endswith(zero_weights))
+            is_zero |= name.startswith("scalar_embedders.") and name.endswith("mlp.2.weight")
             if name == "pos_embed":
                 rows, columns = (size // self.config.patch_size for size in self.config.image_size)
                 fill(parameter, sincos_position_table(self.config.width, rows, columns).unsqueeze(0))
@@ -624,7 +651,7 @@ class DiT(nn.Module):
                 parameter.zero_()
             elif len(shape) == 1:  # the weight of a norm
                 parameter.fill_(1.0)
-            elif name.startswith(("y_embedder.", "t_embedder.", "pooled_embedder.")):
+            elif name.startswith(("y_embedder.", "t_embedder.", "scalar_embedders.", "pooled_embedder.")):
                 fill(parameter, draw_normal(seed, name, shape, std=0.02))
             elif is_of_block and name.endswith(residual_weights):
                 fill(parameter, draw_normal(seed, name, shape, std=0.02 / math.sqrt(2 * self.config.depth)))

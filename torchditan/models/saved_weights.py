@@ -18,8 +18,10 @@ from torch import nn
 
 from torchditan.models.initialization import WRAPPERS
 
-TRAINING_ONLY = "alignment_head."
-"""Start of the names of weights that only training uses (models/alignment_head.py)."""
+TRAINING_ONLY = "heads."
+"""Start of the names of weights that only training uses (`Objective.heads`)."""
+OPTIONAL = (TRAINING_ONLY, "scalar_embedders.")
+"""Start of the names of weights that a source of initial weights may lack: they then start as in a new model."""
 
 
 def saved_weights(model: nn.Module, *, only_trained: bool = False) -> dict[str, torch.Tensor]:
@@ -47,7 +49,7 @@ def saved_parameters(model: nn.Module, *, only_trained: bool = False) -> dict[st
 
 def required_names(model: nn.Module, *, only_trained: bool = False) -> set[str]:
     """Names of the weights that a source of initial weights must contain."""
-    return {name for name in saved_parameters(model, only_trained=only_trained) if not name.startswith(TRAINING_ONLY)}
+    return {name for name in saved_parameters(model, only_trained=only_trained) if not name.startswith(OPTIONAL)}
 
 
 def keys_under(prefix: str, entries: Iterable[str]) -> dict[str, str]:

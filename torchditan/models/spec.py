@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -142,6 +142,16 @@ def _like(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class Head:
+    """A part of the model that only training uses, such as a projection of tokens for an alignment loss."""
+
+    feature: str
+    """Name in `ModelSpec.features` of the tokens (B, N, D) that it reads."""
+    build: Callable[[], nn.Module]
+    """Build it on the current default device. Its linear layers are initialized as the model's."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One model of a given size. Checkpointing, compile and FSDP use its `blocks` and do not depend on its class."""
 
@@ -175,6 +185,10 @@ class ModelSpec:
     features: Sequence[str] = ()
     """Names for `forward(x_t, t, cond, features=names)`, which then returns their tokens (B, num_tokens, D), in the
     order in which they are computed. Empty: the model returns only its prediction."""
+    scalars: Collection[str] = ()
+    """Names of the scalar conditions (B,) float32 that the model embeds besides t."""
+    can_have_heads: bool = False
+    """Whether the model has `add_heads`."""
     is_one_graph: bool = True
     """Whether torch.compile can trace the whole model (`compile.scope = "model"`)."""
 
@@ -184,4 +198,17 @@ class ModelSpec:
         for name, (shape, dtype) in self.conditioning.tensors.items():
             batch[name] = torch.zeros(batch_size, *shape, dtype=dtype)
         x_t = torch.zeros(batch_size, *self.sample_shape)
-        return x_t, torch.zeros(batch_size), self.conditioning.from_batch(batch)
+        scalars = {name: torch.zeros(batch_size) for name in self.scalars}
+        return x_t, torch.zeros(batch_size), {**self.conditioning.from_batch(batch), **scalars}
+
+    def with_heads(self, heads: Mapping[str, Head]) -> ModelSpec:
+        """The same model with heads for training."""
+        if not heads:
+            return self
+
+        def build() -> nn.Module:
+            model: Any = self.build()
+            model.add_heads(heads)
+            return model
+
+        return replace(self, build=build)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from torchditan.config.options import Config
+from torchditan.diffusion.objectives import batch_multiple
 from torchditan.planner.devices import device_named
 from torchditan.planner.plan import Plan, largest_batch, plan_run, with_options
 
@@ -20,7 +21,7 @@ def alternatives(config: Config, device: str, num_devices: int) -> list[Plan]:
             batch_size = largest_batch(changed, device, num_devices)
             if config.training.global_batch_size is None and batch_size > 8:
                 batch_size -= batch_size % 8
-            batch_size = max(config.diffusion.batch_multiple, batch_size)
+            batch_size = max(batch_multiple(config.diffusion), batch_size)
             plans.append(plan_run(with_options(changed, batch_size=batch_size), device=device, num_devices=num_devices))
     return sorted(plans, key=ranking)
 

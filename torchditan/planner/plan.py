@@ -26,7 +26,7 @@ from torchditan.config.errors import option_error
 from torchditan.config.options import Config, Diffusion, flatten
 from torchditan.config.rules import validate
 from torchditan.diffusion.loss_flops import count_loss_flops
-from torchditan.diffusion.objectives import build_objective, training_spec
+from torchditan.diffusion.objectives import batch_multiple, build_objective
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.finetune.resolutions import latent_channels
@@ -157,7 +157,7 @@ def plan_run(config: Config, *, device: str | None, num_devices: int) -> Plan:
         if known is None:
             right = "needs a device whose memory is known; name one, or give a number"
             raise option_error("training.batch_size", "auto", right)
-        batch_size = max(config.diffusion.batch_multiple, largest_batch(config, known.name, num_devices))
+        batch_size = max(batch_multiple(config.diffusion), largest_batch(config, known.name, num_devices))
         config = with_options(config, batch_size=batch_size)
     return _plan(_resolve(config, num_devices), known, _kernels(device, config), num_devices)
 
@@ -174,7 +174,7 @@ def largest_batch(config: Config, device: str, num_devices: int) -> int:
     known = _known(device)
     if known is None:
         raise option_error("--device", device, "has no known memory size; name an accelerator")
-    smallest, global_batch_size = config.diffusion.batch_multiple, config.training.global_batch_size
+    smallest, global_batch_size = batch_multiple(config.diffusion), config.training.global_batch_size
     resolved = _resolve(with_options(config, batch_size=smallest), num_devices)
     base = resolved.replace({"training.global_batch_size": global_batch_size})
     kernels = _kernels(device, config)
@@ -379,12 +379,12 @@ class TracedModel:
     """Data that all plans of one model share: its parameters, FLOPs and traces."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, kernels: Kernels, diffusion: Diffusion) -> None:
-        self.spec = spec
         self.dtype = dtype
         self.kernels: Kernels = kernels
         self.diffusion = diffusion
         self.objective = build_objective(diffusion, spec)
-        parameters = model_parameters(spec)
+        self.spec = spec.with_heads(self.objective.heads)
+        parameters = model_parameters(self.spec)
         buffer_bytes = parameters.buffer_bytes + self.objective.table_bytes
         self.parameters: Parameters = dataclasses.replace(parameters, buffer_bytes=buffer_bytes)
         self._traces: dict[tuple[Checkpointing, int], list[StepTrace]] = {}
@@ -401,7 +401,7 @@ class TracedModel:
 
     @functools.cached_property
     def flops_per_image(self) -> int:
-        if self.objective.features or self.objective.uses_teacher:
+        if self.objective.computes_more:
             return count_loss_flops(self.diffusion, self.spec).total
         return count_model_flops(self.spec).total
 
@@ -456,5 +456,4 @@ def _traced_model(
 
     config = from_dict(json.loads(sections))
     spec = model_spec_of(config, sample_shape=sample_shape, num_classes=num_classes)
-    spec = training_spec(config.diffusion, spec)
     return TracedModel(spec, dtype, kernels, config.diffusion)

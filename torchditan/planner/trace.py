@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchditan.config.options import Diffusion
 from torchditan.diffusion.loss_flops import example_batch
-from torchditan.diffusion.objectives import build_objective, loss_with_teacher
+from torchditan.diffusion.objectives import Objective, build_objective, split
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.context_parallel import split_tokens
 from torchditan.models.spec import ModelSpec
@@ -105,7 +105,7 @@ def trace_blocks(
     model.
 
     Args:
-        spec: the model.
+        spec: the model, with the heads of the objective.
         dtype: dtype of the gathered parameters in forward and backward.
         checkpointing: activation checkpointing of the blocks.
         kernels: device whose kernels attention and norms use.
@@ -115,12 +115,12 @@ def trace_blocks(
     Returns:
         The trace of each block.
     """
+    objective = build_objective(diffusion, spec)
     recorders = []
     for batch in _BATCHES:
         with torch.device("meta"):
             model = spec.build()
-        objective = build_objective(diffusion, spec)
-        is_whole = bool(objective.features) or objective.uses_teacher
+        is_whole = objective.computes_more
         stands_for = list(range(len(spec.blocks(model)))) if is_whole else keep_three_of_each_row(spec, model)
         if context > 1:
             split_tokens(model, degree=context, rank=0, group_name=None)
@@ -133,7 +133,7 @@ def trace_blocks(
             dtype=dtype,
             checkpointing=checkpointing,
             kernels=kernels,
-            diffusion=diffusion,
+            objective=objective,
         )
         recorders.append(recorder)
         _complete_marks(recorder, len(blocks))
@@ -205,27 +205,25 @@ def _record(
     dtype: torch.dtype,
     checkpointing: Checkpointing,
     kernels: Kernels,
-    diffusion: Diffusion,
+    objective: Objective,
 ) -> StepRecorder:
-    batch, randomness = example_batch(spec, batch_size)
+    batch, randomness = example_batch(spec, objective, batch_size)
     for block in blocks:  # backward recomputes blocks with the mode below switched off
         block.forward = _with_kernels(kernels, block.forward)
     mode = "selective" if checkpointing == "op" else checkpointing
     apply_activation_checkpoint(blocks, mode=mode, selective_option="op")
-    objective = build_objective(diffusion, spec)
     inputs = [*model.parameters(), *model.buffers(), *batch.values()]
     teacher: nn.Module | None = None
     if objective.uses_teacher:
         with torch.device("meta"):
             teacher = _computing_in(spec.build().requires_grad_(False), dtype)
         inputs += [*teacher.parameters(), *teacher.buffers()]
-    loss_of_samples = loss_with_teacher(objective, teacher)
-    inputs += [tensor for tensor in randomness if tensor is not None]
+    inputs += randomness.values()
     recorder = StepRecorder(ignored=inputs)
     model.register_forward_hook(lambda *_: recorder.mark("loss"))
     with recorder, DeviceKernels(kernels), _marked(blocks, recorder):
         recorder.mark("start")
-        losses = loss_of_samples(model, batch, randomness)
+        losses, _ = split(objective.loss(model, batch, randomness, teacher))
         loss = losses.sum() / batch_size
         loss.backward()
         recorder.mark("end")

@@ -47,10 +47,9 @@ _CHANGE_THE_LOSS = ("diffusion.", "dataset.", "autoencoder.", _LEARN_SIGMA, _PRE
 """Sections and options that change what a loss measures, so that its values are not comparable. A learned variance adds
 a term to the loss of ddpm; the preset chooses it if the grid does not."""
 _NOT_IN_VALIDATION = (
-    "diffusion.contrastive_weight",
     "diffusion.loss_weighting",
     "diffusion.min_snr_gamma",
-    "diffusion.self_alignment",
+    "diffusion.ingredients",
 )
 """Options of these sections that change only the training loss."""
 

@@ -16,7 +16,7 @@ from torchditan.config.options import Config
 from torchditan.config.trajectory import differences
 from torchditan.distributed.process_group import raise_on_all_ranks
 from torchditan.models.initialization import fill
-from torchditan.models.saved_weights import required_names, saved_weights
+from torchditan.models.saved_weights import OPTIONAL, required_names, saved_weights
 from torchditan.registry import FORMATS
 from torchditan.run.reading import similar_folder
 from torchditan.weights.exported import StoredWeights, describe_file, describe_weights, find_weights
@@ -72,7 +72,8 @@ def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
         right = str(error).removeprefix(f"{Path(path)} ")
         raise option_error("checkpoint.initial_load_path", path, right) from None
     step = "" if stored.step is None else f", step {stored.step} ({stored.weights})"
-    fresh = ["a new alignment head"] if set(saved_weights(model)) > required_names(model) | set(stored.shapes) else []
+    new = sorted({".".join(name.split(".")[:2]) for name in saved_weights(model).keys() - stored.shapes.keys()})
+    fresh = [f"new {', '.join(new)}"] if new and new[0].startswith(OPTIONAL) else []
     return "; ".join([f"weights of {path}{step}", *fresh, *differing])
 
 

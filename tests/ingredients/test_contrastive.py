@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +18,16 @@ from torchditan.data_stream.order import BatchPlan
 from torchditan.diffusion.flow_matching import FlowMatching, wide
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.distributed.process_group import Rank
+from torchditan.ingredients.contrastive import Contrastive
 from torchditan.job.complete import StoredRun, complete_batches, keep_global_batch_size
 from torchditan.models import ClassLabels, Unconditional
-from torchditan.randomness import draw
+from torchditan.randomness import Randomness, draw
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
 
 WEIGHT = 0.05
+OPTION = "diffusion.ingredients"
 SHAPE = (2, 4, 4)
 
 
@@ -51,9 +52,12 @@ class XPrediction(FlowMatching):
         return (prediction - x_t) / (1 - t).clamp(min=0.5)
 
 
-def objective(kind: type[FlowMatching] = FlowMatching, weight: float = WEIGHT) -> FlowMatching:
-    timesteps = Timesteps(kind="uniform")
-    return kind(conditioning=Unconditional(), timesteps=timesteps, label_dropout=0, contrastive_weight=weight)
+def plain(kind: type[FlowMatching] = FlowMatching, **options: Any) -> FlowMatching:
+    return kind(conditioning=Unconditional(), timesteps=Timesteps(kind="uniform"), label_dropout=0, **options)
+
+
+def objective(kind: type[FlowMatching] = FlowMatching, **options: Any) -> Contrastive:
+    return Contrastive(plain(kind, **options), weight=WEIGHT)
 
 
 def samples(positions: list[int]) -> dict[str, torch.Tensor]:
@@ -69,7 +73,7 @@ def test_the_gradient_is_that_of_the_papers_loss_and_the_value_is_the_plain_loss
     positions, model = list(range(6, 14)), Answer()
     batch, randomness = samples(positions), draw(0, positions, SHAPE)
     losses = objective(kind).loss(model, batch, randomness)
-    assert torch.equal(losses, objective(kind, weight=0.0).loss(model, batch, randomness))
+    assert torch.equal(losses, plain(kind).loss(model, batch, randomness))
 
     expected = torch.zeros(())
     for i in range(len(positions)):
@@ -89,15 +93,14 @@ def test_it_composes_with_x_prediction_and_min_snr() -> None:
     """The weight of min-SNR at t multiplies both terms of a sample."""
     positions, model = list(range(4)), Answer()
     batch, randomness = samples(positions), draw(0, positions, SHAPE)
-    plain = objective()
-    weighted = dataclasses.replace(plain, prediction="x", min_snr_gamma=5.0)
-    with_x = dataclasses.replace(plain, prediction="x")
+    weighted = objective(prediction="x", min_snr_gamma=5.0)
+    with_x = objective(prediction="x")
     factors = weighted.loss(model, batch, randomness) / with_x.loss(model, batch, randomness)
     expected = (factors.detach() * with_x.loss(model, batch, randomness)).sum()
     torch.testing.assert_close(
         gradient(weighted.loss(model, batch, randomness).sum(), model), gradient(expected, model)
     )
-    without = dataclasses.replace(weighted, contrastive_weight=0.0)
+    without = weighted.base
     assert torch.equal(weighted.loss(model, batch, randomness), without.loss(model, batch, randomness))
     assert not torch.allclose(
         gradient(weighted.loss(model, batch, randomness).sum(), model),
@@ -131,17 +134,15 @@ def test_an_ideal_model_overshoots_by_the_stated_factor_for_every_label() -> Non
 
     positions = list(range(8))
     labels = torch.tensor([0, 1, 1, 0, 0, 0, 1, 1])
-    randomness = draw(0, positions, SHAPE)._replace(label_dropout=torch.tensor([0.0, 1, 1, 1, 0, 1, 1, 1]))
+    randomness = Randomness(draw(0, positions, SHAPE), label_dropout=torch.tensor([0.0, 1, 1, 1, 0, 1, 1, 1]))
     batch = {**samples(positions), "class_label": labels}
     velocity = (batch["sample"] - randomness.noise).mean((1, 2, 3))
     negative = velocity[torch.arange(8) ^ 1]
     seen = torch.where(randomness.label_dropout == 0, 2, labels)  # 2 is the null class
     ideal = [(velocity[seen == i].mean() - WEIGHT * negative[seen == i].mean()) / (1 - WEIGHT) for i in range(3)]
     table = torch.stack(ideal).requires_grad_()
-    chosen = FlowMatching(
-        conditioning=ClassLabels(2), timesteps=Timesteps(kind="uniform"), label_dropout=0.5, contrastive_weight=WEIGHT
-    )
-    losses = chosen.loss(OfLabel(), batch, randomness)
+    base = FlowMatching(conditioning=ClassLabels(2), timesteps=Timesteps(kind="uniform"), label_dropout=0.5)
+    losses = Contrastive(base, WEIGHT).loss(OfLabel(), batch, randomness)
     assert torch.autograd.grad(losses.sum(), table)[0].abs().max() < 1e-5
 
 
@@ -149,11 +150,11 @@ def test_validation_needs_no_pairs() -> None:
     batch, randomness = samples([0, 1, 2]), draw(0, [0, 1, 2], SHAPE)
     with torch.no_grad():
         losses = objective().loss(Answer(), batch, randomness)
-    assert torch.equal(losses, objective(weight=0.0).loss(Answer(), batch, randomness).detach())
+    assert torch.equal(losses, plain().loss(Answer(), batch, randomness).detach())
 
 
 def config(**options: Any) -> Config:
-    return Config().replace({"diffusion.contrastive_weight": WEIGHT, **options})
+    return Config().replace({"diffusion.ingredients": ["contrastive"], **options})
 
 
 def rank_of(world_size: int) -> Rank:
@@ -163,7 +164,7 @@ def rank_of(world_size: int) -> Rank:
 @pytest.mark.parametrize(
     ("batch_size", "global_batch_size", "world_size", "message"),
     [
-        (3, None, 1, r"training\.batch_size = 3: must be even"),
+        (3, None, 1, r"training\.batch_size = 3: must be a multiple of 2"),
         (None, 4, 4, r"global_batch_size = 4: must be a multiple of 8: .* x 2 for .*; it fits 1, 2 ranks"),
         (None, 6, 2, r"global_batch_size = 6: must be a multiple of 4: .* x 2 for .*; it fits 1, 3 ranks"),
     ],
@@ -180,7 +181,7 @@ def test_batches_that_are_chosen_are_even() -> None:
     limits = {"autotune.max_batch_size": 12, "training.global_batch_size": 36}
     assert candidate_batches(config(**limits), num_devices=1) == [2, 4, 6, 12]
     assert candidate_batches(config(**limits, **{"autotune.batch_size_multiple": 3}), num_devices=1) == [6, 12]
-    with pytest.raises(ConfigError, match=r"must be at least 2: diffusion\.contrastive_weight needs even batch sizes"):
+    with pytest.raises(ConfigError, match=r"must be at least 2: diffusion\.ingredients"):
         candidate_batches(config(**{"autotune.max_batch_size": 1}), num_devices=1)
     run = StoredRun(path=Path("run"), options={}, global_batch_size=12)
     kept = keep_global_batch_size(config(**{"training.batch_size": 5}), run, world_size=2)
@@ -190,17 +191,22 @@ def test_batches_that_are_chosen_are_even() -> None:
 @pytest.mark.parametrize(
     ("flags", "about", "right"),
     [
-        ("--diffusion.contrastive_weight=1", "diffusion.contrastive_weight = 1.0", "below 1"),
-        ("--diffusion.contrastive_weight=-0.05", "diffusion.contrastive_weight = -0.05", "0 or more"),
+        ([f"--{OPTION}=contrastive weight=1"], f'{OPTION} = "contrastive weight=1"', "below 1"),
+        ([f"--{OPTION}=contrastive weight=-0.05"], f'{OPTION} = "contrastive weight=-0.05"', "0 or more"),
+        ([f"--{OPTION}=contrastive gap=1"], f'{OPTION} = "contrastive gap=1"', "weight"),
+        ([f"--{OPTION}=contrastive 0.05"], f'{OPTION} = "contrastive 0.05"', "key=value"),
+        (["--diffusion.ingredients=contrast"], 'diffusion.ingredients = ["contrast"]', "contrastive"),
+        (["--diffusion.ingredients=contrastive", "--diffusion.objective=ddpm"], "diffusion.ingredients", "ddpm"),
         (
-            "--diffusion.contrastive_weight=0.05 --diffusion.objective=ddpm",
-            "diffusion.contrastive_weight = 0.05",
-            "only to flow_matching",
+            ["--diffusion.ingredients=contrastive", "--training.batch_size=5"],
+            "training.batch_size = 5",
+            "multiple of 2",
         ),
-        ("--diffusion.contrastive_weight=0.05 --training.batch_size=5", "training.batch_size = 5", "must be even"),
     ],
 )
-def test_what_it_cannot_do_is_refused_in_one_line(flags: str, about: str, right: str, run_script: RunScript) -> None:
-    outcome = run_script("train.py", "--model.flavor=debugmodel", *flags.split())
+def test_what_it_cannot_do_is_refused_in_one_line(
+    flags: list[str], about: str, right: str, run_script: RunScript
+) -> None:
+    outcome = run_script("train.py", "--model.flavor=debugmodel", *flags)
     assert outcome.code == 2
     assert_refused(outcome.err.splitlines()[-1], about, [right])
