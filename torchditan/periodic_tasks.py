@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +26,7 @@ from torchditan.evaluation.validation import validation_losses
 from torchditan.job.prepare import Job
 from torchditan.optim.divergence import DivergenceGuard
 from torchditan.optim.ema import EMA
+from torchditan.optim.meters import Meter, build_meters, measuring
 from torchditan.run.metrics import MetricsLogger
 from torchditan.supervision.supervision import Supervision
 
@@ -75,6 +76,9 @@ class PeriodicTasks:
         self.supervision = supervision
         self.progress = supervision.progress
         self.grids = Grids(job.config, job.dataset, job.validation_dataset, space=job.space)
+        self.meters = build_meters(job.config.metrics, model)
+        self.measured: list[Meter] = []
+        self.has_logged = False
         self.extra_metrics: dict[str, float] = {}
         """Written with the next log record."""
         self.unreadable: set[int] = set()
@@ -98,6 +102,13 @@ class PeriodicTasks:
             self.checkpoints.save()
         if self.is_evaluation_due():  # last: an evaluation that fails, or takes too long, must not cost the step
             self.evaluate()
+
+    def measuring(self, step: int) -> AbstractContextManager[None]:
+        """Context manager around the update of this step: the meters measure it, if it will be logged."""
+        freq, steps = self.config.metrics.log_freq, self.config.training.steps
+        is_logged = step % freq == 0 or step == steps or not self.has_logged
+        self.measured = self.meters if is_logged else []
+        return measuring(self.measured) if self.measured else nullcontext()
 
     def repeat_evaluation(self) -> None:
         """Evaluate the step that the run continues from, if its evaluation was due and did not finish."""
@@ -123,11 +134,14 @@ class PeriodicTasks:
 
     def log(self, result: StepResult) -> None:
         self.guard.wait()
+        self.has_logged = True
         extra: dict[str, float] = dict(self.extra_metrics)
         if self.unreadable:
             extra["corrupt_images_rank0"] = len(self.unreadable)
         if self.scaler is not None:
             extra["loss_scale"], extra["overflows"] = self.scaler.scale.item(), self.scaler.num_skipped.item()
+        for meter in self.measured:
+            extra.update(meter.read())
         if self.progress.rollbacks:
             extra["rollbacks"] = self.progress.rollbacks
         means = {name: mean_over_ranks(mean, self.rank.world_size).item() for name, mean in result.means.items()}

@@ -11,27 +11,61 @@ import inspect
 import pkgutil
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
-OBJECTIVES = {
-    "flow_matching": "torchditan.diffusion.flow_matching:FlowMatching",
-    "ddpm": "torchditan.diffusion.ddpm:DDPM",
-}
+
+class Registry(dict[str, str]):
+    """name -> "module:name". An option that it serves also takes `module:name` of the user's own, and the names of
+    installed plug-ins: packages with entry points of the group `torchditan.samplers` and so on.
+
+    Args:
+        group: of the entry points.
+        entries: those of this package.
+    """
+
+    def __init__(self, group: str, entries: Mapping[str, str]) -> None:
+        super().__init__(entries)
+        self.group = group
+
+    def place(self, name: str) -> str | None:
+        """`module:name` of an entry, of an installed plug-in, or of the user's own; None for an unknown name."""
+        if name in self:
+            return self[name]
+        if ":" in name:
+            return name
+        from importlib.metadata import entry_points  # slow, and seldom needed
+
+        return next((entry.value for entry in entry_points(group=self.group) if entry.name == name), None)
+
+
+OBJECTIVES = Registry(
+    "torchditan.objectives",
+    {
+        "flow_matching": "torchditan.diffusion.flow_matching:FlowMatching",
+        "ddpm": "torchditan.diffusion.ddpm:DDPM",
+    },
+)
 """`diffusion.objective`: classes that follow `torchditan.diffusion.objectives.Objective`."""
 
-INGREDIENTS = {
-    "contrastive": "torchditan.ingredients.contrastive:Contrastive",
-    "self_alignment": "torchditan.ingredients.self_alignment:SelfAlignment",
-}
+INGREDIENTS = Registry(
+    "torchditan.ingredients",
+    {
+        "contrastive": "torchditan.ingredients.contrastive:Contrastive",
+        "self_alignment": "torchditan.ingredients.self_alignment:SelfAlignment",
+    },
+)
 """`diffusion.ingredients`: subclasses of `torchditan.diffusion.objectives.Ingredient`."""
 
-SAMPLERS = {
-    "euler": "torchditan.diffusion.samplers:Euler",
-    "heun": "torchditan.diffusion.samplers:Heun",
-    "dpmpp_2m": "torchditan.diffusion.dpm_solver:DPMSolver2M",
-    "ddim": "torchditan.diffusion.samplers:DDIM",
-    "ancestral": "torchditan.diffusion.samplers:Ancestral",
-}
+SAMPLERS = Registry(
+    "torchditan.samplers",
+    {
+        "euler": "torchditan.diffusion.samplers:Euler",
+        "heun": "torchditan.diffusion.samplers:Heun",
+        "dpmpp_2m": "torchditan.diffusion.dpm_solver:DPMSolver2M",
+        "ddim": "torchditan.diffusion.samplers:DDIM",
+        "ancestral": "torchditan.diffusion.samplers:Ancestral",
+    },
+)
 """`sampling.sampler`: subclasses of `torchditan.diffusion.samplers.Sampler`."""
 
 CONTEXT_PARALLEL = "torchditan.distributed.context_parallel"
@@ -55,68 +89,106 @@ EXPORT_WEIGHTS = "torchditan.weights.exported:export_model"
 LOAD_WEIGHTS = "torchditan.weights.initial:load_weights_file"
 """The functions that write and read the final weights of a run without checkpoints (`checkpoint.save_final`)."""
 
-BLOCKS = {
-    "dit": "torchditan.models.dit:DiTBlock",
-    "value_residual": "torchditan.ingredients.value_residual:ValueResidualBlock",
-}
+BLOCKS = Registry(
+    "torchditan.blocks",
+    {
+        "dit": "torchditan.models.dit:DiTBlock",
+        "value_residual": "torchditan.ingredients.value_residual:ValueResidualBlock",
+    },
+)
 """`model.block`: subclasses of `torchditan.models.dit.Block`."""
 
-OPTIMIZERS = {
-    "AdamW": "torchditan.optim.optimizers:adamw",
-    "AdamW8bit": "torchditan.optim.adamw_8bit:adamw_8bit",
-    "Muon": "torchditan.optim.muon:muon",
-}
+OPTIMIZERS = Registry(
+    "torchditan.optimizers",
+    {
+        "AdamW": "torchditan.optim.optimizers:adamw",
+        "AdamW8bit": "torchditan.optim.adamw_8bit:adamw_8bit",
+        "Muon": "torchditan.optim.muon:muon",
+    },
+)
 """`optimizer.name`: functions from the `[optimizer]` options to a list of `ParameterGroup` (optim/optimizers.py)."""
 
-ARCHITECTURES = {
-    "dit": "torchditan.models:build_dit_spec",
-}
+METERS = Registry(
+    "torchditan.meters",
+    {
+        "update_norm": "torchditan.optim.meters:UpdateNorm",
+    },
+)
+"""`metrics.meters`: subclasses of `torchditan.optim.meters.Meter`."""
+
+ARCHITECTURES = Registry(
+    "torchditan.architectures",
+    {
+        "dit": "torchditan.models:build_dit_spec",
+    },
+)
 """`model.name`: functions from the `[model]` options to the `ModelSpec` of an architecture in models/."""
 
-FAMILIES = {
-    "flux": "torchditan.finetune.published.flux:Flux",
-    "sd3": "torchditan.finetune.published.sd3:SD3",
-    "sdxl": "torchditan.finetune.published.sdxl:SDXL",
-    "mochi": "torchditan.finetune.published.mochi:Mochi",
-    "hunyuan_video": "torchditan.finetune.published.hunyuan_video:HunyuanVideo",
-    "wan": "torchditan.finetune.published.wan:Wan",
-    "qwen_image": "torchditan.finetune.published.qwen_image:QwenImage",
-}
+FAMILIES = Registry(
+    "torchditan.families",
+    {
+        "flux": "torchditan.finetune.published.flux:Flux",
+        "sd3": "torchditan.finetune.published.sd3:SD3",
+        "sdxl": "torchditan.finetune.published.sdxl:SDXL",
+        "mochi": "torchditan.finetune.published.mochi:Mochi",
+        "hunyuan_video": "torchditan.finetune.published.hunyuan_video:HunyuanVideo",
+        "wan": "torchditan.finetune.published.wan:Wan",
+        "qwen_image": "torchditan.finetune.published.qwen_image:QwenImage",
+    },
+)
 """`model.name`: families of published models, subclasses of `PublishedModel` (docs/adding_a_model.md)."""
 
-MODELS = ChainMap(FAMILIES, ARCHITECTURES)
+
+class Registries(ChainMap[str, str]):
+    """Several registries as one."""
+
+    def place(self, name: str) -> str | None:
+        return next((place for part in self.maps if (place := cast(Registry, part).place(name)) is not None), None)
+
+
+MODELS = Registries(FAMILIES, ARCHITECTURES)
 """All values of `model.name`, those of models/ first."""
 
-METRICS = {
-    "classifier": "torchditan.evaluation.classifier:ClassifierAccuracy",
-    "effnet": "torchditan.evaluation.quality:EffNetQuality",
-    "inception": "torchditan.evaluation.quality:InceptionQuality",
-}
+METRICS = Registry(
+    "torchditan.metrics",
+    {
+        "classifier": "torchditan.evaluation.classifier:ClassifierAccuracy",
+        "effnet": "torchditan.evaluation.quality:EffNetQuality",
+        "inception": "torchditan.evaluation.quality:InceptionQuality",
+    },
+)
 """`--metrics` of scripts/evaluate.py: classes that follow `evaluation.metric.Metric`. Subclasses of
 `evaluation.quality.Quality` give the Fréchet distance and its other figures over an extractor of yours."""
 
-AUTOENCODERS = {
-    "haar": "torchditan.autoencoders.haar:open_haar",
-    "patch": "torchditan.autoencoders.patch:open_patch",
-    "cosmos": "torchditan.autoencoders.cosmos:open_cosmos",
-    "diffusers": "torchditan.autoencoders.published:open_published",
-}
+AUTOENCODERS = Registry(
+    "torchditan.autoencoders",
+    {
+        "haar": "torchditan.autoencoders.haar:open_haar",
+        "patch": "torchditan.autoencoders.patch:open_patch",
+        "cosmos": "torchditan.autoencoders.cosmos:open_cosmos",
+        "diffusers": "torchditan.autoencoders.published:open_published",
+    },
+)
 """`autoencoder.name`: functions from `[autoencoder]` to an `Autoencoder`; autoencoders/catalogue.py has more names."""
 
-FORMATS = {
-    "dit": "torchditan.weights.formats.dit:convert_dit",
-    "sit": "torchditan.weights.formats.dit:convert_sit",
-    "repa": "torchditan.weights.formats.dit:convert_repa",
-    "lightningdit": "torchditan.weights.formats.lightningdit:convert",
-    "diffusers": "torchditan.weights.formats.diffusers_dit:convert",
-}
+FORMATS = Registry(
+    "torchditan.formats",
+    {
+        "dit": "torchditan.weights.formats.dit:convert_dit",
+        "sit": "torchditan.weights.formats.dit:convert_sit",
+        "repa": "torchditan.weights.formats.dit:convert_repa",
+        "lightningdit": "torchditan.weights.formats.lightningdit:convert",
+        "diffusers": "torchditan.weights.formats.diffusers_dit:convert",
+    },
+)
 """`--format` of an import: functions that follow `torchditan.weights.formats.Convert` (docs/checkpoints.md)."""
 
 
-def registered(registry: Mapping[str, str], text: str) -> Any:
-    """Import what a registry has under this name, or `module:name` of your own. Options after the name are ignored."""
-    name = entry_name(text)
-    return pkgutil.resolve_name(registry.get(name, name))
+def registered(registry: Registry, text: str) -> Any:
+    """Import the entry of this name; see `Registry.place`. Options after the name are ignored."""
+    place = registry.place(entry_name(text))
+    assert place is not None, f"{text}: the configuration was not checked"
+    return pkgutil.resolve_name(place)
 
 
 def entry_name(text: str) -> str:
@@ -124,7 +196,7 @@ def entry_name(text: str) -> str:
     return text.split()[0] if text.split() else ""
 
 
-def resolve(registry: Mapping[str, str], option: str, text: str) -> tuple[Any, dict[str, Any]]:
+def resolve(registry: Registry, option: str, text: str) -> tuple[Any, dict[str, Any]]:
     """Import an entry and read the options after its name: `contrastive weight=0.1`.
 
     Args:
@@ -145,7 +217,7 @@ def resolve(registry: Mapping[str, str], option: str, text: str) -> tuple[Any, d
         if not equals or not key.isidentifier():
             raise option_error(option, text, f"{word} must be key=value, as in {name} weight=0.1")
         options[key] = _value(value)
-    if name not in registry and ":" not in name:
+    if registry.place(name) is None:
         right = f"must be one of {', '.join(registry)}, or module:name{did_you_mean(name, registry)}"
         raise option_error(option, text, right)
     try:

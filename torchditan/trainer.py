@@ -270,7 +270,7 @@ class Trainer:
             share = losses.sum() / samples
             (share if self.scaler is None else share * self.scaler.scale).backward()
             for name, values in numbers.items():
-                mean = values.detach().sum() / samples
+                mean = share.detach() if values is losses else values.detach().sum() / samples
                 means[name] = means[name] + mean if name in means else mean
         self.supervision.note(step, "gradient norm and optimizer")
         self.stop_point.begin()
@@ -280,7 +280,8 @@ class Trainer:
         loss = means["loss"]
         is_spike = None if self.spikes is None else self.spikes.judge(mean_over_ranks(loss, self.rank.world_size))
         is_overflow = None if self.scaler is None else self.scaler.judge(grad_norm)
-        self.guard.step(step, grad_norm, is_spike, is_overflow)  # updates the weights, unless the step diverged
+        with self.tasks.measuring(step):
+            self.guard.step(step, grad_norm, is_spike, is_overflow)  # updates the weights, unless the step diverged
         self.optimizer.zero_grad()
         if self.ema is not None:
             self.ema.update(step)

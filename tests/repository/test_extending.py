@@ -32,7 +32,7 @@ from torchditan.checkpoint.run_state import ModelState, OptimizerState, RunState
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Diffusion, Optimizer, Sampling
-from torchditan.diffusion.objectives import Loss, build_objective
+from torchditan.diffusion.objectives import Losses, Objective, build_objective
 from torchditan.models import build_model_spec
 from torchditan.models.dit import FLAVORS, Block, DiT
 from torchditan.models.flops import count_model_flops
@@ -63,15 +63,30 @@ TINY = """
     --sampling.images_per_class=2
 """
 
-INSIDE = "objective that looks inside"
-EXAMPLES = ("objective", INSIDE, "optimizer", "block", "dataset")
+INSIDE = "ingredient"
+NUMBERS = "objective with numbers and a second time"
+EXAMPLES = ("objective", NUMBERS, INSIDE, "sampler", "sampler of an SDE", "meter", "optimizer", "block", "dataset")
 """Titles of sections; test_extending_evaluation.py has the others."""
 CHOICES = [
     ("objective", "diffusion.objective", "x_prediction", "flow_matching"),
-    (INSIDE, "diffusion.objective", "self_alignment", "flow_matching"),
+    (NUMBERS, "diffusion.objective", "noisy_data", "flow_matching"),
     ("optimizer", "optimizer.name", "PlainMuon", "AdamW"),
 ]
 """(section, option, value, default)."""
+
+
+LOGGED = {INSIDE: ("similarity",), "meter": ("update_cosine",)}
+FROM_OUTSIDE = {
+    "objective": ("diffusion.objective", "x_prediction"),
+    NUMBERS: ("diffusion.objective", "noisy_data"),
+    INSIDE: ("diffusion.ingredients", "layer_sync"),
+    "sampler": ("sampling.sampler", "midpoint"),
+    "sampler of an SDE": ("sampling.sampler", "stochastic strength=0.5"),
+    "meter": ("metrics.meters", "update_angle"),
+    "optimizer": ("optimizer.name", "PlainMuon"),
+    "block": ("model.block", "parallel"),
+}
+"""(option, its value inside the package)."""
 
 
 def add_to_the_repository(folder: Path) -> None:
@@ -131,10 +146,43 @@ def test_the_example_of_the_page_trains_validates_samples_and_resumes_to_the_bit
             assert outcome.code == 0, outcome.err
     assert "resumed at step 2" in outcome.out
     assert_same_run(tmp_path / "whole", tmp_path / "resumed", step=4)
+    records = read_metrics(tmp_path / "whole")
+    for name in LOGGED.get(title, ()):
+        assert all(isinstance(record[name], float) for record in records), name
     validated = [row["validation_loss"] for row in read_metrics(tmp_path / "whole") if "validation_loss" in row]
     assert validated[1] < validated[0]
     assert (tmp_path / "whole/samples/step_00000004.png").exists()
     assert run_script("scripts/generate.py", tmp_path / "whole", f"--out={tmp_path / 'grid.png'}").code == 0
+
+
+@pytest.mark.parametrize("title", FROM_OUTSIDE)
+def test_the_example_works_from_outside_the_package_and_is_found_again(
+    title: str, run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example, (option, value) = examples()[title], FROM_OUTSIDE[title]
+    module = f"lab_{re.sub(r'[^a-z]', '_', title.lower())}"
+    (tmp_path / f"{module}.py").write_text(example.code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name, _, options = value.partition(" ")
+    (place,) = re.findall(rf'"{name}": "[\w.]+:(\w+)"', example.line)
+    own = f"{module}:{place} {options}".strip()
+    flags = [*shlex.split(TINY), f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=run"]
+    start = ["--job.config_file=quickstart", "--checkpoint.enable_checkpoint", f"--{option}={own}", *flags]
+    for last in (2, 4):
+        outcome = run_script("train.py", *start, f"--training.steps={last}")
+        assert outcome.code == 0, outcome.err
+    assert "resumed at step 2" in outcome.out
+    section, _, key = option.partition(".")
+    stored = json.loads((tmp_path / "run/config.json").read_text())["config"][section][key]
+    assert stored in (own, [own])
+    assert run_script("scripts/generate.py", tmp_path / "run", f"--out={tmp_path / 'grid.png'}").code == 0
+    changed = example.code + "\n# changed\n"
+    (tmp_path / f"{module}.py").write_text(changed, encoding="utf-8")
+    outcome = run_script("train.py", *start, "--training.steps=5")
+    if section in ("sampling", "metrics"):  # changes no weight
+        assert outcome.code == 0
+    else:
+        assert outcome.code == 2 and f"plug_in.{own.split()[0]} is " in outcome.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("title", "option", "value", "default"), CHOICES, ids=[choice[0] for choice in CHOICES])
@@ -314,7 +362,8 @@ def test_the_objective_of_the_page_samples_what_it_was_trained_to_predict() -> N
     randomness = draw(0, range(4), (1, 8, 8))
     assert objective.loss(lambda x_t, t, cond: x, batch, randomness).max() == 0
     assert objective.loss(lambda x_t, t, cond: x - randomness.noise, batch, randomness).min() > 0.1
-    samples = objective.sample(lambda x_t, t: x, noise, sampling=Sampling(num_steps=20))
+    sampling = Sampling(num_steps=20)
+    samples = objective.sample(lambda x_t, t: x, noise, sampling=sampling, step_noise=lambda step: noise)
     torch.testing.assert_close(samples, x)
 
 
@@ -337,19 +386,23 @@ def test_the_objective_of_the_page_refuses_options_itself(flags: str, message: s
 
 @pytest.mark.usefixtures("added")
 def test_choices_follow_the_registry() -> None:
-    names = "flow_matching, ddpm, x_prediction, self_alignment"
+    names = "flow_matching, ddpm, x_prediction, noisy_data, or module:name"
     with pytest.raises(ConfigError, match=f"{names}; did you mean x_pred"):
         load_config(["--diffusion.objective=x_predicton"])
-    with pytest.raises(ConfigError, match=r"AdamW, AdamW8bit, Muon, PlainMuon; did you mean PlainMuon\?"):
+    with pytest.raises(
+        ConfigError, match=r"AdamW, AdamW8bit, Muon, PlainMuon, or module:name; did you mean PlainMuon\?"
+    ):
         load_config(["--optimizer.name=plainmuon"])
-    with pytest.raises(ConfigError, match=r"must be one of dit, value_residual, parallel; did you mean parallel\?"):
+    with pytest.raises(
+        ConfigError, match=r"must be one of dit, value_residual, parallel, or module:name; did you mean parallel\?"
+    ):
         load_config(["--model.block=paralel"])
 
 
 def test_every_registered_name_is_there() -> None:
     for name in registry.OBJECTIVES:
         objective = registry.registered(registry.OBJECTIVES, name)
-        assert [part for part in ("build", "option_mistakes", "loss", "sample") if not hasattr(objective, part)] == []
+        assert issubclass(objective, Objective)
     for name in registry.BLOCKS:
         assert issubclass(registry.registered(registry.BLOCKS, name), Block)
     for name in registry.OPTIMIZERS:
@@ -364,15 +417,16 @@ def spied(train: Train, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """
 
     def run(look: Callable[..., float | None], *flags: str) -> None:
-        def with_look(objective: Any, teacher: Any) -> Loss:
-            def loss(model: Any, batch: Any, randomness: Any) -> torch.Tensor:
-                factor = look(objective, model, teacher, batch, randomness)
-                losses = objective.loss(model, batch, randomness, teacher)
-                return losses if factor is None else losses * factor
+        kind = registry.registered(registry.INGREDIENTS, "layer_sync")
+        plain = kind.loss
 
-            return loss
+        def loss(self: Any, model: Any, batch: Any, randomness: Any, teacher: Any = None) -> Losses:
+            is_counted = batch["sample"].is_meta  # for MFU
+            factor = None if is_counted else look(self, model, teacher, batch, randomness)
+            losses: Losses = plain(self, model, batch, randomness, teacher)
+            return losses if factor is None else losses._replace(total=losses.total * factor)
 
-        monkeypatch.setattr("torchditan.trainer.loss_with_teacher", with_look)
+        monkeypatch.setattr(kind, "loss", loss)
         outcome = train(
             examples()[INSIDE].command, "run", "--validation.freq=0", "--metrics.enable_sampling=false", *flags
         )
@@ -436,13 +490,17 @@ def test_a_rollback_takes_the_teacher_back_too(spied: Callable[..., None], tmp_p
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--ema.enable=false", "ema.enable = false: self_alignment uses the EMA model as its teacher; must be true"),
-        ("--model.name=flux --model.flavor=debugmodel", "flux was trained with flow_matching"),
+        ("--ema.enable=false", "ema.enable = false: layer_sync uses the EMA model as its teacher; must be true"),
+        (
+            "--diffusion.ingredients=layer_sync strength=1",
+            "strength is not an option of layer_sync; its options are weight",
+        ),
     ],
 )
 def test_what_looks_inside_refuses_options_in_one_line(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        load_config(["--diffusion.objective=self_alignment", *flags.split()])
+        config = load_config(["--diffusion.ingredients=layer_sync", *re.split(" (?=--)", flags)])
+        build_objective(config.diffusion, build_model_spec(config.model, sample_shape=(1, 8, 8), num_classes=10))
 
 
 @pytest.mark.parametrize("option", ["ema.decay=0.5", "ema.warmup=false"])

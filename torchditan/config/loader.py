@@ -32,7 +32,7 @@ from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS, adopt_file,
 from torchditan.config.options import FLAVOR_NAMES, Config, flatten
 from torchditan.config.rules import validate, validate_flags, validate_parts, validate_values
 from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree
-from torchditan.registry import entry_name
+from torchditan.registry import Registries, Registry, entry_name
 from torchditan.run.directory import run_path
 from torchditan.run.reading import read_config
 
@@ -70,8 +70,8 @@ class Option:
     is_list: bool
     optional: bool
     choices: Collection[str]
-    """The allowed values of a str; for an int, words that are allowed instead of a number (`auto`). A mapping is a
-    registry: values may also be `module:name`, and may have options after the name."""
+    """The allowed values of a str; for an int, words that are allowed instead of a number (`auto`). A `Registry`
+    also takes `module:name` and options after the name."""
     default: Any
     help: str
 
@@ -81,7 +81,7 @@ class Option:
             return f"must be an integer, or {', '.join(self.choices)}"
         if self.choices:
             one_of = "one of " if len(self.choices) > 1 else ""
-            of_yours = ", or module:name" if isinstance(self.choices, Mapping) else ""
+            of_yours = ", or module:name" if isinstance(self.choices, (Registry, Registries)) else ""
             return f"must be {one_of}{', '.join(self.choices)}{of_yours}"
         if self.is_list:
             return {
@@ -293,10 +293,12 @@ def _coerce_one(option: Option, element: Any, value: Any) -> Any:
         raise option_error(option.name, value, option.expected)
     if option.kind is float:
         raise option_error(option.name, value, "must be a finite number")
-    name = element
-    if isinstance(option.choices, Mapping) and ":" in (name := entry_name(str(element))):
-        return element  # of the user's; imported when the job is checked
-    if option.choices and option.kind is str and name not in option.choices:
+    if isinstance(option.choices, (Registry, Registries)):
+        name = entry_name(str(element))
+        if option.choices.place(name) is not None:
+            return element  # imported when the job is checked
+        raise option_error(option.name, value, option.expected + did_you_mean(name, option.choices))
+    if option.choices and option.kind is str and element not in option.choices:
         hint = did_you_mean(str(element), option.choices) if len(option.choices) > 1 else ""
         raise option_error(option.name, value, option.expected + hint)
     return element

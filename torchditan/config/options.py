@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from torchditan.registry import BLOCKS, INGREDIENTS, MODELS, OBJECTIVES, OPTIMIZERS, SAMPLERS
+from torchditan.registry import BLOCKS, INGREDIENTS, METERS, MODELS, OBJECTIVES, OPTIMIZERS, SAMPLERS
 
 FLAVOR_NAMES = ("debugmodel", "DiT-Mi", "DiT-Ti", "DiT-S", "DiT-B", "DiT-L", "DiT-XL", "DiT-1B", "DiT-7B")
 """Flavors of models/dit.py, repeated here because that module imports torch. A test compares both lists."""
@@ -381,6 +381,8 @@ class Metrics:
     """Log to Weights & Biases; offline if you are not logged in."""
     wandb_project: str = "torchditan"
     """Weights & Biases project."""
+    meters: list[Annotated[str, METERS]] = field(default_factory=list)
+    """Further numbers of logged steps, such as update_norm (docs/extending.md)."""
     enable_sampling: bool = True
     """Draw sample grids during training."""
     sample_freq: int = 0

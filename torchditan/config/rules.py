@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pkgutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter
 from pathlib import PurePath
 from typing import Any
@@ -16,12 +16,18 @@ from typing import Any
 from torchditan.config.errors import did_you_mean, option_error
 from torchditan.config.options import FLAVOR_NAMES, Config, flatten
 from torchditan.registry import (
+    ARCHITECTURES,
+    BLOCKS,
     CONTEXT_PARALLEL,
     FAMILIES,
     INGREDIENTS,
+    METERS,
     METRICS,
+    MODELS,
     OBJECTIVES,
+    OPTIMIZERS,
     SAMPLERS,
+    Registry,
     entry_name,
     registered,
     resolve,
@@ -156,6 +162,7 @@ def validate_parts(config: Config) -> None:
         _check_flavor(config.model.flavor, family.flavors, whose=f" for {name}")
         _raise_first(config, family.option_mistakes(config))
     _refuse_without_effect(config, _WITHOUT_EFFECT_IN_FAMILY)
+    _validate_plug_ins(config)
     _validate_objective(config)
 
 
@@ -433,6 +440,23 @@ def _validate_activation_checkpoint(config: Config) -> None:
         raise option_error("activation_checkpoint.selective_ac_option", option, right)
 
 
+def _validate_plug_ins(config: Config) -> None:
+    """Import the user's own classes and functions, and check what they are."""
+    if config.optimizer.name not in OPTIMIZERS:
+        resolve(OPTIMIZERS, "optimizer.name", config.optimizer.name)
+    if config.model.name not in MODELS:
+        resolve(ARCHITECTURES, "model.name", config.model.name)
+    if config.model.block not in BLOCKS:
+        from torchditan.models.dit import Block
+
+        checked_entry(BLOCKS, "model.block", config.model.block, kind=Block)
+    if config.metrics.meters:
+        from torchditan.optim.meters import Meter
+
+        for text in config.metrics.meters:
+            checked_entry(METERS, "metrics.meters", text, kind=Meter)
+
+
 def _validate_objective(config: Config) -> None:
     """Rules of the objective itself, of its sampler and ingredients, and of context parallelism."""
     values, defaults = flatten(config), flatten(Config())
@@ -470,7 +494,7 @@ def _validate_objective(config: Config) -> None:
         _raise_first(config, pkgutil.resolve_name(CONTEXT_PARALLEL).option_mistakes(config))
 
 
-def checked_entry(registry: Mapping[str, str], option: str, text: str, *, kind: type) -> Any:
+def checked_entry(registry: Registry, option: str, text: str, *, kind: type) -> Any:
     """Import an entry of a registry, or `module:name` of the user's, and check that it is a subclass of `kind`."""
     found, _ = resolve(registry, option, text)
     if not isinstance(found, type) or not issubclass(found, kind):

@@ -9,12 +9,15 @@ Notable:
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torchditan.config.options import Config, Sampling, flatten
-from torchditan.registry import FAMILIES
+from torchditan.registry import FAMILIES, entry_name
 
 VALUES_BEFORE: dict[str, Any] = {
     "checkpoint.initial_load_convention": None,
@@ -91,9 +94,40 @@ def trajectory(config: Config) -> dict[str, Any]:
     """The options that must agree for two commands to continue one run. Requires a completed configuration."""
     values = flatten(config)
     found = {option: values[option] for option in TRAJECTORY_KEYS}
+    found |= {f"plug_in.{place}": _source_hash(place) for place in _plug_ins(found)}
     if not config.autoencoder.online:  # these only open the decoder, whose fingerprint is compared
         del found["autoencoder.name"], found["autoencoder.dtype"]
     return _left_open(found)
+
+
+_PLUG_INS = (
+    "dataset.dataset_name",
+    "diffusion.objective",
+    "diffusion.ingredients",
+    "lr_scheduler.schedule",
+    "model.block",
+    "model.name",
+    "optimizer.name",
+)
+"""Options of a registry among these."""
+
+
+def _plug_ins(values: Mapping[str, Any]) -> list[str]:
+    """`module:name` of each part that is not from this package."""
+    given = [values[option] for option in _PLUG_INS]
+    texts = [text for value in given for text in (value if isinstance(value, list) else [value]) if text]
+    return sorted({place for text in texts if ":" in (place := entry_name(text))})
+
+
+def _source_hash(place: str) -> str | None:
+    """Hash of the file of a module; None if it has none."""
+    try:
+        spec = importlib.util.find_spec(place.partition(":")[0])
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        return None
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:16]
 
 
 def _left_open(values: dict[str, Any]) -> dict[str, Any]:

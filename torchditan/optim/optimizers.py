@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torchditan.config.options import LRScheduler
 from torchditan.config.options import Optimizer as OptimizerConfig
 from torchditan.optim.ema import local_tensor
-from torchditan.registry import OPTIMIZERS, registered
+from torchditan.registry import OPTIMIZERS, build, resolve
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class ParameterGroup:
 
 def parameter_groups(config: OptimizerConfig) -> list[ParameterGroup]:
     """The groups of the optimizer named by `optimizer.name`."""
-    groups: list[ParameterGroup] = registered(OPTIMIZERS, config.name)(config)
+    found, options = resolve(OPTIMIZERS, "optimizer.name", config.name)
+    groups: list[ParameterGroup] = build(found, "optimizer.name", config.name, config, **options)
     return groups
 
 
@@ -237,18 +238,24 @@ def clip_grad_norm(parameters: list[nn.Parameter], *, max_norm: float) -> torch.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [local_tensor(gradient) for gradient in gradients]
-    norm = torch.nn.utils.get_total_norm(shards, foreach=True)
-    if gradients and isinstance(gradients[0], DTensor):
-        norm = _norm_over_shards(norm, gradients[0])
+    norm = norm_over_ranks(shards, like=gradients)
     if max_norm > 0 and gradients:
         torch._foreach_mul_(shards, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 
-def _norm_over_shards(norm: torch.Tensor, gradient: DTensor) -> torch.Tensor:
-    """The norm over all shards, from that of this rank's. `gradient` is sharded like all others."""
-    mesh = gradient.device_mesh
-    for dim, placement in enumerate(gradient.placements):
+def norm_over_ranks(shards: Sequence[torch.Tensor], *, like: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm () of all values on all ranks, computed from this rank's shards.
+
+    Args:
+        shards: local tensors.
+        like: tensors that are sharded as these, all alike: DTensors, or plain ones of one process.
+    """
+    norm = torch.nn.utils.get_total_norm(shards, foreach=True)
+    if not like or not isinstance(like[0], DTensor):
+        return norm
+    mesh = like[0].device_mesh
+    for dim, placement in enumerate(like[0].placements):
         if placement.is_shard() and mesh.size(dim) > 1:
             square = norm.square()
             dist.all_reduce(square, group=mesh.get_group(dim))
