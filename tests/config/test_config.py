@@ -283,18 +283,18 @@ def test_a_flavor_with_a_patch_size_sets_both(tmp_path: Path) -> None:
 
 START = """
 import runpy, sys
-class StopAtTorch:
-    def find_spec(name, *_):
+
+class Stop:
+    def find_spec(self, name, *_):
         if name == "torch":
-            print("torch comes next")
+            print("imports torch")
             sys.exit(0)
-sys.meta_path.insert(0, StopAtTorch)
-sys.argv = ["train.py", *sys.argv[1:]]
-try:
-    runpy.run_path({train!r}, run_name="__main__")
-finally:
-    print("torch imported:", "torch" in sys.modules)
+
+sys.meta_path.insert(0, Stop())
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
+"""Runs a script until it imports torch."""
 
 
 @pytest.mark.parametrize(
@@ -303,16 +303,23 @@ finally:
         ([], 2, "  quickstart   ", "job.config_file = none: "),
         (["--job.config_file=folder", "--dataset.root_dir=gone"], 2, "", 'dataset.root_dir = "gone": does not exist'),
         (["--job.config_file=folder"], 2, "", "dataset.root_dir = none: folder needs"),
-        (["--job.config_file=quickstart"], 0, "starting outputs/quickstart\ntorch comes next", ""),
+        (["--job.config_file=quickstart"], 0, "starting outputs/quickstart\nimports torch\n", ""),
     ],
 )
 def test_the_first_line_and_a_missing_folder_need_no_torch(
     flags: list[str], code: int, out: str, error: str, tmp_path: Path
 ) -> None:
-    result = run_python(START.format(train=str(REPOSITORY / "train.py")), tmp_path, *flags)
+    result = run_python(START, tmp_path, str(REPOSITORY / "train.py"), *flags)
     assert result.returncode == code, result.stderr
-    assert out in result.stdout and result.stdout.endswith("torch imported: False\n")
+    assert out in result.stdout and ("imports torch" in result.stdout) == (code == 0)
     assert result.stderr.removeprefix("error: ").startswith(error)
+
+
+@pytest.mark.parametrize("script", ["generate.py", "evaluate.py"])
+def test_a_missing_run_needs_no_torch(script: str, tmp_path: Path) -> None:
+    result = run_python(START, tmp_path, str(REPOSITORY / "scripts" / script), "gone")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: gone does not exist; must be a run directory\n"
 
 
 def test_resolved_config_survives_json() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchditan.config.errors import ConfigError, did_you_mean, option_error
+from torchditan.run.reading import check_folder
 
 
 class ScriptParser(argparse.ArgumentParser):
@@ -70,6 +71,13 @@ class RunParser(ScriptParser):
         number = None if is_run_required else "?"
         self.add_argument("run", type=Path, nargs=number, help="run directory, for example outputs/quickstart")
         self.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+
+    def parse(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """As `ScriptParser.parse`. A run that does not exist is refused here, before the script imports torch."""
+        arguments, flags = super().parse(argv)
+        if arguments.run is not None and not arguments.run.exists():
+            check_folder(arguments.run, mark="config.json", what="a run directory")
+        return arguments, flags
 
 
 def add_float32_matmul_precision(parser: ScriptParser) -> None:

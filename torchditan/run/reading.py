@@ -62,13 +62,15 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{file} does not parse: {error}") from None
     config = content.get("config") if isinstance(content, dict) else None
     if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
-        if step := re.fullmatch(r"step-0*(\d+)", Path(path).name):
-            run = Path(path).parent.parent
-            if (run / "config.json").is_file():
-                raise ConfigError(f"{path} is a checkpoint; must be its run directory: {run} --step {step[1]}")
+        step = re.fullmatch(r"step-0*(\d+)", Path(path).name)
+        run = Path(path).parent.parent
+        if step and (run / "config.json").is_file():
+            raise ConfigError(f"{path} is a checkpoint; must be its run directory: {run} --step {step[1]}")
+        if step or (Path(path) / "manifest.json").is_file():
             missing = f"{path} is a checkpoint without its run, whose config.json is missing two folders above"
-            export = f"scripts/convert_checkpoint.py export {path} OUT.safetensors"
-            raise ConfigError(f"{missing}; copy the whole run, or write one file with {export}")
+            named, rename = (path, "") if step else ("step-00000100", "rename it to step-00000100 (its own step) and ")
+            export = f"scripts/convert_checkpoint.py export {named} OUT.safetensors"
+            raise ConfigError(f"{missing}; copy the whole run, or {rename}write one file with {export}")
         raise ConfigError(f"{file} does not belong to a run: it contains no configuration")
     return content
 
