@@ -1,8 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """TorchDiTan: pretraining diffusion transformers, from a laptop CPU to a node of GPUs.
 
-`load` opens a trained run (docs/python.md). For all else, import the folders you need. Importing this package imports
-no other module; torch follows with the first use of `load`.
+`train` trains a configuration, `load` opens a trained run (docs/python.md). For all else, import the folders you need.
+Importing this package imports no other module; torch follows with the first use of `train` or `load`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["load"]
+__all__ = ["load", "train"]
 
 if TYPE_CHECKING:
+    from torchditan.training import train
     from torchditan.weights.trained_model import load
 else:
 
     def __getattr__(name: str) -> object:
-        if name != "load":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from torchditan.weights.trained_model import load
+        if name == "load":
+            from torchditan.weights.trained_model import load
 
-        return load
+            return load
+        if name == "train":
+            from torchditan.training import train
+
+            return train
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,14 +13,18 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SMALLER = '"--training.steps=2", "--training.batch_size=4", "--training.global_batch_size=4", '
 SMALLER += '"--model.flavor=debugmodel", "--sampling.num_steps=2", "--validation.num_images=4"'
 
+KEYWORDS = """steps=2, batch_size=4, global_batch_size=4, flavor="debugmodel", num_images=4,
+    **{"sampling.num_steps": 2}"""
+
 
 def test_the_examples_of_the_python_page_run(tmp_path: Path) -> None:
     page = (REPOSITORY / "docs" / "python.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 9
-    assert '"--training.steps=600"' in blocks[0]
-    blocks[0] = blocks[0].replace('"--training.steps=600"', SMALLER)
-    blocks[1] += "assert losses.mean() < 1, losses.mean()  # 1.7 at first\n"
+    assert len(blocks) == 11
+    assert "steps=600" in blocks[0] and '"--training.steps=600"' in blocks[2]
+    blocks[0] = blocks[0].replace("steps=600", KEYWORDS)
+    blocks[2] = blocks[2].replace('"--training.steps=600"', SMALLER)
+    blocks[3] += "assert losses.mean() < 1, losses.mean()  # 1.7 at first\n"
     blocks.append("assert images.shape == (2, 1, 8, 8), images.shape\nassert losses[-1][0] == 2, losses\n")
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks), encoding="utf-8")

@@ -605,7 +605,7 @@ from torchditan.supervision.exit_status import run_job
 loss = FlowMatching.loss
 calls = []
 
-def poisoned(self, model, batch, randomness):
+def poisoned(self, model, batch, randomness, teacher):
     # A NaN in the loss of the third step, on the last rank alone.
     calls.append(1)
     last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)

@@ -17,6 +17,7 @@ import inspect
 import json
 import math
 import os
+import pkgutil
 import re
 import sys
 import types
@@ -118,10 +119,13 @@ def parse_config(argv: list[str]) -> Config:
         ConfigError: a file, an option or a value is not valid.
     """
     flags = _split_flavor(adopt_keys(_parse_flags(argv)))
-    path = None
+    path: Path | str | None = None
     values: dict[str, Any] = {}
     notes: list[str] = []
-    if flags.get("job.config_file") is not None:
+    if ":" in (given_file := str(flags.get("job.config_file"))) and not Path(given_file).expanduser().exists():
+        path = flags.pop("job.config_file")
+        values = _call_configuration(given_file)
+    elif flags.get("job.config_file") is not None:
         path = find_config(flags.pop("job.config_file"))
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         values, notes = adopt_file(_split_flavor(read_toml(path)), flags=flags, world_size=world_size)
@@ -142,6 +146,20 @@ def parse_config(argv: list[str]) -> Config:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
     return config
+
+
+def _call_configuration(text: str) -> dict[str, Any]:
+    """The options that the `Config` of `module:function` sets to other values than the defaults."""
+    try:
+        config = pkgutil.resolve_name(text)()
+    except Exception as error:  # whatever a module of the user's raises
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        right = f"cannot be called ({line}); must be module:function on the Python path, or a TOML file"
+        raise option_error("job.config_file", text, right) from None
+    if not isinstance(config, Config):
+        raise option_error("job.config_file", text, f"returns a {type(config).__name__}; must return a Config")
+    defaults = flatten(Config())
+    return {name: value for name, value in flatten(config).items() if value != defaults[name]}
 
 
 def _split_flavor(values: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +207,7 @@ def _defaults_from_others(values: Mapping[str, Any]) -> dict[str, Any]:
     if values["metrics.experiment_name"] is None:
         unnamed = f"{values['dataset.dataset_name']}-{values['model.flavor']}".lower()
         config_file = values["job.config_file"]
-        found["metrics.experiment_name"] = Path(config_file).stem if config_file else unnamed
+        found["metrics.experiment_name"] = Path(config_file).stem.rpartition(":")[2] if config_file else unnamed
     return found
 
 

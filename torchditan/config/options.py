@@ -28,7 +28,7 @@ class Job:
     """The configuration to run, and the folder for its results."""
 
     config_file: str | None = None
-    """TOML file of the job: a path, or the name of a file in train_configs/."""
+    """Configuration of the job: a TOML file, the name of one in train_configs/, or module:function of a `Config`."""
     dump_folder: str = "./outputs"
     """Folder of the run directories. A run writes to <dump_folder>/<experiment_name>/."""
     description: str = ""

@@ -1,0 +1,60 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Training in one call from Python."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torchditan.config.errors import ConfigError, did_you_mean
+from torchditan.config.loader import load_config, options
+from torchditan.data_stream.datasets import ImageDataset
+from torchditan.job.prepare import prepare
+from torchditan.trainer import Trainer
+from torchditan.weights.trained_model import TrainedModel, load
+
+
+def train(
+    config_file: str,
+    *,
+    dataset: ImageDataset | None = None,
+    validation_dataset: ImageDataset | None = None,
+    **given: Any,
+) -> TrainedModel:
+    """Train a configuration, as `python train.py --job.config_file NAME` does, and open the finished run.
+
+    A run that exists is continued. Under torchrun, every rank calls it.
+
+    Args:
+        config_file: a name in train_configs/, a path, or `module:function`.
+        dataset: training images, instead of those of `[dataset]`.
+        validation_dataset: held-out images for it, if `validation.freq` or `evaluation.freq` is set.
+        given: options, as `steps=600` or `**{"training.steps": 600}`. A name without section is that of `[training]`,
+            or the only one of this name.
+
+    Returns:
+        The run, to draw samples from and to read its metrics.
+
+    Raises:
+        ConfigError: settings that cannot work together or on this machine.
+        Interrupted: a signal stopped the run, and its state is saved.
+    """
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items()}
+    flags = [f"--{_full_name(name)}={text}" for name, text in texts.items()]
+    job = prepare(load_config([f"--job.config_file={config_file}", *flags]), dataset, validation_dataset)
+    if job is None:
+        raise ConfigError("cache.only trains nothing; leave it out")
+    Trainer(job).train()
+    return load(job.run_directory.path)
+
+
+def _full_name(name: str) -> str:
+    if name in options():
+        return name
+    found = [option for option in options() if option.split(".")[1] == name]
+    if f"training.{name}" in found or len(found) == 1:
+        return f"training.{name}" if f"training.{name}" in found else found[0]
+    if found:
+        raise ConfigError(f"{name} is {' or '.join(found)}; give one of these names")
+    hint = did_you_mean(name, [option.split(".")[1] for option in options()])
+    raise ConfigError(f"{name} is not an option{hint}; docs/options.md lists all")
