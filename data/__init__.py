@@ -7,33 +7,35 @@
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from data.options import height_and_width
 from torchditan.config import options
-from torchditan.config.errors import did_you_mean, option_error
+from torchditan.config.errors import option_error
+from torchditan.registry import Registry, build, resolve
 
 if TYPE_CHECKING:
     from torchditan.data_stream.datasets import ImageDataset
 
-DATASETS: dict[str, str | Callable[..., Any]] = {
-    "captions": "data.captions:build",
-    "cifar10": "data.cifar10:build",
-    "digits": "data.digits:build",
-    "dummy": "data.dummy:build",
-    "earth": "data.earth:build",
-    "emoji": "data.emoji:build",
-    "folder": "data.folder:build",
-    "imagenet": "data.imagenet:build",
-    "imagenet_dummy": "data.latents:build",  # an old name; see config/legacy_keys.py
-    "imagenet_hub": "data.imagenet:build_hub",
-    "latents": "data.latents:build",
-}
-"""`module:function` of each dataset, imported if `dataset.dataset_name` names it; or the function itself."""
+DATASETS = Registry(
+    "torchditan.datasets",
+    {
+        "captions": "data.captions:build",
+        "cifar10": "data.cifar10:build",
+        "digits": "data.digits:build",
+        "dummy": "data.dummy:build",
+        "earth": "data.earth:build",
+        "emoji": "data.emoji:build",
+        "folder": "data.folder:build",
+        "imagenet": "data.imagenet:build",
+        "imagenet_dummy": "data.latents:build",  # an old name; see config/legacy_keys.py
+        "imagenet_hub": "data.imagenet:build_hub",
+        "latents": "data.latents:build",
+    },
+)
+"""`dataset.dataset_name`: functions `build` as above."""
 STREAMED = ("cifar10", "imagenet_hub")
 CAPTION_OPTIONS = (
     "caption_key",
@@ -69,19 +71,19 @@ def build_dataset(
     from torchditan.data_stream.datasets import SequentialDataset, check_contract
 
     name = config.dataset_name
-    if name not in DATASETS:
-        right = f"must be one of {', '.join(DATASETS)}{did_you_mean(name, DATASETS)}"
-        raise option_error("dataset.dataset_name", name, right)
-    if config.streaming and name not in STREAMED:
+    function, given = resolve(DATASETS, "dataset.dataset_name", name)
+    if config.streaming and name in DATASETS and name not in STREAMED:
         right = f"{name} is not read from the hub; only {', '.join(STREAMED)} can stream"
         raise option_error("dataset.streaming", True, right)
     if name not in ("captions", "dummy"):
         _refuse_caption_options(config)
-    build = DATASETS[name]
-    if isinstance(build, str):
-        build = pkgutil.resolve_name(build)
-    dataset = build(config, split=split, input_channels=input_channels)
+    dataset = build(function, "dataset.dataset_name", name, config, split=split, input_channels=input_channels, **given)
     check_contract(dataset, name=name)
+    if config.streaming != isinstance(dataset, SequentialDataset):
+        right = "can only be read in order; must be true"
+        if config.streaming:
+            right = "is not a SequentialDataset; must be false"
+        raise option_error("dataset.streaming", config.streaming, f"{name} {right}")
     _check_shape(config, dataset, input_channels=input_channels)
     if not isinstance(dataset, SequentialDataset) and len(dataset) == 0:
         option, value = ("dataset_name", name) if config.root_dir is None else ("root_dir", config.root_dir)

@@ -15,17 +15,21 @@ from typing import Any, cast
 
 
 class Registry(dict[str, str]):
-    """name -> "module:name". An option that it serves also takes `module:name` of the user's own, and the names of
-    installed plug-ins: packages with entry points of the group `torchditan.samplers` and so on.
+    """name -> "module:name", or the class or function itself.
+
+    An option that it serves also takes `module:name` of the user's own, and the names of installed plug-ins: packages
+    with entry points of the group `torchditan.samplers` and so on.
 
     Args:
         group: of the entry points.
         entries: those of this package.
+        base: the class that entries inherit from, as "module:name"; None for functions.
     """
 
-    def __init__(self, group: str, entries: Mapping[str, str]) -> None:
+    def __init__(self, group: str, entries: Mapping[str, str], *, base: str | None = None) -> None:
         super().__init__(entries)
         self.group = group
+        self.base = base
 
     def place(self, name: str) -> str | None:
         """`module:name` of an entry, of an installed plug-in, or of the user's own; None for an unknown name."""
@@ -44,6 +48,7 @@ OBJECTIVES = Registry(
         "flow_matching": "torchditan.diffusion.flow_matching:FlowMatching",
         "ddpm": "torchditan.diffusion.ddpm:DDPM",
     },
+    base="torchditan.diffusion.objectives:Objective",
 )
 """`diffusion.objective`: classes that follow `torchditan.diffusion.objectives.Objective`."""
 
@@ -53,6 +58,7 @@ INGREDIENTS = Registry(
         "contrastive": "torchditan.ingredients.contrastive:Contrastive",
         "self_alignment": "torchditan.ingredients.self_alignment:SelfAlignment",
     },
+    base="torchditan.diffusion.objectives:Ingredient",
 )
 """`diffusion.ingredients`: subclasses of `torchditan.diffusion.objectives.Ingredient`."""
 
@@ -65,6 +71,7 @@ SAMPLERS = Registry(
         "ddim": "torchditan.diffusion.samplers:DDIM",
         "ancestral": "torchditan.diffusion.samplers:Ancestral",
     },
+    base="torchditan.diffusion.samplers:Sampler",
 )
 """`sampling.sampler`: subclasses of `torchditan.diffusion.samplers.Sampler`."""
 
@@ -95,6 +102,7 @@ BLOCKS = Registry(
         "dit": "torchditan.models.dit:DiTBlock",
         "value_residual": "torchditan.ingredients.value_residual:ValueResidualBlock",
     },
+    base="torchditan.models.dit:Block",
 )
 """`model.block`: subclasses of `torchditan.models.dit.Block`."""
 
@@ -113,6 +121,7 @@ METERS = Registry(
     {
         "update_norm": "torchditan.optim.meters:UpdateNorm",
     },
+    base="torchditan.optim.meters:Meter",
 )
 """`metrics.meters`: subclasses of `torchditan.optim.meters.Meter`."""
 
@@ -188,7 +197,7 @@ def registered(registry: Registry, text: str) -> Any:
     """Import the entry of this name; see `Registry.place`. Options after the name are ignored."""
     place = registry.place(entry_name(text))
     assert place is not None, f"{text}: the configuration was not checked"
-    return pkgutil.resolve_name(place)
+    return place if callable(place) else pkgutil.resolve_name(place)
 
 
 def entry_name(text: str) -> str:
@@ -206,7 +215,8 @@ def resolve(registry: Registry, option: str, text: str) -> tuple[Any, dict[str, 
             lists such as 2,5, or words.
 
     Raises:
-        ConfigError: an unknown name, a module that cannot be imported, or text that is not `key=value`.
+        ConfigError: an unknown name, a module that cannot be imported, something else than a subclass of the base, or
+            text that is not `key=value`.
     """
     from torchditan.config.errors import did_you_mean, option_error
 
@@ -226,6 +236,10 @@ def resolve(registry: Registry, option: str, text: str) -> tuple[Any, dict[str, 
         line = f"{type(error).__name__}: {error}".splitlines()[0]
         right = f"cannot be imported ({line}); must be module:name on the Python path"
         raise option_error(option, text, right) from None
+    base = None if registry.base is None else pkgutil.resolve_name(registry.base)
+    if base is not None and not (isinstance(found, type) and issubclass(found, base)):
+        what = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise option_error(option, text, f"is {what}; must be a subclass of {base.__module__}.{base.__name__}")
     return found, options
 
 

@@ -37,7 +37,9 @@ def refuse(message: str, *, input_channels: int | None = None, **options: Any) -
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_the_list() -> None:
-    refuse(f'"digit": must be one of {", ".join(DATASETS)}; did you mean digits\\?', dataset_name="digit")
+    refuse(
+        f'"digit": must be one of {", ".join(DATASETS)}, or module:name; did you mean digits\\?', dataset_name="digit"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set(DATASETS) - set(data.STREAMED)))

@@ -18,13 +18,12 @@ def test_a_sample_draws_the_same_in_any_batch() -> None:
     alone = draw(0, [3], (2, 4, 4))
     for name in ("noise", "timestep", "label_dropout"):
         assert torch.equal(getattr(together, name)[1:2], getattr(alone, name)), name
-    assert together.posterior is None
+    assert together.keys() == {"noise", "timestep", "label_dropout"}
 
 
 def test_the_posterior_has_noise_of_its_own() -> None:
-    randomness = draw(0, [3, 7], (4, 8, 8), posterior=True)
-    assert randomness.posterior is not None
-    assert abs(torch.corrcoef(torch.stack([randomness.noise.flatten(), randomness.posterior.flatten()]))[0, 1]) < 0.2
+    randomness = draw(0, [3, 7], (4, 8, 8), {"noise": "normal", "posterior": "normal"})
+    assert abs(torch.corrcoef(torch.stack([randomness.noise.flatten(), randomness["posterior"].flatten()]))[0, 1]) < 0.2
     assert torch.equal(randomness.noise, draw(0, [3, 7], (4, 8, 8)).noise)
 
 

@@ -119,8 +119,8 @@ def test_one_graph_is_compiled_once_and_trains_as_eager_code(
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 
 
-def check(*flags: str, num_shards: int = 1) -> None:
-    check_compile(load_config(["--training.compile", *flags]), num_shards=num_shards)
+def check(*flags: str, num_shards: int = 1, has_teacher: bool = False) -> None:
+    check_compile(load_config(["--training.compile", *flags]), num_shards=num_shards, has_teacher=has_teacher)
 
 
 @pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])

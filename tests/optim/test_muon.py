@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -325,13 +326,13 @@ def test_a_rollback_returns_to_the_momentum_of_the_checkpoint(
     class Spied(Trainer):
         def train_step(self, batches: Any) -> Any:
             calls.append(momentum(self))
-            loss = self.loss
+            objective = self.objective
             if len(calls) == 5:
-                self.loss = lambda *arguments: loss(*arguments) * float("nan")
+                self.objective = SimpleNamespace(loss=lambda *arguments: objective.loss(*arguments) * float("nan"))
             try:
                 return super().train_step(batches)
             finally:
-                self.loss = loss
+                self.objective = objective
 
     monkeypatch.setattr("torchditan.trainer.Trainer", Spied)
     keep = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=3", "--training.on_nonfinite=rollback"]

@@ -84,13 +84,21 @@ def test_importing_the_package_imports_no_torch_and_help_neither() -> None:
     "module", ["trainer", "supervision/supervision", "periodic_tasks", "checkpoint/run_checkpoints"]
 )
 def test_the_trainer_and_its_parts_are_complete_after_construction(module: str) -> None:
-    """No method but the constructor creates an attribute, and none asks whether one is there."""
+    """No method but the constructor, and those it calls, creates an attribute. None asks whether one is there."""
     text = (REPOSITORY / "torchditan" / f"{module}.py").read_text()
     assert "in vars(self)" not in text and "hasattr(self" not in text
     for cls in (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)):
-        methods = {node.name: attributes_set_by(node) for node in cls.body if isinstance(node, ast.FunctionDef)}
+        bodies = {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
+        methods = {name: attributes_set_by(node) for name, node in bodies.items()}
         created = methods.pop("__init__", set())
+        for name in methods_called_by(bodies["__init__"]) & methods.keys() if created else ():
+            created |= methods.pop(name)
         assert not set().union(*methods.values()) - created, cls.name
+
+
+def methods_called_by(method: ast.FunctionDef) -> set[str]:
+    calls = (node.func for node in ast.walk(method) if isinstance(node, ast.Call))
+    return {func.attr for func in calls if isinstance(func, ast.Attribute) and ast.unparse(func.value) == "self"}
 
 
 def attributes_set_by(method: ast.FunctionDef) -> set[str]:

@@ -609,6 +609,8 @@ def poisoned(self, model, batch, randomness, teacher):
     # A NaN in the loss of the third step, on the last rank alone.
     calls.append(1)
     last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+    if batch["sample"].is_meta:  # for MFU
+        calls.pop()
     return loss(self, model, batch, randomness) * (float("nan") if last and len(calls) == 3 else 1)
 
 FlowMatching.loss = poisoned

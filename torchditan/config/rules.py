@@ -27,7 +27,6 @@ from torchditan.registry import (
     OBJECTIVES,
     OPTIMIZERS,
     SAMPLERS,
-    Registry,
     entry_name,
     registered,
     resolve,
@@ -446,42 +445,30 @@ def _validate_plug_ins(config: Config) -> None:
         resolve(OPTIMIZERS, "optimizer.name", config.optimizer.name)
     if config.model.name not in MODELS:
         resolve(ARCHITECTURES, "model.name", config.model.name)
-    if config.model.block not in BLOCKS:
-        from torchditan.models.dit import Block
-
-        checked_entry(BLOCKS, "model.block", config.model.block, kind=Block)
-    if config.metrics.meters:
-        from torchditan.optim.meters import Meter
-
-        for text in config.metrics.meters:
-            checked_entry(METERS, "metrics.meters", text, kind=Meter)
+    resolve(BLOCKS, "model.block", config.model.block)
+    for text in config.metrics.meters:
+        resolve(METERS, "metrics.meters", text)
 
 
 def _validate_objective(config: Config) -> None:
     """Rules of the objective itself, of its sampler and ingredients, and of context parallelism."""
     values, defaults = flatten(config), flatten(Config())
     changed = {option for option, value in values.items() if value != defaults[option]}
-    from torchditan.diffusion.objectives import Ingredient, Objective
-    from torchditan.diffusion.samplers import Sampler
-
-    option = "diffusion.objective"
-    objective = checked_entry(OBJECTIVES, option, config.diffusion.objective, kind=Objective)
+    objective, _ = resolve(OBJECTIVES, "diffusion.objective", config.diffusion.objective)
     if objective.uses_teacher and not config.ema.enable:
         right = f"{config.diffusion.objective} uses the EMA model as its teacher; must be true"
         raise option_error("ema.enable", False, right)
     method = objective.sampler_method
-    sampler = checked_entry(SAMPLERS, "sampling.sampler", config.sampling.sampler, kind=Sampler)
-    if getattr(sampler, method) is getattr(Sampler, method):
-        able = [
-            name for name in SAMPLERS if getattr(registered(SAMPLERS, name), method) is not getattr(Sampler, method)
-        ]
+    sampler, _ = resolve(SAMPLERS, "sampling.sampler", config.sampling.sampler)
+    if not _overrides(sampler, method):
+        able = [name for name in SAMPLERS if _overrides(registered(SAMPLERS, name), method)]
         right = f"does not work with {config.diffusion.objective}; must be {', '.join(able)}"
         raise option_error("sampling.sampler", config.sampling.sampler, right)
     _raise_first(config, objective.option_mistakes(config, changed))
-    owner = None if objective.loss is Objective.loss else config.diffusion.objective  # of the loss
+    owner = config.diffusion.objective if _overrides(objective, "loss") else None  # of the loss
     for text in config.diffusion.ingredients:
-        ingredient = checked_entry(INGREDIENTS, "diffusion.ingredients", text, kind=Ingredient)
-        has_loss = ingredient.loss is not Objective.loss
+        ingredient, _ = resolve(INGREDIENTS, "diffusion.ingredients", text)
+        has_loss = _overrides(ingredient, "loss")
         if owner == config.diffusion.objective or (owner and has_loss):
             right = f"{owner} has a loss of its own, which {entry_name(text)} cannot change; leave one of them out"
             raise option_error("diffusion.ingredients", config.diffusion.ingredients, right)
@@ -494,13 +481,10 @@ def _validate_objective(config: Config) -> None:
         _raise_first(config, pkgutil.resolve_name(CONTEXT_PARALLEL).option_mistakes(config))
 
 
-def checked_entry(registry: Registry, option: str, text: str, *, kind: type) -> Any:
-    """Import an entry of a registry, or `module:name` of the user's, and check that it is a subclass of `kind`."""
-    found, _ = resolve(registry, option, text)
-    if not isinstance(found, type) or not issubclass(found, kind):
-        what = f"class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
-        raise option_error(option, text, f"is {what}; must be a subclass of {kind.__module__}.{kind.__name__}")
-    return found
+def _overrides(kind: type, method: str) -> bool:
+    """Whether a class has another method than the class of this package that first defines it."""
+    first = next(parent for parent in reversed(kind.__mro__) if method in vars(parent))
+    return getattr(kind, method) is not vars(first)[method]
 
 
 def _raise_first(config: Config, mistakes: Iterable[tuple[str, str]]) -> None:

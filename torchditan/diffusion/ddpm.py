@@ -26,8 +26,8 @@ from torchditan.diffusion.noise_schedules import (
     levels_of,
     spaced_levels,
 )
-from torchditan.diffusion.objectives import Inputs, Objective, StepNoise
-from torchditan.diffusion.samplers import Denoised, Prediction, Step, build_sampler
+from torchditan.diffusion.objectives import Inputs, Objective
+from torchditan.diffusion.samplers import Denoised, Prediction, Step, StepNoise, build_sampler
 from torchditan.randomness import Randomness
 from torchditan.registry import FAMILIES
 

@@ -15,14 +15,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
-from torchditan.diffusion.samplers import Sampler, Velocity
-
-if TYPE_CHECKING:
-    from torchditan.diffusion.objectives import StepNoise
+from torchditan.diffusion.samplers import Sampler, StepNoise, Velocity
 
 
 class DPMSolver2M(Sampler):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from torchditan.diffusion.objectives import Inputs, Objective, StepNoise
-from torchditan.diffusion.samplers import Prediction, Velocity, build_sampler
+from torchditan.diffusion.objectives import Inputs, Objective
+from torchditan.diffusion.samplers import Prediction, StepNoise, Velocity, build_sampler
 from torchditan.diffusion.timesteps import Timesteps
 from torchditan.randomness import Randomness
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -18,11 +18,8 @@ from torchditan.registry import INGREDIENTS, OBJECTIVES, build, registered, reso
 
 if TYPE_CHECKING:
     from torchditan.config.options import Config, Diffusion, Sampling
-    from torchditan.diffusion.samplers import Prediction
+    from torchditan.diffusion.samplers import Prediction, StepNoise
     from torchditan.models.spec import Condition, Head, ModelSpec
-
-StepNoise = Callable[[int], torch.Tensor]
-"""Number of a sampling step, from 0 -> its standard normal noise, of the shape of the samples."""
 
 
 class Inputs(NamedTuple):

@@ -14,7 +14,6 @@ from torchditan.registry import SAMPLERS, build, resolve
 
 if TYPE_CHECKING:
     from torchditan.config.options import Sampling
-    from torchditan.diffusion.objectives import StepNoise
     from torchditan.models.spec import Condition, Conditioning
 
 
@@ -28,6 +27,10 @@ class Prediction(Protocol):
 
 Velocity = Callable[[torch.Tensor, float], torch.Tensor]
 """(x (B, ...) float32, t) -> dx/dt (B, ...) float32."""
+
+
+StepNoise = Callable[[int], torch.Tensor]
+"""Number of a sampling step, from 0 -> its standard normal noise, of the shape of the samples."""
 
 
 class Step(NamedTuple):

@@ -3,5 +3,5 @@
 
 Only registry.py names them: a job imports one when an option asks for it.
 
-May import: models.
+May import: config, diffusion, models, randomness.
 """
