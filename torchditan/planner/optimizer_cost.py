@@ -1,11 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Cost of the optimizer: bytes of its state, and the parameters whose update needs them whole."""
+"""Bytes of the optimizer state."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,13 +24,6 @@ def optimizer_state_bytes(config: Optimizer, parameters: Iterable[tuple[str, tup
         parameters: (name, full shape, rows of dimension 0 that this rank holds) of every trained parameter.
     """
     return _state_bytes(OPTIMIZERS[config.name], dataclasses.astuple(config), tuple(parameters))
-
-
-def elements_updated_whole(config: Optimizer, parameters: Iterable[tuple[str, tuple[int, ...]]]) -> int:
-    """Elements of the parameters (name, full shape) whose update has matrix products, as Muon's."""
-    groups = parameter_groups(config)
-    found = ((group_of(groups, name, torch.empty(shape, device="meta")), shape) for name, shape in parameters)
-    return sum(math.prod(shape) for number, shape in found if groups[number].update_flops is not None)
 
 
 @functools.lru_cache(maxsize=256)
