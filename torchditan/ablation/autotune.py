@@ -274,7 +274,7 @@ def _trial_config(config: Config) -> Config:
     is_known = None not in (config.dataset.image_size, config.dataset.num_classes, config.model.input_channels)
     if not is_known or config.autoencoder.online:  # the channels of images to encode come from the dataset
         return config.replace(values)
-    samples = {"dataset_name": "dummy", "root_dir": None, "hub_name": None, "streaming": False}
+    samples: dict[str, Any] = {"dataset_name": "dummy", "root_dir": None, "hub_name": None, "streaming": False}
     samples |= {"horizontal_flip": None, "fingerprint": None}
     if config.model.sample_size is not None:  # for encoded captioned images, image_size is in pixels
         *frames, height, width = config.model.sample_size
