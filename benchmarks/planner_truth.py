@@ -160,7 +160,8 @@ def compare(cell: Cell, *, device: str, device_name: str | None, timeout: float)
 
 def markdown(rows: Sequence[Row]) -> str:
     lines = [
-        "| model | checkpointing | batch | blocks | planned GiB | measured GiB | difference | at least s | measured s |",
+        "| model | checkpointing | batch | blocks | planned GiB | measured GiB | difference | at least s "
+        "| measured s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
