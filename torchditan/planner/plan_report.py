@@ -145,7 +145,7 @@ def _mode(plan: Plan) -> str:
 
 def milliseconds_per_image(plan: Plan) -> str:
     assert plan.min_seconds_per_image is not None
-    return f"{1e3 * plan.min_seconds_per_image:.2g}"
+    return f"{float(f'{1e3 * plan.min_seconds_per_image:.2g}'):,g}"
 
 
 def recommendation(best: Plan) -> str:
