@@ -45,7 +45,7 @@ def main() -> None:
 
     from torchditan.config.loader import load_config
     from torchditan.planner import plan_report as report
-    from torchditan.planner.alternatives import alternatives, ranking
+    from torchditan.planner.alternatives import alternatives, is_better
     from torchditan.planner.plan import plan_run
     from torchditan.run.progress import report_progress
 
@@ -64,7 +64,7 @@ def main() -> None:
     best, other = found[0].largest, without_limit[0].largest
     print(f"\n{report.comparison(found)}")
     print(report.recommendation(best))
-    if ranking(other) < ranking(best):
+    if is_better(other, best):
         print(report.other_global_batch(other, best))
     print(f"\n{report.NOTE}")
 

@@ -12,6 +12,9 @@ from torchditan.planner.plan import Plan, largest_batch, plan_run, with_options
 CHECKPOINTING = (("none", "2"), ("selective", "op"), ("selective", "2"), ("full", "2"))
 """Mode and selective option, those that recompute less first."""
 
+_MARGIN = 0.95
+"""Bounds that are closer to each other do not decide."""
+
 
 class Alternative(NamedTuple):
     """A parallel mode and a kind of checkpointing."""
@@ -25,8 +28,8 @@ class Alternative(NamedTuple):
 def alternatives(config: Config, device: str, num_devices: int, *, batch_size: int) -> list[Alternative]:
     """Every parallel mode with every kind of checkpointing, the best first.
 
-    Those that fit come before the others, then those whose images take less time by the lower bound. Of equal ones,
-    the first recomputes and communicates least.
+    Those that fit come before the others, then those whose images take less time by the lower bound. Of those within 5%
+    of the lowest, the first recomputes and communicates least.
     """
     found = []
     for mode, option in CHECKPOINTING:
@@ -37,16 +40,23 @@ def alternatives(config: Config, device: str, num_devices: int, *, batch_size: i
                 largest -= largest % 8
             sizes = batch_size, max(config.diffusion.batch_multiple, largest)
             found.append(Alternative(*(_plan(changed, size, device, num_devices) for size in sizes)))
-    return sorted(found, key=lambda alternative: ranking(alternative.largest))
+    lowest = min((alternative.largest for alternative in found), key=_rank)
+    return sorted(found, key=lambda a: _rank(a.largest) if is_better(lowest, a.largest) else (False, 0.0))
 
 
 def _plan(config: Config, batch_size: int, device: str, num_devices: int) -> Plan:
     return plan_run(with_options(config, batch_size=batch_size), device=device, num_devices=num_devices)
 
 
-def ranking(plan: Plan) -> tuple[bool, float]:
-    """The best plan has the smallest. Bounds that the table shows alike count as equal."""
-    return not plan.fits, float(f"{plan.min_seconds_per_image:.1e}")
+def _rank(plan: Plan) -> tuple[bool, float]:
+    assert plan.min_seconds_per_image is not None
+    return not plan.fits, plan.min_seconds_per_image
+
+
+def is_better(plan: Plan, other: Plan) -> bool:
+    """Whether only this plan fits, or its lower bound of an image is at least 5% below the other's."""
+    (does_not_fit, seconds), (other_does_not, other_seconds) = _rank(plan), _rank(other)
+    return (does_not_fit, seconds) < (other_does_not, _MARGIN * other_seconds)
 
 
 def parallel_modes(config: Config, num_devices: int, device: str) -> list[tuple[int, int]]:

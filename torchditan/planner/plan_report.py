@@ -74,9 +74,9 @@ def _bound(plan: Plan) -> list[str]:
     if not config.training.enable_cpu_offload:
         gib = sum(plan.state.values()) / GIB
         state = f"{gib:.2f} GiB read and written once, at {device.memory_gb_per_s:,g} GB/s"
-    products = f"{plan.model_flops / 1e12:,.2f} TFLOP at the peak, {model_peak(config, device) / 1e12:,.0f} TFLOP/s"
+    products = f"{plan.model_flops / 1e12:,.4g} TFLOP at the peak, {model_peak(config, device) / 1e12:,.0f} TFLOP/s"
     if plan.optimizer_flops:
-        products += f", and {plan.optimizer_flops / 1e12:,.2f} of {config.optimizer.name}"
+        products += f", and {plan.optimizer_flops / 1e12:,.4g} of {config.optimizer.name}"
     hours = config.training.steps * plan.bound.seconds / 3600
     return [
         "",
@@ -145,7 +145,7 @@ def _mode(plan: Plan) -> str:
 
 def milliseconds_per_image(plan: Plan) -> str:
     assert plan.min_seconds_per_image is not None
-    return f"{float(f'{1e3 * plan.min_seconds_per_image:.2g}'):,g}"
+    return f"{float(f'{1e3 * plan.min_seconds_per_image:.3g}'):,g}"
 
 
 def recommendation(best: Plan) -> str:
@@ -161,7 +161,7 @@ def recommendation(best: Plan) -> str:
         *(f"--activation_checkpoint.selective_ac_option {option}" for option in mode[1:]),
         *([f"--training.context_parallel_degree {best.dims.context}"] if best.dims.context > 1 else []),
     ]
-    return f"recommended, the lowest bound that fits: {' '.join(flags)}"
+    return f"recommended, fits with the lowest bound: {' '.join(flags)}"
 
 
 def other_global_batch(other: Plan, best: Plan) -> str:
@@ -176,6 +176,6 @@ def other_global_batch(other: Plan, best: Plan) -> str:
 
 NOTE = (
     "The lower bound assumes the peak and the bandwidth of the datasheet. It leaves out activations, recomputation, "
-    "collectives, launches and waiting for data, so a real step takes longer. Of equal bounds, the first in the table "
-    "recomputes and communicates least."
+    "collectives, launches and waiting for data, so a real step takes longer. Bounds within 5% of the "
+    "lowest count as equal: the first of them recomputes and communicates least."
 )
