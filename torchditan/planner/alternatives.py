@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torchditan.config.options import Config
 from torchditan.planner.devices import device_named
-from torchditan.planner.plan import Plan, largest_batch, plan_run, with_options
+from torchditan.planner.plan import Plan, largest_batch, plan_run
 
 CHECKPOINTING = (("none", "2"), ("selective", "op"), ("selective", "2"), ("full", "2"))
 """Mode and selective option, those that recompute less first."""
@@ -34,7 +34,14 @@ def alternatives(config: Config, device: str, num_devices: int, *, batch_size: i
     found = []
     for mode, option in CHECKPOINTING:
         for replicate, shard in parallel_modes(config, num_devices, device):
-            changed = with_options(config, replicate=replicate, shard=shard, mode=mode, option=option)
+            changed = config.replace(
+                {
+                    "training.data_parallel_replicate_degree": replicate,
+                    "training.data_parallel_shard_degree": shard,
+                    "activation_checkpoint.mode": mode,
+                    "activation_checkpoint.selective_ac_option": option,
+                }
+            )
             largest = largest_batch(changed, device, num_devices)
             if config.training.global_batch_size is None and largest > 8:
                 largest -= largest % 8
@@ -45,7 +52,7 @@ def alternatives(config: Config, device: str, num_devices: int, *, batch_size: i
 
 
 def _plan(config: Config, batch_size: int, device: str, num_devices: int) -> Plan:
-    return plan_run(with_options(config, batch_size=batch_size), device=device, num_devices=num_devices)
+    return plan_run(config.replace({"training.batch_size": batch_size}), device=device, num_devices=num_devices)
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:

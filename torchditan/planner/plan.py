@@ -184,7 +184,7 @@ def plan_run(config: Config, *, device: str | None, num_devices: int) -> Plan:
             right = "needs a device whose memory is known; name one, or give a number"
             raise option_error("training.batch_size", "auto", right)
         batch_size = max(config.diffusion.batch_multiple, largest_batch(config, known.name, num_devices))
-        config = with_options(config, batch_size=batch_size)
+        config = config.replace({"training.batch_size": batch_size})
     return _plan(_resolve(config, num_devices), known, _kernels(device, config), num_devices)
 
 
@@ -200,36 +200,16 @@ def largest_batch(config: Config, device: str, num_devices: int) -> int:
     if known is None:
         raise option_error("--device", device, "has no known memory size; name an accelerator")
     total = config.training.global_batch_size
-    resolved = _resolve(with_options(config, batch_size=config.diffusion.batch_multiple), num_devices)
+    resolved = _resolve(config.replace({"training.batch_size": config.diffusion.batch_multiple}), num_devices)
     base = resolved.replace({"training.global_batch_size": total})
     kernels = _kernels(device, config)
 
     def fits(batch_size: int) -> bool:
-        return bool(_plan(with_options(base, batch_size=batch_size), known, kernels, num_devices).fits)
+        return bool(_plan(base.replace({"training.batch_size": batch_size}), known, kernels, num_devices).fits)
 
     sizes = allowed_batch_sizes(config, num_devices=num_devices)
     # One micro-batch first: several may need more memory, because unsharded gradients wait for the last.
     return largest_that_fits(fits, sizes, guess=total) or 0
-
-
-def with_options(
-    config: Config,
-    *,
-    batch_size: int | None = None,
-    replicate: int | None = None,
-    shard: int | None = None,
-    mode: str | None = None,
-    option: str | None = None,
-) -> Config:
-    """A copy with other settings."""
-    values = {
-        "training.batch_size": batch_size,
-        "training.data_parallel_replicate_degree": replicate,
-        "training.data_parallel_shard_degree": shard,
-        "activation_checkpoint.mode": mode,
-        "activation_checkpoint.selective_ac_option": option,
-    }
-    return config.replace({name: value for name, value in values.items() if value is not None})
 
 
 def _known(device: str | None) -> Device | None:
