@@ -494,6 +494,14 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     assert auto.batch_size == largest
 
 
+def test_one_micro_batch_may_fit_where_several_do_not() -> None:
+    job = dit_7b("--training.global_batch_size=256")
+    jobs = [job.replace({"training.batch_size": size}) for size in (1, 16, 32)]
+    fits = [plan_run(of_size, device="rtx4090", num_devices=8).fits for of_size in jobs]
+    assert fits == [False, False, True], "unsharded gradients wait for the last micro-batch"
+    assert largest_batch(job, "rtx4090", 8) == 32
+
+
 def test_checkpointing_and_sharding_order_memory_as_they_should() -> None:
     def peak(*flags: str, num_devices: int = 8) -> float:
         return plan_run(dit_7b(*flags), device="h100", num_devices=num_devices).peak.total
