@@ -4,7 +4,8 @@
 Notable:
 - FLOPs are those of the MFU: matrix products without recomputation, divided evenly among the devices, and those of the
   optimizer (Muon's) on the rank with the most of them;
-- every step reads and writes each byte of the model's state at least once, unless it is offloaded;
+- every step reads and writes each byte of the model's state at least once, unless it is offloaded. That takes memory
+  bandwidth, except for a state so small that it stays in a cache;
 - the bound is the longer of the two. It leaves out everything else, such as activations and collectives. A real step
   takes longer.
 """
