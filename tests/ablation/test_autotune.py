@@ -23,7 +23,7 @@ from torchditan.ablation.autotune import (
     TrialStore,
     candidate_batches,
     find_batch_size,
-    largest_that_fits,
+    question_of,
     search,
 )
 from torchditan.ablation.board import Board
@@ -35,6 +35,7 @@ from torchditan.ablation.runner import run_grid
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import build_config, load_config
 from torchditan.config.options import Config
+from torchditan.finetune.resolutions import published_options
 from torchditan.run.reading import read_config
 
 
@@ -42,22 +43,6 @@ def trial(batch_size: int, *, fits_up_to: int, speed: Callable[[int], float] = f
     if batch_size > fits_up_to:
         return Trial(batch_size, "oom", None, None, 0)
     return Trial(batch_size, "completed", speed(batch_size), 0.5, 0)
-
-
-@pytest.mark.parametrize("stride", [1, 3, 16])
-@pytest.mark.parametrize("start", [0, 15, 63, 99, 500])
-def test_the_border_is_found_wherever_it_is(start: int, stride: int) -> None:
-    for border in range(-1, 100):
-        asked: list[int] = []
-
-        def fits(position: int, border: int = border, asked: list[int] = asked) -> bool:
-            asked.append(position)
-            return position <= border
-
-        found = largest_that_fits(fits, count=100, start=start, stride=stride)
-        assert found == (border if border >= 0 else None)
-        assert len(asked) == len(set(asked)), "no position twice"
-        assert len(asked) <= 15
 
 
 @pytest.mark.parametrize(("truth", "guess", "most"), [(100, 96, 5), (100, 104, 5), (1000, 960, 9), (96, None, 8)])
@@ -97,7 +82,8 @@ def test_margin_retries_and_memory_decide_what_fits() -> None:
 
 
 def test_batches_are_multiples_or_divisors_of_a_ranks_share() -> None:
-    assert candidate_batches(options(batch_size_multiple=16, max_batch_size=64), num_devices=8) == [16, 32, 48, 64]
+    multiples = candidate_batches(options(batch_size_multiple=16, max_batch_size=64), num_devices=8)
+    assert list(multiples) == [16, 32, 48, 64]
     shared = options(max_batch_size=64).replace({"training.global_batch_size": 96})
     assert candidate_batches(shared, num_devices=4) == [1, 2, 3, 4, 6, 8, 12, 24]
     with pytest.raises(ConfigError, match=r"global_batch_size = 97: .*\b4 rank"):
@@ -163,6 +149,11 @@ def test_allocator_retries_of_any_rank_rule_a_batch_out_and_the_answer_is_kept(f
     assert find(other)[1] != [], "another question"
     other = options().replace({"training.reshard_after_forward": "never"})
     assert find(other)[1] != [], "another question"
+    of_lora = {**published_options("flux/debugmodel", None), "training.batch_size": "auto"}
+    full, lora = (options().replace({**of_lora, "lora.rank": rank, "ema.enable": False}) for rank in (0, 4))
+    assert question_of(full, device=CPU, num_devices=2) != question_of(lora, device=CPU, num_devices=2)
+    unrelated = {"training.seed": 7, "lr_scheduler.warmup_steps": 3, "dataset.root_dir": "x", "validation.freq": 5}
+    assert find(options().replace(unrelated)) == (30, []), "the same question"
     assert find(options(), num_devices=1)[1] != [], "another number of ranks"
     stored = json.loads((tmp_path / "autotune.json").read_text())
     assert len(stored["questions"]) == 4

@@ -179,7 +179,7 @@ def test_an_odd_batch_is_refused(
 
 def test_batches_that_are_chosen_are_even() -> None:
     limits = {"autotune.max_batch_size": 12, "training.global_batch_size": 36}
-    assert candidate_batches(config(**limits), num_devices=1) == [2, 4, 6, 12]
+    assert list(candidate_batches(config(**limits), num_devices=1)) == [2, 4, 6, 12]
     assert candidate_batches(config(**limits, **{"autotune.batch_size_multiple": 3}), num_devices=1) == [6, 12]
     with pytest.raises(ConfigError, match=r"must be at least 2: diffusion\.ingredients"):
         candidate_batches(config(**{"autotune.max_batch_size": 1}), num_devices=1)

@@ -820,9 +820,3 @@ def test_a_bad_job_is_one_line_and_writes_nothing(
     assert code == 2 and errors.startswith("error: ") and errors.endswith("\n"), errors
     assert_refused(errors, about.replace("{place}", str(place)), mentions)
     assert contents(place) == before
-
-
-def test_the_older_name_of_the_planner_refuses_in_one_line_too(run_script: RunScript) -> None:
-    code, _, err = run_script("torchditan/plan.py", "no_such_config", "--device=l4")
-    assert code == 2
-    assert_refused(err, 'job.config_file = "no_such_config"')

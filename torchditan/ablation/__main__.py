@@ -35,7 +35,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message.replace("ignored explicit argument", "does not take a value, but got"))
 
 
-def _parser() -> _Parser:
+def _parsers() -> tuple[_Parser, _Parser]:
+    """(the whole parser, that of the command run)."""
     shown = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="python -m torchditan.ablation", description=__doc__, formatter_class=shown)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -62,13 +63,13 @@ def _parser() -> _Parser:
     run.add_argument("--launcher", choices=("local", "slurm"), default="local", help="default: local")
     run.add_argument("--slurm_jobs", type=int, default=16, help="maximum number of submitted jobs (default: 16)")
     run.add_argument("--amd_summary", action="store_true", help=_AMD_HELP)
-    run.add_argument("--dry-run", action="store_true", help="list the runs, their commands and the planner's estimates")
-    run.add_argument("--device", help="device of the planner's estimates with --dry-run, for example a100-80gb")
+    run.add_argument("--dry-run", action="store_true", help="list the runs, their commands and their planned memory")
+    run.add_argument("--device", help="device of the planner with --dry-run, for example a100-80gb")
     text = "print the ledger of a grid, one row per run, as a table"
     show = commands.add_parser("show", help=text, description=f"{text.capitalize()}.", allow_abbrev=False)
     show.add_argument("folder", type=Path, help="folder of the grid, for example outputs/debug")
     show.add_argument("--amd_summary", action="store_true", help=_AMD_HELP)
-    return parser
+    return parser, run
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
@@ -88,13 +89,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
             current.append(word)
         else:
             own.append(word)
-    arguments, unknown = _parser().parse_known_args(own)
+    parser, run = _parsers()
+    arguments, unknown = parser.parse_known_args(own)
     if unknown:
         if arguments.command == "show":
             raise ConfigError(f"{unknown[0]} is not an option of show")
-        known = ["--name", "--dump_folder", "--steps", "--window", "--repeats", "--timeout_s", "--autotune", "--retry"]
-        known += ["--memory_limit_gib", "--launcher", "--slurm_jobs", "--dry-run", "--device"]
-        known += ["--amd_summary", *_PREFIXES]
+        known = [option for action in run._actions for option in action.option_strings if option.startswith("--")]
+        known += _PREFIXES
         raise ConfigError(f"{unknown[0]} is not an option here{did_you_mean(unknown[0], known) or '; see --help'}")
     empty = [name for name, words in flags.items() if not "".join(words).strip(", ")]
     if empty:
@@ -183,19 +184,14 @@ def _dry_run(grid: Any, path: Path, *, device: str | None) -> None:
 
 
 def _expected(run: Any, device: str | None) -> str:
-    """Estimates of the planner for a run, as far as available."""
-    try:
-        from torchditan.planner.plan import plan_run
+    """The planner's estimate of a run's memory, as far as available."""
+    from torchditan.planner.plan import plan_run
 
+    try:
         plan = plan_run(run.config, device=device, num_devices=run.num_devices)
-    except (ImportError, ConfigError) as error:
+    except ConfigError as error:
         return f"no estimate: {error}"
-    parts = [f"expected {plan.peak_memory_gib:.2f} GiB"]
-    if plan.images_per_second is not None:
-        parts.append(f"{plan.images_per_second:,.1f} images/s")
-    if getattr(plan, "fits", None) is False:
-        parts.append("does not fit")
-    return ", ".join(parts)
+    return f"expected {plan.peak_memory_gib:.2f} GiB{', does not fit' if plan.fits is False else ''}"
 
 
 def _show(folder: Path, *, amd_summary: bool) -> None:

@@ -6,8 +6,7 @@ Notable:
   next trial, so each trial measures a real run of that batch;
 - a batch fits if every rank completed, no allocator had to retry, and the memory margin stayed free on every device.
   After any other error the search stops and reports it;
-- the search starts from the planner's estimate and moves away from it in growing strides until it has a batch that fits
-  and one that does not. Then it bisects;
+- the search is the planner's (planner/batch_size.py) and starts from its estimate;
 - every trial is stored in `autotune.json` of the dump folder, under everything that determines its outcome. A grid or
   train.py reuses stored trials, and a killed search continues.
 """
@@ -27,12 +26,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchditan.ablation.device import Device, probe
+from torchditan.ablation.grid import BATCH_SIZE, FORCED, OFF, RUNNER_SETS, SEED
 from torchditan.ablation.launch import TRAIN_SCRIPT, Job, Outcome, Tick, execute
 from torchditan.ablation.ledger import measure
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import to_toml
 from torchditan.config.options import Config, flatten
 from torchditan.diffusion.objectives import batch_multiple
+from torchditan.planner.batch_size import allowed_batch_sizes, largest_that_fits
 from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 from torchditan.run.reading import read_metrics
@@ -42,44 +43,10 @@ if TYPE_CHECKING:
 
 STORE_NAME, TRIALS_FOLDER = "autotune.json", "autotune"
 _SCHEMA_VERSION = 1
-_FIRST_GUESS = 16
 _TRIAL_TIMEOUT_S = 1800.0
 _AS_FAST = 0.98
-_DECIDES = ("model", "autoencoder", "diffusion", "optimizer", "activation_checkpoint", "compile", "float8", "ema")
-_DECIDES_TOO = (
-    "dataset.image_size",
-    "dataset.num_classes",
-    "training.global_batch_size",
-    "training.compile",
-    "training.deterministic",
-    "training.mixed_precision_param",
-    "training.mixed_precision_reduce",
-    "training.float32_matmul_precision",
-    "training.attention_backend",
-    "training.data_parallel_replicate_degree",
-    "training.data_parallel_shard_degree",
-    "training.enable_cpu_offload",
-    "training.reshard_after_forward",
-    "autotune.steps",
-    "autotune.memory_limit_gib",
-)
-
-
-_OF_TRIALS: dict[str, Any] = {
-    "job.config_file": None,
-    "metrics.log_freq": 1,
-    "metrics.enable_sampling": False,
-    "metrics.enable_tensorboard": False,
-    "metrics.legacy_tags": False,
-    "metrics.enable_wandb": False,
-    "validation.freq": 0,
-    "evaluation.freq": 0,
-    "checkpoint.enable_checkpoint": False,
-    "checkpoint.save_final": False,
-    "profiling.enable_profiling": False,
-    "profiling.enable_memory_snapshot": False,
-}
-"""Options of every trial: it logs each step and writes nothing else."""
+_UNRELATED = {*RUNNER_SETS, "lr_scheduler", "comm", "cache", SEED, BATCH_SIZE}
+"""Sections and options that do not change the outcome of a trial, or that every trial sets."""
 
 
 class TrialFailed(RuntimeError):
@@ -115,28 +82,6 @@ class Trial:
         return f"batch {self.batch_size}: {self.images_per_second or 0:.1f} images/s{share}{retries}"
 
 
-def largest_that_fits(fits: Callable[[int], bool], *, count: int, start: int, stride: int) -> int | None:
-    """The last of `count` positions that fits, or None. Assumes that all positions before a fitting one fit too.
-
-    Moves from `start` in strides that double until the border is between two known positions, then bisects.
-    """
-    low, high = -1, count
-    position = min(max(start, 0), count - 1)
-    while high - low > 1:
-        if fits(position):
-            low = position
-        else:
-            high = position
-        if low >= 0 and high < count:
-            position = (low + high) // 2
-        elif low >= 0:
-            position = min(low + stride, count - 1)
-        else:
-            position = max(high - stride, 0)
-        stride *= 2
-    return low if low >= 0 else None
-
-
 def search(
     run_trial: Callable[[int], Trial], *, candidates: Sequence[int], goal: str, memory_margin: float, guess: int | None
 ) -> Trial | None:
@@ -151,34 +96,24 @@ def search(
     """
     trials: dict[int, Trial] = {}
 
-    def trial_at(position: int) -> Trial:
-        batch_size = candidates[position]
+    def trial_of(batch_size: int) -> Trial:
         if batch_size not in trials:
             trials[batch_size] = run_trial(batch_size)
         return trials[batch_size]
 
-    def position_of(batch_size: float) -> int:
-        return max(0, sum(candidate <= batch_size for candidate in candidates) - 1)
-
-    start = position_of(guess or _FIRST_GUESS)
-    largest = largest_that_fits(
-        lambda position: trial_at(position).fits(memory_margin),
-        count=len(candidates),
-        start=start,
-        stride=max(1, start // 8) if guess else start + 1,  # an estimate is close; without one, double
-    )
+    largest = largest_that_fits(lambda size: trial_of(size).fits(memory_margin), candidates, guess=guess)
     if largest is None:
         return None
+    best = trial_of(largest)
     if goal == "largest":
-        return trial_at(largest)
-    best = trial_at(largest)
-    position = largest
-    while position > 0:
-        position = position_of(candidates[position] / 2)
-        slower = trial_at(position)
-        if not slower.fits(memory_margin) or _speed(slower) < _AS_FAST * _speed(best):
+        return best
+    size = largest
+    while size > candidates[0]:
+        size = max([candidates[0], *(candidate for candidate in candidates if candidate <= size / 2)])
+        smaller = trial_of(size)
+        if not smaller.fits(memory_margin) or _speed(smaller) < _AS_FAST * _speed(best):
             break
-        best = max(best, slower, key=_speed)
+        best = max(best, smaller, key=_speed)
     return max((trial for trial in trials.values() if trial.fits(memory_margin)), key=_speed)
 
 
@@ -186,22 +121,24 @@ def _speed(trial: Trial) -> float:
     return trial.images_per_second or 0.0
 
 
-def candidate_batches(config: Config, *, num_devices: int) -> list[int]:
-    """Allowed batch sizes, ascending: multiples up to the maximum that divide a rank's share of a global batch."""
-    options = config.autotune
-    multiple = math.lcm(options.batch_size_multiple, batch_multiple(config.diffusion))
-    sizes = range(multiple, options.max_batch_size + 1, multiple)
-    total = config.training.global_batch_size
-    found = [size for size in sizes if total is None or total % (size * num_devices) == 0]
-    if not found:
-        if total is None:
-            right = f"must be at least autotune.batch_size_multiple = {multiple}"
-            if multiple != options.batch_size_multiple:
-                right = f"must be at least {multiple}: diffusion.ingredients needs multiples of that"
-            raise option_error("autotune.max_batch_size", options.max_batch_size, right)
+def candidate_batches(config: Config, *, num_devices: int) -> Sequence[int]:
+    """Allowed batch sizes, ascending.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    multiple, largest = config.autotune.batch_size_multiple, config.autotune.max_batch_size
+    found = allowed_batch_sizes(config, num_devices=num_devices, multiple=multiple, largest=largest)
+    if found:
+        return found
+    if config.training.global_batch_size is not None:
         right = f"no batch size divides the share of {num_devices} rank(s); must be a multiple of the number of ranks"
-        raise option_error("training.global_batch_size", total, right)
-    return found
+        raise option_error("training.global_batch_size", config.training.global_batch_size, right)
+    right = f"must be at least autotune.batch_size_multiple = {multiple}"
+    if multiple % batch_multiple(config.diffusion):
+        least = math.lcm(multiple, batch_multiple(config.diffusion))
+        right = f"must be at least {least}: diffusion.ingredients needs multiples of that"
+    raise option_error("autotune.max_batch_size", largest, right)
 
 
 class TrialStore:
@@ -244,8 +181,9 @@ class TrialStore:
 
 def question_of(config: Config, *, device: Device, num_devices: int) -> dict[str, Any]:
     """Everything that determines the outcome of a trial, except its batch size."""
-    values = flatten(config)
-    chosen = {name: values[name] for name in values if name.split(".")[0] in _DECIDES or name in _DECIDES_TOO}
+    values = flatten(_trial_config(config))
+    chosen = {name: values[name] for name in values if not {name, name.split(".")[0]} & _UNRELATED}
+    chosen |= {name: values[name] for name in ("autotune.steps", "autotune.memory_limit_gib")}
     chosen["training.data_parallel_shard_degree"] = num_devices // config.training.data_parallel_replicate_degree
     machine = {"device": device.name, "memory_gib": round(device.memory_gib, 2), "num_devices": num_devices}
     return {**chosen, **machine, "torch": provenance.versions("torch")["torch"]}
@@ -316,18 +254,9 @@ def _trial_job(
     name = f"{config.metrics.experiment_name}_bs{batch_size}"
     path = folder / name
     shutil.rmtree(path, ignore_errors=True)
-    values = {
-        **_OF_TRIALS,
-        "job.dump_folder": str(folder),
-        "metrics.experiment_name": name,
-        "training.batch_size": batch_size,
-        "training.steps": config.autotune.steps,
-    }
-    is_known = None not in (config.dataset.image_size, config.dataset.num_classes, config.model.input_channels)
-    if is_known and not config.autoencoder.online:  # the channels of images to encode come from the dataset
-        values |= _random_samples(config)
+    own = {"job.dump_folder": str(folder), "metrics.experiment_name": name, BATCH_SIZE: batch_size}
     file = path / "trial.toml"
-    write_file(file, to_toml(config.replace(values)).encode())
+    write_file(file, to_toml(_trial_config(config).replace(own)).encode())
     return Job(
         folder=path,
         flags=(f"--job.config_file={file}",),
@@ -338,20 +267,18 @@ def _trial_job(
     )
 
 
-def _random_samples(config: Config) -> dict[str, Any]:
-    """Options for random samples of the same shape: the same memory, without waiting for data."""
-    values: dict[str, Any] = {
-        "dataset.dataset_name": "dummy",
-        "dataset.root_dir": None,
-        "dataset.hub_name": None,
-        "dataset.streaming": False,
-        "dataset.horizontal_flip": None,
-        "dataset.fingerprint": None,
-    }
+def _trial_config(config: Config) -> Config:
+    """A few steps of the job that write nothing else, on random samples of the same shape: the same memory."""
+    values = {**OFF, **FORCED, "job.config_file": None, "training.steps": config.autotune.steps}
+    is_known = None not in (config.dataset.image_size, config.dataset.num_classes, config.model.input_channels)
+    if not is_known or config.autoencoder.online:  # the channels of images to encode come from the dataset
+        return config.replace(values)
+    samples: dict[str, Any] = {"dataset_name": "dummy", "root_dir": None, "hub_name": None, "streaming": False}
+    samples |= {"horizontal_flip": None, "fingerprint": None}
     if config.model.sample_size is not None:  # for encoded captioned images, image_size is in pixels
         *frames, height, width = config.model.sample_size
-        values |= {"dataset.image_size": [height, width], "dataset.num_frames": frames[0] if frames else None}
-    return values
+        samples |= {"image_size": [height, width], "num_frames": frames[0] if frames else None}
+    return config.replace({**values, **{f"dataset.{key}": value for key, value in samples.items()}})
 
 
 def _judge_trial(job: Job, batch_size: int, outcome: Outcome, *, config: Config, device: Device) -> Trial:
@@ -377,11 +304,11 @@ def _judge_trial(job: Job, batch_size: int, outcome: Outcome, *, config: Config,
 
 def _planned(config: Config, *, device: Device, num_devices: int) -> int | None:
     """The planner's estimate of the largest batch; None if the device is unknown to the planner."""
-    try:
-        from torchditan.planner.plan import largest_batch
+    from torchditan.planner.plan import largest_batch
 
+    try:
         return largest_batch(config, device=device.name, num_devices=num_devices) or None
-    except (ImportError, ConfigError):
+    except ConfigError:
         return None
 
 

@@ -75,7 +75,7 @@ _MEMBERS_WHERE_USED = {
 """Options that each alias sets, in grids that use it."""
 ALIASES = (PARALLEL, PRECISION, MODEL, RESOLUTION, CHECKPOINT_FRACTION)
 
-_FORCED: dict[str, Any] = {
+FORCED: dict[str, Any] = {
     "metrics.log_freq": 1,
     "metrics.enable_tensorboard": False,
     "metrics.legacy_tags": False,
@@ -85,9 +85,10 @@ _FORCED: dict[str, Any] = {
     "checkpoint.enable_checkpoint": False,
     "checkpoint.save_final": False,
 }
-_OFF: dict[str, Any] = {"metrics.enable_sampling": False, "validation.freq": 0, "evaluation.freq": 0}
+"""Options of every run: it logs each step, and writes nothing else that takes time."""
+OFF: dict[str, Any] = {"metrics.enable_sampling": False, "validation.freq": 0, "evaluation.freq": 0}
 """Unless a setting of the grid changes it, whatever its base file says."""
-_RUNNER_SETS = (
+RUNNER_SETS = (
     "job",
     "metrics",
     "validation",
@@ -211,7 +212,7 @@ class Grid:
         values |= {PARALLEL: "1,1"} if self.base is None else {}
         if SEED in cell:  # a repetition draws its samples anew, so that evaluations are independent too
             values["evaluation.seed"] = base.get("evaluation.seed", 1) + cell[SEED]
-        values |= {**_OFF, **self.settings, **cell, "training.steps": self.steps, **_FORCED}
+        values |= {**OFF, **self.settings, **cell, "training.steps": self.steps, **FORCED}
         if self.autotune is not None:
             values |= {BATCH_SIZE: "auto", "autotune.goal": self.autotune}
         flags = _expand_aliases(values)
@@ -386,7 +387,7 @@ def _check_keys(grid: Grid) -> None:
                 raise ConfigError(f"{place}: {key} is not an option{found}")
             if place == "settings" and {key, key.split(".")[0]} & set(_ALSO_SETTINGS):
                 continue
-            if place != "exclude" and {key, key.split(".")[0]} & set(_RUNNER_SETS):
+            if place != "exclude" and {key, key.split(".")[0]} & set(RUNNER_SETS):
                 raise ConfigError(
                     f"{place}: {key} cannot be set in a grid: the runner sets it, or it does not affect measurements"
                 )

@@ -118,7 +118,7 @@ def execute(job: Job, *, on_tick: Tick | None = None) -> Outcome:
         found,
         num_ranks=job.num_devices,
         timeout_s=job.timeout_s if timed_out else None,
-        num_steps=_last_step(job.folder),
+        num_steps=last_step(job.folder),
         log=(job.folder / LOG_NAME).read_text(encoding="utf-8", errors="replace"),
     )
     return Outcome(status, reason, started, time.monotonic() - clock, found)
@@ -220,7 +220,8 @@ def _killed_rank(log: str, ranks: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def _last_step(folder: Path) -> int:
+def last_step(folder: Path) -> int:
+    """The last logged step of a run; 0 before the first."""
     records = read_metrics(folder)
     return records[-1]["step"] if records else 0
 

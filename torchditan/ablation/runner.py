@@ -25,14 +25,13 @@ from typing import Any
 from torchditan.ablation.board import Board
 from torchditan.ablation.device import Device, probe
 from torchditan.ablation.grid import BATCH_SIZE, SEED, Grid, Run
-from torchditan.ablation.launch import TRAIN_SCRIPT
+from torchditan.ablation.launch import TRAIN_SCRIPT, last_step
 from torchditan.ablation.launchers import SLURM_FOLDER, Launcher, Pending
 from torchditan.ablation.ledger import SCHEMA_VERSION, SKIPPED_AFTER_OOM, Row, read_ledger, write_ledger
 from torchditan.ablation.maker import Maker, Watch, maker_of
 from torchditan.config.errors import ConfigError
 from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import take_lock
-from torchditan.run.reading import read_metrics
 
 GRID_NAME = "grid.json"
 RETRIED = ("error", "timeout")
@@ -271,7 +270,7 @@ class _Schedule:
 
         def describe() -> str:
             seconds = int(time.monotonic() - started)
-            return f"{run.name}: step {_step(self.maker.run_folder(run))}/{self.maker.steps}, {seconds} s"
+            return f"{run.name}: step {last_step(self.maker.run_folder(run))}/{self.maker.steps}, {seconds} s"
 
         watch = Watch(tick=lambda: self.board.running(describe), say=self.board.line)
         return self.launcher.submit(self.maker, run, device=self.device, watch=watch)
@@ -279,8 +278,3 @@ class _Schedule:
     def _keep(self, row: Row, *, is_new: bool) -> None:
         self.folder.keep(row, [run.name for run in self.runs])
         self.board.row(row, is_new=is_new)
-
-
-def _step(folder: Path) -> int:
-    records = read_metrics(folder)
-    return records[-1]["step"] if records else 0

@@ -1,7 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Estimates memory and time of a run without its device: `python -m torchditan.planner`, docs/planner.md.
+"""Estimates the memory of a run without its device, and bounds its time: docs/planner.md.
 
-plan.py combines the traced step (trace.py), memory.py and step_time.py.
+`python -m torchditan.planner` prints a plan. plan.py combines the traced step (trace.py), memory.py and step_bound.py.
+batch_size.py finds the largest batch size, also for the autotuner.
 
 May import: config, diffusion, distributed, finetune, job, models, optim, registry, run, supervision.
 """

@@ -1,9 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Devices of the planner: memory, peaks and links from their datasheets.
+"""Devices of the planner: memory and peaks from their datasheets.
 
-Notable: bfloat16 peaks are those of models/peak_flops.py. `links` between the devices of a node are NVLink, Infinity
-Fabric or PCIe, per device and direction. The network is not a property of a device; the table assumes 400 Gb/s per
-device in the vendor's own 8-way systems, 200 Gb/s with an A100, and 100 Gb/s with PCIe cards.
+bfloat16 peaks are those of models/peak_flops.py.
 """
 
 from __future__ import annotations
@@ -24,11 +22,7 @@ class Device:
     """Dense matrix products in float32, as torch computes them by default (no TF32)."""
     has_float8: bool
     memory_gb_per_s: float
-    link_gb_per_s: float
-    """Bandwidth to other devices of the node, per device and direction."""
-    devices_per_node: int
-    network_gb_per_s: float
-    """Bandwidth to other nodes, per device and direction."""
+    devices_per_node: int = 8
     workspace_mib: float = 8.125
     """Workspace that cuBLAS takes from the allocator."""
 
@@ -54,27 +48,27 @@ class Device:
         return max(self.bfloat16_flops / 2, self.float32_flops) if is_nvidia else self.float32_flops
 
 
-# name, driver's name, GiB, float32 TFLOP/s, float8, memory GB/s, link GB/s, devices per node, network GB/s, cuBLAS MiB
+# name, driver's name, GiB, float32 TFLOP/s, float8, memory GB/s, devices per node, cuBLAS MiB
 _TABLE = (
-    Device("a100-40gb", "NVIDIA A100-SXM4-40GB", 40, 19.5, False, 1555, 300, 8, 25),
-    Device("a100-80gb", "NVIDIA A100-SXM4-80GB", 80, 19.5, False, 2039, 300, 8, 25),
-    Device("a100-40gb-pcie", "NVIDIA A100-PCIE-40GB", 40, 19.5, False, 1555, 32, 8, 12.5),
-    Device("a100-80gb-pcie", "NVIDIA A100 80GB PCIe", 80, 19.5, False, 1935, 32, 8, 12.5),
-    Device("a40", "NVIDIA A40", 48, 37.4, False, 696, 32, 8, 12.5),
-    Device("l4", "NVIDIA L4", 24, 30.3, True, 300, 32, 8, 12.5),
-    Device("l40s", "NVIDIA L40S", 48, 91.6, True, 864, 32, 8, 12.5),
-    Device("h100", "NVIDIA H100 80GB HBM3", 80, 67, True, 3350, 450, 8, 50, 32),
-    Device("h100-pcie", "NVIDIA H100 PCIe", 80, 51, True, 2000, 64, 8, 12.5, 32),
-    Device("h100-nvl", "NVIDIA H100 NVL", 94, 60, True, 3900, 64, 8, 12.5, 32),
-    Device("h200", "NVIDIA H200", 140, 67, True, 4800, 450, 8, 50, 32),
-    Device("h20", "NVIDIA H20", 96, 44, True, 4000, 450, 8, 50, 32),
-    Device("gh200", "NVIDIA GH200 480GB", 96, 67, True, 4000, 50, 1, 50, 32),
-    Device("b200", "NVIDIA B200", 179, 75, True, 7700, 900, 8, 50, 32),
-    Device("gb200", "NVIDIA GB200", 184, 80, True, 8000, 900, 72, 50, 32),
-    Device("mi250x", "AMD Instinct MI250X", 64, 47.9, False, 1638, 100, 8, 12.5),
-    Device("mi300x", "AMD Instinct MI300X", 192, 163.4, True, 5300, 448, 8, 50),
-    Device("mi325x", "AMD Instinct MI325X", 256, 163.4, True, 6000, 448, 8, 50),
-    Device("rtx4090", "NVIDIA GeForce RTX 4090", 24, 82.6, True, 1008, 32, 8, 12.5),
+    Device("a100-40gb", "NVIDIA A100-SXM4-40GB", 40, 19.5, False, 1555),
+    Device("a100-80gb", "NVIDIA A100-SXM4-80GB", 80, 19.5, False, 2039),
+    Device("a100-40gb-pcie", "NVIDIA A100-PCIE-40GB", 40, 19.5, False, 1555),
+    Device("a100-80gb-pcie", "NVIDIA A100 80GB PCIe", 80, 19.5, False, 1935),
+    Device("a40", "NVIDIA A40", 48, 37.4, False, 696),
+    Device("l4", "NVIDIA L4", 24, 30.3, True, 300),
+    Device("l40s", "NVIDIA L40S", 48, 91.6, True, 864),
+    Device("h100", "NVIDIA H100 80GB HBM3", 80, 67, True, 3350, 8, 32),
+    Device("h100-pcie", "NVIDIA H100 PCIe", 80, 51, True, 2000, 8, 32),
+    Device("h100-nvl", "NVIDIA H100 NVL", 94, 60, True, 3900, 8, 32),
+    Device("h200", "NVIDIA H200", 140, 67, True, 4800, 8, 32),
+    Device("h20", "NVIDIA H20", 96, 44, True, 4000, 8, 32),
+    Device("gh200", "NVIDIA GH200 480GB", 96, 67, True, 4000, 1, 32),
+    Device("b200", "NVIDIA B200", 179, 75, True, 7700, 8, 32),
+    Device("gb200", "NVIDIA GB200", 184, 80, True, 8000, 72, 32),
+    Device("mi250x", "AMD Instinct MI250X", 64, 47.9, False, 1638),
+    Device("mi300x", "AMD Instinct MI300X", 192, 163.4, True, 5300),
+    Device("mi325x", "AMD Instinct MI325X", 256, 163.4, True, 6000),
+    Device("rtx4090", "NVIDIA GeForce RTX 4090", 24, 82.6, True, 1008),
 )
 DEVICES = {device.name: device for device in _TABLE}
 

@@ -157,14 +157,8 @@ class Layout:
     """Averages of each of these weights: the EMA, and those of `ema.post_hoc_widths`."""
     uses_teacher: bool = False
     """Whether the objective calls the EMA model. Its parameters are the average, gathered block by block."""
-    context: int = 1
-    """Ranks that share the tokens of a sample. They are among `num_shards`."""
-    exchanged_bytes: float = 0
-    """Bytes that context parallelism exchanges for one image, per rank and forward pass of a block."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """When gathered weights are freed; see `parallelize`."""
-    num_exchanges: int = 2
-    """Passes of a block that exchange: forward and backward, and a recomputed forward."""
 
 
 @dataclass(frozen=True)
@@ -192,29 +186,25 @@ class _Unit:
     """The remaining float32 gradient."""
 
 
-def trains_plain(parameters: Parameters, layout: Layout) -> bool:
+def _trains_plain(parameters: Parameters, layout: Layout) -> bool:
     """Whether one process trains the plain module in float32, by the rule of parallelize.py."""
     is_alone = layout.num_shards == layout.num_replicas == 1 and not layout.cpu_offload
     stored = {(weight.itemsize, weight.is_floating_point) for weight in parameters.all}
     return is_alone and layout.param_bytes == layout.reduce_bytes == FLOAT32 and stored == {(FLOAT32, True)}
 
 
-def gathered(weights: Sequence[Weight], layout: Layout) -> list[Weight]:
+def _managed(weights: Sequence[Weight], layout: Layout) -> list[Weight]:
     """Those that `fully_shard` manages, by the rule of parallelize.py."""
     if layout.num_shards > 1 or layout.cpu_offload or layout.uses_teacher:
         return list(weights)
     return [w for w in weights if w.is_trained or w.gathered_itemsize(layout.param_bytes) != w.itemsize]
 
 
-def gathered_bytes(weights: Sequence[Weight], layout: Layout) -> int:
-    managed = gathered(weights, layout)
-    return sum(weight.gathered_itemsize(layout.param_bytes) * weight.padded(layout.num_shards) for weight in managed)
-
-
 def _unit(tensors: Sequence[Weight], layout: Layout) -> _Unit:
     trained = sum(tensor.padded(layout.num_shards) for tensor in tensors if tensor.is_trained)
+    managed = _managed(tensors, layout)
     return _Unit(
-        gathered=gathered_bytes(tensors, layout),
+        gathered=sum(w.gathered_itemsize(layout.param_bytes) * w.padded(layout.num_shards) for w in managed),
         gradient=layout.param_bytes * sum(math.prod(tensor.shape) for tensor in tensors if tensor.is_trained),
         reduced=layout.reduce_bytes * trained,
         shard=FLOAT32 * trained // layout.num_shards,
@@ -256,7 +246,7 @@ class _Step:
         """Bytes of activations saved for the backward pass."""
         self.layout = layout
         units = [_unit(weights, layout) for weights in (*parameters.blocks, parameters.root)]
-        if trains_plain(parameters, layout):
+        if _trains_plain(parameters, layout):
             units = [dataclasses.replace(unit, gathered=0, reduced=0) for unit in units]
         self.blocks, self.root = units[:-1], units[-1]
         state = dict.fromkeys(("parameters", "gradients", "optimizer", "ema"), 0)
@@ -270,7 +260,7 @@ class _Step:
             )
         self.constant: dict[str, float] = {name: state[name] for name in ("parameters", "optimizer", "ema")}
         self.constant |= {"buffers": parameters.buffer_bytes, "batch": batch_bytes, "libraries": workspace}
-        has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in gathered(block, layout))
+        has_frozen = any(not weight.is_trained for block in parameters.blocks for weight in _managed(block, layout))
         largest = max((block.gathered for block in self.blocks), default=0)
         self.teacher = self.root.gathered + largest if layout.uses_teacher else 0
         """Bytes of gathered teacher weights while the teacher computes, before the first block or after the last one.

@@ -1,11 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Cost of the optimizer: bytes of its state, and the parameters whose update needs them whole."""
+"""Bytes of the optimizer state."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from torchditan.config.options import Optimizer
 from torchditan.optim.optimizers import ParameterGroup, group_of, parameter_groups
-from torchditan.registry import OPTIMIZERS
+from torchditan.registry import OPTIMIZERS, registered
 
 
 def optimizer_state_bytes(config: Optimizer, parameters: Iterable[tuple[str, tuple[int, ...], int]]) -> int:
@@ -24,19 +23,12 @@ def optimizer_state_bytes(config: Optimizer, parameters: Iterable[tuple[str, tup
         config: the `[optimizer]` options.
         parameters: (name, full shape, rows of dimension 0 that this rank holds) of every trained parameter.
     """
-    return _state_bytes(OPTIMIZERS[config.name], dataclasses.astuple(config), tuple(parameters))
-
-
-def elements_updated_whole(config: Optimizer, parameters: Iterable[tuple[str, tuple[int, ...]]]) -> int:
-    """Elements of the parameters (name, full shape) whose update has matrix products, as Muon's."""
-    groups = parameter_groups(config)
-    found = ((group_of(groups, name, torch.empty(shape, device="meta")), shape) for name, shape in parameters)
-    return sum(math.prod(shape) for number, shape in found if groups[number].update_flops is not None)
+    return _state_bytes(str(registered(OPTIMIZERS, config.name)), dataclasses.astuple(config), tuple(parameters))
 
 
 @functools.lru_cache(maxsize=256)
 def _state_bytes(place: str, options: tuple[Any, ...], parameters: tuple[tuple[str, tuple[int, ...], int], ...]) -> int:
-    """`place` is the optimizer's registry entry, part of the cache key because a name can be registered again."""
+    """`place` names the optimizer's function, part of the cache key because a name can be registered again."""
     groups = parameter_groups(Optimizer(*options))
     counted: dict[tuple[int, tuple[int, ...]], int] = {}
     total = 0

@@ -1,11 +1,11 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Estimates memory and speed of a run without its device, and finds the settings that fit.
+"""Estimates the memory of a run without its device, bounds the time of its steps, and finds the settings that fit.
 
 Notable:
 - a plan needs only a configuration of train.py. It reads no data and builds nothing large;
 - published models are planned like our own, including LoRA and quantised weights;
 - model state is exact arithmetic; other memory is traced (trace.py) with eager blocks. Compiled ones need less;
-- time is a roofline estimate (step_time.py): use it to compare settings, not as a guarantee;
+- of the time only a lower bound is known (step_bound.py);
 - traces and FLOPs of a model are cached, so that further plans of the same model take milliseconds.
 """
 
@@ -33,17 +33,16 @@ from torchditan.finetune.resolutions import latent_channels
 from torchditan.models import ModelSpec, model_spec_of
 from torchditan.models.flops import count_model_flops
 from torchditan.optim.optimizers import optimizer_flops
+from torchditan.planner.batch_size import allowed_batch_sizes, largest_that_fits
 from torchditan.planner.devices import Device, device_named
 from torchditan.planner.memory import Instant, Layout, Parameters, model_parameters, model_state, timeline
-from torchditan.planner.step_time import Speed, StepTime, step_time
+from torchditan.planner.step_bound import StepBound, step_bound
 from torchditan.planner.trace import Checkpointing, Kernels, StepTrace, trace_blocks
 from torchditan.registry import FAMILIES, registered
 
 GIB = 1024**3
 USABLE_MEMORY = 0.92
 """Usable share of the device's memory. The rest is for the CUDA context, NCCL and fragmentation."""
-MAX_BATCH_SIZE = 65536
-"""Upper limit of the search in `largest_batch`."""
 
 SAMPLE_SHAPES: dict[str, tuple[int, int, int, int]] = {
     "cifar10": (3, 32, 32, 10),
@@ -60,23 +59,14 @@ _MODEL_SECTIONS = ("model", "lora", "quantize", "text_encoder", "diffusion")
 
 @dataclass(frozen=True)
 class Plan:
-    """Expected memory and speed of one run, per device."""
+    """Expected memory of one run, per device, and a lower bound of its time."""
 
+    config: Config = field(repr=False)
+    """That of the run, with all values filled in."""
     device: Device | None
-    """None if not given or a CPU; then the plan has no time and no memory limit."""
+    """None if not given or a CPU; then the plan has no bound and no memory limit."""
     num_devices: int
-    mode: str
-    """DDP, FSDP, HSDP or one process."""
-    replicate: int
-    shard: int
-    context: int
-    """Devices that share the tokens of a sample."""
-    checkpointing: str
-    """none, full, `selective op`, `selective 2` (every second block), or `fraction 0.5`."""
-    compiled: bool
-    batch_size: int
-    """Images per device in one forward pass, or per group of devices that share their tokens."""
-    num_micro_batches: int
+    dims: ParallelDims
     model: TracedModel = field(repr=False)
     state: dict[str, int]
     """Bytes of the model's state on the fullest rank: parameters, gradients, optimizer, ema."""
@@ -84,13 +74,36 @@ class Plan:
     """The moment of highest memory."""
     activations: float
     """Bytes kept from forward to backward."""
-    time: StepTime | None
-    optimizer_flops: int = 0
-    """FLOPs of the matrix products of an optimizer step, on all devices together: Muon's."""
+
+    @property
+    def mode(self) -> str:
+        """DDP, FSDP, HSDP or one process."""
+        if self.dims.world_size == 1:
+            return "one process"
+        if self.dims.num_shards == 1:
+            return "DDP"
+        return "FSDP" if self.dims.replicate == 1 else "HSDP"
+
+    @property
+    def checkpointing(self) -> str:
+        """none, full, `selective op`, `selective 2` (every second block), or `fraction 0.5`."""
+        checkpointing = self.config.activation_checkpoint
+        option = {"selective": f" {checkpointing.selective_ac_option}", "fraction": f" {checkpointing.fraction:g}"}
+        return f"{checkpointing.mode}{option.get(checkpointing.mode, '')}"
+
+    @property
+    def batch_size(self) -> int:
+        """Images per device in one forward pass, or per group of devices that share their tokens."""
+        assert isinstance(self.config.training.batch_size, int)
+        return self.config.training.batch_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.global_batch_size // (self.batch_size * self.dims.replicate * self.dims.shard)
 
     @property
     def global_batch_size(self) -> int:
-        return self.batch_size * self.num_micro_batches * self.replicate * self.shard
+        return self.config.training.global_batch_size or self.batch_size * self.dims.replicate * self.dims.shard
 
     @property
     def num_parameters(self) -> int:
@@ -99,14 +112,6 @@ class Plan:
     @property
     def num_trained_parameters(self) -> int:
         return sum(weight.local(1, 0) for weight in self.model.parameters.all if weight.is_trained)
-
-    @property
-    def flops_per_image(self) -> int:
-        """Training FLOPs: the model's, forward and backward (models/flops.py), and the optimizer's.
-
-        Counted on first use, which takes seconds for 7B.
-        """
-        return self.model.flops_per_image + self.optimizer_flops // self.global_batch_size
 
     @property
     def parts(self) -> dict[str, float]:
@@ -123,25 +128,45 @@ class Plan:
         return None if self.device is None else self.peak_memory_gib <= USABLE_MEMORY * self.device.memory_gib
 
     @property
-    def step_time_s(self) -> float | None:
-        return None if self.time is None else self.time.total
+    def model_flops(self) -> float:
+        """FLOPs of a device for the model in a step: forward and backward, as in the MFU (models/flops.py)."""
+        return self.model.flops_per_image * self.global_batch_size / self.num_devices
 
     @property
-    def images_per_second(self) -> float | None:
-        """Throughput of all devices together."""
-        return None if self.time is None else self.global_batch_size / self.time.total
+    def optimizer_flops(self) -> int:
+        """FLOPs of the matrix products of an optimizer step on the rank with the most of them: Muon's."""
+        shapes = self.model.parameters.trained_shapes
+        return optimizer_flops(self.config.optimizer, shapes, num_ranks=self.num_devices)
 
-    @property
-    def mfu(self) -> float | None:
-        """Percent of the bfloat16 peak, with the definition of metrics.jsonl."""
-        if self.device is None or self.images_per_second is None:
+    @functools.cached_property
+    def bound(self) -> StepBound | None:
+        """Lower bound of the time of a step; None if the device is unknown.
+
+        Counts the FLOPs of the model on first use, which takes seconds for 7B.
+        """
+        if self.device is None:
             return None
-        achieved = self.images_per_second * self.flops_per_image / self.num_devices
-        return 100 * achieved / self.device.bfloat16_flops
+        return step_bound(
+            self.config,
+            self.device,
+            model_flops=self.model_flops,
+            optimizer_flops=self.optimizer_flops,
+            state_bytes=sum(self.state.values()),
+        )
+
+    @property
+    def min_step_time_s(self) -> float | None:
+        """No step takes less; None if the device is unknown."""
+        return None if self.bound is None else self.bound.seconds
+
+    @property
+    def min_seconds_per_image(self) -> float | None:
+        """`min_step_time_s` over the images of a step, of all devices together."""
+        return None if self.bound is None else self.bound.seconds / self.global_batch_size
 
 
 def plan_run(config: Config, *, device: str | None, num_devices: int) -> Plan:
-    """Estimate memory and speed of a run of `config`. A batch size of "auto" is planned as the largest that fits.
+    """Plan a run of `config`. A batch size of "auto" is planned as the largest that fits.
 
     Args:
         config: configuration of train.py; it is not changed.
@@ -158,15 +183,14 @@ def plan_run(config: Config, *, device: str | None, num_devices: int) -> Plan:
             right = "needs a device whose memory is known; name one, or give a number"
             raise option_error("training.batch_size", "auto", right)
         batch_size = max(batch_multiple(config.diffusion), largest_batch(config, known.name, num_devices))
-        config = with_options(config, batch_size=batch_size)
+        config = config.replace({"training.batch_size": batch_size})
     return _plan(_resolve(config, num_devices), known, _kernels(device, config), num_devices)
 
 
 def largest_batch(config: Config, device: str, num_devices: int) -> int:
-    """Largest `training.batch_size` that fits on the device; 0 if none does.
+    """Largest `training.batch_size` that fits on the device and that the job can have; 0 if there is none.
 
-    Only sizes that divide a rank's share of `training.global_batch_size` count. If it is open, a step has one
-    micro-batch.
+    If `training.global_batch_size` is open, a step has one micro-batch.
 
     Raises:
         ConfigError: see `plan_run`.
@@ -174,48 +198,17 @@ def largest_batch(config: Config, device: str, num_devices: int) -> int:
     known = _known(device)
     if known is None:
         raise option_error("--device", device, "has no known memory size; name an accelerator")
-    smallest, global_batch_size = batch_multiple(config.diffusion), config.training.global_batch_size
-    resolved = _resolve(with_options(config, batch_size=smallest), num_devices)
-    base = resolved.replace({"training.global_batch_size": global_batch_size})
+    total = config.training.global_batch_size
+    resolved = _resolve(config.replace({"training.batch_size": batch_multiple(config.diffusion)}), num_devices)
+    base = resolved.replace({"training.global_batch_size": total})
     kernels = _kernels(device, config)
 
-    def fits(multiple: int) -> bool:
-        return bool(_plan(with_options(base, batch_size=multiple * smallest), known, kernels, num_devices).fits)
+    def fits(batch_size: int) -> bool:
+        return bool(_plan(base.replace({"training.batch_size": batch_size}), known, kernels, num_devices).fits)
 
-    if global_batch_size is not None:  # fewer micro-batches may need less memory: unsharded gradients wait for the last
-        share = global_batch_size * config.training.context_parallel_degree // num_devices // smallest
-        multiples = (multiple for multiple in range(share, 0, -1) if share % multiple == 0)
-        return next((multiple * smallest for multiple in multiples if fits(multiple)), 0)
-    if not fits(1):
-        return 0
-    low = 1
-    while low * smallest < MAX_BATCH_SIZE and fits(2 * low):
-        low *= 2
-    high = 2 * low  # does not fit
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * smallest
-
-
-def with_options(
-    config: Config,
-    *,
-    batch_size: int | None = None,
-    replicate: int | None = None,
-    shard: int | None = None,
-    mode: str | None = None,
-    option: str | None = None,
-) -> Config:
-    """A copy with other settings."""
-    values = {
-        "training.batch_size": batch_size,
-        "training.data_parallel_replicate_degree": replicate,
-        "training.data_parallel_shard_degree": shard,
-        "activation_checkpoint.mode": mode,
-        "activation_checkpoint.selective_ac_option": option,
-    }
-    return config.replace({name: value for name, value in values.items() if value is not None})
+    sizes = allowed_batch_sizes(config, num_devices=num_devices)
+    # One micro-batch first: several may need more memory, because unsharded gradients wait for the last.
+    return largest_that_fits(fits, sizes, guess=total) or 0
 
 
 def _known(device: str | None) -> Device | None:
@@ -291,23 +284,20 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
     dims = ParallelDims.resolve(training, world_size=num_devices)
     assert isinstance(training.batch_size, int)
     at_once = training.batch_size * num_devices // dims.context
-    global_batch_size = training.global_batch_size or at_once
+    num_micro_batches = (training.global_batch_size or at_once) // at_once
     model = TracedModel.of(config, kernels)
     layout = Layout(
         num_shards=dims.num_shards,
         num_replicas=dims.replicate,
         param_bytes=_DTYPES[training.mixed_precision_param].itemsize,
         reduce_bytes=_DTYPES[training.mixed_precision_reduce].itemsize,
-        num_micro_batches=global_batch_size // at_once,
+        num_micro_batches=num_micro_batches,
         ema=_ema(config),
         num_averages=config.ema.enable + len(config.ema.post_hoc_widths),
         cpu_offload=training.enable_cpu_offload,
         optimizer=config.optimizer,
         uses_teacher=model.objective.uses_teacher,
-        context=dims.context,
-        exchanged_bytes=model.exchanged_bytes(dims.context),
         reshard_after_forward=training.reshard_after_forward,
-        num_exchanges=2 if config.activation_checkpoint.mode == "none" else 3,
     )
     traces = model.traces(config)
     instants = timeline(
@@ -318,28 +308,11 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
         batch_bytes=model.batch_bytes(training.batch_size),
         workspace=0 if device is None else device.workspace_mib * 2**20,
     )
-    activations = sum(trace.forward.left(training.batch_size) for trace in traces)
-    time = None
-    if device is not None and not layout.cpu_offload:
-        speed = Speed.of(
-            device,
-            is_float32=training.mixed_precision_param == "float32",
-            tf32=training.float32_matmul_precision != "highest",
-            float8=config.float8.enable_float8_linear and device.has_float8,
-            compiled=training.compile,
-        )
-        time = step_time(model.parameters, traces, layout, speed, batch_size=training.batch_size)
     return Plan(
+        config=config,
         device=device,
         num_devices=num_devices,
-        mode=_mode(dims),
-        replicate=dims.replicate,
-        shard=dims.shard,
-        context=dims.context,
-        checkpointing=_checkpointing(config),
-        compiled=training.compile,
-        batch_size=training.batch_size,
-        num_micro_batches=layout.num_micro_batches,
+        dims=dims,
         model=model,
         state=model_state(
             model.parameters,
@@ -349,30 +322,14 @@ def _plan(config: Config, device: Device | None, kernels: Kernels, num_devices: 
             optimizer=layout.optimizer,
         ),
         peak=max(instants, key=lambda instant: instant.total),
-        activations=activations,
-        time=time,
-        optimizer_flops=optimizer_flops(config.optimizer, model.parameters.trained_shapes),
+        activations=sum(trace.forward.left(training.batch_size) for trace in traces),
     )
-
-
-def _mode(dims: ParallelDims) -> str:
-    if dims.world_size == 1:
-        return "one process"
-    if dims.num_shards == 1:
-        return "DDP"
-    return "FSDP" if dims.replicate == 1 else "HSDP"
 
 
 def _ema(config: Config) -> Literal["none", "all", "trained"]:
     if not config.ema.enable and not config.ema.post_hoc_widths:
         return "none"
     return "trained" if config.lora.rank else "all"
-
-
-def _checkpointing(config: Config) -> str:
-    checkpointing = config.activation_checkpoint
-    option = {"selective": f" {checkpointing.selective_ac_option}", "fraction": f" {checkpointing.fraction:g}"}
-    return f"{checkpointing.mode}{option.get(checkpointing.mode, '')}"
 
 
 class TracedModel:
@@ -409,13 +366,6 @@ class TracedModel:
         """Bytes of samples and noise in float32, and of the condition. Other inputs are negligible."""
         condition = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.spec.conditioning.tensors.values())
         return batch_size * (2 * 4 * math.prod(self.spec.sample_shape) + condition + 16)
-
-    def exchanged_bytes(self, context: int) -> float:
-        """Bytes of q, k, v and the output of attention for a rank's tokens of one image; 0 without a split."""
-        if context == 1:
-            return 0.0
-        tokens = self.spec.num_tokens + self.spec.config.num_context_tokens
-        return 4 * self.dtype.itemsize * self.spec.config.width * math.ceil(tokens / context)
 
     def traces(self, config: Config) -> list[StepTrace]:
         """The trace of each block, with the checkpointing that apply_activation_checkpoint chooses for it."""

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Traces one training step on the meta device: the memory it keeps and allocates, its traffic and its FLOPs.
+"""Traces one training step on the meta device: the memory it keeps and allocates.
 
 Notable:
 - the trace runs the real forward of the model, the real loss of the objective, activation checkpointing as in training
@@ -54,15 +54,6 @@ class Segment:
     """(n, 2) bytes alive above the start of the segment, right after each operator."""
     net: np.ndarray
     """(2,) bytes that remain at the end of the segment; negative if it frees more than it allocates."""
-    flops: np.ndarray
-    """(n, 2) FLOPs of each operator; products and attention only."""
-    traffic: np.ndarray
-    """(n, 2) bytes each operator reads and writes; 0 for views."""
-    fused_traffic: np.ndarray
-    """(n, 2) the same if a compiler fuses the operators between two products into one kernel. The first of them has the
-    value of the kernel."""
-    is_product: np.ndarray
-    """(n,) bool: whether the operator is a matrix product or attention."""
 
     def peak(self, batch_size: int) -> float:
         """Highest bytes above the start, at least 0."""
@@ -346,59 +337,16 @@ class FusedRMSNorm(torch.autograd.Function):
 
 def _segment(recorders: list[StepRecorder], start: str, end: str) -> Segment:
     """The segment between two marks, with numbers as (fixed, per image) from two batch sizes."""
-    spans, nets = [], []
+    live, net = [], []
     for recorder in recorders:
         (first, live_at_start), (stop, live_at_end) = recorder.marks[start], recorder.marks[end]
-        rows = slice(first, stop)
-        spans.append(
-            {
-                "live": np.array(recorder.live_after[rows], dtype=np.float64) - live_at_start,
-                "flops": np.array(recorder.flops[rows], dtype=np.float64),
-                "traffic": np.array([_unfused(recorder, i) for i in range(first, stop)], dtype=np.float64),
-                "fused_traffic": _fused(recorder, first, stop),
-            }
-        )
-        nets.append(live_at_end - live_at_start)
-        is_product = np.array(recorder.is_product[rows], dtype=bool)
-    assert len(spans[0]["live"]) == len(spans[1]["live"]), "the operators of a step do not depend on the batch"
-    fitted = {key: _affine(spans[0][key], spans[1][key]) for key in spans[0]}
-    return Segment(net=_affine(np.float64(nets[0]), np.float64(nets[1])), is_product=is_product, **fitted)
+        live.append(np.array(recorder.live_after[first:stop], dtype=np.float64) - live_at_start)
+        net.append(np.float64(live_at_end - live_at_start))
+    assert len(live[0]) == len(live[1]), "the operators of a step do not depend on the batch"
+    return Segment(live=_affine(*live), net=_affine(*net))
 
 
 def _affine(small: Any, large: Any) -> np.ndarray:
     """(..., 2): fixed and per-image part, from values at the two batch sizes."""
     per_image = (large - small) / (_BATCHES[1] - _BATCHES[0])
     return np.stack([small - _BATCHES[0] * per_image, per_image], axis=-1)
-
-
-def _unfused(recorder: StepRecorder, i: int) -> int:
-    return sum(recorder.reads[i].values()) + sum(recorder.writes[i].values())
-
-
-def _fused(recorder: StepRecorder, first: int, stop: int) -> np.ndarray:
-    """(n,) bytes per operator if the operators between two products are fused into one kernel.
-
-    The kernel reads each earlier tensor once, and writes the tensors that are read later or stay alive.
-    """
-    last_read: dict[int, int] = {}
-    for i, reads in enumerate(recorder.reads):
-        last_read.update(dict.fromkeys(reads, i))
-    stays = recorder.alive()
-    traffic = np.zeros(stop - first)
-    i = first
-    while i < stop:
-        end = i + 1
-        while not recorder.is_product[i] and end < stop and not recorder.is_product[end]:
-            end += 1
-        if recorder.is_product[i]:
-            traffic[i - first] = _unfused(recorder, i)
-        else:
-            made: dict[int, int] = {}
-            read: dict[int, int] = {}
-            for j in range(i, end):
-                read.update({token: size for token, size in recorder.reads[j].items() if token not in made})
-                made.update(recorder.writes[j])
-            kept = {token: size for token, size in made.items() if last_read.get(token, -1) >= end or token in stays}
-            traffic[i - first] = sum(read.values()) + sum(kept.values())
-        i = end
-    return traffic
