@@ -66,7 +66,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help=f"what to compute, any of {', '.join(METRICS)} (default: {' and '.join(DEFAULT_METRICS)}, if possible)",
     )
     samples = parser.add_mutually_exclusive_group()
-    samples.add_argument("--num_samples", type=count, help=f"samples of each seed (default: {NUM_SAMPLES})")
+    samples.add_argument(
+        "--num_samples", type=count, help=f"samples of each seed (default: {NUM_SAMPLES}, or fewer for a small dataset)"
+    )
     samples.add_argument("--samples_per_class", type=count, help="samples of each class; sets --class_balance balanced")
     parser.add_argument("--seed", type=int, default=1, help="seed of the noise (default: 1)")
     parser.add_argument("--seeds", type=count, default=1, help="number of seeds, from --seed on (default: 1)")

@@ -214,14 +214,8 @@ class Sampler:
     def evaluations_per_sample(self) -> int:
         """Forward passes of the model for one sample. A step with guidance counts two, for it doubles the batch.
 
-        If guidance applies to a part of the timesteps only, the sampler runs once without a model to count them.
+        The sampler runs once without a model to count them.
         """
-        passes = self.objective.num_evaluations(self.sampling)
-        low, high = self._guidance_interval()
-        if isinstance(self.spec.conditioning, Unconditional) or self.sampling.guidance_scale == 1:
-            return passes
-        if (low, high) == (0, 1):
-            return 2 * passes
         timesteps: list[float] = []
 
         def predict(x: Tensor, t: float) -> Tensor:
@@ -230,6 +224,9 @@ class Sampler:
 
         noise = torch.zeros(1, *self.spec.sample_shape)
         sampler_with_noise(self.objective, lambda step: noise)(predict, noise, sampling=self.sampling)
+        if isinstance(self.spec.conditioning, Unconditional) or self.sampling.guidance_scale == 1:
+            return len(timesteps)
+        low, high = self._guidance_interval()
         return len(timesteps) + sum(low <= t <= high for t in timesteps)
 
     def _guidance_interval(self) -> tuple[float, float]:
