@@ -326,7 +326,7 @@ def test_no_wrong_byte_of_a_part_goes_unnoticed(tmp_path: Path) -> None:
         if found is not None:
             assert torch.equal(found, images)
     parts.write(numbers, torch.zeros(2, 1, 64, 64, dtype=torch.uint8))
-    path.write_bytes(path.read_bytes().replace(b"(2, 1, 64, 64)", b"(1, 1, 64, 64)"))  # numpy would stop half way
+    path.write_bytes(path.read_bytes().replace(b"(2, 1, 64, 64)", b"(2, 1, 64, 32)"))  # numpy would stop half way
     assert parts.read(numbers) is None
     parts.write(numbers, images)
     path.rename(parts._path(range(6, 9)))
@@ -438,7 +438,8 @@ def test_samples_of_other_evaluations_never_mix(trained: TrainedModel, tmp_path:
     others = plan_samples(10, num_classes=NUM_CLASSES, class_balance="random", class_counts=None, seed=6)
     different = [parts_in(tmp_path, step=8), parts_in(tmp_path, rounding="down"), parts_in(tmp_path, seed=6)]
     different += [parts_in(tmp_path, fewer), parts_in(tmp_path, others)]
-    assert len({one.folder for one in different} - {parts.folder}) == 5
+    different += [parts_in(tmp_path, SamplePlan(list(range(length)))) for length in (10, 11)]  # without classes
+    assert len({one.folder for one in different} - {parts.folder}) == 7
     assert all(one.open() == [] for one in different)
 
 
@@ -460,7 +461,9 @@ def test_samples_without_classes_are_kept_too(trained: TrainedModel, tmp_path: P
     assert torch.equal(drawn, kept)
 
 
-def test_ranks_draw_the_bytes_of_one_process(images: Tensor, tmp_path: Path, run_distributed: RunDistributed) -> None:
+def test_ranks_draw_the_bytes_of_one_process(
+    trained: TrainedModel, images: Tensor, tmp_path: Path, run_distributed: RunDistributed
+) -> None:
     """10 samples in batches of 4: on 2 and 4 ranks, whole models and one sharded by FSDP, and parts of 4 ranks on 2."""
     result = run_distributed(["tests/evaluation/test_drawing.py", "ranks", tmp_path], 4)
     assert result.returncode == 0, result.stderr
@@ -471,6 +474,8 @@ def test_ranks_draw_the_bytes_of_one_process(images: Tensor, tmp_path: Path, run
         calls = [result["calls"] for result in results]
         expected = {"4": 2, "2": 4, "2_fsdp": 4, "2_continues": 2, "2_reads": 0}[case]
         assert calls == [expected] * num_ranks, case
+    grids = [torch.load(tmp_path / f"grid_{rank}.pt") for rank in range(2)]
+    assert torch.equal(grids[0], grids[1]) and torch.equal(grids[0], draw_grid(trained))
     refusals = [(tmp_path / f"refused_{rank}.txt").read_text() for rank in range(2)]
     assert refusals[0] == refusals[1]
     assert "cannot be written" in refusals[0]
@@ -480,6 +485,12 @@ def environment() -> dict[str, str]:
     repository = Path(__file__).resolve().parents[2]
     folders = os.pathsep.join([str(repository), str(repository / "tests"), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": folders.rstrip(os.pathsep)}
+
+
+def draw_grid(trained: TrainedModel) -> Tensor:
+    """12 samples in 3 rows, (3, 4, 1, 8, 8)."""
+    rows = SampleRows.of_classes([0, 1, 2], class_names=["a", "b", "c"])
+    return trained.sampler.draw_rows(trained.model, rows, samples_per_row=4, seed=5, batch_size=BATCH_SIZE)
 
 
 def draw_on_this_rank(folder: Path, case: str, trained: TrainedModel, parts: SampleParts | None) -> None:
@@ -502,6 +513,7 @@ def draw_on_ranks(folder: Path) -> None:
     mesh = dist.init_device_mesh("cpu", (2,))
     parallelize(sharded.model, blocks=sharded.spec.blocks(sharded.model), mesh=mesh, param_dtype=torch.float32)
     draw_on_this_rank(folder, "2_fsdp", sharded, None)
+    torch.save(draw_grid(sharded), folder / f"grid_{rank}.pt")
     draw_on_this_rank(folder, "2_reads", sharded, parts)
     if rank == 0:
         parts._path(range(8, 10)).unlink()
