@@ -268,25 +268,23 @@ class Subject:
                 yield Pictures(images, None, numbers, "generated")
 
     def _settings(self) -> dict[str, Any]:
-        """All that determines the samples but their seed, as older versions stored it."""
-        from torchditan.config.trajectory import stored_sampling
+        """All that determines the samples but their seed."""
         from torchditan.evaluation.card import sampling_settings
 
         args, trained = self.args, self.trained
         assert trained is not None
-        sampling, stored = sampling_settings(trained.config.sampling), stored_sampling(trained.config.sampling)
         return {
             "run_id": trained.run_id,
             "step": trained.step,
             "weights": trained.weights,
-            "sampling": {name: value for name, value in sampling.items() if name in stored},
+            "sampling": sampling_settings(trained.config.sampling),
             "autoencoder": asdict(trained.config.autoencoder),
             "model": trained.config.model.path,
             "num_samples": self.num_images,
-            "class_balance": args.class_balance if trained.num_classes else None,
+            "class_balance": args.class_balance if self.num_classes else None,
             "rounding": args.rounding,
             "device": self.rank.device.type,
-            **({"float32_matmul_precision": low} if (low := args.float32_matmul_precision) != "highest" else {}),
+            "float32_matmul_precision": args.float32_matmul_precision,
         }
 
     def _default_folder(self) -> Path:

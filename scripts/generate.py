@@ -135,7 +135,7 @@ def main() -> None:
     samples = trained.generate_rows(rows, samples_per_row=per_row, seed=args.seed, batch_size=args.batch_size)
     seconds = time.perf_counter() - start
     start = time.perf_counter()
-    with report_progress("decoding samples"):
+    with report_progress(f"decoding {len(rows.names) * per_row} samples"):
         pictures = stills(to_pixels(samples))
     decoding_seconds = time.perf_counter() - start
 
