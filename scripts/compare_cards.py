@@ -29,7 +29,7 @@ def main() -> None:
         check_output("--out", args.out)
 
     from torchditan.evaluation.card import CARD_FILE, read_card
-    from torchditan.evaluation.card_comparison import comparison
+    from torchditan.evaluation.card_tables import comparison
     from torchditan.run.atomic_files import write_file
 
     files = [path / CARD_FILE if path.is_dir() else path for path in args.cards]

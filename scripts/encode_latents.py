@@ -17,7 +17,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,62 +64,31 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     return arguments, override(Config(), flags, sections=("dataset", "autoencoder"))
 
 
-class Progress:
-    """Images done, images/s and the time left: a bar on a terminal, a line every few seconds in a log."""
-
-    LINE_EVERY_S = 5.0
-
-    def __init__(self, name: str, *, total: int, done: int, rank: Rank) -> None:
-        from torchditan.run.metrics import Console
-
-        self.name, self.total, self.done, self.rank = name, total, done, rank
-        self.console = Console(sys.stdout, color=False)
-        self.encoded = 0  # by this rank, in this run
-        self.start = self.reported = time.perf_counter()
-
-    def count(self, num_images: int) -> None:
-        self.encoded += num_images
-        now = time.perf_counter()
-        # Ranks do not communicate, so the others are assumed to be as fast as this one.
-        done = min(self.total, self.done + self.encoded * self.rank.world_size)
-        rate = self.encoded * self.rank.world_size / (now - self.start)
-        eta = str(timedelta(seconds=round((self.total - done) / rate)))
-        if self.rank.rank != 0:
-            return
-        if self.console.is_terminal:
-            self.console.progress(done, self.total, f"{eta}  {rate:,.1f} images/s", unit="image")
-        elif now - self.reported >= self.LINE_EVERY_S:
-            self.reported = now
-            self.console.line(f"{self.name}: {done:,}/{self.total:,} images  {rate:,.1f} images/s  ETA {eta}")
-
-    def close(self) -> None:
-        self.console.close()
-
-    def line(self, text: str) -> None:
-        self.console.line(text)
-
-
 def run_split(writer: LatentWriter, work: Callable[..., LatentIndex | None], *, rank: Rank) -> None:
     """Do this rank's part of a folder with `work(report=...)`, and print the outcome."""
     from torchditan.config.errors import ConfigError
+    from torchditan.run.progress import report_progress
 
     writer.open()
-    name, total = str(writer.folder), writer.encoding.num_source_images
-    missing = len(writer.missing()) * writer.encoding.shard_size
-    progress = Progress(name, total=total, done=max(0, total - missing), rank=rank)
+    missing = min(len(writer.missing()) * writer.encoding.shard_size, writer.encoding.num_source_images)
+    encoded, start = 0, time.perf_counter()  # by this rank, in this run
+
+    def count(num_images: int) -> None:
+        nonlocal encoded
+        encoded += num_images
+        advance(num_images * rank.world_size)  # ranks do not communicate: the others are assumed to be as fast
+
     try:
-        index = work(report=progress.count)
+        with report_progress(f"encoding {writer.folder}", total=missing, unit="images") as advance:
+            index = work(report=count)
     except ConfigError as error:
         if rank.rank != 0:  # rank 0 does not see errors of a single other rank, such as a full disk
             print(f"error: rank {rank.rank}: {error}", file=sys.stderr, flush=True)
         raise
-    finally:
-        progress.close()
-    seconds = time.perf_counter() - progress.start
     if index is not None:
-        progress.line(summary(writer.folder, index, encoded=progress.encoded, seconds=seconds))
+        print(summary(writer.folder, index, encoded=encoded, seconds=time.perf_counter() - start))
     elif rank.rank == 0:
-        progress.line(f"{name}: this rank is done; the last rank writes the index")
+        print(f"{writer.folder}: this rank is done; the last rank writes the index")
 
 
 def summary(folder: Path, index: LatentIndex, *, encoded: int, seconds: float) -> str:

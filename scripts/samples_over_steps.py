@@ -30,7 +30,7 @@ def read_grids(run: Path) -> tuple[dict[int, Tensor], list[str]]:
         ConfigError: the run has no grid, an older version drew its grids, or a grid is damaged.
     """
     from torchditan.config.errors import ConfigError
-    from torchditan.evaluation.steps_picture import read_cells
+    from torchditan.evaluation.grid_picture import read_cells
     from torchditan.run.reading import check_folder
 
     check_folder(run, mark="config.json", what="a run directory")
@@ -76,7 +76,7 @@ def main() -> None:
     if args.out is not None:
         check_output("--out", out / "steps.png")
 
-    from torchditan.evaluation.steps_picture import save_animation, save_strip
+    from torchditan.evaluation.grid_picture import save_animation, save_strip
 
     grids, labels = read_grids(args.run)
     rows = choose_rows(args.classes, labels=labels)

@@ -139,10 +139,12 @@ def points_of(label: str, config: Config, args: argparse.Namespace) -> list[Poin
     Raises:
         ConfigError: a value is wrong, or the run cannot have it.
     """
+    import torch
+
     from torchditan.config.errors import ConfigError, option_error
     from torchditan.config.loader import override
     from torchditan.diffusion.objectives import build_objective
-    from torchditan.evaluation.card_origin import evaluations_per_sample
+    from torchditan.evaluation.sampler import Sampler
     from torchditan.evaluation.sweep import WHOLE_INTERVAL, grid_points
     from torchditan.weights.trained_model import stored_spec
 
@@ -177,7 +179,7 @@ def points_of(label: str, config: Config, args: argparse.Namespace) -> list[Poin
     counted = []
     for point in points:
         sampling = replace(config.sampling, **point.sampling)
-        number = evaluations_per_sample(objective, spec, sampling)
+        number = Sampler(spec, objective, sampling, torch.device("cpu")).evaluations_per_sample()
         counted.append(replace(point, model_evaluations=number))
     return counted
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(FOLDER.parent))  # a clone that is not installed works to
 from data.earth import BLOCK, Crop, Earth
 from torchditan.config.command_line import ScriptParser
 from torchditan.config.errors import ConfigError
-from torchditan.evaluation.extractors import open_effnet
+from torchditan.evaluation.efficientnet_lite import open_effnet
 from torchditan.evaluation.metric import Evaluation
 from torchditan.evaluation.neighbours import nearest_distances, share_closer, share_very_close
 from torchditan.run.progress import report_progress

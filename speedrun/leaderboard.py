@@ -32,7 +32,7 @@ from ladder import Result, climb, is_copying, lower_bound, pair, read_result, re
 
 from torchditan.config.command_line import ScriptParser
 from torchditan.config.errors import ConfigError
-from torchditan.evaluation.card_figures import spread_of
+from torchditan.evaluation.card import spread_of
 from torchditan.run.atomic_files import atomic_writer, write_file
 
 FOLDER = Path(__file__).resolve().parent

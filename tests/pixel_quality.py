@@ -22,15 +22,16 @@ class PixelNetwork:
 
     calls: list[int] = field(default_factory=list)
     """Pictures of each call."""
+    num_features: int = NUM_FEATURES
 
     def __call__(self, images: Tensor) -> Features:
         self.calls.append(len(images))
         generator = torch.Generator().manual_seed(0)
         x = images.float().flatten(1) / 128 - 1
-        weights = torch.randn(x.shape[1], NUM_FEATURES + 8 + 5, generator=generator) / x.shape[1] ** 0.5
+        weights = torch.randn(x.shape[1], self.num_features + 8 + 5, generator=generator) / x.shape[1] ** 0.5
         # Row by row: a product of all rows may round otherwise for another number of rows.
         values = torch.stack([(row[:, None] * weights).sum(0) for row in x]).tanh()
-        return Features(values[:, :NUM_FEATURES], values[:, NUM_FEATURES:-5], values[:, -5:] * 4)
+        return Features(values[:, : self.num_features], values[:, self.num_features : -5], values[:, -5:] * 4)
 
 
 class PixelQuality(Quality):
@@ -39,6 +40,14 @@ class PixelQuality(Quality):
     def open_extractor(self, evaluation: Evaluation) -> Extractor:
         self.network = PixelNetwork()
         return Extractor("Pixels", "0" * 64, NUM_FEATURES, self.network, torch.device(evaluation.device))
+
+
+class WidePixelQuality(PixelQuality):
+    """As many features as EfficientNet-Lite0."""
+
+    def open_extractor(self, evaluation: Evaluation) -> Extractor:
+        self.network = PixelNetwork(num_features=1280)
+        return Extractor("Pixels", "1" * 64, 1280, self.network, torch.device(evaluation.device))
 
 
 def random_images(count: int, *, seed: int, size: int = 8, channels: int = 3) -> Tensor:

@@ -20,8 +20,8 @@ from torch import nn
 from torchditan.checkpoint.run_checkpoints import RunCheckpoints
 from torchditan.diffusion.objectives import uniform_objective, validation_objective
 from torchditan.distributed.process_group import max_over_ranks, sum_over_ranks
-from torchditan.evaluation.generate import generate
 from torchditan.evaluation.sample_grids import Grids
+from torchditan.evaluation.sampler import Sampler
 from torchditan.evaluation.validation import validation_losses
 from torchditan.job.prepare import Job
 from torchditan.optim.divergence import DivergenceGuard
@@ -69,6 +69,7 @@ class PeriodicTasks:
         self.model = model
         self.ema = ema
         self.teacher = teacher
+        self.sampler = Sampler(job.spec, job.objective, job.config.sampling, job.device)
         self.guard = guard
         self.scaler = scaler
         self.logger = logger
@@ -196,7 +197,7 @@ class PeriodicTasks:
         averaged = self.ema.swapped_in() if self.ema is not None and self.config.sampling.use_ema else nullcontext()
         previous, group = self.supervision.timeout_seconds, self.checkpoints.manager.group
         self.supervision.set_timeout(max(previous, timeout_seconds), but=group)
-        with self.logger.timer.excluded(task), averaged, self.job.spec.sampling(self.model):
+        with self.logger.timer.excluded(task), averaged:
             yield
             dist.barrier()
         self.supervision.set_timeout(previous, but=group)
@@ -205,7 +206,7 @@ class PeriodicTasks:
         """Measure samples of the model with `evaluation.metrics`, and add the figures to the record of this step."""
         assert self.job.evaluation is not None
         with self._sampling_model("evaluation", timeout_seconds=_EVALUATION_TIMEOUT_S):
-            found = self.job.evaluation(self.model, objective=self.job.objective, say=self.logger.message)
+            found = self.job.evaluation(self.model, self.sampler, say=self.logger.message)
         self.logger.add_evaluation(self.progress.step, found)
 
     def sample(self) -> None:
@@ -223,18 +224,13 @@ class PeriodicTasks:
 
     def draw(self) -> torch.Tensor:
         """Samples for the rows of the grid, drawn with the model."""
-        job, config = self.job, self.config
-        return generate(
+        config = self.config
+        return self.sampler.draw_rows(
             self.model,
-            rows=self.grids.rows,
+            self.grids.rows,
             samples_per_row=config.sampling.images_per_class,
-            sample_shape=job.space.sample_shape,
-            conditioning=job.spec.conditioning,
-            objective=job.objective,
-            sampling=config.sampling,
             seed=config.training.seed,
             batch_size=config.metrics.sample_batch_size,
-            device=job.device,
             say=self.logger.message,
         )
 

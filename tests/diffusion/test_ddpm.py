@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torchditan.config.options import Sampling
 from torchditan.diffusion.ddpm import DDPM, discretized_log_likelihood, gaussian_kl
 from torchditan.diffusion.noise_schedules import betas, levels_at, levels_of, spaced_levels
 from torchditan.diffusion.samplers import guided_prediction
-from torchditan.evaluation.generate import draw_batch
+from torchditan.evaluation.sampler import SamplePlan, Sampler
 from torchditan.models import ClassLabels, Unconditional
 from torchditan.randomness import Randomness
 
@@ -439,18 +440,11 @@ def test_guidance_leaves_the_learned_variance_alone() -> None:
 
 
 def drawn(model: nn.Module, sampling: Sampling, noise_numbers: list[int], *, learn_sigma: bool = False) -> torch.Tensor:
-    return draw_batch(
-        model,
-        noise_numbers=noise_numbers,
-        tensors={"class_label": torch.zeros(len(noise_numbers), dtype=torch.int64)},
-        sample_shape=(1, 4, 4),
-        conditioning=ClassLabels(10),
-        objective=ddpm(learn_sigma=learn_sigma),
-        sampling=sampling,
-        seed=7,
-        device=torch.device("cpu"),
-        advance=lambda number: None,
-    )
+    spec: Any = SimpleNamespace(conditioning=ClassLabels(10), sample_shape=(1, 4, 4))
+    sampler = Sampler(spec, ddpm(learn_sigma=learn_sigma), sampling, torch.device("cpu"))
+    rows = torch.zeros(len(noise_numbers), dtype=torch.int64)
+    plan = SamplePlan(noise_numbers, {"class_label": torch.zeros(1, dtype=torch.int64)}, rows)
+    return sampler.draw_batch(model, plan, range(len(plan)), seed=7, advance=lambda number: None)
 
 
 class Waves(nn.Module):
@@ -484,18 +478,9 @@ def test_the_noise_of_the_steps_differs_from_step_to_step() -> None:
             seen.extend([noise, step_noise(0), step_noise(1), step_noise(0)])
             return noise
 
-    draw_batch(
-        nn.Identity(),
-        noise_numbers=[3],
-        tensors={},
-        sample_shape=(1, 64, 64),
-        conditioning=Unconditional(),
-        objective=Recording(**vars(ddpm())),
-        sampling=Sampling(),
-        seed=0,
-        device=torch.device("cpu"),
-        advance=lambda number: None,
-    )
+    spec: Any = SimpleNamespace(conditioning=Unconditional(), sample_shape=(1, 64, 64))
+    sampler = Sampler(spec, Recording(**vars(ddpm())), Sampling(), torch.device("cpu"))
+    sampler.draw_batch(nn.Identity(), SamplePlan([3]), [0], seed=0, advance=lambda number: None)
     start, first, second, again = seen
     assert torch.equal(first, again)
     assert all((a * b).mean().abs() < 0.05 for a, b in itertools.combinations((start, first, second), 2))

@@ -24,11 +24,11 @@ from refusals import refused
 from torch import Tensor, nn
 
 from torchditan.config import options
-from torchditan.diffusion.objectives import build_objective
 from torchditan.distributed.parallelize import parallelize
-from torchditan.evaluation.drawing import SamplePlan, draw_samples, plan_samples
+from torchditan.evaluation.drawing import draw_pictures, plan_samples
 from torchditan.evaluation.metric import Pictures
-from torchditan.evaluation.sample_parts import IDENTITY_FILE, SampleParts
+from torchditan.evaluation.sample_parts import SampleParts
+from torchditan.evaluation.sampler import SamplePlan, SampleRows
 from torchditan.models import build_model_spec
 from torchditan.supervision.exit_status import verdict_of
 from torchditan.weights.trained_model import TrainedModel
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 NUM_CLASSES = 3
-IDENTITY = {"run": "outputs/a run", "step": 7, "seed": 5, "guidance_interval": (0.0, 1.0)}
+SETTINGS = {"run": "outputs/a run", "step": 7, "guidance_interval": (0.0, 1.0)}
 PLAN = plan_samples(10, num_classes=NUM_CLASSES, class_balance="data", class_counts=[5, 3, 1], seed=5)
 BATCH_SIZE = 4
 
@@ -87,20 +87,19 @@ def draw(
     batch_size: int = BATCH_SIZE,
     model: nn.Module | None = None,
 ) -> Iterator[Pictures]:
-    return draw_samples(
+    return draw_pictures(
+        trained.sampler,
         model or trained.model,
         plan,
         seed=5,
         batch_size=batch_size,
-        rounding="nearest",
-        parts=parts,
         to_pixels=trained.to_pixels,
-        sample_shape=trained.sample_shape,
-        conditioning=trained.spec.conditioning,
-        objective=build_objective(trained.config.diffusion, trained.spec),
-        sampling=trained.config.sampling,
-        device=CPU,
+        parts=parts,
     )
+
+
+def parts_in(folder: Path, plan: SamplePlan = PLAN, *, seed: int = 5, **settings: Any) -> SampleParts:
+    return SampleParts(folder / "parts", plan, seed=seed, settings={**SETTINGS, **settings})
 
 
 def in_order(batches: Sequence[Pictures], plan: SamplePlan = PLAN) -> Tensor:
@@ -199,9 +198,16 @@ def test_samples_are_those_of_generate(trained: TrainedModel, images: Tensor) ->
 
 
 def test_samples_are_those_of_generate_to_the_byte_in_equal_batches(trained: TrainedModel) -> None:
-    labels = torch.tensor([0, 0, 1, 1, 2, 2])
-    plan = SamplePlan(labels, [int(label) * 2**32 + place % 2 for place, label in enumerate(labels)])
-    (pictures,) = trained.draw_samples(plan, seed=5, batch_size=6, rounding="down", parts=None)
+    rows = SampleRows.of_classes([0, 1, 2], class_names=trained.class_names)
+    (pictures,) = draw_pictures(
+        trained.sampler,
+        trained.model,
+        rows.plan(2),
+        seed=5,
+        batch_size=6,
+        to_pixels=trained.to_pixels,
+        rounding="down",
+    )
     generated = trained.generate([0, 1, 2], samples_per_label=2, seed=5, batch_size=6).flatten(0, 1)
     expected = ((generated + 1) * 127.5).clamp(0, 255).to(torch.uint8)  # ADM's image_sample.py
     assert torch.equal(pictures.images, expected)
@@ -210,9 +216,8 @@ def test_samples_are_those_of_generate_to_the_byte_in_equal_batches(trained: Tra
 def test_latents_are_decoded_batch_by_batch() -> None:
     haar = options.Autoencoder(name="haar", downsampling=2, shift=[0.0] * 4, scale=[1.0] * 4)
     trained = trained_model(channels=4, autoencoder=haar)
-    batches = list(trained.draw_samples(PLAN, seed=5, batch_size=4, rounding="nearest", parts=None))
+    batches = list(draw(trained))
     assert [pictures.images.shape for pictures in batches] == [(4, 1, 16, 16), (4, 1, 16, 16), (2, 1, 16, 16)]
-    assert torch.equal(in_order(batches), in_order(list(draw(trained))))
     assert in_order(batches).float().std() > 20
 
 
@@ -227,17 +232,17 @@ def interrupted(trained: TrainedModel, parts: SampleParts, error: BaseException,
 
 
 def part_names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != IDENTITY_FILE)
+    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()])
 def test_an_interrupted_drawing_continues(
     error: BaseException, trained: TrainedModel, images: Tensor, tmp_path: Path
 ) -> None:
-    parts = SampleParts(tmp_path, IDENTITY)
+    parts = parts_in(tmp_path)
     interrupted(trained, parts, error, at=5)
     assert verdict_of(error).exit_code == (75 if isinstance(error, KeyboardInterrupt) else 3)
-    assert part_names(tmp_path) == ["00000000-00000003.npz", "00000004-00000007.npz"]
+    assert part_names(parts.folder) == ["00000000-00000003.npz", "00000004-00000007.npz"]
     model = Stopped(trained.model)
     assert torch.equal(in_order(list(draw(trained, parts, model=model))), images)
     assert model.calls == 2  # one batch
@@ -249,7 +254,7 @@ def test_an_interrupted_drawing_continues(
 def test_another_batch_size_continues_with_the_missing_samples(
     trained: TrainedModel, images: Tensor, tmp_path: Path
 ) -> None:
-    parts = SampleParts(tmp_path / "parts", IDENTITY)
+    parts = parts_in(tmp_path)
     interrupted(trained, parts, MemoryError(), at=5)
     parts._path(range(4)).unlink()
     batches = list(draw(trained, parts, batch_size=6))
@@ -262,27 +267,27 @@ def test_another_batch_size_continues_with_the_missing_samples(
     names = ["00000000-00000003.npz", "00000004-00000007.npz", "00000008-00000008.npz", "00000009-00000009.npz"]
     assert part_names(parts.folder) == names
 
-    parts.write_npz(tmp_path / "samples.npz", num_samples=10)
+    parts.write_npz(tmp_path / "samples.npz")
     with np.load(tmp_path / "samples.npz") as arrays:
         assert arrays.files == ["arr_0"]
         assert np.array_equal(arrays["arr_0"], found.byte().expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy())
 
 
 def test_a_batch_around_a_finished_one_becomes_two_parts(trained: TrainedModel, tmp_path: Path) -> None:
-    parts = SampleParts(tmp_path, IDENTITY)
+    parts = parts_in(tmp_path)
     in_order(list(draw(trained, parts, batch_size=2)))
     parts._path(range(2)).unlink()
     parts._path(range(4, 6)).unlink()
     batches = list(draw(trained, parts, batch_size=10))
     assert batches[-1].numbers.tolist() == [0, 1, 4, 5]
     in_order(batches)
-    assert len(part_names(tmp_path)) == 5
+    assert len(part_names(parts.folder)) == 5
 
 
 def test_a_damaged_part_is_drawn_again(
     trained: TrainedModel, images: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parts = SampleParts(tmp_path, IDENTITY)
+    parts = parts_in(tmp_path)
     list(draw(trained, parts))
     path = parts._path(range(4, 8))
     whole = path.read_bytes()
@@ -291,7 +296,7 @@ def test_a_damaged_part_is_drawn_again(
     for damage in (whole[:-1], whole[: len(whole) // 2], b"", bytes(changed)):
         path.write_bytes(damage)
         with pytest.raises(ValueError, match="was damaged"):
-            parts.write_npz(tmp_path / "samples.npz", num_samples=10)
+            parts.write_npz(tmp_path / "samples.npz")
         path.write_bytes(damage)
         model = Stopped(trained.model)
         assert torch.equal(in_order(list(draw(trained, parts, model=model))), images)
@@ -308,9 +313,9 @@ def test_a_damaged_part_is_drawn_again(
 
 
 def test_no_wrong_byte_of_a_part_goes_unnoticed(tmp_path: Path) -> None:
-    parts = SampleParts(tmp_path, IDENTITY)
-    images, labels, numbers = torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), torch.tensor([1, 2]), range(6, 8)
-    parts.write(numbers, images, labels)
+    parts = parts_in(tmp_path)
+    images, numbers = torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), range(6, 8)
+    parts.write(numbers, images)
     path = parts._path(numbers)
     whole = path.read_bytes()
     wrong = [bytes([*whole[:place], whole[place] ^ 1 << place % 8, *whole[place + 1 :]]) for place in range(len(whole))]
@@ -319,17 +324,19 @@ def test_no_wrong_byte_of_a_part_goes_unnoticed(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         found = parts.read(numbers)  # some bytes, such as the time of a file in the archive, mean nothing
         if found is not None:
-            assert torch.equal(found[0], images)
-            assert found[1] is not None and torch.equal(found[1], labels)
-    parts.write(numbers, torch.zeros(2, 1, 64, 64, dtype=torch.uint8), labels)
-    path.write_bytes(path.read_bytes().replace(b"(2, 1, 64, 64)", b"(1, 1, 64, 64)"))  # numpy would stop half way
+            assert torch.equal(found, images)
+    parts.write(numbers, torch.zeros(2, 1, 64, 64, dtype=torch.uint8))
+    path.write_bytes(path.read_bytes().replace(b"(2, 1, 64, 64)", b"(2, 1, 64, 32)"))  # numpy would stop half way
     assert parts.read(numbers) is None
+    parts.write(numbers, images)
+    path.rename(parts._path(range(6, 9)))
+    assert parts.read(range(6, 9)) is None, "fewer images than the name says"
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE])
 def test_a_part_that_cannot_be_read_is_kept(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = SampleParts(tmp_path, IDENTITY)
-    parts.write(range(2), torch.ones(2, 1, 2, 2, dtype=torch.uint8), None)
+    parts = parts_in(tmp_path)
+    parts.write(range(2), torch.ones(2, 1, 2, 2, dtype=torch.uint8))
 
     def fail(*args: Any, **options: Any) -> None:
         raise OSError(number, os.strerror(number))
@@ -339,47 +346,38 @@ def test_a_part_that_cannot_be_read_is_kept(number: int, tmp_path: Path, monkeyp
         with refused(f"{parts._path(range(2))} cannot be read: {os.strerror(number)}", "kept", "again"):
             parts.read(range(2))
     found = parts.read(range(2))
-    assert found is not None and found[0].all()
+    assert found is not None and found.all()
 
 
 def test_finished_samples_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    def parts_of(seed: int) -> SampleParts:
-        parts = SampleParts(tmp_path / "parts" / f"seed-{seed}", {**IDENTITY, "seed": seed})
+    first, second = parts_in(tmp_path, seed=1), parts_in(tmp_path, seed=2)
+    for parts in (first, second):
         parts.open()
-        parts.write(range(2), torch.ones(2, 1, 2, 2, dtype=torch.uint8), None)
+        parts.write(range(2), torch.ones(2, 1, 2, 2, dtype=torch.uint8))
         (parts.folder / ".00000002-00000003.npz.host-1.partial").write_bytes(b"half")
-        return parts
-
-    first, second = parts_of(1), parts_of(2)
     mine = ["00000000-00000001.npz.bak", "notes.txt", ".notes.txt.partial"]
     for name in mine:
         (second.folder / name).write_text("mine")
     first.remove()
     assert not first.folder.exists()
-    SampleParts(second.folder, first.identity).remove()
-    assert second.open() == [range(2)], "samples of another evaluation are kept"
+    assert second.open() == [range(2)], "samples of another seed are kept"
     second.remove()
-    assert sorted(path.name for path in second.folder.iterdir()) == sorted(mine)
+    assert part_names(second.folder) == sorted(mine)
     for name in mine:
         (second.folder / name).unlink()
     (tmp_path / "card.json").write_text("{}")
     second.remove()
     second.remove()
     assert [path.name for path in tmp_path.iterdir()] == ["card.json"]
-    (tmp_path / "card.json").unlink()
-    other = SampleParts(tmp_path / "mine" / "seed-1", IDENTITY)
-    other.open()
-    other.remove()
-    assert list((tmp_path / "mine").iterdir()) == [], "the parent is removed only if it is called parts"
 
 
 def test_a_failure_while_removing_leaves_samples_that_can_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = SampleParts(tmp_path / "parts" / "seed-5", IDENTITY)
+    parts = parts_in(tmp_path)
     parts.open()
     for first in (0, 2):
-        parts.write(range(first, first + 2), torch.ones(2, 1, 2, 2, dtype=torch.uint8), None)
+        parts.write(range(first, first + 2), torch.ones(2, 1, 2, 2, dtype=torch.uint8))
     unlink = Path.unlink
 
     def fail_at_the_second(path: Path, missing_ok: bool = False) -> None:
@@ -398,11 +396,12 @@ def test_a_failure_while_removing_leaves_samples_that_can_be_used(
 def test_a_killed_drawing_continues(trained: TrainedModel, images: Tensor, tmp_path: Path) -> None:
     process = subprocess.run([sys.executable, __file__, "killed", tmp_path], env=environment(), check=False)
     assert process.returncode == -signal.SIGKILL
-    half_written = tmp_path / ".00000004-00000007.npz.host-1.partial"
+    parts = parts_in(tmp_path)
+    half_written = parts.folder / ".00000004-00000007.npz.host-1.partial"
     half_written.write_bytes(b"half")
-    assert part_names(tmp_path) == [half_written.name, "00000000-00000003.npz"]
+    assert part_names(parts.folder) == [half_written.name, "00000000-00000003.npz"]
     model = Stopped(trained.model)
-    assert torch.equal(in_order(list(draw(trained, SampleParts(tmp_path, IDENTITY), model=model))), images)
+    assert torch.equal(in_order(list(draw(trained, parts_in(tmp_path), model=model))), images)
     assert model.calls == 4
     assert not half_written.exists()
 
@@ -410,49 +409,45 @@ def test_a_killed_drawing_continues(trained: TrainedModel, images: Tensor, tmp_p
 def test_a_full_disk_is_one_line_and_keeps_finished_parts(
     trained: TrainedModel, images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = SampleParts(tmp_path, IDENTITY)
+    parts = parts_in(tmp_path)
     batches = draw(trained, parts)
     next(batches)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", disk_is_full)
-        with refused(f"{tmp_path}/00000004-00000007.npz cannot be written: No space left on device", "free", "kept"):
+        with refused(
+            f"{parts.folder}/00000004-00000007.npz cannot be written: No space left on device", "free", "kept"
+        ):
             next(batches)
-    assert part_names(tmp_path) == ["00000000-00000003.npz"]
+    assert part_names(parts.folder) == ["00000000-00000003.npz"]
     assert torch.equal(in_order(list(draw(trained, parts))), images)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", disk_is_full)
         with refused(f"{tmp_path}/samples.npz cannot be written: No space left on device"):
-            parts.write_npz(tmp_path / "samples.npz", num_samples=10)
+            parts.write_npz(tmp_path / "samples.npz")
 
 
 def disk_is_full(descriptor: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_samples_of_another_evaluation_are_refused(trained: TrainedModel, tmp_path: Path) -> None:
-    parts = SampleParts(tmp_path, IDENTITY)
+def test_samples_of_other_evaluations_never_mix(trained: TrainedModel, tmp_path: Path) -> None:
+    parts = parts_in(tmp_path)
     interrupted(trained, parts, MemoryError())
-    assert SampleParts(tmp_path, IDENTITY).open() == [range(4)]
-    with refused(f"{tmp_path}: holds samples of another evaluation", "step 7, now 8", "--out", "remove"):
-        SampleParts(tmp_path, {**IDENTITY, "step": 8}).open()
-    with refused(f"{tmp_path}: holds samples of another evaluation", "rounding none", "down"):
-        SampleParts(tmp_path, {**IDENTITY, "rounding": "down"}).open()
+    assert parts_in(tmp_path).open() == [range(4)]
     fewer = plan_samples(3, num_classes=NUM_CLASSES, class_balance="balanced", class_counts=None, seed=5)
-    with refused(f"{tmp_path}: holds samples of another evaluation", "3"):
-        list(draw(trained, parts, plan=fewer))
     others = plan_samples(10, num_classes=NUM_CLASSES, class_balance="random", class_counts=None, seed=6)
-    with refused(f"{tmp_path}: holds samples of another evaluation", "classes"):
-        list(draw(trained, parts, plan=others))
-    (tmp_path / IDENTITY_FILE).unlink()
-    with refused(f"{tmp_path}: holds samples of another evaluation", IDENTITY_FILE):
-        parts.open()
+    different = [parts_in(tmp_path, step=8), parts_in(tmp_path, rounding="down"), parts_in(tmp_path, seed=6)]
+    different += [parts_in(tmp_path, fewer), parts_in(tmp_path, others)]
+    different += [parts_in(tmp_path, SamplePlan(list(range(length)))) for length in (10, 11)]  # without classes
+    assert len({one.folder for one in different} - {parts.folder}) == 7
+    assert all(one.open() == [] for one in different)
 
 
 def test_an_archive_of_unfinished_samples_is_refused(trained: TrainedModel, tmp_path: Path) -> None:
-    parts = SampleParts(tmp_path, IDENTITY)
+    parts = parts_in(tmp_path)
     interrupted(trained, parts, MemoryError())
-    with refused(f"{tmp_path}: holds 4 of 10 samples"):
-        parts.write_npz(tmp_path / "samples.npz", num_samples=10)
+    with refused(f"{parts.folder}: holds 4 of 10 samples"):
+        parts.write_npz(tmp_path / "samples.npz")
 
 
 def test_samples_without_classes_are_kept_too(trained: TrainedModel, tmp_path: Path) -> None:
@@ -461,12 +456,14 @@ def test_samples_without_classes_are_kept_too(trained: TrainedModel, tmp_path: P
     model = spec.build()
     model.init_weights(0)
     unconditional = TrainedModel(trained.config, spec, model, (1, 8, 8), 0, 7, "ema", CPU)
-    parts = SampleParts(tmp_path, IDENTITY)
+    parts = parts_in(tmp_path, plan)
     drawn, kept = (in_order(list(draw(unconditional, parts, plan=plan)), plan) for _ in range(2))
     assert torch.equal(drawn, kept)
 
 
-def test_ranks_draw_the_bytes_of_one_process(images: Tensor, tmp_path: Path, run_distributed: RunDistributed) -> None:
+def test_ranks_draw_the_bytes_of_one_process(
+    trained: TrainedModel, images: Tensor, tmp_path: Path, run_distributed: RunDistributed
+) -> None:
     """10 samples in batches of 4: on 2 and 4 ranks, whole models and one sharded by FSDP, and parts of 4 ranks on 2."""
     result = run_distributed(["tests/evaluation/test_drawing.py", "ranks", tmp_path], 4)
     assert result.returncode == 0, result.stderr
@@ -477,15 +474,23 @@ def test_ranks_draw_the_bytes_of_one_process(images: Tensor, tmp_path: Path, run
         calls = [result["calls"] for result in results]
         expected = {"4": 2, "2": 4, "2_fsdp": 4, "2_continues": 2, "2_reads": 0}[case]
         assert calls == [expected] * num_ranks, case
+    grids = [torch.load(tmp_path / f"grid_{rank}.pt") for rank in range(2)]
+    assert torch.equal(grids[0], grids[1]) and torch.equal(grids[0], draw_grid(trained))
     refusals = [(tmp_path / f"refused_{rank}.txt").read_text() for rank in range(2)]
     assert refusals[0] == refusals[1]
-    assert "another evaluation" in refusals[0]
+    assert "cannot be written" in refusals[0]
 
 
 def environment() -> dict[str, str]:
     repository = Path(__file__).resolve().parents[2]
     folders = os.pathsep.join([str(repository), str(repository / "tests"), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": folders.rstrip(os.pathsep)}
+
+
+def draw_grid(trained: TrainedModel) -> Tensor:
+    """12 samples in 3 rows, (3, 4, 1, 8, 8)."""
+    rows = SampleRows.of_classes([0, 1, 2], class_names=["a", "b", "c"])
+    return trained.sampler.draw_rows(trained.model, rows, samples_per_row=4, seed=5, batch_size=BATCH_SIZE)
 
 
 def draw_on_this_rank(folder: Path, case: str, trained: TrainedModel, parts: SampleParts | None) -> None:
@@ -496,7 +501,7 @@ def draw_on_this_rank(folder: Path, case: str, trained: TrainedModel, parts: Sam
 
 def draw_on_ranks(folder: Path) -> None:
     rank = int(os.environ["RANK"])
-    parts = SampleParts(folder / "parts", IDENTITY)
+    parts = parts_in(folder)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store_4"), 4), rank=rank, world_size=4)
     draw_on_this_rank(folder, "4", trained_model(), parts)
     dist.destroy_process_group()
@@ -508,14 +513,16 @@ def draw_on_ranks(folder: Path) -> None:
     mesh = dist.init_device_mesh("cpu", (2,))
     parallelize(sharded.model, blocks=sharded.spec.blocks(sharded.model), mesh=mesh, param_dtype=torch.float32)
     draw_on_this_rank(folder, "2_fsdp", sharded, None)
+    torch.save(draw_grid(sharded), folder / f"grid_{rank}.pt")
     draw_on_this_rank(folder, "2_reads", sharded, parts)
     if rank == 0:
         parts._path(range(8, 10)).unlink()
         parts._path(range(4, 8)).write_bytes(b"damaged")
     dist.barrier()
     draw_on_this_rank(folder, "2_continues", sharded, parts)
+    (folder / "a file").touch()
     try:
-        SampleParts(folder / "parts", {}).open()
+        parts_in(folder / "a file").open()
     except ValueError as error:
         (folder / f"refused_{rank}.txt").write_text(str(error))
     dist.destroy_process_group()
@@ -524,7 +531,7 @@ def draw_on_ranks(folder: Path) -> None:
 def kill_while_drawing(folder: Path) -> None:
     trained = trained_model()
     model = Stopped(trained.model, at=3, stop=lambda: os.kill(os.getpid(), signal.SIGKILL))
-    list(draw(trained, SampleParts(folder, IDENTITY), model=model))
+    list(draw(trained, parts_in(folder), model=model))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ from pixel_quality import NUM_FEATURES, PixelNetwork, PixelQuality, random_image
 from torch import Tensor
 
 from torchditan.config.errors import ConfigError
-from torchditan.evaluation import inception
+from torchditan.evaluation import inception, quality
 from torchditan.evaluation.distances import frechet_distance, gaussian_of
-from torchditan.evaluation.efficientnet_lite import PACKAGE
-from torchditan.evaluation.extractors import GROUP, Extractor, Features, open_effnet
-from torchditan.evaluation.feature_cache import CachedFeatures
+from torchditan.evaluation.efficientnet_lite import PACKAGE, open_effnet
+from torchditan.evaluation.extractors import GROUP, CachedFeatures, Extractor, Features
 from torchditan.evaluation.inception import Inception2015
 from torchditan.evaluation.metric import Evaluation, Figure, Pictures, Source
 from torchditan.evaluation.neighbours import compare_with_halves
@@ -448,12 +448,37 @@ def test_too_few_images_are_refused_before_drawing_and_when_they_came() -> None:
     metric = quality_of(all_pictures(generated=12))
     with pytest.raises(ConfigError, match=r"generated images: 12 are too few .* needs at least 13"):
         metric.check({"generated": 12, "train": 50}, image_size=(8, 8))
-    with pytest.raises(ConfigError, match=r"training images: 12 are too few .* needs at least 13"):
-        metric.check({"generated": 13, "train": 12}, image_size=(8, 8))
     with pytest.raises(ConfigError, match="generated images: 12 are too few"):
         metric.compute()
-    with pytest.raises(ConfigError, match="training images: 10 are too few"):
-        quality_of(all_pictures(train=10)).compute()
+    with pytest.raises(ConfigError, match=r"training images: 5 are too few; .* need 6 or more"):
+        metric.check({"generated": 13, "train": 5}, image_size=(8, 8))
+    with pytest.raises(ConfigError, match=r"generated images: 3 are too few; .* need 4 or more"):
+        metric.check({"generated": 3, "train": 6}, image_size=(8, 8))
+
+
+def test_few_training_images_have_all_figures_but_frechet_distances() -> None:
+    metric = quality_of(all_pictures(generated=10, train=12, held_out=2))
+    metric.check({"generated": 10, "train": 12, "held_out": 2}, image_size=(8, 8))
+    results = metric.compute()
+    assert results["FD-Pixels"] == "not computed: 12 training images are too few, must be more than 12"
+    expected = {*COMPARED, *FLOOR, *COPIES} - {"sFD", "held-out FD"}
+    assert results.keys() == {f"{name}-Pixels" for name in expected}
+    assert all(isinstance(figure, Figure) for name, figure in results.items() if name != "FD-Pixels")
+    with pytest.raises(ConfigError, match=r"training images: 12 are too few for a Fréchet distance"):
+        metric.reference_statistics()
+
+
+def test_the_comparison_shows_how_much_of_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[float] = []
+
+    @contextmanager
+    def report(what: str, *, total: float, unit: str) -> Iterator[Callable[[float], None]]:
+        yield done.append
+        assert sum(done) == total > 1
+
+    monkeypatch.setattr(quality, "report_progress", report)
+    quality_of(all_pictures()).compute()
+    assert done
 
 
 def test_generated_images_of_another_size_than_the_training_images_are_refused() -> None:

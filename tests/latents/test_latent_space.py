@@ -313,11 +313,8 @@ def test_a_decoder_that_only_the_latents_name_may_be_missing(latents: Path, tmp_
     assert not is_picture(tmp_path / "grid.png")
     refused("gone", dataset=dataset, name="patch", path=gone)
     config = options.Config(autoencoder=space.config, evaluation=options.Evaluation(freq=1, metrics=["classifier"]))
-    unconditional: Any = None
     with pytest.raises(ConfigError, match="gone"):  # an evaluation during training needs it, and says so before
-        TrainingEvaluation(
-            config, dataset=dataset, held_out=dataset, space=space, conditioning=unconditional, device=CPU
-        )
+        TrainingEvaluation(config, dataset=dataset, held_out=dataset, space=space, device=CPU)
 
 
 def test_channels_that_disagree_with_the_model_are_refused(

@@ -22,6 +22,7 @@ from refusals import assert_refused
 from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.evaluation.card import Card, read_card
 from torchditan.evaluation.sample_batches import image_shape, write_images, write_reference
+from torchditan.evaluation.sampler import Sampler
 from torchditan.registry import METRICS
 from torchditan.run.reading import read_metrics
 
@@ -190,17 +191,15 @@ def test_an_evaluation_that_ran_out_of_memory_continues_where_it_stopped(
     evaluate: Evaluate, run_script: RunScript, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = evaluate()
-    from torchditan.evaluation import drawing
+    draw_batch, calls = Sampler.draw_batch, []
 
-    draw_batch, calls = drawing.draw_batch, []
-
-    def exhausted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(len(kwargs["noise_numbers"]))
+    def exhausted(self: Sampler, model: Any, plan: Any, numbers: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(len(numbers))
         if len(calls) == 2:
             raise torch.OutOfMemoryError("no memory")
-        return draw_batch(*args, **kwargs)
+        return draw_batch(self, model, plan, numbers, **kwargs)
 
-    monkeypatch.setattr(drawing, "draw_batch", exhausted)
+    monkeypatch.setattr(Sampler, "draw_batch", exhausted)
     outcome = run_script(SCRIPT, run, *FEW)
     assert outcome.code == 3
     assert "--batch_size = 16" in outcome.err and "Traceback" not in outcome.err
@@ -305,9 +304,7 @@ def test_a_mistake_is_one_line_before_anything_is_drawn(
     about: str,
     mentions: list[str],
 ) -> None:
-    from torchditan.evaluation import drawing
-
-    monkeypatch.setattr(drawing, "draw_batch", None)
+    monkeypatch.setattr(Sampler, "draw_batch", None)
     names = {"gone": tmp_path / "gone.npz", "larger": tmp_path / "16px.npz", "of_inception": tmp_path / "stats.npz"}
     write_images(names["larger"], [random_images(60, seed=1, size=16)], shape=(60, 16, 16))
     names["text"] = tmp_path / "text.npz"
@@ -334,17 +331,41 @@ def test_the_run_is_asked_for(run_script: RunScript, tmp_path: Path) -> None:
     assert_refused(line, "--metrics", ["run first"])
 
 
-def test_default_metrics_leave_out_what_cannot_be_computed(run_script: RunScript, run: Path) -> None:
+def test_few_training_images_give_copies_kid_and_precision_of_as_many_samples(
+    run_script: RunScript, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METRICS, "effnet", "pixel_quality:WidePixelQuality")
+    outcome = run_script(SCRIPT, run)
+    assert outcome.code == 0, outcome.err
+    (line,) = [line for line in outcome.err.splitlines() if "too few" in line]
+    assert line.startswith("80 samples for ") and "80 training images" in line and "1,280" in line
+    found = json.loads(outcome.out)
+    assert found["num_samples"] == 80 and "accuracy_generated" not in found
+    assert {"KID-Pixels", "precision-Pixels", "copies: distance-Pixels"} <= found.keys()
+    assert found["FD-Pixels"].startswith("not computed: 80 training images are too few")
+    (folder,) = (run / "evaluation").iterdir()
+    outcome = run_script(SCRIPT, f"--card={folder}")
+    assert outcome.code == 0 and "equal to the bit" in outcome.err
+
+
+def test_default_metrics_leave_out_what_cannot_be_computed(
+    run_script: RunScript, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchditan.evaluation import efficientnet_lite
+
+    monkeypatch.setattr(efficientnet_lite, "NUM_FEATURES", 50)  # then 80 training images are enough
     outcome = run_script(SCRIPT, run, "--num_samples=20", "--epochs=1")
     assert outcome.code == 0, outcome.err
-    assert "without effnet" in outcome.err and "1280" in outcome.err
+    assert "without effnet" in outcome.err and "more than 50 samples" in outcome.err
     assert "accuracy_generated" in json.loads(outcome.out)
-    outcome = run_script(SCRIPT, run, "--epochs=1", "--num_samples=1300")
-    assert "without effnet" in outcome.err and "training images" in outcome.err
+    monkeypatch.setattr(efficientnet_lite, "PACKAGE", "no_such_package")
+    outcome = run_script(SCRIPT, run, "--epochs=1", "--num_samples=60")
+    assert "without effnet" in outcome.err and "[evaluation]" in outcome.err
 
 
 ON_RANKS = """
 import runpy, sys
+from torchditan.evaluation.sampler import Sampler
 from torchditan.registry import METRICS
 METRICS["pixels"] = "pixel_quality:PixelQuality"
 sys.argv = sys.argv[1:]

@@ -12,8 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from torchditan.evaluation.grid_picture import save_grid
-from torchditan.evaluation.steps_picture import read_cells
+from torchditan.evaluation.grid_picture import read_cells, save_grid
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

@@ -40,9 +40,9 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config, read_toml
 from torchditan.config.options import Config, flatten
 from torchditan.config.trajectory import flatten_tree
-from torchditan.evaluation.card_origin import origin_of_run
+from torchditan.evaluation.card import origin_of_run
 from torchditan.evaluation.card_tables import markdown
-from torchditan.evaluation.generate import noise_number
+from torchditan.evaluation.sampler import noise_number
 from torchditan.randomness import normal
 from torchditan.registry import FORMATS
 from torchditan.run.reading import read_config

@@ -49,7 +49,7 @@ class DatasetDescription:
     null_tensors: dict[str, torch.Tensor] | None = None
     """Embeddings of the empty caption, if items contain caption embeddings: one sample of each, under the same name."""
     prompts: Any = None
-    """`torchditan.evaluation.sample_rows.SampleRows` that sample grids show instead of classes."""
+    """`torchditan.evaluation.sampler.SampleRows` that sample grids show instead of classes."""
 
 
 class ImageDataset(DatasetDescription):

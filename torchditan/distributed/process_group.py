@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -95,6 +96,31 @@ def raise_on_all_ranks(error: Exception | None) -> None:
     for error_of_rank in found:
         if error_of_rank is not None:
             raise error_of_rank
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Of the process group; (0, 1) without one."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def from_rank_0(value: Any) -> Any:
+    """The value that rank 0 has, on all ranks; it is pickled. Without a process group, the value itself."""
+    sent = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(sent, device=torch.device("cpu"))
+    return sent[0]
+
+
+def gather_on_rank_0(mine: list[Any]) -> Iterator[list[Any]]:
+    """On rank 0: what each other rank has, one rank at a time, so that one copy is in memory."""
+    rank, world_size = rank_and_world_size()
+    for sender in range(1, world_size):
+        if rank == sender:
+            dist.send_object_list(mine, dst=0, device=torch.device("cpu"))
+        elif rank == 0:
+            received: list[Any] = [None] * len(mine)
+            dist.recv_object_list(received, src=sender, device=torch.device("cpu"))
+            yield received
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:

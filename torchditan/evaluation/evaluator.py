@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Shows pictures to metrics on all ranks, and computes the results on rank 0.
+"""Shows real and generated pictures to metrics on all ranks, and computes the results on rank 0.
 
 Notable:
 - every rank takes a part of the batches; rank 0 merges what the others gathered, one rank at a time;
 - metrics order pictures by their numbers, so results do not depend on the number of ranks;
-- several sampling seeds share the real images.
+- several sampling seeds, and several evaluations of one training, share the real images.
 """
 
 from __future__ import annotations
@@ -12,19 +12,41 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
-
-from torchditan.config.errors import ConfigError
+from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.distributed.float32_products import ieee_float32
-from torchditan.evaluation.metric import Figure, Metric, Pictures, Source, ToPixels, batches_of
-from torchditan.evaluation.ranks import from_rank_0, gather_on_rank_0, rank_and_world_size
+from torchditan.distributed.process_group import from_rank_0, gather_on_rank_0, rank_and_world_size
+from torchditan.evaluation.metric import Evaluation, Figure, Metric, Pictures, Source, ToPixels, batches_of
 from torchditan.evaluation.reconstruction import to_8_bit
+from torchditan.registry import METRICS, registered
 from torchditan.run.progress import report_progress
+
+
+@dataclass(frozen=True)
+class RealImages:
+    """The training and held-out images of a run; `datasets` is empty if they are not needed."""
+
+    datasets: Mapping[Source, ImageDataset]
+    to_pixels: ToPixels
+    """Decodes their samples."""
+    has_labels: bool
+    corrupt_images: Literal["error", "skip"] = "error"
+
+    def pictures(self, source: Source, *, rank: int, world_size: int) -> Iterator[Pictures]:
+        """The pictures of a source that a rank reads, decoded and in 8 bits."""
+        dataset = self.datasets[source]
+        batches = batches_of(dataset, rank=rank, world_size=world_size, corrupt_images=self.corrupt_images)
+        total = -(-len(dataset) // world_size)  # of this rank, within a batch
+        with report_progress(f"reading {source.replace('_', '-')} images", total=total, unit="images") as advance:
+            for samples, labels, indices in batches:
+                images = to_8_bit(self.to_pixels(samples)).byte()
+                yield Pictures(images, labels if self.has_labels else None, indices, source)
+                advance(len(images))
 
 
 class Shown(NamedTuple):
@@ -35,6 +57,70 @@ class Shown(NamedTuple):
     """SHA-256 of the SHA-256 of each picture, in order."""
     class_counts: list[int] | None
     """Pictures of each class; None without labels."""
+
+
+class Evaluator:
+    """Computes metrics of generated pictures. All ranks build it and call its methods together.
+
+    Args:
+        metrics: names in `METRICS`.
+        evaluation: arguments for building them.
+        real: the real images.
+        num_samples, image_size: number of generated pictures, and their (H, W).
+        without_labels: why the generated pictures have no classes; None if they have.
+        option: the one that names the metrics.
+
+    Raises:
+        ConfigError: a metric cannot be computed, or an extractor is missing. Raised before images are drawn.
+    """
+
+    def __init__(
+        self,
+        metrics: Sequence[str],
+        evaluation: Evaluation,
+        real: RealImages,
+        *,
+        num_samples: int,
+        image_size: tuple[int, int],
+        without_labels: str | None,
+        option: str = "--metrics",
+    ) -> None:
+        classes = [registered(METRICS, name) for name in metrics]
+        for name, cls in zip(metrics, classes, strict=True):
+            if cls.needs_labels and without_labels is not None:
+                raise option_error(option, name, without_labels)
+        self.metrics: list[Metric] = [cls(evaluation) for cls in classes]
+        self.real = real
+        self.shown: dict[Source, Shown] = {}
+        """Real images that the metrics have seen."""
+        counts: dict[Source, int] = {"train": 0, "held_out": 0, "generated": num_samples}
+        counts |= {source: len(dataset) for source, dataset in real.datasets.items()}
+        for metric in self.metrics:
+            metric.check(counts, image_size=image_size)
+
+    def read_real_images(self) -> None:
+        """Show this rank's part of all real images to its metrics; does nothing the second time."""
+        rank, world_size = rank_and_world_size()
+        for source in self.real.datasets:
+            if source not in self.shown:
+                pictures = self.real.pictures(source, rank=rank, world_size=world_size)
+                self.shown[source] = show(self.metrics, pictures, source)
+
+    @property
+    def class_counts(self) -> list[int] | None:
+        """Training images of each class; None if they are not known."""
+        return self.shown["train"].class_counts if "train" in self.shown else None
+
+    def show(self, batches: Iterable[Pictures]) -> Shown:
+        """Show this rank's generated pictures to its metrics."""
+        return show(self.metrics, batches, "generated")
+
+    def compute(self) -> dict[str, Any]:
+        """Results of all metrics by name, the same on all ranks. The generated pictures are then forgotten."""
+        results = compute(self.metrics)
+        for metric in self.metrics:
+            metric.forget("generated")
+        return results
 
 
 def show(metrics: Sequence[Metric], batches: Iterable[Pictures], source: Source) -> Shown:
@@ -64,36 +150,6 @@ def show(metrics: Sequence[Metric], batches: Iterable[Pictures], source: Source)
     content = hashlib.sha256(b"".join(hashes[number] for number in sorted(hashes))).hexdigest()
     class_counts = [counts[label] for label in range(max(counts) + 1)] if counts else None
     return from_rank_0(Shown(len(hashes), content, class_counts))
-
-
-def real_pictures(
-    dataset: ImageDataset,
-    source: Source,
-    *,
-    to_pixels: ToPixels,
-    has_labels: bool,
-    corrupt_images: Literal["error", "skip"],
-    batch_size: int = 256,
-) -> Iterator[Pictures]:
-    """This rank's pictures of a dataset, decoded and in 8 bits."""
-    rank, world_size = rank_and_world_size()
-    batches = batches_of(
-        dataset, batch_size=batch_size, rank=rank, world_size=world_size, corrupt_images=corrupt_images
-    )
-    total = -(-len(dataset) // world_size)  # of this rank, within a batch
-    with report_progress(f"reading {source.replace('_', '-')} images", total=total, unit="images") as advance:
-        for samples, labels, indices in batches:
-            images = to_8_bit(to_pixels(samples)).byte()
-            yield Pictures(images, labels if has_labels else None, indices, source)
-            advance(len(images))
-
-
-def pictures_of(
-    dataset: ImageDataset, to_pixels: ToPixels, *, corrupt_images: Literal["error", "skip"]
-) -> Iterator[Tensor]:
-    """All pictures of a dataset in order, (B, 1 or 3, H, W) uint8."""
-    for samples, _, _ in batches_of(dataset, corrupt_images=corrupt_images):
-        yield to_8_bit(to_pixels(samples)).byte()
 
 
 def compute(metrics: Sequence[Metric]) -> dict[str, Any]:

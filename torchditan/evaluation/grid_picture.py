@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Generated images next to real ones of the same class, in one labelled PNG.
+"""Labelled grids: generated images next to real ones of the same class, and samples over the steps of a run.
 
 Notable:
 - The picture is drawn with Pillow alone, including its built-in font. Every text is measured, so none is cut off.
@@ -16,6 +16,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +24,13 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
+from torchditan.config.errors import ConfigError
 from torchditan.run.atomic_files import write_file
 
 _MARGIN = 16
-CELL_GAP = 6
+_CELL_GAP = 6
 _BLOCK_GAP = 40  # between generated and real; the line in it separates them
-_INK, _PALE, PAPER = (0, 0, 0), (170, 170, 170), (255, 255, 255)
+_INK, _PALE, _PAPER = (0, 0, 0), (170, 170, 170), (255, 255, 255)
 
 LAYOUT_KEY = "torchditan_layout"
 
@@ -80,9 +82,7 @@ def save_grid(
     picture, layout = draw(blocks, labels, title, scale)
     about = PngInfo()
     about.add_text(LAYOUT_KEY, json.dumps(asdict(layout)))
-    encoded = io.BytesIO()
-    picture.save(encoded, format="PNG", pnginfo=about)
-    write_file(path, encoded.getvalue())
+    _save(path, picture, format="PNG", pnginfo=about)
 
 
 def add_to_steps(folder: Path, samples: Tensor, labels: list[str], *, step: int, title: str) -> None:
@@ -99,20 +99,78 @@ def add_to_steps(folder: Path, samples: Tensor, labels: list[str], *, step: int,
         title: of the picture.
     """
     column = _to_uint8(samples[:, None], samples[:, None])[:, 0]  # (rows, H, W, 3)
-    encoded = io.BytesIO()
-    Image.fromarray(column.flatten(0, 1).numpy()).save(encoded, format="PNG")
     rows = hashlib.sha256(json.dumps(labels).encode()).hexdigest()[:8]
-    write_file(folder / "over_steps" / f"step_{step:08d}_{rows}.png", encoded.getvalue())
+    strip = Image.fromarray(column.flatten(0, 1).numpy())
+    _save(folder / "over_steps" / f"step_{step:08d}_{rows}.png", strip, format="PNG")
     blocks = []
     for path in sorted((folder / "over_steps").glob(f"step_*_{rows}.png")):
-        with Image.open(path) as strip:
-            pixels = torch.from_numpy(np.array(strip.convert("RGB")))
+        with Image.open(path) as stored:
+            pixels = torch.from_numpy(np.array(stored.convert("RGB")))
         if pixels.shape == (column.shape[0] * column.shape[1], *column.shape[2:]):  # skip other sizes
             blocks.append((f"step {int(path.stem.split('_')[1])}", pixels.view(column.shape)[:, None]))
-    picture, _ = draw(blocks, labels, title, _enlargement(column.shape[1:3]), gap=CELL_GAP)
-    encoded = io.BytesIO()
-    picture.save(encoded, format="PNG")
-    write_file(folder / "over_steps.png", encoded.getvalue())
+    picture, _ = draw(blocks, labels, title, _enlargement(column.shape[1:3]), gap=_CELL_GAP)
+    _save(folder / "over_steps.png", picture, format="PNG")
+
+
+def read_cells(path: Path) -> tuple[Tensor, list[str]] | None:
+    """The generated images of a grid in their drawn, enlarged form, and their labels.
+
+    Returns:
+        (rows, k, H, W, 3) uint8 and a label per row; None if the file does not store its layout.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    try:
+        with Image.open(path) as picture:
+            stored = picture.info.get(LAYOUT_KEY)
+            if stored is None:
+                return None
+            pixels = torch.from_numpy(np.array(picture.convert("RGB")))  # (H, W, 3)
+        layout = GridLayout(**json.loads(stored))
+    except (OSError, SyntaxError, TypeError, ValueError) as error:  # as PIL, JSON and the layout report damage
+        raise ConfigError(f"{path} is not a readable grid ({error}); delete it") from None
+    rows = []
+    for row in range(len(layout.labels)):
+        top = layout.top + row * layout.row_pitch
+        lefts = [layout.left + column * layout.column_pitch for column in range(layout.num_columns)]
+        rows.append([pixels[top : top + layout.height, left : left + layout.width] for left in lefts])
+    return torch.stack([torch.stack(row) for row in rows]), layout.labels
+
+
+def save_strip(path: Path, columns: dict[int, Tensor], labels: list[str], *, title: str) -> None:
+    """Write a picture with a column for each step.
+
+    Args:
+        path: PNG to write.
+        columns: step -> (rows, H, W, 3) uint8.
+        labels: of the rows.
+        title: of the picture.
+    """
+    blocks = [(f"step {step}", column[:, None]) for step, column in columns.items()]
+    picture, _ = draw(blocks, labels, title, 1, gap=_CELL_GAP)
+    _save(path, picture, format="PNG")
+
+
+def save_animation(path: Path, frames: dict[int, Tensor], labels: list[str], *, title: str, seconds: float) -> None:
+    """Write an animated GIF with a frame for each step; the last frame is shown four times as long.
+
+    Args:
+        path: GIF to write.
+        frames: step -> (rows, k, H, W, 3) uint8.
+        labels: of the rows.
+        title: of the picture.
+        seconds: how long each frame is shown.
+    """
+    digits = len(str(max(frames)))
+    drawn = [draw([(f"step {step:{digits}d}", cells)], labels, title, 1)[0] for step, cells in frames.items()]
+    size = (max(picture.width for picture in drawn), max(picture.height for picture in drawn))
+    pictures = [Image.new("RGB", size, _PAPER) for _ in drawn]
+    for picture, frame in zip(pictures, drawn, strict=True):
+        picture.paste(frame, (0, 0))
+    durations = [round(1000 * seconds)] * (len(pictures) - 1) + [round(4000 * seconds)]
+    frames_after: dict[str, Any] = {"save_all": True, "append_images": pictures[1:], "duration": durations}
+    _save(path, pictures[0], format="GIF", loop=0, disposal=1, **frames_after)
 
 
 def stills(samples: Tensor, *, most: int = 4) -> Tensor:
@@ -150,18 +208,18 @@ def draw(
     small, large = ImageFont.load_default(size=14), ImageFont.load_default(size=18)
     height, width = (side * scale for side in blocks[0][1].shape[2:4])
     label_width = max(_width(label, small) for label in labels)
-    pitch = width + CELL_GAP
+    pitch = width + _CELL_GAP
     block_widths = [max(images.shape[1] * pitch, _width(heading, small)) for heading, images in blocks]
     starts = [_MARGIN + label_width + _MARGIN]
     for block_width in block_widths[:-1]:
         starts.append(starts[-1] + block_width + gap)
     heading_top = _MARGIN + _height(large) + _MARGIN // 2
     top = heading_top + _height(small) + _MARGIN // 2
-    row_height = max(height, _height(small)) + CELL_GAP
+    row_height = max(height, _height(small)) + _CELL_GAP
     right = max(starts[-1] + block_widths[-1], _MARGIN + _width(title, large))
     bottom = top + len(labels) * row_height
 
-    canvas = Image.new("RGB", (right + _MARGIN, bottom + _MARGIN), PAPER)
+    canvas = Image.new("RGB", (right + _MARGIN, bottom + _MARGIN), _PAPER)
     draw = ImageDraw.Draw(canvas)
     draw.text((_MARGIN, _MARGIN), title, fill=_INK, font=large)
     for row, label in enumerate(labels):
@@ -188,3 +246,10 @@ def _width(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> int
 def _height(font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> int:
     """Height of a line with ascenders and descenders, so that all lines have the same height."""
     return math.ceil(font.getbbox("Agjpq|")[3])
+
+
+def _save(path: Path, picture: Image.Image, **options: Any) -> None:
+    """Write a picture atomically."""
+    encoded = io.BytesIO()
+    picture.save(encoded, **options)
+    write_file(path, encoded.getvalue())

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import urllib.error
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchditan.config.errors import ConfigError
-from torchditan.evaluation.extractor_weights import full_float32, read_weights
+from torchditan.evaluation.extractors import Extractor, Features, full_float32, read_weights
+from torchditan.evaluation.metric import Evaluation
 
 FILE_NAME = "weights-inception-2015-12-05-6726825d.pth"
 URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{FILE_NAME}"
@@ -31,17 +31,6 @@ IMAGE_SIZE = 299
 NUM_POOL_FEATURES = 2048
 NUM_SPATIAL_FEATURES = 7 * 17 * 17
 NUM_CLASSES = 1008
-
-
-class InceptionFeatures(NamedTuple):
-    """float32; row i belongs to image i."""
-
-    pool: Tensor
-    """(B, 2048): average over positions of the last block, `pool_3`. For FID, KID, precision and recall."""
-    spatial: Tensor
-    """(B, 2023): the first 7 channels of `mixed_6/conv` after ReLU, in ADM's order (17, 17, 7). For sFID."""
-    logits: Tensor
-    """(B, 1008): the last layer without its bias (`logits_unbiased`). For the Inception Score."""
 
 
 class ConvNormReLU(nn.Module):
@@ -185,7 +174,12 @@ class Mixed8(nn.Module):
 
 
 class Inception2015(nn.Module):
-    """uint8 images of any size -> `InceptionFeatures`. In eval mode, without gradients."""
+    """uint8 images of any size -> `Features`, in eval mode, without gradients.
+
+    - `pool` (B, 2048): average over positions of the last block, `pool_3`;
+    - `spatial` (B, 2023): the first 7 channels of `mixed_6/conv` after ReLU, in ADM's order (17, 17, 7);
+    - `logits` (B, 1008): the last layer without its bias (`logits_unbiased`).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +202,7 @@ class Inception2015(nn.Module):
         self.fc = nn.Linear(NUM_POOL_FEATURES, NUM_CLASSES)
         self.eval().requires_grad_(False)
 
-    def forward(self, images: Tensor) -> InceptionFeatures:
+    def forward(self, images: Tensor) -> Features:
         """
         Args:
             images: (B, 3, H, W) uint8, RGB.
@@ -217,7 +211,7 @@ class Inception2015(nn.Module):
         with full_float32(images.device):
             return self._features(images)
 
-    def _features(self, images: Tensor) -> InceptionFeatures:
+    def _features(self, images: Tensor) -> Features:
         x = (resize_tensorflow_1(images.float(), IMAGE_SIZE) - 128) / 128  # (B, 3, 299, 299) in [-1, 1)
         x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))  # (B, 64, 147, 147)
         x = F.max_pool2d(x, 3, stride=2)
@@ -229,7 +223,7 @@ class Inception2015(nn.Module):
         spatial = x[:, :7].permute(0, 2, 3, 1).flatten(1)  # (B, 2023)
         x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(self.Mixed_6e(x))))  # (B, 2048, 8, 8)
         pool = x.mean((2, 3))
-        return InceptionFeatures(pool=pool, spatial=spatial, logits=pool @ self.fc.weight.T)
+        return Features(pool=pool, spatial=spatial, logits=pool @ self.fc.weight.T)
 
 
 def resize_tensorflow_1(images: Tensor, size: int) -> Tensor:
@@ -281,3 +275,20 @@ def _cached_or_downloaded() -> Path:
         except (OSError, urllib.error.URLError, RuntimeError) as error:
             raise ConfigError(f"{FILE_NAME}: download failed ({error}); get the file and pass its path") from error
     return path
+
+
+def open_inception(evaluation: Evaluation) -> Extractor:
+    """Inception-2015 of `evaluation.inception_weights`.
+
+    Raises:
+        ConfigError: the file is missing, cannot be downloaded, or has another SHA-256.
+    """
+    device = torch.device(evaluation.device)
+    model = load_inception(evaluation.inception_weights).to(device)
+    return Extractor(
+        name="Inception-2015",
+        sha256=SHA256,
+        num_features=NUM_POOL_FEATURES,
+        network=model,
+        device=device,
+    )

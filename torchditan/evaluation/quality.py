@@ -20,6 +20,7 @@ Figures of Inception-2015 have these names; those of another extractor end with 
 
 Notable:
 - the reference is the training images, or `Evaluation.reference`. Copies are always of training images;
+- fewer training images than features have no FID, sFID and FD; the other figures are computed;
 - features are kept, not images: for 50,000 images 0.24 GiB with EfficientNet-Lite0, 0.94 GiB with Inception-2015;
 - features are sorted before they are compared, so neither the number of ranks nor the order of batches changes a bit;
 - halves alternate in the order of labels, then numbers, so both have the same classes. A half with too few images for
@@ -52,12 +53,13 @@ from torchditan.evaluation.distances import (
     require_full_rank,
     statistics_of,
 )
-from torchditan.evaluation.extractor_weights import full_float32
-from torchditan.evaluation.extractors import Extractor, join_features, open_effnet, open_inception
-from torchditan.evaluation.feature_cache import CachedFeatures
+from torchditan.evaluation.efficientnet_lite import open_effnet
+from torchditan.evaluation.extractors import CachedFeatures, Extractor, full_float32, join_features
+from torchditan.evaluation.inception import open_inception
 from torchditan.evaluation.metric import Evaluation, Figure, Pictures, Source
 from torchditan.evaluation.neighbours import (
     K_DENSITY_COVERAGE,
+    K_PRECISION_RECALL,
     compare_with_halves,
     nearest_distances,
     real_radii,
@@ -86,21 +88,25 @@ class Reference:
     """(M, D) features; None if a file has statistics only."""
     radii: Tensor | None
     """`real_radii(pool)`."""
-    gaussian: Gaussian
+    gaussian: Gaussian | None
+    """None for so few images that their covariance has no full rank."""
     spatial: Gaussian | None
 
     @classmethod
     def of_features(cls, pool: Tensor, spatial: Tensor | None, *, device: torch.device) -> Reference:
         """Of features on the CPU; `pool` is kept without a copy. The rest is computed on the device."""
         on_device = pool.to(device)
-        spatial_gaussian = None if spatial is None else gaussian_of(spatial.to(device)).to("cpu")
-        return cls(pool, real_radii(on_device).cpu(), gaussian_of(on_device).to("cpu"), spatial_gaussian)
+        gaussian = spatial_gaussian = None
+        if len(pool) > pool.shape[1]:
+            gaussian = gaussian_of(on_device).to("cpu")
+            spatial_gaussian = None if spatial is None else gaussian_of(spatial.to(device)).to("cpu")
+        return cls(pool, real_radii(on_device).cpu(), gaussian, spatial_gaussian)
 
     def to(self, device: torch.device) -> Reference:
         return Reference(
             pool=None if self.pool is None else self.pool.to(device),
             radii=None if self.radii is None else self.radii.to(device),
-            gaussian=self.gaussian.to(device),
+            gaussian=None if self.gaussian is None else self.gaussian.to(device),
             spatial=None if self.spatial is None else self.spatial.to(device),
         )
 
@@ -139,6 +145,8 @@ class Quality:
     def check(self, counts: Mapping[Source, int], *, image_size: tuple[int, int]) -> None:
         """Refuse an evaluation that cannot give its figures. Call it before images are drawn.
 
+        Too few training images for a Fréchet distance are no mistake: the other figures are computed.
+
         Args:
             counts: images of each source.
             image_size: (H, W) of the generated images.
@@ -148,9 +156,11 @@ class Quality:
                 have another size.
         """
         path, num_features = self.evaluation.reference, self.extractor.num_features
-        require_full_rank(counts["generated"], num_features, name="generated images")
+        if path is not None or counts["train"] > num_features:
+            require_full_rank(counts["generated"], num_features, name="generated images")
         if path is None:
-            require_full_rank(counts["train"], num_features, name="training images")
+            require_neighbours(counts["generated"], K_PRECISION_RECALL, name="generated images")
+            require_neighbours(counts["train"], K_DENSITY_COVERAGE, name="training images")
             return
         num_images = 0
         if has_images(path):
@@ -209,6 +219,9 @@ class Quality:
         """
         with full_float32(self.extractor.device):
             reference = self._open_reference()
+        if reference.gaussian is None:
+            require_full_rank(len(self._sorted("train")["pool"]), self.extractor.num_features, name="training images")
+        assert reference.gaussian is not None
         return reference.gaussian, reference.spatial
 
     def compute(self) -> dict[str, Any]:
@@ -217,51 +230,82 @@ class Quality:
         Raises:
             ConfigError: there are too few images, or the reference file cannot be read.
         """
-        with report_progress(f"comparing features of {self.extractor.name}"), full_float32(self.extractor.device):
-            figures = self._figures()
-        results: dict[str, Any] = {
-            self.name_of(name): figure._replace(extractor=self.extractor.name) for name, figure in figures.items()
+        comparisons = (
+            self._frechet,
+            self._inception_score,
+            self._kernel,
+            self._neighbours,
+            self._floor_figures,
+            self._copies,
+        )
+        results: dict[str, Any] = {}
+        what, total = f"comparing features of {self.extractor.name}", 1 + len(comparisons)
+        with report_progress(what, total=total, unit="parts") as advance, full_float32(self.extractor.device):
+            reference = self._open_reference().to(self.extractor.device)
+            pool = self._pool("generated")
+            advance(1)
+            for compare in comparisons:
+                results |= compare(pool, reference)
+                advance(1)
+        return {
+            self.name_of(name): one._replace(extractor=self.extractor.name) if isinstance(one, Figure) else one
+            for name, one in results.items()
         }
-        if not self._can_check_copies():
-            results[self.name_of("copies")] = "not computed: needs held-out images and training images"
-        return results
 
-    def _figures(self) -> dict[str, Figure]:
-        generated, pool = self._sorted("generated"), self._pool("generated")
-        require_full_rank(len(pool), self.extractor.num_features, name="generated images")
-        reference = self._open_reference().to(self.extractor.device)
+    def _frechet(self, pool: Tensor, reference: Reference) -> dict[str, Any]:
+        """FD and sFD, or the reason why there is none."""
+        num_features = self.extractor.num_features
+        if reference.gaussian is None:
+            found = len(self._sorted("train")["pool"])
+            return {"FD": f"not computed: {found:,} training images are too few, must be more than {num_features:,}"}
+        require_full_rank(len(pool), num_features, name="generated images")
         figures = {"FD": frechet_figure(pool, reference.gaussian)}
-        if "spatial" in generated and reference.spatial is not None:
-            figures["sFD"] = frechet_figure(generated["spatial"].to(self.extractor.device), reference.spatial)
-        if "logits" in generated:
-            in_order = generated["logits"][generated["numbers"].argsort()]
-            figures["IS"] = with_halves(inception_score, in_order)
-        if reference.pool is not None:
-            figures["KID"] = with_halves(partial(kernel_mean, reference.pool), pool, smallest=2)
-            figures |= neighbour_figures(pool, reference)
-        if self._parts.get("held_out") and len(held_out := self._pool("held_out")) > 1:
-            figures["KID to held-out"] = with_halves(partial(kernel_mean, held_out), pool, smallest=2)
-        figures |= self._floor_figures(reference)
-        if self._can_check_copies():
-            figures |= self._copy_figures(pool)
+        spatial = self._sorted("generated").get("spatial")
+        if spatial is not None and reference.spatial is not None:
+            figures["sFD"] = frechet_figure(spatial.to(pool.device), reference.spatial)
         return figures
 
-    def _can_check_copies(self) -> bool:
-        return bool(self._parts.get("held_out") and self._parts.get("train"))
+    def _inception_score(self, pool: Tensor, reference: Reference) -> dict[str, Figure]:
+        generated = self._sorted("generated")
+        if "logits" not in generated:
+            return {}
+        in_order = generated["logits"][generated["numbers"].argsort()]
+        return {"IS": with_halves(inception_score, in_order)}
 
-    def _floor_figures(self, reference: Reference) -> dict[str, Figure]:
+    def _kernel(self, pool: Tensor, reference: Reference) -> dict[str, Figure]:
+        held_out = self._pool("held_out") if self._parts.get("held_out") else None
+        others = {"KID": reference.pool, "KID to held-out": held_out}
+        return {
+            name: with_halves(partial(kernel_mean, other), pool, smallest=2)
+            for name, other in others.items()
+            if other is not None and len(other) > 1
+        }
+
+    def _neighbours(self, pool: Tensor, reference: Reference) -> dict[str, Figure]:
+        """Precision, recall, density and coverage."""
+        if reference.pool is None:
+            return {}
+        whole, halves = compare_with_halves(pool, reference.pool, radii=reference.radii)
+        return {
+            name: Figure(value, len(pool), None if halves is None else (halves[0][i], halves[1][i]))
+            for i, (name, value) in enumerate(whole._asdict().items())
+        }
+
+    def _floor_figures(self, pool: Tensor, reference: Reference) -> dict[str, Figure]:
         """Distances of held-out images: Fréchet if their covariance has full rank, KID from two images on."""
         if self._floor is None:
             self._floor = {}
             held_out = self._pool("held_out") if self._parts.get("held_out") else torch.empty(0, 0)
-            if len(held_out) > self.extractor.num_features:
+            if len(held_out) > self.extractor.num_features and reference.gaussian is not None:
                 distance = frechet_distance(reference.gaussian, gaussian_of(held_out))
                 self._floor["held-out FD"] = Figure(distance, len(held_out))
             if len(held_out) > 1 and reference.pool is not None:
                 self._floor["held-out KID"] = Figure(kernel_mean(reference.pool, held_out), len(held_out))
         return self._floor
 
-    def _copy_figures(self, pool: Tensor) -> dict[str, Figure]:
+    def _copies(self, pool: Tensor, reference: Reference) -> dict[str, Any]:
+        if not (self._parts.get("held_out") and self._parts.get("train")):
+            return {"copies": "not computed: needs held-out images and training images"}
         training = self._pool("train")
         if self._held_out_distances is None:
             self._held_out_distances = nearest_distances(self._pool("held_out"), training)[0].cpu()
@@ -278,7 +322,6 @@ class Quality:
         if self._reference is None:
             if self.evaluation.reference is None:
                 train = self._sorted("train")
-                require_full_rank(len(train["pool"]), self.extractor.num_features, name="training images")
                 device = self.extractor.device
                 self._reference = Reference.of_features(train["pool"], train.get("spatial"), device=device)
             else:
@@ -391,16 +434,6 @@ def frechet_figure(features: Tensor, reference: Gaussian) -> Figure:
 
 def kernel_mean(reference: Tensor, features: Tensor) -> float:
     return kernel_distance(features, reference).mean
-
-
-def neighbour_figures(generated: Tensor, reference: Reference) -> dict[str, Figure]:
-    """Precision, recall, density and coverage."""
-    assert reference.pool is not None
-    whole, halves = compare_with_halves(generated, reference.pool, radii=reference.radii)
-    return {
-        name: Figure(value, len(generated), None if halves is None else (halves[0][i], halves[1][i]))
-        for i, (name, value) in enumerate(whole._asdict().items())
-    }
 
 
 def inception_score(logits: Tensor, *, images_per_split: int = IMAGES_PER_SPLIT) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -69,15 +69,29 @@ def read_images(path: Path, *, batch_size: int) -> Iterator[Tensor]:
             yield images.permute(0, 3, 1, 2).contiguous()
 
 
-def write_images(path: Path, batches: Iterable[Tensor], *, shape: tuple[int, int, int]) -> None:
+def write_images(
+    path: Path, batches: Iterable[Tensor], *, shape: tuple[int, int, int], arrays: Mapping[str, Any] | None = None
+) -> None:
     """Write images as ADM's evaluator reads them; the file appears when it is whole.
 
     Args:
         batches: (B, 3, H, W) uint8; N images in all.
         shape: (N, H, W).
+        arrays: further ones, by name.
     """
+    num_written = 0
     with atomic_writer(path) as file, zipfile.ZipFile(file, "w") as archive:
-        _write_images(archive, batches, shape=shape)
+        with archive.open("arr_0.npy", "w", force_zip64=True) as entry:
+            header = {"descr": "|u1", "fortran_order": False, "shape": (*shape, 3)}
+            np.lib.format.write_array_header_1_0(entry, header)
+            for images in batches:
+                assert images.dtype == torch.uint8 and images.shape[1:] == (3, *shape[1:]), (images.dtype, images.shape)
+                entry.write(images.permute(0, 2, 3, 1).contiguous().cpu().numpy().data)
+                num_written += len(images)
+        assert num_written == shape[0], (num_written, shape)
+        for name, array in (arrays or {}).items():
+            with archive.open(f"{name}.npy", "w") as entry:
+                np.lib.format.write_array(entry, array, allow_pickle=False)
 
 
 def write_reference(
@@ -90,18 +104,14 @@ def write_reference(
     extractor: str,
 ) -> None:
     """Write images with statistics of features, over at least these images."""
-    arrays = {"mu": pool.mean, "sigma": pool.covariance}
+    tensors = {"mu": pool.mean, "sigma": pool.covariance}
     if spatial is not None:
-        arrays |= {"mu_s": spatial.mean, "sigma_s": spatial.covariance}
-    stored: dict[str, Any] = {name: tensor.cpu().numpy() for name, tensor in arrays.items()}
-    stored["extractor"] = np.array(extractor)
+        tensors |= {"mu_s": spatial.mean, "sigma_s": spatial.covariance}
+    arrays: dict[str, Any] = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
+    arrays["extractor"] = np.array(extractor)
     if pool.count is not None:
-        stored["count"] = np.array(pool.count)
-    with atomic_writer(path) as file, zipfile.ZipFile(file, "w") as archive:
-        _write_images(archive, batches, shape=shape)
-        for name, array in stored.items():
-            with archive.open(f"{name}.npy", "w") as entry:
-                np.lib.format.write_array(entry, array, allow_pickle=False)
+        arrays["count"] = np.array(pool.count)
+    write_images(path, batches, shape=shape, arrays=arrays)
 
 
 def read_statistics(path: Path, *, extractor: str) -> tuple[Gaussian | None, Gaussian | None]:
@@ -185,15 +195,3 @@ def _read_exactly(file: IO[bytes], size: int, path: Path) -> bytearray:
             raise ConfigError(f"{path}: ends before its last image; copy it again")
         data += block
     return data
-
-
-def _write_images(archive: zipfile.ZipFile, batches: Iterable[Tensor], *, shape: tuple[int, int, int]) -> None:
-    num_written = 0
-    with archive.open("arr_0.npy", "w", force_zip64=True) as entry:
-        header = {"descr": "|u1", "fortran_order": False, "shape": (*shape, 3)}
-        np.lib.format.write_array_header_1_0(entry, header)
-        for images in batches:
-            assert images.dtype == torch.uint8 and images.shape[1:] == (3, *shape[1:]), (images.dtype, images.shape)
-            entry.write(images.permute(0, 2, 3, 1).contiguous().cpu().numpy().data)
-            num_written += len(images)
-    assert num_written == shape[0], (num_written, shape)

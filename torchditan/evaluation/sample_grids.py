@@ -11,17 +11,25 @@ PSNR and SSIM need a reference image for sample i:
 from __future__ import annotations
 
 import json
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from torchditan.config.options import Config
 from torchditan.config.trajectory import stored_sampling
-from torchditan.data_stream.datasets import ImageDataset
-from torchditan.evaluation.generate import real_samples
+from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
 from torchditan.evaluation.grid_picture import add_to_steps, save_grid, stills
-from torchditan.evaluation.sample_rows import SampleRows
+from torchditan.evaluation.sampler import SampleRows
 from torchditan.latents.sample_space import SampleSpace
+from torchditan.run.atomic_files import atomic_writer
+
+ORIGINAL = "original.npz"
+"""In samples/: the samples of the original model before the first step, and how they were drawn."""
+_SEARCH_LIMIT = 20_000
 
 
 class Grids:
@@ -82,11 +90,32 @@ class Grids:
             add_to_steps(path.parent, generated[:, 0], rows.names, step=step, title=name)
         return self._scores(generated, path.parent, step=step)
 
+    def why_no_scores(self, folder: Path, *, is_resumed: bool) -> str | None:
+        """Why the user's own prompts have no PSNR and SSIM, and how to get them; None if they have.
+
+        Args:
+            folder: that of the grids.
+            is_resumed: whether the run was resumed; its original samples must then exist.
+        """
+        config = self.config
+        if not self.shows_prompts:
+            return None
+        if not self.has_original:
+            if not config.sampling.prompts:
+                return None
+            missing = "PSNR and SSIM are not measured: sampling.prompts have no real images"
+            if config.model.path is None and config.checkpoint.initial_load_path is None:
+                return f"{missing}, and this run starts from random weights"
+            return f"{missing}; --sampling.at_start compares with the samples of the original model"
+        if not is_resumed or self.rows.references is not None or self._read_original(folder) is not None:
+            return None
+        why = f"{folder / ORIGINAL} is missing, or was drawn with other [sampling] options"
+        return f"no PSNR and SSIM to the original: {why}"
+
     def _scores(self, generated: Tensor, folder: Path, *, step: int) -> dict[str, float]:
         if not self.shows_prompts:
             return {}
-        from torchditan.evaluation.original_samples import ORIGINAL, read_original, write_original
-        from torchditan.evaluation.reconstruction import similarity
+        from torchditan.evaluation.reconstruction import similarity, to_8_bit
 
         if self.rows.references is not None:
             assert self._real is not None
@@ -94,11 +123,22 @@ class Grids:
         if not self.has_original:
             return {}
         if step == 0:
-            write_original(folder / ORIGINAL, generated, drawn=self.drawn)
+            with atomic_writer(folder / ORIGINAL) as file:
+                np.savez(file, pixels=to_8_bit(generated).byte().numpy(), drawn=np.array(self.drawn))
             return {}
-        pixels = read_original(folder / ORIGINAL, drawn=self.drawn)
+        pixels = self._read_original(folder)
         scores = {} if pixels is None else similarity(generated, pixels)
         return {f"{name}_to_original": value for name, value in scores.items()}
+
+    def _read_original(self, folder: Path) -> Tensor | None:
+        """Pixels (rows, k, C, H, W), or None if they were not drawn, or drawn in another way than these samples."""
+        try:
+            with np.load(folder / ORIGINAL, allow_pickle=False) as stored:
+                if str(stored["drawn"]) != self.drawn:
+                    return None
+                return torch.from_numpy(stored["pixels"]).float() / 127.5 - 1
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return None
 
     @property
     def drawn(self) -> str:
@@ -119,3 +159,52 @@ class Grids:
             conditional=bool(self.dataset.class_names),
         )
         return None if real is None else self.space.real_to_pixels(real)
+
+
+def real_samples(
+    dataset: ImageDataset, *, labels: list[int], samples_per_label: int, conditional: bool
+) -> torch.Tensor | None:
+    """Real samples of each label, to show next to generated ones; None if the dataset can only be streamed.
+
+    If a label has too few samples, its last one repeats; a label without samples is black. If the labels are not known
+    in advance, 20,000 samples are searched.
+
+    Returns:
+        (len(labels), samples_per_label, C, H, W) float32 in [-1, 1].
+    """
+    if isinstance(dataset, SequentialDataset):
+        return None
+    rows = []
+    for indices in _candidates(dataset, labels=labels if conditional else [], wanted=samples_per_label):
+        row: list[torch.Tensor] = []
+        for index in indices:
+            if len(row) == samples_per_label:
+                break
+            with suppress(CorruptImageError):
+                row.append(dataset[int(index)]["sample"])
+        black = torch.full(dataset.sample_shape, -1.0)
+        rows.append(torch.stack((row + [row[-1] if row else black] * samples_per_label)[:samples_per_label]))
+    return torch.stack(rows)
+
+
+def _candidates(dataset: ImageDataset, *, labels: list[int], wanted: int) -> list[np.ndarray]:
+    """Indices of samples with each label; without labels, one row of indices spread over the dataset."""
+    spread = np.arange(0, len(dataset), max(1, len(dataset) // _SEARCH_LIMIT))
+    if not labels:
+        return [_spread(spread, wanted)]
+    known = dataset.class_labels
+    if known is not None:
+        return [_spread(np.flatnonzero(np.asarray(known) == label), wanted) for label in labels]
+    found: dict[int, list[int]] = {label: [] for label in labels}
+    for index in spread:
+        with suppress(CorruptImageError):
+            found.get(int(dataset[int(index)]["class_label"]), []).append(int(index))
+        if all(len(indices) >= wanted for indices in found.values()):
+            break
+    return [np.array(indices, dtype=np.int64) for indices in found.values()]
+
+
+def _spread(indices: np.ndarray, wanted: int) -> np.ndarray:
+    """Evenly spaced indices first (neighbours may be similar), then the rest."""
+    stride = max(1, len(indices) // wanted)
+    return np.concatenate([indices[start::stride] for start in range(stride)])

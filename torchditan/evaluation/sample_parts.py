@@ -2,23 +2,24 @@
 """Finished samples of an evaluation, kept in files, so that an interrupted evaluation continues.
 
 Notable:
-- a part holds consecutive samples, `00000250-00000499.npz`: their numbers, 8-bit images and labels. It appears when it
-  is whole; its checksums are verified when it is read. A damaged part is removed, one that cannot be read is kept;
-- the identity in `identity.json` says what the samples are. Samples with different identities never mix;
+- a part holds consecutive samples, `00000250-00000499.npz`. It appears when it is whole; its checksum is verified when
+  it is read. A damaged part is removed, one that cannot be read is kept;
+- the name of the folder ends in a hash of all that determines the samples, so different samples never mix;
 - ranks read each other's parts: the folder must be on a file system that all of them see.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import re
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,40 +28,49 @@ import torch
 from torch import Tensor
 
 from torchditan.config.errors import ConfigError
-from torchditan.evaluation.ranks import from_rank_0, rank_and_world_size
+from torchditan.distributed.process_group import from_rank_0, rank_and_world_size
 from torchditan.evaluation.sample_batches import write_images
-from torchditan.run.atomic_files import atomic_writer, write_file
+from torchditan.evaluation.sampler import SamplePlan
+from torchditan.run.atomic_files import atomic_writer
 
-IDENTITY_FILE = "identity.json"
-_PARTS_FOLDER = "parts"
 _PART = re.compile(r"(\d{8})-(\d{8})\.npz")
-_PARTIAL = re.compile(rf"\.({_PART.pattern}|{re.escape(IDENTITY_FILE)})\..+\.partial")
+_PARTIAL = re.compile(rf"\.{_PART.pattern}\..+\.partial")
 """Temporary files of `atomic_writer`."""
 _DAMAGE = (ValueError, KeyError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
 """What zipfile and numpy raise for a wrong byte in memory, depending on its place: RuntimeError for a flag of an
 encrypted entry or an unknown compression."""
 
 
-@dataclass(frozen=True)
 class SampleParts:
-    """The finished samples of one evaluation with one seed."""
+    """The finished samples of one evaluation with one seed.
 
-    folder: Path
-    identity: Mapping[str, Any]
-    """All that determines the samples, as JSON values: run, step, weights, sampling options, seed, number of samples,
-    class balance, rounding and precision. The batch size is not part of it: it changes only the last digits of the
-    model's output, and the evaluation may continue with another one."""
+    Args:
+        folder: of the parts of this evaluation.
+        plan: the samples.
+        seed: of their noise.
+        settings: all that determines the samples besides, as JSON values: run, step, weights, sampling options,
+            rounding and precision. The batch size is not part of it: it changes only the last digits of the model's
+            output, and the evaluation may continue with another one.
+    """
+
+    def __init__(self, folder: Path, plan: SamplePlan, *, seed: int, settings: Mapping[str, Any]) -> None:
+        self.num_samples = len(plan)
+        classes = None if plan.labels is None else plan.labels.tolist()
+        identity = json.dumps([seed, len(plan), classes, settings], sort_keys=True, default=str)
+        self.folder = folder / f"seed-{seed}_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
     def open(self) -> list[range]:
         """The finished samples, as ranges of their numbers in order. All ranks call it, and get what rank 0 sees.
 
         Raises:
-            ConfigError: the folder holds samples with another identity, or cannot be written.
+            ConfigError: the folder cannot be written.
         """
         found: Any = None
         if rank_and_world_size()[0] == 0:
             try:
-                self._check_identity()
+                with _one_line_for_the_disk(self.folder):
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                self._delete(_PARTIAL)  # of a killed process
                 found = self._ranges()
             except ConfigError as error:
                 found = error
@@ -69,8 +79,8 @@ class SampleParts:
             raise found
         return found
 
-    def read(self, numbers: range) -> tuple[Tensor, Tensor | None] | None:
-        """Images (n, C, H, W) uint8 and labels (n,) int64 of a part; None if it is damaged, and then it is removed.
+    def read(self, numbers: range) -> Tensor | None:
+        """Images (n, C, H, W) uint8 of a part; None if it is damaged, and then it is removed.
 
         Raises:
             ConfigError: the file cannot be read, which says nothing about its content: it is kept.
@@ -81,41 +91,35 @@ class SampleParts:
         except OSError as error:
             right = "run the same command again; finished samples are kept"
             raise ConfigError(f"{path} cannot be read: {error.strerror or error}; {right}") from None
-        try:
-            with zipfile.ZipFile(data) as archive:
-                is_whole = archive.testzip() is None  # before numpy trusts the shapes
-            if is_whole:
+        with suppress(*_DAMAGE), zipfile.ZipFile(data) as archive:
+            if archive.testzip() is None:  # before numpy trusts the shapes
                 data.seek(0)
                 with np.load(data, allow_pickle=False) as stored:
                     images = torch.from_numpy(stored["images"])
-                    labels = torch.from_numpy(stored["labels"]) if len(stored["labels"]) else None
-                    is_whole = stored["numbers"].tolist() == list(numbers)
-        except _DAMAGE:
-            is_whole = False
-        if is_whole:
-            return images, labels
+                if len(images) == len(numbers):
+                    return images
         with suppress(OSError):
             path.unlink(missing_ok=True)
         print(f"{path} is damaged; its samples are drawn again", file=sys.stderr, flush=True)
         return None
 
-    def write(self, numbers: range, images: Tensor, labels: Tensor | None) -> None:
-        """Keep consecutive samples.
+    def write(self, numbers: Sequence[int], images: Tensor) -> None:
+        """Keep samples with increasing numbers, one part for each run of consecutive ones.
 
         Args:
             numbers: of the samples.
             images: (n, C, H, W) uint8.
-            labels: (n,) int64, or None.
 
         Raises:
-            ConfigError: the part cannot be written; the finished ones are kept.
+            ConfigError: a part cannot be written; the finished ones are kept.
         """
-        path = self._path(numbers)
-        stored_labels = np.empty(0, dtype=np.int64) if labels is None else labels.numpy()
-        with _one_line_for_the_disk(path), atomic_writer(path) as file:
-            np.savez(file, numbers=np.array(numbers), images=images.numpy(), labels=stored_labels)
+        breaks = [0, *(place for place in range(1, len(numbers)) if numbers[place] != numbers[place - 1] + 1)]
+        for start, stop in pairwise([*breaks, len(numbers)]):
+            path = self._path(range(numbers[start], numbers[stop - 1] + 1))
+            with _one_line_for_the_disk(path), atomic_writer(path) as file:
+                np.savez(file, images=images[start:stop].numpy())
 
-    def write_npz(self, path: Path, *, num_samples: int) -> None:
+    def write_npz(self, path: Path) -> None:
         """Write all samples in order as ADM's `.npz`, part by part; gray images get three equal channels.
 
         Only one rank calls it, when all have finished drawing.
@@ -125,74 +129,35 @@ class SampleParts:
         """
         ranges = self._ranges()
         num_finished = sum(map(len, ranges))
-        if num_finished != num_samples:
-            found = f"{num_finished:,} of {num_samples:,} samples"
+        if num_finished != self.num_samples:
+            found = f"{num_finished:,} of {self.num_samples:,} samples"
             raise ConfigError(f"{self.folder}: holds {found}; run the same evaluation again to draw the others")
         height, width = self._images(ranges[0]).shape[2:]
         batches = (self._images(numbers).expand(-1, 3, -1, -1) for numbers in ranges)
         with _one_line_for_the_disk(path):
-            write_images(path, batches, shape=(num_samples, height, width))
+            write_images(path, batches, shape=(self.num_samples, height, width))
 
     def remove(self) -> None:
-        """Delete the parts, `identity.json` and stale temporary files, if this identity wrote them.
+        """Delete the parts, and the folders that become empty; other files are kept.
 
-        Then delete the folder, and its parent `parts`, if they are empty. Other files are kept. Only one rank calls it,
-        when all have finished reading.
+        Only one rank calls it, when all have finished reading.
         """
-        # The identity goes last, and the first error ends it, so that what remains is still known.
         with suppress(OSError):
-            if self._stored_identity() == self._plain_identity():
-                for path in list(self.folder.iterdir()):
-                    if _PART.fullmatch(path.name) or _PARTIAL.fullmatch(path.name):
-                        path.unlink(missing_ok=True)
-                (self.folder / IDENTITY_FILE).unlink(missing_ok=True)
+            self._delete(_PART)
+            self._delete(_PARTIAL)
             self.folder.rmdir()
-            if self.folder.parent.name == _PARTS_FOLDER:
-                self.folder.parent.rmdir()
-
-    def refuse(self, why: str) -> ConfigError:
-        """The error for a folder with other samples."""
-        return ConfigError(
-            f"{self.folder}: holds samples of another evaluation ({why}); choose another --out, or remove this folder"
-        )
+            self.folder.parent.rmdir()
 
     def _images(self, numbers: range) -> Tensor:
         found = self.read(numbers)
         if found is None:
             raise ConfigError(f"{self._path(numbers)}: was damaged; run the same evaluation again to draw its samples")
-        return found[0]
+        return found
 
-    def _check_identity(self) -> None:
-        path = self.folder / IDENTITY_FILE
-        identity = self._plain_identity()
-        if path.exists():
-            stored = self._stored_identity()
-            if stored is None:
-                raise self.refuse(f"{IDENTITY_FILE} is unreadable")
-            for name in sorted(stored.keys() | identity.keys()):
-                if stored.get(name) != identity.get(name):
-                    raise self.refuse(f"{name} {_shown(stored.get(name))}, now {_shown(identity.get(name))}")
-        elif self._ranges():
-            raise self.refuse(f"no {IDENTITY_FILE}")
-        else:
-            with _one_line_for_the_disk(path):
-                write_file(path, json.dumps(identity, indent=2).encode())
-        for stale in list(self.folder.iterdir()):
-            if _PARTIAL.fullmatch(stale.name):  # of a killed process
-                with suppress(OSError):
-                    stale.unlink(missing_ok=True)
-
-    def _plain_identity(self) -> dict[str, Any]:
-        """As it is read back: tuples become lists."""
-        return json.loads(json.dumps(self.identity))
-
-    def _stored_identity(self) -> dict[str, Any] | None:
-        """None if there is none, or if it is unreadable."""
-        try:
-            stored = json.loads((self.folder / IDENTITY_FILE).read_text())
-        except (OSError, ValueError):
-            return None
-        return stored if isinstance(stored, dict) else None
+    def _delete(self, pattern: re.Pattern[str]) -> None:
+        for path in list(self.folder.iterdir()):
+            if pattern.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
     def _ranges(self) -> list[range]:
         """Ranges of the parts by name, in order. Two processes in the same folder may have drawn a sample twice: a part
@@ -216,8 +181,3 @@ def _one_line_for_the_disk(path: Path) -> Iterator[None]:
     except OSError as error:
         right = "free disk space and run the same command again; finished samples are kept"
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}; {right}") from None
-
-
-def _shown(value: Any) -> str:
-    text = "none" if value is None else json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -54,10 +54,8 @@ def opening(
     threads = changed_threads(job.run_directory.path) if progress.step and job.device.type == "cpu" else None
     weights = None if initial_weights is None else f"started from the {initial_weights}"
     scores = None
-    if config.metrics.enable_sampling and grids.shows_prompts:
-        from torchditan.evaluation.original_samples import why_no_scores
-
-        scores = why_no_scores(grids, job.run_directory.sample_path(0).parent, is_resumed=progress.step > 0)
+    if config.metrics.enable_sampling:
+        scores = grids.why_no_scores(job.run_directory.sample_path(0).parent, is_resumed=progress.step > 0)
     decoder = job.space.missing_decoder
     pictures = None if decoder is None else f"grids show latent channels, not pictures: {decoder}"
     messages = (

@@ -38,7 +38,7 @@ from torchditan.run.profiling import check_profiling
 from torchditan.run.progress import report_progress
 
 Evaluate = Callable[..., dict[str, float]]
-"""`evaluate(model, objective=objective, say=print)` (evaluation/during_training.py)."""
+"""`evaluate(model, sampler, say=print)` (evaluation/during_training.py)."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def prepare(
         rank=rank,
         parallel_dims=parallel_dims,
         run_directory=RunDirectory(path, is_writer=rank.rank == 0),
-        evaluation=_build_evaluation(completed, dataset, validation_dataset, space, spec, rank),
+        evaluation=_build_evaluation(completed, dataset, validation_dataset, space, rank),
     )
 
 
@@ -144,13 +144,12 @@ def _build_evaluation(
     dataset: ImageDataset,
     held_out: ImageDataset | None,
     space: SampleSpace,
-    spec: ModelSpec,
     rank: Rank,
 ) -> Evaluate | None:
     if not config.evaluation.freq:
         return None
     data: dict[str, Any] = {"dataset": dataset, "held_out": held_out, "space": space}
-    return pkgutil.resolve_name(EVALUATION)(config, conditioning=spec.conditioning, device=rank.device, **data)
+    return pkgutil.resolve_name(EVALUATION)(config, device=rank.device, **data)
 
 
 def _check_machine(config: Config, rank: Rank, *, num_shards: int) -> None:

@@ -45,7 +45,7 @@ from torchditan.ablation.ledger import (
     to_text,
 )
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.evaluation.card_figures import t_quantile
+from torchditan.evaluation.card import t_quantile
 from torchditan.finetune.resolutions import MODEL, RESOLUTION
 from torchditan.report.run_folder import is_run_folder, read_runs
 from torchditan.run.reading import check_folder

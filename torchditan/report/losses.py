@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchditan.ablation.grid import FLAVOR, PATCH_SIZE, PRECISION, SEED, STANDARD_AXES
 from torchditan.ablation.maker import RUNS_FOLDER
-from torchditan.evaluation.card_figures import spread_of
+from torchditan.evaluation.card import spread_of
 from torchditan.evaluation.card_tables import rounded
 from torchditan.report.grid_results import GridResults, ordered_values
 from torchditan.report.run_folder import is_run_folder

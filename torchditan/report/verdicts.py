@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchditan.ablation.grid import BATCH_SIZE, SEED
 from torchditan.ablation.ledger import QUALITY
 from torchditan.config.errors import option_error
-from torchditan.evaluation.card_figures import spread_of
+from torchditan.evaluation.card import spread_of
 from torchditan.report.grid_results import GridResults
 from torchditan.report.losses import FEWEST_STEPS
 from torchditan.report.pairs import Metric, matched_pairs

@@ -240,14 +240,14 @@ class Console:
         self._stream.write(f"{self._erase()}{text}\n{self._bar}")
         self._stream.flush()
 
-    def progress(self, step: int, total_steps: int, eta: str, *, unit: str = "step") -> None:
+    def progress(self, step: int, total_steps: int, eta: str) -> None:
         """Redraw the bar, a few times per second at most; does nothing if the output is not a terminal."""
         if not self.is_terminal or (self._clock() - self._drawn_at < self._REDRAW_S and step < total_steps):
             return
         self._drawn_at = self._clock()
         share = min(step / total_steps, 1.0)
         bar = "#" * int(share * self._BAR_WIDTH)
-        text = f"{share:4.0%} [{bar:.<{self._BAR_WIDTH}}] {unit} {step:,}/{total_steps:,}  ETA {eta}"
+        text = f"{share:4.0%} [{bar:.<{self._BAR_WIDTH}}] step {step:,}/{total_steps:,}  ETA {eta}"
         text = text[: shutil.get_terminal_size().columns - 1]  # a wrapped bar could not be erased
         self._stream.write(f"{self._erase()}{text}")
         self._stream.flush()

@@ -10,7 +10,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,12 +26,9 @@ from torchditan.config.loader import from_dict, override
 from torchditan.config.options import Config
 from torchditan.diffusion.objectives import Objective, build_objective
 from torchditan.distributed.process_group import Rank
-from torchditan.evaluation.drawing import SamplePlan, draw_samples
-from torchditan.evaluation.generate import generate
-from torchditan.evaluation.metric import Pictures, ToPixels
-from torchditan.evaluation.reconstruction import Rounding, to_8_bit
-from torchditan.evaluation.sample_parts import SampleParts
-from torchditan.evaluation.sample_rows import SampleRows
+from torchditan.evaluation.metric import ToPixels
+from torchditan.evaluation.reconstruction import to_8_bit
+from torchditan.evaluation.sampler import Sampler, SampleRows
 from torchditan.finetune.captions.dataset import encode_prompts
 from torchditan.finetune.lora import set_active_adapters
 from torchditan.finetune.published import PublishedModel
@@ -368,40 +365,14 @@ class TrainedModel:
 
     def generate_rows(self, rows: SampleRows, *, samples_per_row: int, seed: int, batch_size: int) -> torch.Tensor:
         """Sample with the run's `[sampling]` options: (rows, samples_per_row, *sample_shape), pixels or latents."""
-        with self.spec.sampling(self.model):
-            return generate(
-                self.model,
-                rows=rows,
-                samples_per_row=samples_per_row,
-                sample_shape=self.sample_shape,
-                conditioning=self.spec.conditioning,
-                objective=self.objective,
-                sampling=self.config.sampling,
-                seed=seed,
-                batch_size=batch_size,
-                device=self.device,
-            )
+        return self.sampler.draw_rows(
+            self.model, rows, samples_per_row=samples_per_row, seed=seed, batch_size=batch_size
+        )
 
-    def draw_samples(
-        self, plan: SamplePlan, *, seed: int, batch_size: int, rounding: Rounding, parts: SampleParts | None
-    ) -> Iterator[Pictures]:
-        """This rank's share of the samples of an evaluation, decoded; see `evaluation.drawing.draw_samples`."""
-        to_pixels = self.open_decoder()
-        with self.spec.sampling(self.model):
-            yield from draw_samples(
-                self.model,
-                plan,
-                seed=seed,
-                batch_size=batch_size,
-                rounding=rounding,
-                parts=parts,
-                to_pixels=to_pixels,
-                sample_shape=self.sample_shape,
-                conditioning=self.spec.conditioning,
-                objective=self.objective,
-                sampling=self.config.sampling,
-                device=self.device,
-            )
+    @property
+    def sampler(self) -> Sampler:
+        """Draws with the run's `[sampling]` options."""
+        return Sampler(self.spec, self.objective, self.config.sampling, self.device)
 
     def drop_lora(self) -> None:
         """Restore the published model without the LoRA.

@@ -17,7 +17,7 @@ from torchditan.config.options import Autoencoder as AutoencoderConfig
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import CaptionSource, ImageDataset
 from torchditan.distributed.process_group import Rank
-from torchditan.evaluation.sample_rows import SampleRows
+from torchditan.evaluation.sampler import SampleRows
 from torchditan.finetune.captions.encode import (
     Entries,
     TextEncoders,
