@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -89,10 +90,12 @@ def test_one_process_is_started_with_python() -> None:
     assert wrong == []
 
 
-def test_the_configuration_page_is_complete() -> None:
-    text = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
-    absent = [name for name in (*ALWAYS_KEYS, *LEGACY_KEYS, *STATES) if f"`{name}`" not in text]
-    assert absent == []
+@pytest.mark.parametrize(
+    ("page", "names"), [("run_directory.md", (*ALWAYS_KEYS, *STATES)), ("compatibility.md", LEGACY_KEYS)]
+)
+def test_a_page_has_every_key_of_a_run_and_of_the_course_project(page: str, names: Iterable[str]) -> None:
+    text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+    assert [name for name in names if f"`{name}`" not in text] == []
 
 
 def test_the_training_step_names_the_position_that_the_stream_starts_at() -> None:
