@@ -36,7 +36,7 @@ TRAINING = {
 REST = {
     "report": "tables and plots of grids and runs",
     "ablation": "grids of runs, batch size search",
-    "planner": "memory and time without a device",
+    "planner": "memory without a device",
     "finetune": "published models, captions, LoRA, int8",
     "weights": "export, import, load a run",
     "evaluation": "validation, sample grids, metrics",
