@@ -48,6 +48,8 @@ ROLES = {**TRAINING, **REST, "data/": "datasets", "train.py": "starts a training
 
 
 def main(output: Path) -> None:
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert folders <= set(ROLES), f"give {sorted(folders - set(ROLES))} a row"
     imports = {row: count_imports(row) for row in ROLES}
     columns = [*TRAINING, *REST]
     named = names_in_registry()
