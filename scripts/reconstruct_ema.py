@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Compute averages of the weights after training, of any width, from the snapshots of a run with ema.post_hoc_widths.
-Each average becomes a run directory for generate.py and evaluate.py (docs/post_hoc_ema.md).
+Each average becomes a run directory for generate.py and evaluate.py (docs/optimizer_and_ema.md).
 
 python scripts/reconstruct_ema.py outputs/imagenet --width 0.075
 python scripts/generate.py outputs/imagenet_ema_0.075

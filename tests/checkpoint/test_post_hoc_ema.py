@@ -286,7 +286,7 @@ def test_damaged_snapshots_are_left_out_and_named(
 
 def test_the_commands_of_the_page_work(tmp_path: Path, run_script: RunScript) -> None:
     """With a smaller model and fewer steps."""
-    page = (REPOSITORY / "docs" / "post_hoc_ema.md").read_text()
+    page = (REPOSITORY / "docs" / "optimizer_and_ema.md").read_text()
     block = page.partition("```\n")[2].partition("\n```")[0]
     small = ["--training.steps=4", "--model.flavor=debugmodel", "--training.global_batch_size=2"]
     small += ["--dataset.num_workers=0", "--metrics.enable_sampling=false", "--validation.freq=0"]

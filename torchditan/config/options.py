@@ -480,7 +480,7 @@ class EMA:
     warmup: bool = True
     """Average over fewer steps at the start: decay min(decay, (1 + step) / (10 + step))."""
     post_hoc_widths: list[float] = field(default_factory=list)
-    """Relative widths of averages to store for a reconstruction of other widths: [0.05, 0.1] (docs/post_hoc_ema.md)."""
+    """Relative widths of averages from which other widths can be computed: [0.05, 0.1] (docs/optimizer_and_ema.md)."""
     post_hoc_interval: int = 1000
     """Steps between two snapshots of the averages of post_hoc_widths; there is one of the last step too."""
 

@@ -40,7 +40,7 @@ from torchditan.weights.safetensors_files import TensorToWrite, open_file, write
 _NOT_READ = 1e-7
 """Sum of the absolute coefficients of the averages that are not read, about the resolution of float32."""
 LARGE_ERROR = 0.03
-"""Error of the profile above which the weights may differ by more than 1e-3 (docs/post_hoc_ema.md)."""
+"""Error of the profile above which the weights may differ by more than 1e-3 (docs/optimizer_and_ema.md)."""
 
 
 @dataclass(frozen=True)
