@@ -378,7 +378,9 @@ def test_an_interval_that_covers_impossible_values_is_not_shown(tmp_path: Path) 
     analysis = analyse([write_grid(tmp_path / "grid", rows, axes=(SEED,))])
     assert bars_of(axes_figure(analysis.results, PER_DEVICE, "images/s")) == []
     assert "(2 seeds: too few runs)" in html_of(grid_page(analysis))
-    assert final_losses(analysis.results) == {"": {"bfloat16": "2.000 (2 seeds: too few runs)"}}
+    assert final_losses(analysis.results) == {
+        name: {"bfloat16": "2.000 (2 seeds: too few runs)"} for name in ("baseline", "batch per device 8")
+    }
     verdict = analysis.verdicts[0]
     assert verdict.cost.time_interval is not None and not verdict.cost.is_time_known
     assert f"| {verdict.cost.time:.2f} (too few runs) " in verdict_text(analysis.verdicts)

@@ -12,11 +12,11 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from torchditan.ablation.grid import FLAVOR, PATCH_SIZE, PRECISION, SEED, STANDARD_AXES
+from torchditan.ablation.grid import BATCH_SIZE, FLAVOR, PATCH_SIZE, PRECISION, SEED, STANDARD_AXES
 from torchditan.ablation.maker import RUNS_FOLDER
 from torchditan.evaluation.card_figures import spread_of
 from torchditan.report.grid_results import GridResults, ordered_values
-from torchditan.report.labels import count, mean_with_interval
+from torchditan.report.labels import axis_name, count, mean_with_interval, value_name
 from torchditan.report.run_folder import is_run_folder
 from torchditan.run.reading import read_metrics
 
@@ -76,12 +76,14 @@ def _settings(results: GridResults) -> pd.Series:
     Empty if the runs of a panel do not differ, or in too many ways. What changes only the speed has no name.
     """
     runs = results.runs
-    axes = [axis for axis in results.varied if axis in (FLAVOR, PATCH_SIZE) or axis not in STANDARD_AXES]
+    learned = (FLAVOR, PATCH_SIZE, BATCH_SIZE)
+    axes = [axis for axis in results.varied if axis in learned or axis not in STANDARD_AXES]
     if axes == [LEARNING_RATE]:
         return "learning rate " + runs[LEARNING_RATE]
     names = runs["source"].map(lambda _: "")
     for axis in axes:
-        names += runs[axis].map(lambda value, axis=axis: "" if value == runs[axis].iloc[0] else f", {axis} {value}")
+        first, name = runs[axis].iloc[0], axis_name(axis)
+        names += [("" if value == first else f", {name} {value_name(axis, value)}") for value in runs[axis]]
     names = names.str.removeprefix(", ").replace("", "baseline")
     return names if 1 < names.nunique() <= _MOST_SETTINGS else names.map(lambda _: "")
 
