@@ -166,13 +166,16 @@ def _verdicts(analysis: Analysis) -> Section:
         return Section("Verdicts on quality", [])
     headers, rows = verdict_table(analysis.verdicts)
     rows = [
-        [cell.replace("-", MINUS) if header in NUMERIC else cell for header, cell in zip(headers, row, strict=True)]
+        [
+            cell.replace("-", MINUS).replace("95%: ", "") if header in NUMERIC else cell
+            for header, cell in zip(headers, row, strict=True)
+        ]
         for row in rows
     ]
     note = (
         f"{guarantee(analysis.verdicts)} Two settings are compared seed by seed. The 95% interval is that of one "
         "comparison alone, so it can exclude zero where the verdict is inconclusive. FLOPs and time per image and peak "
-        "memory are ratios, after over before."
+        "memory are ratios, after over before; that of time has its 95% interval."
     )
     figure = plots.verdict_figure(analysis.verdicts)
     table = Table(headers, rows, NUMERIC)
