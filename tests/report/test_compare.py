@@ -259,7 +259,6 @@ def test_runs_of_one_job_share_what_is_learned_and_may_run_otherwise(tmp_path: P
         "sampling.guidance_scale": ("drawing", [2.0, 1.0]),
         "training.compile": ("running", [False, True]),
     }
-    assert found.is_same_job
     assert len(found.curves) == 1
 
 
@@ -267,7 +266,6 @@ def test_another_learning_rate_is_another_job_and_its_curve_need_not_agree(tmp_p
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
     c = write_run(tmp_path / "c", options={"optimizer.lr": 3e-4, "training.global_batch_size": 64})
     found = compare([a, b, c])
-    assert not found.is_same_job
     assert [(setting.name, setting.kind) for setting in found.settings] == [
         ("optimizer.lr", "job"),
         ("training.global_batch_size", "job"),
@@ -283,7 +281,6 @@ def test_weights_at_another_place_may_be_the_same(tmp_path: Path) -> None:
         runs.append(write_run(tmp_path / name, options={"model.path": path}, trajectory=trajectory))
     found = compare(runs)
     assert [(setting.name, setting.kind) for setting in found.settings] == [("model.path", "path")]
-    assert found.is_same_job
     assert len(found.curves) == 1
 
 

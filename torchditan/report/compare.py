@@ -180,11 +180,6 @@ class Run:
             return "images"
         return "original" if f"psnr{_TO_ORIGINAL}" in keys else None
 
-    @property
-    def draws_own_prompts(self) -> bool:
-        """Whether the samples use the user's own prompts, which have no real images."""
-        return bool(self.options.get("sampling.prompts"))
-
     @cached_property
     def samplings(self) -> list[Sampling]:
         """Samplings with scores or a picture, by step."""
@@ -301,10 +296,6 @@ class Comparison:
         own = self.training_time(run)
         known = [time for time in map(self.training_time, self.runs) if time]
         return max(known) / own if own and len(known) > 1 else None
-
-    @property
-    def is_same_job(self) -> bool:
-        return not any(setting.kind == "job" for setting in self.settings)
 
     @property
     def scored_against(self) -> set[str]:
