@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Analyse ablation grids: matched pairs, effects, plots and findings in one report.html that works offline.
-With --compare, compare runs of one job on different hardware: speed, loss, PSNR, SSIM and samples, in compare.html.
+"""Analyse ablation grids: verdicts, effects, plots and warnings in one report.html that works offline.
+With --compare, compare runs of one job on different hardware: time, loss, PSNR, SSIM and samples, in compare.html.
+The plots are also written as PNG and SVG files, the numbers as CSV.
 
 python optimization_analysis.py outputs/GRID
 python optimization_analysis.py outputs/A40_GRID outputs/A100_GRID --out outputs/a40_a100
@@ -48,20 +49,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
+    from torchditan.config.optional_libraries import import_optional
+
     args = parse(sys.argv[1:])
     if args.compare:
-        from torchditan.report.compare_report import write_comparison
+        from torchditan.report.compare_page import write_comparison
 
         first = args.compare[0]
         out = args.out or (first if (first / "grid.json").exists() else first.absolute().parent) / "compare"
         report = write_comparison(args.compare, out, args.labels)
     else:
-        from torchditan.report.analysis import analyse
-        from torchditan.report.page import require
-        from torchditan.report.report import write_report
+        from torchditan.report.grid_page import analyse, write_report
         from torchditan.report.verdict_tables import verdict_text
 
-        require("pandas", "plotly", "scipy")
+        for library in ("jinja2", "matplotlib", "pandas", "scipy"):
+            import_optional(library, extra="analysis")
         analysis = analyse(args.folders, figures=args.metrics)
         report = write_report(analysis, args.out or args.folders[0] / "analysis")
         if analysis.verdicts:

@@ -45,6 +45,7 @@ def test_plots_have_a_colour_for_each_guidance_and_each_number_of_steps(tmp_path
     over_evaluations, over_guidance = (colors_of(tmp_path / name) for name in names)
     assert over_evaluations == set(PALETTE[:2])
     assert over_guidance == set(PALETTE[:3])
+    assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".svg"}
 
 
 def test_one_point_or_points_without_intervals_can_be_drawn_and_none_draws_nothing(tmp_path: Path) -> None:

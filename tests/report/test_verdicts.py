@@ -15,19 +15,18 @@ import numpy as np
 import pytest
 from refusals import assert_refused
 from scipy.stats import ttest_rel
-from test_analysis import Row, finding, row, write_grid, write_losses
+from test_analysis import Row, row, section, write_grid, write_losses
 
 from torchditan.ablation.grid import COMPILE
 from torchditan.ablation.ledger import QUALITY
 from torchditan.evaluation.sweep import higher_is_better
-from torchditan.report.analysis import Analysis, analyse
+from torchditan.report.effects import MEMORY, PER_DEVICE, THROUGHPUT
+from torchditan.report.grid_page import Analysis, analyse, grid_page
 from torchditan.report.grid_results import read_grids
-from torchditan.report.loss_plot import loss_figure
 from torchditan.report.losses import final_losses, loss_curves
-from torchditan.report.pairs import MEMORY, THROUGHPUT
-from torchditan.report.plots import batch_figure, frontier_figure
-from torchditan.report.report import report_html
-from torchditan.report.verdict_tables import summary, verdict_figure, verdict_finding, verdict_text, verdicts_csv
+from torchditan.report.page import Table, html_of
+from torchditan.report.plots import PALETTE, axes_figure, loss_figure, verdict_figure
+from torchditan.report.verdict_tables import summary, verdict_text, verdicts_csv
 from torchditan.report.verdicts import Verdict, holm, judge, paired_tests, seeds_needed
 
 if TYPE_CHECKING:
@@ -183,7 +182,7 @@ def test_one_seed_gives_no_verdict_however_large_the_difference(tmp_path: Path) 
     assert summary(analysis.verdicts) == "One seed: no verdict."
     text = verdict_text(analysis.verdicts)
     assert text.count("one seed: no verdict") == 4 and "at most 5%" not in text
-    assert "training seeds, averaged" not in report_html(analysis)
+    assert "training seeds, averaged" not in html_of(grid_page(analysis))
 
 
 def test_a_seed_that_one_side_lacks_is_left_out_and_named(tmp_path: Path) -> None:
@@ -196,7 +195,6 @@ def test_a_seed_that_one_side_lacks_is_left_out_and_named(tmp_path: Path) -> Non
     assert find(found, MLP, FD)[0].difference == pytest.approx(-3, abs=0.2)
     text = verdict_text(found)
     assert "3 of 4" in text and "2 comparisons without some seeds: a run of one side failed or is missing." in text
-    assert ", 3 of 4 seeds: better" in verdict_finding(found).sentences[0]
 
 
 def test_what_was_not_measured_has_no_verdict(tmp_path: Path) -> None:
@@ -331,12 +329,14 @@ def test_tables_average_over_the_seeds(tmp_path: Path) -> None:
     assert (first["num_seeds"], first[THROUGHPUT.column], first[MEMORY.column]) == (3, 110, 11)
     assert first[f"{THROUGHPUT.column}_half"] == pytest.approx(4.303 * 10 / math.sqrt(3), rel=1e-3)
     assert first["run_name"] == "bs4_cFalse_seed-0,1,2"
-    (compiling,) = analysis.same_batch
+    (compiling,) = analysis.effects.same_batch
     change = compiling.change(THROUGHPUT)
     assert change[:2] == (2, pytest.approx(50)), "two batches, whatever the number of seeds"
     assert change.noise == pytest.approx(100 * math.sqrt(2) * 4.303 * 10 / math.sqrt(3) / 110, rel=1e-3)
-    assert "165 images/s (± 37, 95% over 3 seeds)" in finding(analysis, "What was fastest?").sentences[0]
-    assert "3 training seeds, averaged: 0, 1, 2." in report_html(analysis)
+    (table,) = section(analysis, "The fastest runs").blocks
+    assert isinstance(table, Table)
+    assert "165 ± 37" in table.rows[0]
+    assert "3 training seeds, averaged: 0, 1, 2." in html_of(grid_page(analysis))
 
 
 def test_every_seed_has_the_same_weight(tmp_path: Path) -> None:
@@ -346,23 +346,59 @@ def test_every_seed_has_the_same_weight(tmp_path: Path) -> None:
     assert cells["num_repeats"].iloc[0] == 4
 
 
+def bars_of(figure: Any) -> list[Any]:
+    """The error bars of the first panel of `axes_figure`: its last collection. A missing one has no points."""
+    return [bar for bar in figure.axes[0].collections[-1].get_segments() if len(bar)]
+
+
 def test_plots_have_bars_and_bands_with_several_seeds_only(tmp_path: Path) -> None:
     for num_seeds in (3, 1):
         folder = write_grid(tmp_path / str(num_seeds), speeds(num_seeds), axes=(SEED,))
         for entry in speeds(num_seeds):
-            write_losses(folder, entry, [entry["loss_mean"]] * 250)
+            write_losses(folder, entry, [10 + entry["loss_mean"]] * 250)
         analysis = analyse([folder])
-        for figure, axes in ((batch_figure(analysis), ("y",)), (frontier_figure(analysis), ("x", "y"))):
-            bars = [trace[f"error_{axis}"].array for trace in figure.data if trace.mode != "lines" for axis in axes]
-            assert any(bar is not None for bar in bars) == (num_seeds > 1)
+        assert len(bars_of(axes_figure(analysis.results, PER_DEVICE, "images/s"))) == (4 if num_seeds > 1 else 0)
         curves = loss_curves(analysis.results)
         assert len(curves) == 4 and len(curves[0].losses) == len(curves[0].steps) == 84
-        figure = loss_figure(curves)
-        assert sum(trace.fill == "toself" for trace in figure.data) == (4 if num_seeds > 1 else 0)
+        assert len(loss_figure(curves).axes[0].collections) == (4 if num_seeds > 1 else 0)
         if num_seeds > 1:
-            half_width = 4.302652729696142 / math.sqrt(3)
-            assert (curves[0].losses[0], curves[0].half_widths[0]) == (2, pytest.approx(half_width))
-            assert final_losses(analysis.results) == {"": {"bfloat16": "2 ± 2 (95%, 3 seeds)"}}
+            assert (curves[0].losses[0], curves[0].half_widths[0]) == (
+                12,
+                pytest.approx(4.303 / math.sqrt(3), rel=1e-3),
+            )
+
+
+def test_an_interval_that_covers_impossible_values_is_not_shown(tmp_path: Path) -> None:
+    """Two seeds whose speeds differ by a factor of 4: 100 to 400 images/s would be 250 ± 1906."""
+    rows = speeds(2)
+    for entry in rows:
+        if entry[SEED] == 1:
+            entry |= {"images_per_second_mean": 400.0, "images_per_second_per_device_mean": 400.0}
+    rows = [entry | {"loss_mean": 1.0 + 2 * entry[SEED]} for entry in rows]
+    analysis = analyse([write_grid(tmp_path / "grid", rows, axes=(SEED,))])
+    assert bars_of(axes_figure(analysis.results, PER_DEVICE, "images/s")) == []
+    assert "(2 seeds: too few runs)" in html_of(grid_page(analysis))
+    assert final_losses(analysis.results) == {
+        name: {"bfloat16": "2.000 (2 seeds: too few runs)"} for name in ("baseline", "batch per device 8")
+    }
+    verdict = analysis.verdicts[0]
+    assert verdict.cost.time_interval is not None and not verdict.cost.is_time_known
+    assert f"| {verdict.cost.time:.2f} (too few runs) " in verdict_text(analysis.verdicts)
+
+
+def test_an_interval_of_a_difference_stays_within_the_values_of_its_figure(tmp_path: Path) -> None:
+    def spread(mlp: str, norm: bool, seed: int) -> float:
+        return 1.0 + 0.5 * seed * (mlp == "swiglu")  # 0 and 0.5: 0.25 ± 3.2
+
+    def kid(mlp: str, norm: bool, seed: int) -> float:
+        return spread(mlp, norm, seed) / 1000
+
+    analysis = analysis_of(tmp_path, square(2, **{FD: spread, "KID-EffNetLite0": kid}))
+    (wide, *_), (negative, *_) = (find(analysis.verdicts, MLP, figure) for figure in (FD, "KID-EffNetLite0"))
+    assert not wide.has_interval and negative.has_interval, "an estimate of KID can be negative"
+    rows = [line for line in verdict_text(analysis.verdicts).splitlines() if "model.mlp: gelu" in line and FD in line]
+    assert len(rows) == 2 and all("| too few runs" in line for line in rows)
+    assert b",-2.92655,3.42655," in verdicts_csv([wide]), "the file has the numbers all the same"
 
 
 def test_a_run_that_diverged_keeps_its_own_curve(tmp_path: Path) -> None:
@@ -389,10 +425,10 @@ def test_the_report_the_terminal_and_the_csv_have_the_verdicts(tmp_path: Path, r
     assert lines[-2].startswith("Verdicts: 2 better, 2 worse, 4 inconclusive, of 8 comparisons. Corrected for 8 ")
     assert re.search(r"\| model.mlp: gelu → swiglu +\| model.qk_norm false +\| FD-EffNetLite0 .*\| better ", out)
     page = (folder / "analysis" / "report.html").read_text()
-    visible = re.sub(r"<script.*?</script>|<style.*?</style>", "", page, flags=re.DOTALL)
-    assert visible.index("2 better, 2 worse, 4 inconclusive") < visible.index("Should I compile?")
-    assert "Verdicts on quality" in visible and 'id="verdicts-plot"' in visible
-    assert not re.search(r"\bnan\b|\bNone\b|\binf\b", visible)
+    assert page.index("2 better, 2 worse, 4 inconclusive") < page.index("What each setting changes")
+    assert "Verdicts on quality" in page and '<figure id="verdicts"' in page
+    assert (folder / "analysis" / "verdicts.svg").exists() and (folder / "analysis" / "verdicts.png").exists()
+    assert not re.search(r"\bnan\b|\bNone\b|\binf\b", page)
     with open(folder / "analysis" / "verdicts.csv", newline="") as file:
         table = list(csv.DictReader(file))
     assert len(table) == 8
@@ -427,17 +463,24 @@ def test_two_grids_are_corrected_each_for_itself(tmp_path: Path) -> None:
 
 def test_the_figure_shows_each_interval_in_its_colour(tmp_path: Path) -> None:
     found = analysis_of(tmp_path, square(4, **{FD: swiglu_helps, RECALL: swiglu_hurts})).verdicts
-    traces = [trace for trace in verdict_figure(found).data if trace.x]
-    assert sorted((trace.name, len(trace.x)) for trace in traces) == [
-        ("better", 2),
-        ("inconclusive", 2),
-        ("inconclusive", 2),
-        ("worse", 2),
-    ]
-    better = next(trace for trace in traces if trace.name == "better")
-    assert list(better.error_x.array) == [verdict.half_width for verdict in found if verdict.word == "better"]
-    assert len({trace.marker.color for trace in traces}) == 3
-    assert len([trace for trace in traces if trace.showlegend]) == 3, "one entry of the legend for each word"
+    figure = verdict_figure(found)
+    ends = {
+        (
+            verdict.word,
+            round(verdict.difference - verdict.half_width, 9),
+            round(verdict.difference + verdict.half_width, 9),
+        )
+        for verdict in found
+        if verdict.half_width is not None
+    }
+    words = {PALETTE[0]: "better", PALETTE[1]: "worse", PALETTE[7]: "inconclusive"}
+    shown = set()
+    for panel in figure.axes:
+        for bar in panel.containers:
+            (segment,) = bar.lines[2][0].get_segments()
+            shown.add((words[bar.lines[0].get_color()], round(segment[0, 0], 9), round(segment[1, 0], 9)))
+    assert shown == ends
+    assert [text.get_text() for text in figure.legends[0].texts] == ["better", "worse", "inconclusive"]
 
 
 def test_the_same_ledger_gives_the_same_bytes(tmp_path: Path) -> None:

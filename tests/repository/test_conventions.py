@@ -27,7 +27,6 @@ OPTIONAL = {
     "huggingface_hub",
     "pandas",
     "peft",
-    "plotly",
     "pyarrow",
     "submitit",
     "tensorboard",

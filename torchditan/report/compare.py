@@ -1,9 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Compares runs, usually one job on different hardware: speed, loss, PSNR and SSIM at equal time and equal steps.
+"""Compares runs, usually one job on different hardware: training time, speed, loss, PSNR and SSIM.
 
 Notable:
-- All data comes from the files of the run directories (compared_run.py).
+- All data comes from the files of the run directories. Missing data is None, never 0.
 - Runs are the same job if their trajectory options agree. Only then are their curves expected to agree.
+- A sampling belongs to the step of its weights, and to the time at which that step was logged.
 - Reading needs neither torch nor pandas.
 """
 
@@ -11,17 +12,21 @@ from __future__ import annotations
 
 import csv
 import io
+import math
+import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from functools import cached_property
+from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 from torchditan.ablation.ledger import CSV_NAME
 from torchditan.ablation.maker import RUNS_FOLDER
 from torchditan.config.errors import option_error
-from torchditan.report.compared_run import Run, Sampling, is_by, last_number, number, read_run
-from torchditan.report.grid_results import distinct_names
+from torchditan.report.grid_results import distinct_names, parallel_mode
+from torchditan.run.reading import read_config, read_metrics, read_status
 
 SAME_CURVE = 1e-3
 """Relative difference of losses up to which two curves of one job count as equal."""
@@ -31,6 +36,202 @@ _NAMES_AND_PLACES = ("job", "profiling", "comm", "cache", "metrics")
 _EVENTS = ("metrics.enable_sampling", "metrics.sample_freq")  # drawing samples takes time
 _PLACES = ("dataset.root_dir", "autoencoder.path", "checkpoint.folder")
 _KINDS = ("job", "path", "drawing", "running")
+_SCORES = ("psnr", "ssim", "seconds_per_image")
+_TO_ORIGINAL = "_to_original"  # suffix of scores against samples of the original model
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Samples drawn with the weights of a step. `elapsed_s` is None if no later line was logged."""
+
+    step: int
+    elapsed_s: float | None
+    psnr: float | None = None
+    ssim: float | None = None
+    seconds_per_image: float | None = None
+    picture: Path | None = None
+
+    @property
+    def is_scored(self) -> bool:
+        return self.psnr is not None or self.ssim is not None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory.
+
+    `content` is its config.json, `status` its status.json (empty without that file), `records` its metrics by
+    ascending step, and `pictures` its sample grids by step.
+    """
+
+    label: str
+    path: Path
+    content: dict[str, Any]
+    status: dict[str, Any]
+    records: list[dict[str, Any]]
+    pictures: dict[int, Path]
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The resolved configuration by full option names."""
+        sections = self.content["config"].items()
+        return {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
+
+    @property
+    def trajectory(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.content.get("trajectory", {})
+        return found
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.content.get("hardware", {})
+        return found
+
+    @property
+    def world_size(self) -> int | None:
+        return self.machine.get("device_count")
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.machine.get("device") == "cpu"
+
+    @property
+    def hardware(self) -> str:
+        """`4 x NVIDIA A40`; on a CPU the number of processes."""
+        size = self.world_size
+        if self.is_cpu:
+            return f"CPU, {size or '?'} {'process' if size == 1 else 'processes'}"
+        name = self.machine.get("device_name") or "unknown device"
+        return name if size in (None, 1) else f"{size} x {name}"
+
+    @property
+    def parallel_mode(self) -> str | None:
+        replicate = self.options.get("training.data_parallel_replicate_degree")
+        shard = self.options.get("training.data_parallel_shard_degree")
+        if not (self.world_size and replicate and shard):
+            return None
+        mode = parallel_mode(f"{replicate},{self.world_size // replicate}")
+        context = self.options.get("training.context_parallel_degree", 1)
+        tokens = f", context parallelism over {context}" if context > 1 else ""
+        return "one process" if mode == "one device" else f"{mode}{tokens}"
+
+    @property
+    def global_batch_size(self) -> int | None:
+        return self.options.get("training.global_batch_size")
+
+    @property
+    def precision(self) -> str | None:
+        precision = self.options.get("training.mixed_precision_param")
+        return f"{precision}, float8" if precision and self.options.get("float8.enable_float8_linear") else precision
+
+    @property
+    def planned_steps(self) -> int | None:
+        return self.options.get("training.steps")
+
+    @property
+    def steps(self) -> int | None:
+        return self.records[-1]["step"] if self.records else None
+
+    @property
+    def state(self) -> str:
+        return str(self.status.get("state") or "unknown")
+
+    @property
+    def was_resumed(self) -> bool:
+        """Whether the run was started more than once. config.json has the hardware of the last start."""
+        return self.content.get("created") != self.content.get("started")
+
+    @cached_property
+    def elapsed_s(self) -> float | None:
+        return self.last("elapsed_s")
+
+    @property
+    def loss(self) -> float | None:
+        return self.last("loss")
+
+    @property
+    def validation_loss(self) -> float | None:
+        return self.last("validation_loss")
+
+    @cached_property
+    def steps_per_second(self) -> float | None:
+        """Median over the steps after the first line, whose steps warm up; None if only that line exists."""
+        seconds = self._median_over_steps("step_time_s")
+        return 1 / seconds if seconds else None
+
+    @cached_property
+    def images_per_second(self) -> float | None:
+        return self._median_over_steps("images_per_second")
+
+    @property
+    def peak_memory_gib(self) -> float | None:
+        return max((value for _, value in self.curve("peak_memory_gib")), default=None)
+
+    @property
+    def seconds_per_image(self) -> float | None:
+        known = [value for _, value in self.curve("seconds_per_image")]
+        return statistics.median(known) if known else None
+
+    @cached_property
+    def scored_against(self) -> str | None:
+        """Reference of PSNR and SSIM: held-out `images`, samples of the `original` model, or None."""
+        keys = {key for record in self.records for key in record}
+        if "psnr" in keys:
+            return "images"
+        return "original" if f"psnr{_TO_ORIGINAL}" in keys else None
+
+    @cached_property
+    def samplings(self) -> list[Sampling]:
+        """Samplings with scores or a picture, by step."""
+        end = _TO_ORIGINAL if self.scored_against == "original" else ""
+        names = {name: name if name == "seconds_per_image" else f"{name}{end}" for name in _SCORES}
+        lines = {record["step"]: {name: _number(record, key) for name, key in names.items()} for record in self.records}
+        scored = {step for step, values in lines.items() if any(value is not None for value in values.values())}
+        return [
+            Sampling(step, self.reached_at(step), **lines.get(step, {}), picture=self.pictures.get(step))
+            for step in sorted(scored | self.pictures.keys())
+        ]
+
+    def curve(self, key: str) -> list[tuple[int, float]]:
+        """(step, value) of each line that has the key."""
+        known = ((record["step"], _number(record, key)) for record in self.records)
+        return [(step, value) for step, value in known if value is not None]
+
+    def scores(self, key: str) -> list[tuple[int, float]]:
+        """(step, value) of `psnr` or `ssim` of the samples, or of a loss."""
+        if key not in _SCORES:
+            return self.curve(key)
+        known = ((sampling.step, getattr(sampling, key)) for sampling in self.samplings)
+        return [(step, value) for step, value in known if value is not None]
+
+    def last(self, key: str) -> float | None:
+        known = self.curve(key)
+        return known[-1][1] if known else None
+
+    def reached_at(self, step: int) -> float | None:
+        """Seconds until the weights of a step were reached: the time of the first line at or after the step."""
+        if step == 0:
+            return 0.0
+        index = bisect_left(self._clock, step, key=lambda line: line[0])
+        return self._clock[index][1] if index < len(self._clock) else None
+
+    @cached_property
+    def _clock(self) -> list[tuple[int, float]]:
+        return self.curve("elapsed_s")
+
+    def _median_over_steps(self, key: str) -> float | None:
+        """Median over steps. Each step counts once, with the mean of its logging window."""
+        windows = [
+            (value, record["step"] - before["step"])
+            for before, record in pairwise(self.records)
+            if (value := _number(record, key)) is not None
+        ]
+        if not windows:
+            return None
+        values, counts = zip(*sorted(windows), strict=True)
+        ends = list(accumulate(counts))
+        middle = (values[bisect_right(ends, index)] for index in ((ends[-1] - 1) // 2, ends[-1] // 2))
+        return statistics.mean(middle)
 
 
 @dataclass(frozen=True)
@@ -81,9 +282,20 @@ class Comparison:
     equal_step: int | None
     picture_step: int | None
 
-    @property
-    def is_same_job(self) -> bool:
-        return not any(setting.kind == "job" for setting in self.settings)
+    @cached_property
+    def common_step(self) -> int | None:
+        """The last step that all runs reached; runs without a logged line are ignored."""
+        return min((run.steps for run in self.runs if run.steps is not None), default=None)
+
+    def training_time(self, run: Run) -> float | None:
+        """Seconds that a run took for the steps that all runs reached, with sampling, validation and checkpoints."""
+        return None if self.common_step is None else run.reached_at(self.common_step)
+
+    def time_ratio(self, run: Run) -> float | None:
+        """Training time of the slowest run, divided by that of this run."""
+        own = self.training_time(run)
+        known = [time for time in map(self.training_time, self.runs) if time]
+        return max(known) / own if own and len(known) > 1 else None
 
     @property
     def scored_against(self) -> set[str]:
@@ -102,13 +314,13 @@ class Comparison:
         limit = self.equal_time_s
         if limit is None:
             return Standing()
-        records = [record for record in run.records if is_by(number(record, "elapsed_s"), limit)]
-        samplings = [sampling for sampling in run.samplings if sampling.is_scored and is_by(sampling.elapsed_s, limit)]
+        records = [record for record in run.records if _is_by(_number(record, "elapsed_s"), limit)]
+        samplings = [sampling for sampling in run.samplings if sampling.is_scored and _is_by(sampling.elapsed_s, limit)]
         return Standing(
             step=records[-1]["step"] if records else None,
-            elapsed_s=number(records[-1], "elapsed_s") if records else None,
-            loss=last_number(records, "loss"),
-            validation_loss=last_number(records, "validation_loss"),
+            elapsed_s=_number(records[-1], "elapsed_s") if records else None,
+            loss=_last_number(records, "loss"),
+            validation_loss=_last_number(records, "validation_loss"),
             sampling=samplings[-1] if samplings else None,
         )
 
@@ -120,15 +332,15 @@ class Comparison:
         return Standing(
             step=step,
             elapsed_s=run.reached_at(step),
-            loss=last_number(records, "loss"),
-            validation_loss=last_number(records, "validation_loss"),
+            loss=_last_number(records, "loss"),
+            validation_loss=_last_number(records, "validation_loss"),
             sampling=next((found for found in run.samplings if found.step == step and found.is_scored), None),
         )
 
     def picture_at_equal_time(self, run: Run) -> Sampling | None:
         limit = self.equal_time_s
         drawn = [sampling for sampling in run.samplings if sampling.picture is not None]
-        known = [sampling for sampling in drawn if limit is not None and is_by(sampling.elapsed_s, limit)]
+        known = [sampling for sampling in drawn if limit is not None and _is_by(sampling.elapsed_s, limit)]
         return known[-1] if known else None
 
     def picture_at_equal_step(self, run: Run) -> Sampling | None:
@@ -174,7 +386,7 @@ def _read_runs(folders: Sequence[Path], labels: Sequence[str] | None) -> list[Ru
         raise option_error("--labels", " ".join(names), f"must be {len(folders)} names, one for each run")
     if (same := _repeated(names)) is not None:
         raise option_error("--labels", same, "is the name of two runs; each needs its own")
-    runs = [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    runs = [_read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
     for first, second in combinations(runs, 2):
         keys = ("run_id", "started")
         if all(first.content.get(key) and first.content.get(key) == second.content.get(key) for key in keys):
@@ -295,4 +507,43 @@ def _csv_row(comparison: Comparison, run: Run) -> dict[str, Any]:
         "git_commit": run.content.get("git_commit"),
         "hostname": run.machine.get("hostname"),
         "run_id": run.content.get("run_id"),
+        "common_step": comparison.common_step,
+        "training_time_s": comparison.training_time(run),
+        "training_time_ratio": comparison.time_ratio(run),
     }
+
+
+def _read_run(folder: Path, label: str) -> Run:
+    content = read_config(folder)
+    try:
+        status = read_status(folder)
+    except ValueError:  # truncated by a copy
+        status = None
+    by_step = {
+        record["step"]: record
+        for record in read_metrics(folder)
+        if isinstance(record, dict) and isinstance(record.get("step"), int)
+    }
+    pictures = {
+        int(digits): path
+        for path in (folder / "samples").glob("step_*.png")
+        if (digits := path.stem.removeprefix("step_")).isdecimal()
+    }
+    records = [by_step[step] for step in sorted(by_step)]
+    return Run(label, folder, content, status if isinstance(status, dict) else {}, records, pictures)
+
+
+def _number(record: dict[str, Any], key: str) -> float | None:
+    """A finite number from a line, or None."""
+    value = record.get(key)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number else None
+
+
+def _last_number(records: list[dict[str, Any]], key: str) -> float | None:
+    known = (_number(record, key) for record in reversed(records))
+    return next((value for value in known if value is not None), None)
+
+
+def _is_by(elapsed_s: float | None, limit: float) -> bool:
+    return elapsed_s is not None and elapsed_s <= limit

@@ -45,7 +45,6 @@ from torchditan.ablation.ledger import (
     to_text,
 )
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.evaluation.card import t_quantile
 from torchditan.finetune.resolutions import MODEL, RESOLUTION
 from torchditan.report.run_folder import is_run_folder, read_runs
 from torchditan.run.reading import check_folder
@@ -382,6 +381,7 @@ def _average_repeats(runs: pd.DataFrame, axes: tuple[str, ...]) -> pd.DataFrame:
 def _average_seeds(seed_cells: pd.DataFrame, axes: tuple[str, ...]) -> pd.DataFrame:
     """`cells`: every seed has the same weight, however often it was repeated."""
     import numpy as np
+    from scipy.special import stdtrit
 
     keys = ["source", *axes]
     texts = ["grid", "device", "device_type", "made_by", *keys]
@@ -394,7 +394,7 @@ def _average_seeds(seed_cells: pd.DataFrame, axes: tuple[str, ...]) -> pd.DataFr
     cells["num_repeats"] = groups["num_repeats"].sum()
     cells["num_made_by"] = np.maximum(groups["made_by"].nunique(), groups["num_made_by"].max())
     cells["num_seeds"] = seeds = groups.size()
-    factor = seeds.map(lambda number: t_quantile(number - 1) / math.sqrt(number) if number > 1 else math.nan)
+    factor = (stdtrit(np.maximum(seeds - 1, 1), 0.975) / np.sqrt(seeds)).where(seeds > 1)
     for name in _WITH_INTERVAL:
         cells[f"{name}_half"] = factor * groups[name].std()
     return cells.reset_index(drop=True)

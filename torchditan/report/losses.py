@@ -12,21 +12,18 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from torchditan.ablation.grid import FLAVOR, PATCH_SIZE, PRECISION, SEED, STANDARD_AXES
+from torchditan.ablation.grid import BATCH_SIZE, FLAVOR, PATCH_SIZE, PRECISION, SEED, STANDARD_AXES
 from torchditan.ablation.maker import RUNS_FOLDER
 from torchditan.evaluation.card import spread_of
-from torchditan.evaluation.card_tables import rounded
 from torchditan.report.grid_results import GridResults, ordered_values
+from torchditan.report.labels import axis_name, count, mean_with_interval, value_name
 from torchditan.report.run_folder import is_run_folder
-from torchditan.report.sanity import count
 from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:
     import pandas as pd
 
 LEARNING_RATE = "optimizer.lr"
-FEWEST_STEPS = 100
-"""Minimum number of steps of a run whose loss is shown. Random latents of short benchmarks cannot be learned."""
 _MOST_POINTS = 100
 _MOST_SETTINGS = 16
 """With more, colours and dashes cannot tell the curves apart."""
@@ -49,13 +46,13 @@ class LossCurve:
 
 
 def loss_curves(results: GridResults) -> list[LossCurve]:
-    """Curves of all runs with at least `FEWEST_STEPS` logged steps, and of shorter failed runs of the same grids."""
+    """Curves of all runs that logged two losses or more."""
     curves: dict[tuple[Any, ...], list[LossCurve]] = {}
-    for _, run in _long_runs(results).iterrows():
+    for _, run in results.runs.assign(setting=_settings(results)).iterrows():
         folder = results.folders[run["grid"]]
         records = read_metrics((folder if is_run_folder(folder) else folder / RUNS_FOLDER) / run["run_name"])
         points = [(record["step"], record["loss"]) for record in records if _is_finite(record.get("loss"))]
-        if points:
+        if len(points) > 1:
             steps, losses = zip(*_means(points), strict=True)
             cell = (*(run[axis] for axis in ("source", "repeat", *results.axes)),)
             is_alone = run["status"] != "completed"
@@ -73,22 +70,20 @@ def loss_curves(results: GridResults) -> list[LossCurve]:
     return [_mean_curve(seeds) for seeds in curves.values()]
 
 
-def _long_runs(results: GridResults) -> pd.DataFrame:
-    return results.runs.assign(setting=_settings(results))[results.runs["steps"] >= FEWEST_STEPS]
-
-
 def _settings(results: GridResults) -> pd.Series:
     """What the curves are named after, of each run: its learning rate, or else how it differs from the first run.
 
     Empty if the runs of a panel do not differ, or in too many ways. What changes only the speed has no name.
     """
     runs = results.runs
-    if LEARNING_RATE in results.axes:
+    learned = (FLAVOR, PATCH_SIZE, BATCH_SIZE)
+    axes = [axis for axis in results.varied if axis in learned or axis not in STANDARD_AXES]
+    if axes == [LEARNING_RATE]:
         return "learning rate " + runs[LEARNING_RATE]
-    axes = [axis for axis in results.varied if axis in (FLAVOR, PATCH_SIZE) or axis not in STANDARD_AXES]
     names = runs["source"].map(lambda _: "")
     for axis in axes:
-        names += runs[axis].map(lambda value, axis=axis: "" if value == runs[axis].iloc[0] else f", {axis} {value}")
+        first, name = runs[axis].iloc[0], axis_name(axis)
+        names += [("" if value == first else f", {name} {value_name(axis, value)}") for value in runs[axis]]
     names = names.str.removeprefix(", ").replace("", "baseline")
     return names if 1 < names.nunique() <= _MOST_SETTINGS else names.map(lambda _: "")
 
@@ -122,7 +117,7 @@ def final_losses(results: GridResults) -> dict[str, dict[str, str]]:
 
     Several training seeds give its 95% interval. If no run completed, the entry has the statuses of the runs.
     """
-    runs = _long_runs(results)
+    runs = results.runs.assign(setting=_settings(results))
     return {
         setting: {
             precision: _final_loss(runs[(runs["setting"] == setting) & (runs[PRECISION] == precision)])
@@ -140,4 +135,4 @@ def _final_loss(runs: pd.DataFrame) -> str:
     if len(seeds) == 1:
         return f"{seeds[0]:.4g}"
     mean, _, half = spread_of(seeds)
-    return f"{rounded(mean, half)} ± {rounded(half, half)} (95%, {len(seeds)} seeds)"
+    return mean_with_interval(mean, half, len(seeds))

@@ -1,21 +1,15 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Verdicts as text: the section of report.html with its plot, the table of the terminal, and verdicts.csv."""
+"""Verdicts as a table for the page and for a terminal, and as verdicts.csv."""
 
 from __future__ import annotations
 
 import csv
-import html
 import io
 from collections import Counter
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any
 
 from torchditan.evaluation.card_tables import columns, rounded, significant
-from torchditan.report import page
-from torchditan.report.findings import AXIS_NAMES, Finding, value_name
-from torchditan.report.plots import PALETTE, style
-from torchditan.report.sanity import MINUS, count
+from torchditan.report.labels import TOO_FEW_RUNS, axis_name, change_name, count, value_name
 from torchditan.report.verdicts import (
     BETTER,
     INCONCLUSIVE,
@@ -28,17 +22,13 @@ from torchditan.report.verdicts import (
     Verdict,
 )
 
-_MOST_LINES = 6
 _MOST_ROWS = 100
-_MOST_BARS = 60
-_PANELS_PER_ROW = 4
-_COLORS = {BETTER: PALETTE[0], WORSE: PALETTE[1], INCONCLUSIVE: PALETTE[7]}
 _HEADERS = (
     *("change", "with", "figure", "seeds", "before", "after", "difference", "95% interval", "corrected p", "verdict"),
     *("further seeds", "FLOPs", "time", "memory"),
 )
-_NUMERIC = frozenset(_HEADERS[3:9]) | frozenset(_HEADERS[10:])
-CSV_COLUMNS = (
+NUMERIC = frozenset(_HEADERS[3:9]) | frozenset(_HEADERS[10:])
+_CSV_COLUMNS = (
     *("grid", "axis", "from_value", "to_value", "from_run", "to_run", "figure", "better", "seeds", "missing_seeds"),
     *("before", "after", "difference", "low", "high", "p", "corrected_p", "num_comparisons", "verdict"),
     *("further_seeds", "flops_ratio", "time_ratio", "time_low", "time_high", "memory_ratio"),
@@ -47,44 +37,11 @@ CSV_COLUMNS = (
 
 def verdict_text(verdicts: Sequence[Verdict]) -> str:
     """The verdicts for a terminal: a Markdown table, and a sentence that summarises it."""
-    headers, rows = _table(verdicts)
+    headers, rows = verdict_table(verdicts)
     lines = [columns(headers, rows[:_MOST_ROWS])]
     if len(rows) > _MOST_ROWS:
         lines.append(f"{len(rows) - _MOST_ROWS:,} more are in verdicts.csv.")
-    return "\n".join([*lines, f"Verdicts: {summary(verdicts)} {_guarantee(verdicts)}".rstrip()])
-
-
-def verdict_finding(verdicts: Sequence[Verdict]) -> Finding:
-    """The card of the first screen: how many verdicts of each kind, and those that are decided."""
-    decided = [pair for pair in zip(verdicts, _names(verdicts), strict=True) if pair[0].is_decided]
-    decided.sort(key=lambda pair: pair[0].word)
-    sentences = [_sentence(verdict, *names) for verdict, names in decided[:_MOST_LINES]]
-    if len(decided) > _MOST_LINES:
-        sentences.append(f"{len(decided) - _MOST_LINES} more are in the table of verdicts.")
-    return Finding("What improves the model?", summary(verdicts), [*sentences, _guarantee(verdicts) or _NEEDS_SEEDS])
-
-
-_NEEDS_SEEDS = 'Repeat the grid with other seeds, for example training.seed = [0, 1, 2, 3, 4] under "axes".'
-
-
-def verdict_section(verdicts: Sequence[Verdict]) -> str:
-    """The content of the section: method in short, plot, table."""
-    headers, rows = _table(verdicts)
-    for row in rows:
-        row[:] = [
-            cell.replace("-", MINUS) if name in _NUMERIC else cell for name, cell in zip(headers, row, strict=True)
-        ]
-    text = (
-        "<p>Two settings are compared seed by seed. The difference is the mean over the seeds that both have, and its "
-        "interval comes from Student's t. A verdict is better or worse only if p, corrected for all comparisons of the "
-        f"grid (Holm), is at most {LEVEL:g}. The interval is that of one comparison alone, so it can exclude zero "
-        "where the verdict is inconclusive. Further seeds would decide a comparison with a probability of 80% if the "
-        "measured difference and spread are the true ones. FLOPs and time per image and peak memory are ratios, after "
-        "over before. That of time has a 95% interval over the seeds.</p>"
-    )
-    text += f"<p>{html.escape(f'{summary(verdicts)} {_guarantee(verdicts)}')}</p>"
-    plot = page.plot(verdict_figure(verdicts), "verdicts-plot", "No comparison has a difference.")
-    return text + plot + page.table(headers, rows, numeric=_NUMERIC)
+    return "\n".join([*lines, f"Verdicts: {summary(verdicts)} {guarantee(verdicts)}".rstrip()])
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
@@ -97,7 +54,8 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     return f"{', '.join(parts)}, of {count(len(verdicts), 'comparison')}."
 
 
-def _guarantee(verdicts: Sequence[Verdict]) -> str:
+def guarantee(verdicts: Sequence[Verdict]) -> str:
+    """What the correction of p promises, and how many comparisons lack seeds."""
     tested = {verdict.source: verdict.num_comparisons for verdict in verdicts if verdict.is_tested}
     if not tested:
         return ""
@@ -111,15 +69,7 @@ def _guarantee(verdicts: Sequence[Verdict]) -> str:
     )
 
 
-def _sentence(verdict: Verdict, change: str, others: str) -> str:
-    text = f"{change}{f' ({others})' if others else ''}: {verdict.metric.name} {_signed(verdict)}"
-    text += f", 95% {_interval(verdict)}, {_seeds(verdict)} seeds: {verdict.word}"
-    if verdict.cost.time is not None:
-        text += f", at {_time(verdict.cost)} times the time per image"
-    return f"{text}.".replace(" -", f" {MINUS}")
-
-
-def _names(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
+def verdict_names(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
     """(change, other settings) of each verdict: those other settings that vary between the pairs of one change."""
     alike: dict[tuple[str, ...], list[set[str]]] = {}
     for verdict in verdicts:
@@ -130,10 +80,9 @@ def _names(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
     names = []
     for verdict in verdicts:
         key = (verdict.source, *_change(verdict))
-        start, end = (value_name(verdict.axis, value) for value in (verdict.from_value, verdict.to_value))
-        change = f"{AXIS_NAMES.get(verdict.axis, verdict.axis)}: {start} → {end}"
+        change = change_name(*_change(verdict))
         others = [
-            f"{AXIS_NAMES.get(axis, axis)} {value_name(axis, value)}"
+            f"{axis_name(axis)} {value_name(axis, value)}"
             for (axis, value), found in zip(verdict.others, alike[key], strict=True)
             if len(found) > 1
         ]
@@ -145,11 +94,11 @@ def _change(verdict: Verdict) -> tuple[str, str, str]:
     return verdict.axis, verdict.from_value, verdict.to_value
 
 
-def _table(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
+def verdict_table(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
     """Headers and rows; the column of other settings only if it has an entry."""
     rows = []
-    for verdict, (change, others) in zip(verdicts, _names(verdicts), strict=True):
-        cost, half = verdict.cost, _precision(verdict)
+    for verdict, (change, others) in zip(verdicts, verdict_names(verdicts), strict=True):
+        cost, precision = verdict.cost, _precision(verdict)
         is_known = bool(verdict.seeds)
         rows.append(
             [
@@ -157,8 +106,8 @@ def _table(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
                 others,
                 verdict.metric.name,
                 _seeds(verdict),
-                rounded(verdict.before, half) if is_known else "",
-                rounded(verdict.after, half) if is_known else "",
+                rounded(verdict.before, precision) if is_known else "",
+                rounded(verdict.after, precision) if is_known else "",
                 _signed(verdict) if is_known else "",
                 _interval(verdict),
                 "" if verdict.corrected is None else significant(verdict.corrected, 2),
@@ -183,13 +132,15 @@ def _time(cost: Cost) -> str:
     """`1.05 (95%: 0.98 to 1.12)`: the ratio with its interval, because other work on the machine changes it."""
     if cost.time is None:
         return ""
-    interval = "" if cost.time_interval is None else " (95%: {:.2f} to {:.2f})".format(*cost.time_interval)
-    return f"{cost.time:.2f}{interval}"
+    if cost.time_interval is None:
+        return f"{cost.time:.2f}"
+    interval = "95%: {:.2f} to {:.2f}".format(*cost.time_interval) if cost.is_time_known else TOO_FEW_RUNS
+    return f"{cost.time:.2f} ({interval})"
 
 
 def _precision(verdict: Verdict) -> float | None:
     """A difference is shown with one digit more than its interval supports: most are small against the spread."""
-    return verdict.half_width / 10 if verdict.half_width else None
+    return verdict.half_width / 10 if verdict.half_width and verdict.has_interval else None
 
 
 def _signed(verdict: Verdict) -> str:
@@ -199,12 +150,14 @@ def _signed(verdict: Verdict) -> str:
 
 
 def _interval(verdict: Verdict) -> str:
-    half, precision = verdict.half_width, _precision(verdict)
+    half = verdict.half_width
     if half is None:
         return ""
     if not half:
         return "no spread"
-    return " to ".join(rounded(verdict.difference + sign * half, precision) for sign in (-1, 1))
+    if not verdict.has_interval:
+        return TOO_FEW_RUNS
+    return " to ".join(rounded(verdict.difference + sign * half, half / 10) for sign in (-1, 1))
 
 
 def _further(verdict: Verdict) -> str:
@@ -212,63 +165,14 @@ def _further(verdict: Verdict) -> str:
         return ""
     if verdict.further_seeds is not None:
         return f"{verdict.further_seeds:,}"
-    return f"over {MOST_SEEDS:,}" if verdict.p is not None and verdict.half_width else "no spread"
-
-
-def verdict_figure(verdicts: Sequence[Verdict]) -> Any | None:
-    """Differences with their 95% intervals, a panel per figure, a row per comparison, a colour per verdict."""
-    go = import_module("plotly.graph_objects")
-    known = [verdict for verdict in verdicts if verdict.seeds]
-    if not known:
-        return None
-    labels = {id(verdict): ", ".join(filter(None, names)) for verdict, names in zip(known, _names(known), strict=True)}
-    names = list(dict.fromkeys(labels.values()))[:_MOST_BARS]
-    metrics = list(dict.fromkeys(verdict.metric for verdict in known))
-    num_columns = min(len(metrics), _PANELS_PER_ROW)
-    num_rows = -(-len(metrics) // num_columns)
-    figure = import_module("plotly.subplots").make_subplots(
-        rows=num_rows,
-        cols=num_columns,
-        shared_yaxes=True,
-        horizontal_spacing=0.04,
-        subplot_titles=[f"{metric.name}, {metric.better} is better" for metric in metrics],
-    )
-    for number, metric in enumerate(metrics):
-        place = {"row": number // num_columns + 1, "col": number % num_columns + 1}
-        for word in (BETTER, WORSE, INCONCLUSIVE, ONE_SEED):
-            mine = [verdict for verdict in known if (verdict.metric, verdict.word) == (metric, word)]
-            mine = [verdict for verdict in mine if labels[id(verdict)] in names]
-            color = _COLORS.get(word, PALETTE[6])
-            trace = go.Scatter(
-                x=[verdict.difference for verdict in mine],
-                y=[names.index(labels[id(verdict)]) for verdict in mine],
-                error_x={"array": [verdict.half_width for verdict in mine], "thickness": 2.5, "width": 4},
-                mode="markers",
-                name=word,
-                legendgroup=word,
-                showlegend=bool(mine) and not any(trace.name == word and trace.showlegend for trace in figure.data),
-                marker={"color": color, "size": 9, "symbol": "circle-open" if word == ONE_SEED else "circle"},
-                hovertext=[_hover(verdict, labels[id(verdict)]) for verdict in mine],
-                hoverinfo="text",
-            )  # fmt: skip
-            figure.add_trace(trace, **place)
-        figure.add_vline(x=0, line={"color": "#333", "width": 1}, **place)
-    ticks = {"tickvals": list(range(len(names))), "ticktext": names, "range": [len(names) - 0.4, -0.6]}
-    figure.update_yaxes(**ticks, zeroline=False)
-    return style(figure, height=130 + num_rows * (60 + 30 * len(names)), top=66, legend_gap=44)
-
-
-def _hover(verdict: Verdict, label: str) -> str:
-    interval = f"<br>95% {_interval(verdict)}" if verdict.half_width is not None else ""
-    figure = f"{verdict.metric.name} {_signed(verdict)}{interval}"
-    return f"<b>{label}</b><br>{figure}<br>{_seeds(verdict)} seeds: {verdict.word}"
+    return f"over {MOST_SEEDS:,}" if verdict.half_width else "no spread"
 
 
 def verdicts_csv(verdicts: Sequence[Verdict]) -> bytes:
     """verdicts.csv: one row per verdict. Numbers that do not exist are empty."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
+    writer.writerow(_CSV_COLUMNS)
     for verdict in verdicts:
         half, cost = verdict.half_width, verdict.cost
         low, high = (None, None) if half is None else (verdict.difference - half, verdict.difference + half)

@@ -28,9 +28,8 @@ from torchditan.ablation.grid import BATCH_SIZE, SEED
 from torchditan.ablation.ledger import QUALITY
 from torchditan.config.errors import option_error
 from torchditan.evaluation.card import spread_of
+from torchditan.report.effects import Metric, matched_pairs
 from torchditan.report.grid_results import GridResults
-from torchditan.report.losses import FEWEST_STEPS
-from torchditan.report.pairs import Metric, matched_pairs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,6 +38,8 @@ LEVEL = 0.05
 """Share of grids without any effect that get a verdict."""
 POWER = 0.8
 MOST_SEEDS = 1000
+FEWEST_STEPS = 100
+"""Of runs that are judged by their training loss. Shorter ones are benchmarks of speed."""
 BETTER, WORSE, INCONCLUSIVE, ONE_SEED = "better", "worse", "inconclusive", "one seed: no verdict"
 NOT_MEASURED = "not measured on both sides"
 TRAINING_LOSS = Metric("loss_mean", "training loss", "", False, None)
@@ -52,6 +53,10 @@ _NOT_IN_VALIDATION = (
     "diffusion.ingredients",
 )
 """Options of these sections that change only the training loss."""
+_CAN_BE_NEGATIVE = ("KID",)
+"""Figures whose unbiased estimates are negative at times; all others are losses, distances and shares."""
+_WIDEST_RATIO = 10.0
+"""Of the ends of a ratio's interval, above which it says only that there are too few runs."""
 
 
 class Tests(NamedTuple):
@@ -84,6 +89,11 @@ class Cost:
     """Peak memory per device."""
     time_interval: tuple[float, float] | None
     """95% of `time`, over the seeds; None with one seed."""
+
+    @property
+    def is_time_known(self) -> bool:
+        """Whether the interval of the time says something."""
+        return self.time_interval is not None and self.time_interval[1] <= _WIDEST_RATIO * self.time_interval[0]
 
 
 @dataclass(frozen=True)
@@ -125,6 +135,13 @@ class Verdict:
     @property
     def is_tested(self) -> bool:
         return self.p is not None
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether the interval says something: one of a few seeds can reach values that the figure cannot have."""
+        if self.half_width is None:
+            return False
+        return self.metric.column.startswith(_CAN_BE_NEGATIVE) or self.half_width <= min(self.before, self.after)
 
 
 def paired_tests(differences: np.ndarray) -> Tests:

@@ -1,0 +1,94 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""How reports write axes, values and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torchditan.ablation.grid import (
+    BATCH_SIZE,
+    CHECKPOINT_FRACTION,
+    CHECKPOINTING,
+    COMPILE,
+    FLAVOR,
+    PARALLEL,
+    PATCH_SIZE,
+    PRECISION,
+)
+from torchditan.evaluation.card_tables import rounded
+from torchditan.report.grid_results import parallel_mode
+
+MINUS = "\N{MINUS SIGN}"
+TOO_FEW_RUNS = "too few runs"
+_AXES = {
+    COMPILE: "torch.compile",
+    CHECKPOINTING: "activation checkpointing",
+    CHECKPOINT_FRACTION: "share of blocks checkpointed",
+    PRECISION: "precision",
+    PARALLEL: "parallel mode",
+    PATCH_SIZE: "patch size",
+    FLAVOR: "model",
+    BATCH_SIZE: "batch per device",
+    "source": "folder",
+}
+
+
+def axis_name(axis: str) -> str:
+    return _AXES.get(axis, axis)
+
+
+def value_name(axis: str, value: str) -> str:
+    """A value of an axis for readers: `on`, `FSDP 1,8`."""
+    if axis == COMPILE:
+        return {"true": "on", "false": "off"}.get(value, value)
+    if axis == PARALLEL:
+        return f"{parallel_mode(value)} {value}"
+    return {"bfloat16_f8": "bfloat16 + float8", "": "(none)"}.get(value, value)
+
+
+def change_name(axis: str, start: str, end: str) -> str:
+    """`torch.compile: off → on`; for folders, the one that is compared with the first."""
+    if axis == "source":
+        return end
+    return f"{axis_name(axis)}: {value_name(axis, start)} → {value_name(axis, end)}"
+
+
+def percent(value: float) -> str:
+    """`+70%`, `−4.2%`: signed, with only significant digits; empty for NaN."""
+    if value != value:
+        return ""
+    digits = 0 if abs(value) >= 9.95 else 1
+    text = f"{value:+,.{digits}f}%"
+    return "0.0%" if text in ("+0.0%", "-0.0%") else text.replace("-", MINUS)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number with this many significant digits, and all of its integer part; empty for None and NaN."""
+    if value is None or value != value:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:#.{digits}g}".removesuffix(".")
+
+
+def mean_with_interval(mean: float, half_width: float, num_seeds: int) -> str:
+    """`165 ± 37`. An interval as wide as the value covers impossible values: a note replaces it."""
+    if num_seeds < 2 or not half_width > 0:
+        return number(mean, 4)
+    if half_width >= abs(mean):
+        return f"{number(mean, 4)} ({num_seeds} seeds: {TOO_FEW_RUNS})"
+    return f"{rounded(mean, half_width / 10)} ± {rounded(half_width, half_width / 10)}"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 pair`, `2 pairs`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def listed(values: Iterable[str], *, most: int = 4) -> str:
+    """The distinct values that are not empty, at most this many."""
+    found = [value for value in dict.fromkeys(values) if value]
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+
+
+def commit_name(commit: str | None) -> str:
+    """The abbreviated commit, and whether files differed from it."""
+    return (commit or "")[:12] + ("-dirty" if (commit or "").endswith("-dirty") else "")
