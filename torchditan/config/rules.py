@@ -326,7 +326,7 @@ _IDLE: list[tuple[Callable[[Config, str | None], bool], str, str]] = [
     ),
     (
         lambda config, _: not config.checkpoint.enable_checkpoint,
-        "checkpoint.interval checkpoint.keep_latest_k checkpoint.async_mode",
+        "checkpoint.interval checkpoint.keep_latest_k checkpoint.async_mode checkpoint.verify_after_write",
         "checkpoint.enable_checkpoint",
     ),
     (lambda config, _: not config.metrics.enable_sampling, "metrics.sample_freq", "metrics.enable_sampling"),

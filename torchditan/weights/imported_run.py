@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchditan.checkpoint.files import ChecksummingWriter, read_back
+from torchditan.checkpoint.files import ChecksummingWriter
 from torchditan.checkpoint.manager import publish_checkpoint
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import override, to_dict
@@ -161,6 +161,5 @@ def _write_checkpoint(
             dcp.save({key_of(stored.weights): dict(tensors)}, storage_writer=writer, no_dist=True)
     except CheckpointException as error:
         raise writer.error or RuntimeError(f"the checkpoint cannot be written: {error}") from None
-    read_back(partial, writer.checksums)
     numbers = Progress(step=stored.step, images_seen=stored.images_seen).state_dict()
     publish_checkpoint(partial, target, writer.checksums, numbers=numbers, config=to_dict(config), trajectory=identity)
