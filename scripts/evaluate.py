@@ -220,18 +220,16 @@ class Subject:
         return SampleParts(self.folder / "parts" / f"seed-{seed}", {**self._settings(), "seed": seed})
 
     def _settings(self) -> dict[str, Any]:
-        """All that determines the samples but their seed, as older versions stored it."""
-        from torchditan.config.trajectory import stored_sampling
+        """All that determines the samples but their seed."""
         from torchditan.evaluation.card_origin import sampling_settings
 
         args, trained = self.args, self.trained
         assert trained is not None
-        sampling, stored = sampling_settings(trained.config.sampling), stored_sampling(trained.config.sampling)
         return {
             "run_id": trained.run_id,
             "step": trained.step,
             "weights": trained.weights,
-            "sampling": {name: value for name, value in sampling.items() if name in stored},
+            "sampling": sampling_settings(trained.config.sampling),
             "autoencoder": asdict(trained.config.autoencoder),
             "model": trained.config.model.path,
             "num_samples": self.num_images,

@@ -27,7 +27,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -131,7 +131,7 @@ class ChecksummingWriter(dcp.FileSystemWriter):
 
     def _write_tensors(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         results, crc32s, start = [], {}, 0
-        without_crc32 = serialization_config.patch({"save.compute_crc32": False})
+        without_crc32 = serialization_config.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
         with (self.folder / name).open("wb", buffering=_BUFFER) as file, ThreadPoolExecutor(1) as pool, without_crc32:
             for item in items:
                 part = _ChecksummedPart(file, pool)
@@ -162,7 +162,7 @@ def _write_item(data: io.BytesIO | torch.Tensor, part: _ChecksummedPart) -> None
     tensor = data.detach().cpu()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:  # a part of another tensor, which torch.save would write too
         tensor = tensor.clone()
-    torch.save(tensor, part)
+    torch.save(tensor, cast(IO[bytes], part))
 
 
 class _ChecksummedPart:

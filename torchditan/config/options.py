@@ -138,8 +138,6 @@ class Dataset:
     """Keep each image's approximate aspect ratio at about the area of image_size; one size per step (captions)."""
     bucket_step: int = 64
     """The sides of a bucket are multiples of this number of pixels (captions)."""
-    bucket_order: Literal["epochs", "random"] = "epochs"
-    """With aspect_buckets: each image once per epoch (epochs), or a random bucket per step as in old runs (random)."""
     upscale: bool = False
     """Enlarge images that are smaller than their sample instead of refusing them (captions)."""
     held_out: int | None = None
@@ -312,8 +310,6 @@ class LRScheduler:
     """Fraction of all steps, at the end, in which wsd decays."""
     min_lr_factor: float = 0.0
     """Learning rate at the end of a decay, as a fraction of the peak."""
-    decay_until: Literal["after_last_step", "last_step"] = "after_last_step"
-    """Step at which a decay ends: the one after the last, so that the last step still learns, or the last step."""
 
 
 @dataclass(frozen=True)

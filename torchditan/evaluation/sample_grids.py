@@ -16,7 +16,6 @@ from pathlib import Path
 from torch import Tensor
 
 from torchditan.config.options import Config
-from torchditan.config.trajectory import stored_sampling
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.evaluation.generate import real_samples
 from torchditan.evaluation.grid_picture import add_to_steps, save_grid, stills
@@ -103,7 +102,7 @@ class Grids:
     @property
     def drawn(self) -> str:
         """All settings that determine the samples of a model."""
-        sampling = stored_sampling(self.config.sampling)
+        sampling = vars(self.config.sampling)
         return json.dumps([sampling, self.config.training.seed, self.rows.names], sort_keys=True)
 
     def _real_images(self) -> Tensor | None:
