@@ -48,13 +48,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config as serialization_config
 
-from torchditan.run.atomic_files import sync_folder
+from torchditan.run.atomic_files import sha256_of, sync_folder
 
 MANIFEST = "manifest.json"
 INDEX = ".metadata"
 _FORMATS = (1, 2)
 """Of the manifest. In the first one, files of tensors have a single checksum."""
-_CHUNK = 1 << 22
 _BUFFER = 1 << 20
 """torch.save writes a tensor in about 40 small pieces and a large one."""
 _DIFFERS = "does not match its checksum"
@@ -134,7 +133,7 @@ class ChecksummingWriter(dcp.FileSystemWriter):
         without_crc32 = serialization_config.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
         with (self.folder / name).open("wb", buffering=_BUFFER) as file, ThreadPoolExecutor(1) as pool, without_crc32:
             for item in items:
-                part = _ChecksummedPart(file, pool)
+                part = _ChecksummedPart(self, file, pool)
                 _write_item(planner.resolve_data(item), part)
                 place = _StorageInfo(name, start, part.size)
                 results.append(WriteResult(index=item.index, size_in_bytes=part.size, storage_data=place))
@@ -148,7 +147,8 @@ class ChecksummingWriter(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         try:
             super().finish(metadata, results)
-            self.checksums[INDEX] = checksum_of(self.folder / INDEX)
+            index = self.folder / INDEX
+            self.checksums[INDEX] = [index.stat().st_size, sha256_of(index)]
         except OSError as error:
             self.error = error
             raise
@@ -168,7 +168,8 @@ def _write_item(data: io.BytesIO | torch.Tensor, part: _ChecksummedPart) -> None
 class _ChecksummedPart:
     """A part of a file that is written sequentially. A thread of `pool` reads large pieces while they are written."""
 
-    def __init__(self, file: IO[bytes], pool: ThreadPoolExecutor) -> None:
+    def __init__(self, writer: ChecksummingWriter, file: IO[bytes], pool: ThreadPoolExecutor) -> None:
+        self.writer = writer
         self.file = file
         self.pool = pool
         self.crc32 = 0
@@ -177,14 +178,16 @@ class _ChecksummedPart:
     def write(self, data: Any) -> int:
         bits = memoryview(data).cast("B")  # `data` supports the buffer protocol
         self.size += len(bits)
-        if len(bits) < _BUFFER:
-            self.crc32 = zlib.crc32(bits, self.crc32)
-            return self.file.write(bits)
-        checking = self.pool.submit(zlib.crc32, bits, self.crc32)
+        is_large = len(bits) >= _BUFFER
+        checking = self.pool.submit(zlib.crc32, bits, self.crc32) if is_large else None
         try:
-            return self.file.write(bits)
-        finally:
-            self.crc32 = checking.result()  # the memory of `data` is valid only during this call
+            self.file.write(bits)
+        except OSError as error:
+            self.writer.error = error
+            raise
+        finally:  # the memory of `data` is valid only during this call
+            self.crc32 = zlib.crc32(bits, self.crc32) if checking is None else checking.result()
+        return len(bits)
 
     def flush(self) -> None:
         """torch.save calls this after each tensor; the file is synced at its end."""
@@ -197,12 +200,6 @@ def write_json(path: Path, content: Any) -> list[Any]:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return [len(data), hashlib.sha256(data).hexdigest()]
-
-
-def checksum_of(path: Path) -> list[Any]:
-    """[size in bytes, SHA-256] of a file that fits into memory."""
-    data = path.read_bytes()
     return [len(data), hashlib.sha256(data).hexdigest()]
 
 
@@ -344,15 +341,9 @@ def _damage_of_file(path: Path, size: int, digest: str | dict[str, str]) -> str 
             return f"has {there:,} bytes; must have {size:,}"
         if path.is_symlink() or not path.is_file():
             return "is not a regular file"
-        if isinstance(digest, dict):
-            return None
-        actual = hashlib.sha256()
-        with path.open("rb", buffering=0) as file:
-            while data := file.read(_CHUNK):
-                actual.update(data)
+        return None if isinstance(digest, dict) or sha256_of(path) == digest else _DIFFERS
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return None if actual.hexdigest() == digest else _DIFFERS
 
 
 def _hexadecimal(crc32: int) -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +12,7 @@ from torch import Tensor
 
 from torchditan.config.errors import ConfigError
 from torchditan.distributed.float32_products import ieee_float32
-
-
-def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file, read in blocks of 1 MiB."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+from torchditan.run.atomic_files import sha256_of
 
 
 def read_weights(path: Path, *, sha256: str, name: str) -> dict[str, Tensor]:

@@ -28,12 +28,11 @@ from torchditan.config.loader import override, to_dict
 from torchditan.config.options import Config
 from torchditan.config.trajectory import trajectory
 from torchditan.run import provenance
-from torchditan.run.atomic_files import write_file
+from torchditan.run.atomic_files import new_folder, write_file
 from torchditan.run.reading import read_config
 from torchditan.run.training_progress import Progress
 from torchditan.weights.exported import StoredWeights, checked_config, key_of, read_weights_metadata
 from torchditan.weights.initial import refuse_other_model
-from torchditan.weights.new_folder import new_folder
 from torchditan.weights.safetensors_files import open_file
 from torchditan.weights.trained_model import stored_spec
 
