@@ -44,11 +44,11 @@ from torchditan.checkpoint.files import (
     final_weights,
     list_checkpoints,
     publish,
+    read_back,
     remove,
     remove_discarded,
     step_of,
     verify,
-    verify_on_disk,
     write_json,
     write_manifest,
 )
@@ -423,7 +423,7 @@ def publish_checkpoint(
     own[PROGRESS_FILE] = write_json(partial / PROGRESS_FILE, numbers)
     write_manifest(partial, step=int(numbers["step"]), trajectory=trajectory, checksums={**checksums, **own})
     if verify_after_write:
-        verify_on_disk(partial)
+        read_back(partial)
     publish(partial, target)
 
 
