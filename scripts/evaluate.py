@@ -378,7 +378,7 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
     """Evaluate and write the card; on other ranks than 0, None."""
     from torchditan.evaluation.card import Card, ImageSet, card_figures, environment_of
     from torchditan.evaluation.card_tables import check_repeatable
-    from torchditan.evaluation.extractors import sha256_of
+    from torchditan.run.atomic_files import sha256_of
 
     started = time.perf_counter()
     trained = open_run(args, flags, rank) if args.run is not None else None
@@ -474,7 +474,7 @@ def save_reference(path: Path, evaluator: Evaluator, *, image_size: tuple[int, i
 def origin_of(args: argparse.Namespace, trained: TrainedModel | None) -> Origin:
     """The part of the card about the checkpoint, or the file of images."""
     from torchditan.evaluation.card import ImageSet, Origin, origin_of_run
-    from torchditan.evaluation.extractors import sha256_of
+    from torchditan.run.atomic_files import sha256_of
 
     if args.images is not None:
         return Origin(images=ImageSet(source="file", path=str(args.images), content=sha256_of(args.images)))

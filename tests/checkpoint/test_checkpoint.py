@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import mmap
+import resource
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +21,19 @@ import pytest
 import torch
 import torch.cuda._pin_memory_utils as pin_memory_utils
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torchditan.checkpoint import manager as checkpoint
-from torchditan.checkpoint.files import CheckpointReader, DamagedCheckpointError, list_checkpoints, remove
+from torchditan.checkpoint.files import (
+    CheckpointReader,
+    ChecksummingWriter,
+    DamagedCheckpointError,
+    list_checkpoints,
+    remove,
+)
 from torchditan.checkpoint.loading import read_state
 from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.checkpoint.run_state import ModelState, OptimizerState, RunState
@@ -135,6 +146,22 @@ def test_a_checkpoint_that_cannot_be_deleted_is_not_listed_again(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
+@pytest.mark.parametrize("num_values", [10, 5_000_000])
+def test_the_error_of_a_full_disk_is_known_for_small_and_for_large_tensors(num_values: int, tmp_path: Path) -> None:
+    """torch.save hides it for a tensor that is larger than the buffer."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    writer = ChecksummingWriter(tmp_path)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        with pytest.raises(CheckpointException):
+            dcp.save({"weight": torch.zeros(num_values)}, storage_writer=writer, no_dist=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert writer.error is not None and writer.error.errno == errno.EFBIG
+
+
 def load_what_one_rank_cannot_read(rank: int, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)
@@ -228,7 +255,9 @@ SLOW_STORAGE = """
 import sys, time
 sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *{arguments!r}]
+import resource
 import shutil
+import signal
 import train
 from torchditan.checkpoint import files as checkpoint_files
 from torchditan.supervision.exit_status import run_job

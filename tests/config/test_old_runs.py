@@ -1,14 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Runs of older versions resume, options evolve, and a run can train longer if its schedule allows it.
-
-`tests/fixtures/run_36e2f02.tar.xz` is a run that commit 36e2f02 trained for 6 steps (`curve.json`), cut back to its
-checkpoint of step 2.
-"""
+"""Options evolve: older runs resume, and a run can train longer if its schedule allows it."""
 
 from __future__ import annotations
 
 import json
-import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,14 +12,12 @@ from PIL import Image
 
 from torchditan.config.loader import from_dict, load_config, to_dict
 from torchditan.config.options import Config, flatten
-from torchditan.config.trajectory import TRAJECTORY_KEYS, VALUES_BEFORE, differences, trajectory
+from torchditan.config.trajectory import VALUES_BEFORE, differences, trajectory
 from torchditan.run.directory import DATASET_FILES
 from torchditan.run.reading import read_config, read_metrics
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
-
-FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "run_36e2f02.tar.xz"
 
 SETTINGS = [
     "--model.flavor=debugmodel",
@@ -40,48 +33,37 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture
-def old_run(tmp_path: Path) -> Path:
-    with tarfile.open(FIXTURE) as archive:
-        archive.extractall(tmp_path / "outputs", filter="data")
-    return tmp_path / "outputs" / "run_36e2f02"
-
-
 def resume(run_script: RunScript, name: str, *flags: str) -> tuple[int, str, str]:
     return run_script("train.py", *SETTINGS, "--metrics.experiment_name", name, *flags)
 
 
-def test_a_run_of_commit_36e2f02_resumes_and_follows_its_curve(old_run: Path, run_script: RunScript) -> None:
-    expected = json.loads((old_run / "curve.json").read_text())
-    code, _, err = resume(run_script, old_run.name, "--training.steps=6", "--lr_scheduler.schedule=cosine")
-    assert code == 0, err
-    assert "lr_scheduler.decay_until = last_step" in err
-    curve = list(read_metrics(old_run))
-    assert [record["step"] for record in curve] == [1, 2, 3, 4, 5, 6]
-    for key in ("loss", "grad_norm", "lr"):
-        assert [record[key] for record in curve] == pytest.approx([record[key] for record in expected], rel=1e-5)
-    assert read_config(old_run)["trajectory"]["lr_scheduler.decay_until"] == "last_step"
-    # Its config.json is of this version now; it resumes a second time, from an earlier step.
-    (old_run / "checkpoint" / "step-00000006").rename(old_run / "late")
-    code, out, err = resume(run_script, old_run.name, "--training.steps=6", "--lr_scheduler.schedule=cosine")
-    assert code == 0, err
-    assert "resumed at step 4" in out
-    assert [record["loss"] for record in read_metrics(old_run)] == [record["loss"] for record in curve]
+@pytest.fixture
+def old_run(run_script: RunScript, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of 4 steps, as a version without the option ema.warmup left it: such runs had no warmup."""
+    monkeypatch.setitem(VALUES_BEFORE, "ema.warmup", False)
+    assert resume(run_script, "old", "--training.steps=4", "--ema.warmup=false")[0] == 0
+    path = Path("outputs/old")
+    content = read_config(path)
+    del content["config"]["ema"]["warmup"], content["trajectory"]["ema.warmup"]
+    (path / "config.json").write_text(json.dumps(content))
+    return path
 
 
-def test_an_old_run_keeps_its_schedule_when_asked_for_another(old_run: Path, run_script: RunScript) -> None:
-    code, _, err = resume(run_script, old_run.name, "--training.steps=6", "--lr_scheduler.schedule=linear")
+def test_an_old_run_keeps_the_behavior_from_before_an_option_existed(old_run: Path, run_script: RunScript) -> None:
+    for steps in (6, 8):  # the second time, its config.json is of this version
+        code, _, err = resume(run_script, "old", f"--training.steps={steps}")
+        assert code == 0, err
+        assert "note: ema.warmup = false" in err
+    assert read_config(old_run)["trajectory"]["ema.warmup"] is False
+    assert [record["step"] for record in read_metrics(old_run)] == list(range(1, 9))
+
+
+def test_a_typed_value_is_never_replaced_by_an_older_one(old_run: Path, run_script: RunScript) -> None:
+    before = (old_run / "config.json").read_bytes()
+    code, _, err = resume(run_script, "old", "--training.steps=6", "--ema.warmup")
     assert code == 2
-    assert "lr_scheduler.schedule is cosine there and linear here" in err
-    assert "decay_until is" not in err
-
-
-def test_every_trajectory_option_has_a_meaning_in_runs_of_commit_36e2f02(old_run: Path) -> None:
-    """An option that was added since is in VALUES_BEFORE, or no run of before could resume."""
-    sections = read_config(old_run)["config"]
-    stored = {f"{section}.{key}" for section, keys in sections.items() for key in keys}
-    read = (*TRAJECTORY_KEYS, *(option for option in flatten(Config()) if option.startswith("sampling.")))
-    assert {option for option in read if option not in stored} == set(VALUES_BEFORE)
+    assert "ema.warmup is False there and True here" in err
+    assert (old_run / "config.json").read_bytes() == before
 
 
 def test_a_key_that_an_old_run_lacks_means_the_value_before_it_existed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,27 +100,18 @@ def test_a_run_on_a_folder_of_images_refuses_other_images(run_script: RunScript,
 
 def test_an_old_configuration_is_read_with_the_values_of_its_time(old_run: Path) -> None:
     config = from_dict(read_config(old_run)["config"])
-    assert config.lr_scheduler.decay_until == "last_step"
-    assert Config().lr_scheduler.decay_until == "after_last_step"
+    assert config.ema.warmup is False
+    assert Config().ema.warmup is True
     assert flatten(config).keys() == flatten(Config()).keys()
 
 
-def test_fewer_steps_than_were_trained_are_refused(old_run: Path, run_script: RunScript) -> None:
-    before = (old_run / "config.json").read_bytes()
-    code, _, err = resume(run_script, old_run.name, "--training.steps=1", "--lr_scheduler.schedule=cosine")
+def test_fewer_steps_than_were_trained_are_refused(run_script: RunScript) -> None:
+    assert resume(run_script, "run", "--training.steps=4")[0] == 0
+    before = Path("outputs/run/config.json").read_bytes()
+    code, _, err = resume(run_script, "run", "--training.steps=1")
     assert code == 2
-    assert "training.steps = 1" in err and "is at step 2" in err and "--metrics.experiment_name" in err
-    assert (old_run / "config.json").read_bytes() == before
-
-
-def test_options_of_old_runs_without_effect_are_refused_when_given(run_script: RunScript) -> None:
-    for flag, why in (
-        ("dataset.bucket_order=random", "aspect_buckets"),
-        ("lr_scheduler.decay_until=last_step", "cons"),
-    ):
-        code, _, err = resume(run_script, "new", f"--{flag}")
-        assert code == 2
-        assert flag.split("=")[0] in err and why in err and "leave it out" in err
+    assert "training.steps = 1" in err and "is at step 4" in err and "--metrics.experiment_name" in err
+    assert Path("outputs/run/config.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("schedule", ["constant", "wsd"])

@@ -17,7 +17,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.options import Config, Dataset
 from torchditan.data_stream.datasets import Batch, CorruptImageError, ImageDataset
 from torchditan.data_stream.loader import TrainingStream
-from torchditan.data_stream.order import BatchPlan, BucketOrder, OrderedDataset
+from torchditan.data_stream.order import BatchPlan, OrderedDataset
 from torchditan.data_stream.streamed import SequentialStream
 from torchditan.diffusion.objectives import Objective
 from torchditan.job.build import build_stream
@@ -270,20 +270,9 @@ def test_the_order_of_epochs_never_changes() -> None:
     assert stream.locate(np.arange(4000, 4008)).tolist() == [2, 6, 5, 0, 2, 5, 6, 0]
 
 
-def test_the_random_order_is_that_of_the_first_version() -> None:
-    """Literal numbers of commit 36e2f02, whose runs continue in their own order."""
-    stream = grouped(Shapes(), seed=5, bucket_order="random")
-    assert stream.locate(np.arange(40)).tolist() == [
-        *(2, 5, 6, 0, 4, 1, 4, 1, 3, 3, 3, 3, 6, 0, 2, 5, 0, 6, 2, 5),
-        *(2, 6, 0, 5, 1, 4, 4, 1, 4, 1, 1, 4, 6, 2, 5, 0, 4, 1, 1, 4),
-    ]
-    assert stream.locate(np.arange(4000, 4008)).tolist() == [6, 2, 5, 0, 2, 5, 6, 0]
-
-
-@pytest.mark.parametrize("bucket_order", ["epochs", "random"])
-def test_the_trainer_reads_in_the_order_of_its_option(bucket_order: BucketOrder) -> None:
+def test_the_trainer_reads_groups_in_this_order() -> None:
     job = SimpleNamespace(
-        config=Config(dataset=Dataset(bucket_order=bucket_order, num_workers=0)),
+        config=Config(dataset=Dataset(num_workers=0)),
         dataset=Shapes(),
         objective=Objective(),
         plan=BatchPlan(batch_size=4, global_batch_size=4),
@@ -292,8 +281,7 @@ def test_the_trainer_reads_in_the_order_of_its_option(bucket_order: BucketOrder)
     )
     stream = build_stream(cast(Any, job))
     shown = [batch["sample"][:, 0, 0, 0].tolist() for batch, _ in itertools.islice(stream.batches(0), 7)]
-    order = grouped(Shapes(), bucket_order=bucket_order).locate(np.arange(28)).reshape(7, 4)
-    assert shown == order.tolist()
+    assert shown == grouped(Shapes()).locate(np.arange(28)).reshape(7, 4).tolist()
 
 
 def test_one_shape_alone_keeps_the_order_of_a_plain_dataset() -> None:

@@ -14,10 +14,20 @@ import pytest
 import torch
 from refusals import assert_refused, refused
 
-from torchditan.checkpoint.files import INDEX, MANIFEST, DamagedCheckpointError, list_checkpoints, verify
+from torchditan.checkpoint import manager
+from torchditan.checkpoint.files import (
+    INDEX,
+    MANIFEST,
+    CheckpointReader,
+    DamagedCheckpointError,
+    list_checkpoints,
+    verify,
+)
 from torchditan.checkpoint.loading import read_state
 from torchditan.checkpoint.trained_weights import find_checkpoint
 from torchditan.run.reading import read_metrics, read_status
+from torchditan.weights.exported import export_weights
+from torchditan.weights.trained_model import TrainedModel
 
 if TYPE_CHECKING:
     from tests.conftest import RunAlone, RunScript
@@ -159,7 +169,7 @@ def files_of(checkpoint: Path) -> dict[str, Any]:
 EDITS: list[tuple[str, Callable[[Path], dict[str, Any]], str, list[str]]] = [
     ("another step", lambda _: {"step": 4}, MANIFEST, ["step 4"]),
     ("no step", lambda _: {"step": None}, MANIFEST, ["manifest"]),
-    ("a later format", lambda _: {"format": 2}, MANIFEST, ["format 2", "1"]),
+    ("a later format", lambda _: {"format": 3}, MANIFEST, ["format 3", "1 and 2"]),
     ("a list of files", lambda _: {"files": []}, MANIFEST, ["manifest"]),
     ("no trajectory", lambda _: {"trajectory": None}, MANIFEST, ["manifest"]),
     ("a file left out", lambda at: {"files": _without(files_of(at), INDEX)}, INDEX, ["belong"]),
@@ -211,17 +221,69 @@ def test_a_file_or_an_empty_folder_under_a_checkpoints_name_is_refused(run: Path
         assert_refused(str(error.value), MANIFEST)
 
 
-def test_ranks_that_verify_together_read_every_file(run: Path) -> None:
+def place_of_tensor(checkpoint: Path, name: str) -> tuple[int, int]:
+    """Offset and length of a tensor in the only file of tensors."""
+    places = CheckpointReader(checkpoint).read_metadata().storage_data
+    (place,) = [place for index, place in places.items() if index.fqn == name]
+    return place.offset, place.length
+
+
+def test_weights_are_verified_when_they_are_read_and_nothing_else_is(run: Path) -> None:
     checkpoint = run / "checkpoint" / "step-00000006"
-    flip_a_bit_in_its_middle(checkpoint, "__0_0.distcp")
-    found = []
-    for rank in range(3):
-        try:
-            verify(checkpoint, rank=rank, world_size=3)
-        except DamagedCheckpointError as error:
-            found.append(str(error))
-    (line,) = found
-    assert_refused(line, "__0_0.distcp", ["checksum"])
+    intact = TrainedModel.load(run).model.state_dict()
+    for name in ("model.x_embedder.proj.weight", "optimizer.state.x_embedder.proj.weight.exp_avg"):
+        start, length = place_of_tensor(checkpoint, name)
+        flip(checkpoint / "__0_0.distcp", start + length // 2)
+    loaded = TrainedModel.load(run)  # the averaged weights
+    assert loaded.step == 6
+    assert all(torch.equal(tensor, intact[name]) for name, tensor in loaded.model.state_dict().items())
+    with refused("", f"{checkpoint}", "__0_0.distcp does not match its checksum", "other steps are [2, 4]"):
+        TrainedModel.load(run, weights="raw")
+
+
+def test_a_damaged_tensor_leaves_no_export(run: Path, tmp_path: Path) -> None:
+    checkpoint = run / "checkpoint" / "step-00000006"
+    start, length = place_of_tensor(checkpoint, "ema.x_embedder.proj.weight")
+    flip(checkpoint / "__0_0.distcp", start + length // 2)
+    with refused("", f"{checkpoint}", "__0_0.distcp does not match its checksum", "other steps are [2, 4]"):
+        export_weights(run, tmp_path / "exported" / "weights.safetensors")
+    assert list((tmp_path / "exported").iterdir()) == []
+
+
+def test_checkpoints_with_one_checksum_per_file_of_tensors_are_read_and_verified(run: Path) -> None:
+    """Those of earlier versions."""
+    checkpoint = run / "checkpoint" / "step-00000006"
+    state = read_state(checkpoint)
+    tensors = checkpoint / "__0_0.distcp"
+    whole = [tensors.stat().st_size, hashlib.sha256(tensors.read_bytes()).hexdigest()]
+    edit_manifest(checkpoint, format=1, files={**files_of(checkpoint), tensors.name: whole})
+    again = read_state(checkpoint)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in state.items())
+    flip_a_bit_in_its_middle(checkpoint, tensors.name)
+    with pytest.raises(DamagedCheckpointError, match="does not match its checksum"):
+        read_state(checkpoint)
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_a_checkpoint_that_reads_back_otherwise_counts_only_without_verify_after_write(
+    async_mode: str, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_manifest = manager.write_manifest
+
+    def write_and_damage(partial: Path, **content: Any) -> None:
+        write_manifest(partial, **content)
+        if content["step"] == 2:
+            flip_a_bit_in_its_middle(partial, "__0_0.distcp")
+
+    monkeypatch.setattr(manager, "write_manifest", write_and_damage)
+    flags = [*SMALL, "--training.steps=4", f"--checkpoint.async_mode={async_mode}"]
+    assert run_script("train.py", *flags).code == 0
+    code, out, _ = run_script("train.py", *flags, "--checkpoint.verify_after_write", "--metrics.experiment_name=safe")
+    assert code == 0
+    (line,) = [line for line in out.splitlines() if "no checkpoint of step" in line]
+    assert_refused(line, "warning: no checkpoint of step 2", ["__0_0.distcp", "does not read back as written"])
+    folders = [Path("outputs") / name / "checkpoint" for name in ("run", "safe")]
+    assert [len(list_checkpoints(folder)) for folder in folders] == [2, 1]
 
 
 def resume(run_script: RunScript, *flags: str) -> Any:

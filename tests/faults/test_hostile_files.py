@@ -621,7 +621,7 @@ def test_nor_do_the_scripts_read_it(kind: str, checkpoint: Path, run_script: Run
         {"files": {"../../x": [1, "0"]}},
         {"files": {"progress.json": [1]}},
         {"trajectory": 3},
-        {"format": 2},
+        {"format": 3},
     ],
 )
 def test_a_manifest_of_other_types_is_one_line(change: dict[str, Any], checkpoint: Path, run_script: RunScript) -> None:

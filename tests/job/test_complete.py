@@ -86,14 +86,11 @@ def test_random_samples_need_no_autoencoder(tmp_path: Path) -> None:
 def test_a_run_that_is_continued_completes_the_configuration_too(tmp_path: Path) -> None:
     flags = ["--metrics.experiment_name=run", "--lr_scheduler.schedule=cosine"]
     first, _ = prepared(tmp_path, *flags, "--training.global_batch_size=24")
-    stored = to_dict(first.config)
-    del stored["lr_scheduler"]["decay_until"]  # of before the option existed
-    first.run_directory.open(stored, trajectory=trajectory(first.config))
+    first.run_directory.open(to_dict(first.config), trajectory=trajectory(first.config))
     first.run_directory.close()
     again, filled_in = prepared(tmp_path, *flags, "--training.batch_size=10")
     assert filled_in == {
         **OF_DIGITS,
-        "lr_scheduler.decay_until": "last_step",
         "training.batch_size": 8,
         "training.global_batch_size": 24,
     }

@@ -28,9 +28,10 @@ def test_warmup_is_linear_and_reaches_the_peak() -> None:
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 def test_decays_fall_from_the_peak_to_their_floor(schedule: str) -> None:
-    curve = rates(schedule, warmup_steps=10, min_lr_factor=0.1, decay_until="last_step")
+    curve = rates(schedule, warmup_steps=10, min_lr_factor=0.1)
     assert max(curve) == 2.0
-    assert curve[-1] == pytest.approx(0.2)
+    config = LRScheduler(schedule=schedule, warmup_steps=10, min_lr_factor=0.1)
+    assert learning_rate(101, steps=100, peak=2.0, config=config) == pytest.approx(0.2)
     assert curve[9:] == sorted(curve[9:], reverse=True)
 
 
@@ -43,14 +44,11 @@ def test_the_last_step_of_a_decay_still_learns(schedule: str) -> None:
 
 
 def test_decays_pass_through_their_closed_forms() -> None:
-    until_last = {"decay_until": "last_step"}
-    assert rates("cosine", **until_last)[24] == pytest.approx(1 + math.cos(math.pi / 4))
-    assert rates("linear", **until_last)[24] == pytest.approx(1.5)
-    wsd = rates("wsd", decay_ratio=0.2, **until_last)
-    assert wsd[:80] == [2.0] * 80
-    assert wsd[89] == pytest.approx(1.0)
+    assert rates("cosine")[24] == pytest.approx(1 + math.cos(math.pi * 25 / 101))
     assert rates("linear")[24] == pytest.approx(2 * (1 - 25 / 101))
-    assert rates("wsd", decay_ratio=0.2)[80:] == pytest.approx([2 * (1 - step / 21) for step in range(1, 21)])
+    wsd = rates("wsd", decay_ratio=0.2)
+    assert wsd[:80] == [2.0] * 80
+    assert wsd[80:] == pytest.approx([2 * (1 - step / 21) for step in range(1, 21)])
 
 
 def small_dit(**options: object) -> DiT:

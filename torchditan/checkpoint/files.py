@@ -2,11 +2,11 @@
 """Checkpoint files on disk: checksums, atomic publishing, and readers that execute no code.
 
 Notable:
-- `manifest.json` lists every file of the folder with its size and SHA-256 (as `sha256sum` prints it). It also contains
-  a checksum of itself. Verification finds files that are truncated, changed by a bit, missing, added, or from another
-  step;
-- checksums are computed while the bytes are written. The files are then read back and compared, and one rename gives
-  the folder its name;
+- `manifest.json` lists every file of the folder with its size and SHA-256 (as `sha256sum` prints it). A file of tensors
+  has one CRC-32 for each stored tensor instead. The manifest also contains a checksum of itself;
+- checksums are computed while the bytes are written. One rename gives the folder its name once all files are on disk;
+- opening a checkpoint verifies everything but the tensors. A tensor is verified when it is read, so that a program that
+  needs only the averaged weights reads no other byte;
 - torch's distributed format stores its index (`.metadata`) and small values as pickles. A restricted unpickler reads
   the index and accepts only about two dozen names. The values are read with `weights_only`. No path may leave the
   folder.
@@ -23,25 +23,40 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterator
+import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.utils.serialization import config as serialization_config
 
-from torchditan.run.atomic_files import sync_folder
+from torchditan.run.atomic_files import sha256_of, sync_folder
 
 MANIFEST = "manifest.json"
 INDEX = ".metadata"
-_FORMAT = 1
-_CHUNK = 1 << 22
+_FORMATS = (1, 2)
+"""Of the manifest. In the first one, files of tensors have a single checksum."""
+_BUFFER = 1 << 20
+"""torch.save writes a tensor in about 40 small pieces and a large one."""
+_DIFFERS = "does not match its checksum"
 _NAME = re.compile(r"step-(\d{8})")
 _FINAL_WEIGHTS = re.compile(r"step-\d{8}\.safetensors")
 _UNFINISHED = re.compile(r"step-\d{8}\.partial")
@@ -90,72 +105,95 @@ def step_of(checkpoint: Path) -> int:
 
 
 class ChecksummingWriter(dcp.FileSystemWriter):
-    """Writes and syncs this rank's tensors, and computes their checksums.
+    """Writes and syncs this rank's tensors to one file, and computes the checksum of each.
 
-    After writing, `checksums` is {file name: [size in bytes, SHA-256]}. `error` is the first OSError, which torch.save
+    After writing, `checksums` is {file name: [size in bytes, SHA-256]}. For the file of tensors, {place of a tensor in
+    it: CRC-32} replaces the SHA-256, which would take several times as long. `error` is the first OSError, which torch
     would otherwise hide behind its own error.
-
-    Args:
-        folder: where the files are written.
-        copy_ahead: bytes copied from the GPU while other bytes are written.
     """
 
-    def __init__(self, folder: Path, *, copy_ahead: int = 0) -> None:
-        super().__init__(folder, per_thread_copy_ahead=copy_ahead)
-        self.fs = self._files = _ChecksummingFiles()
-
-    @property
-    def checksums(self) -> dict[str, list[Any]]:
-        return self._files.checksums
-
-    @property
-    def error(self) -> OSError | None:
-        return self._files.error
-
-
-class _ChecksummingFiles(FileSystem):
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
         self.checksums: dict[str, list[Any]] = {}
         self.error: OSError | None = None
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0.distcp"
+        written: Future[list[WriteResult]] = Future()
         try:
-            with super().create_stream(path, mode) as stream:
-                checked = _ChecksummedStream(cast(IO[bytes], stream), self)
-                yield checked
+            written.set_result(self._write_tensors(name, plan.items, planner))
         except OSError as error:
-            self.error = self.error or error
+            self.error = error
             raise
-        name = Path(path).name.removesuffix(".tmp")  # torch writes its index to a temporary file and renames it
-        self.checksums[name] = [checked.size, checked.digest.hexdigest()]
+        return written
+
+    def _write_tensors(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        results, crc32s, start = [], {}, 0
+        without_crc32 = serialization_config.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
+        with (self.folder / name).open("wb", buffering=_BUFFER) as file, ThreadPoolExecutor(1) as pool, without_crc32:
+            for item in items:
+                part = _ChecksummedPart(self, file, pool)
+                _write_item(planner.resolve_data(item), part)
+                place = _StorageInfo(name, start, part.size)
+                results.append(WriteResult(index=item.index, size_in_bytes=part.size, storage_data=place))
+                crc32s[str(start)] = _hexadecimal(part.crc32)
+                start += part.size
+            file.flush()
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):  # not on macOS
+                # Free the memory of the written pages: it is that of the next checkpoint, and of cached training data.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self.checksums[name] = [start, crc32s]
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        try:
+            super().finish(metadata, results)
+            index = self.folder / INDEX
+            self.checksums[INDEX] = [index.stat().st_size, sha256_of(index)]
+        except OSError as error:
+            self.error = error
+            raise
 
 
-class _ChecksummedStream:
-    """A file that is written sequentially from start to end."""
+def _write_item(data: io.BytesIO | torch.Tensor, part: _ChecksummedPart) -> None:
+    """Write one entry of a state as torch's own writer does."""
+    if isinstance(data, io.BytesIO):
+        part.write(data.getbuffer())
+        return
+    tensor = data.detach().cpu()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:  # a part of another tensor, which torch.save would write too
+        tensor = tensor.clone()
+    torch.save(tensor, cast(IO[bytes], part))
 
-    def __init__(self, stream: IO[bytes], files: _ChecksummingFiles) -> None:
-        self.stream = stream
-        self.files = files
-        self.digest = hashlib.sha256()
+
+class _ChecksummedPart:
+    """A part of a file that is written sequentially. A thread of `pool` reads large pieces while they are written."""
+
+    def __init__(self, writer: ChecksummingWriter, file: IO[bytes], pool: ThreadPoolExecutor) -> None:
+        self.writer = writer
+        self.file = file
+        self.pool = pool
+        self.crc32 = 0
         self.size = 0
 
     def write(self, data: Any) -> int:
-        # `data` supports the buffer protocol. A raw file may write fewer bytes than requested.
-        left = memoryview(data).cast("B")
-        self.digest.update(left)
-        self.size += len(left)
-        total = len(left)
+        bits = memoryview(data).cast("B")  # `data` supports the buffer protocol
+        self.size += len(bits)
+        is_large = len(bits) >= _BUFFER
+        checking = self.pool.submit(zlib.crc32, bits, self.crc32) if is_large else None
         try:
-            while left:
-                left = left[self.stream.write(left) :]
+            self.file.write(bits)
         except OSError as error:
-            self.files.error = error
+            self.writer.error = error
             raise
-        return total
+        finally:  # the memory of `data` is valid only during this call
+            self.crc32 = zlib.crc32(bits, self.crc32) if checking is None else checking.result()
+        return len(bits)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+    def flush(self) -> None:
+        """torch.save calls this after each tensor; the file is synced at its end."""
 
 
 def write_json(path: Path, content: Any) -> list[Any]:
@@ -168,20 +206,9 @@ def write_json(path: Path, content: Any) -> list[Any]:
     return [len(data), hashlib.sha256(data).hexdigest()]
 
 
-def read_back(folder: Path, checksums: dict[str, list[Any]]) -> None:
-    """Read files back and compare them with their checksums.
-
-    Raises:
-        OSError: a file differs from what was written. Callers treat this like a full disk.
-    """
-    for name, (size, digest) in checksums.items():
-        if (wrong := _damage_of_file(folder / name, size, digest)) is not None:
-            raise OSError(errno.EIO, f"{name} does not read back as written: {wrong}")
-
-
 def write_manifest(folder: Path, *, step: int, trajectory: dict[str, Any], checksums: dict[str, list[Any]]) -> None:
     """Write the manifest, which makes a folder a checkpoint."""
-    content = {"format": _FORMAT, "step": step, "trajectory": trajectory, "files": dict(sorted(checksums.items()))}
+    content = {"format": _FORMATS[-1], "step": step, "trajectory": trajectory, "files": dict(sorted(checksums.items()))}
     write_json(folder / MANIFEST, {**content, "sha256": _digest_of(content)})
 
 
@@ -237,32 +264,29 @@ def _matching(folder: Path, name: re.Pattern[str]) -> list[Path]:
 # Reading
 
 
-def verify(checkpoint: Path, *, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
-    """Check that a checkpoint is complete and undamaged, and return its manifest.
-
-    Args:
-        checkpoint: its folder.
-        rank, world_size: if several ranks verify together, each reads a share of the files.
+def verify(checkpoint: Path) -> None:
+    """Read a whole checkpoint to check that it is complete and undamaged.
 
     Raises:
         DamagedCheckpointError: a file is damaged, missing or unknown.
     """
-    manifest = read_manifest(checkpoint)
-    files = manifest["files"]
-    there = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*")} - {MANIFEST}
-    if missing := sorted(files.keys() - there):
-        raise DamagedCheckpointError(f"{missing[0]} is missing")
-    if unknown := sorted(there - files.keys()):
-        raise DamagedCheckpointError(f"{unknown[0]} does not belong to it")
-    share = sorted(files)[rank::world_size]
+    reader = CheckpointReader(checkpoint)
+    places = {(place.relative_path, place.offset): place for place in reader.read_metadata().storage_data.values()}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        found = pool.map(lambda name: _damage_of_file(checkpoint / name, *files[name]), share)
-        for name, wrong in zip(share, found, strict=True):
-            if wrong is not None:
-                raise DamagedCheckpointError(f"{name} {wrong}")
-    if rank == 0:
-        CheckpointReader(checkpoint).read_metadata()
-    return manifest
+        for _ in pool.map(lambda place: len(reader.read(place).getbuffer()), places.values()):
+            pass
+
+
+def read_back(folder: Path) -> None:
+    """Read back the files of a folder that is not published yet. `ChecksummingWriter` left the tensors on disk only.
+
+    Raises:
+        OSError: a file differs from what was written. Callers treat this like a full disk.
+    """
+    try:
+        verify(folder)
+    except DamagedCheckpointError as error:
+        raise OSError(errno.EIO, f"it does not read back as written: {error}") from None
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -282,8 +306,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     digest = manifest.pop("sha256", None)
     if digest != _digest_of(manifest):
         raise DamagedCheckpointError(f"{MANIFEST} was changed: it does not match its own checksum")
-    if manifest.get("format") != _FORMAT:
-        raise DamagedCheckpointError(f"{MANIFEST} is of format {manifest.get('format')}; this version reads {_FORMAT}")
+    if manifest.get("format") not in _FORMATS:
+        known = " and ".join(map(str, _FORMATS))
+        raise DamagedCheckpointError(f"{MANIFEST} is of format {manifest.get('format')}; this version reads {known}")
     step, files, trajectory = (manifest.get(key) for key in ("step", "files", "trajectory"))
     if not (isinstance(step, int) and _are_files(files) and isinstance(trajectory, dict)):
         raise DamagedCheckpointError(f"{MANIFEST} is not a manifest")
@@ -298,7 +323,7 @@ def _are_files(files: Any) -> bool:
         and isinstance(entry, list)
         and len(entry) == 2
         and isinstance(entry[0], int)
-        and isinstance(entry[1], str)
+        and isinstance(entry[1], (str, dict))
         for name, entry in files.items()
     )
 
@@ -307,21 +332,21 @@ def _is_plain_name(name: Any) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\\" not in name
 
 
-def _damage_of_file(path: Path, size: int, digest: str) -> str | None:
-    """Describe the damage of a file that should have this size in bytes and SHA-256; None if it is intact."""
+def _damage_of_file(path: Path, size: int, digest: str | dict[str, str]) -> str | None:
+    """Describe the damage of a file, or None. Of a file of tensors, which have the checksums, only the size counts."""
     try:
         there = path.stat().st_size
         if there != size:
             return f"has {there:,} bytes; must have {size:,}"
         if path.is_symlink() or not path.is_file():
             return "is not a regular file"
-        actual = hashlib.sha256()
-        with path.open("rb", buffering=0) as file:
-            while data := file.read(_CHUNK):
-                actual.update(data)
+        return None if isinstance(digest, dict) or sha256_of(path) == digest else _DIFFERS
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return None if actual.hexdigest() == digest else "does not match its checksum"
+
+
+def _hexadecimal(crc32: int) -> str:
+    return f"{crc32:08x}"
 
 
 def _digest_of(content: dict[str, Any]) -> str:
@@ -331,25 +356,40 @@ def _digest_of(content: dict[str, Any]) -> str:
 class CheckpointReader(dcp.FileSystemReader):
     """Reads torch's distributed format from an untrusted folder: no code is executed, and no path leaves the folder.
 
-    The index is read once. For a large model on many ranks, reading it takes seconds.
+    `manifest` and `read_metadata` verify everything but the tensors, once. `read_data` verifies the tensors that it
+    reads. All raise DamagedCheckpointError.
     """
 
-    _index: Metadata | None = None
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(checkpoint)
+        self.folder = checkpoint
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """The content of the manifest. The other files are all there, and those without tensors are intact."""
+        manifest = read_manifest(self.folder)
+        files = manifest["files"]
+        there = {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*")} - {MANIFEST}
+        if missing := sorted(files.keys() - there):
+            raise DamagedCheckpointError(f"{missing[0]} is missing")
+        if unknown := sorted(there - files.keys()):
+            raise DamagedCheckpointError(f"{unknown[0]} does not belong to it")
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            found = pool.map(lambda name: _damage_of_file(self.folder / name, *files[name]), files)
+            for name, wrong in zip(files, found, strict=True):
+                if wrong is not None:
+                    raise DamagedCheckpointError(f"{name} {wrong}")
+        return manifest
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index of the checkpoint.
-
-        Raises:
-            DamagedCheckpointError: it is unreadable, or contains something that an index never contains.
-        """
-        if self._index is None:
-            self._index = self._read_index()
+        """Read the index of the checkpoint."""
         return self._index
 
-    def _read_index(self) -> Metadata:
-        path = Path(self.path) / INDEX
+    @cached_property
+    def _index(self) -> Metadata:
+        files = self.manifest["files"]
         try:
-            metadata = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
+            metadata = _IndexUnpickler(io.BytesIO((self.folder / INDEX).read_bytes())).load()
         except DamagedCheckpointError:
             raise
         except Exception as error:  # a pickle can fail in any way
@@ -358,9 +398,38 @@ class CheckpointReader(dcp.FileSystemReader):
             raise DamagedCheckpointError(f"{INDEX} is not a checkpoint index")
         for place in metadata.storage_data.values():
             name = getattr(place, "relative_path", None)
-            if not _is_plain_name(name) or getattr(place, "transform_descriptors", None):
+            if not _is_plain_name(name) or name not in files or getattr(place, "transform_descriptors", None):
                 raise DamagedCheckpointError(f"{INDEX} names {name!r}, which is not a file of the checkpoint")
+            if not all(isinstance(number, int) and number >= 0 for number in (place.offset, place.length)):
+                raise DamagedCheckpointError(f"{INDEX} has no place in {name} for one of its tensors")
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            stored = self.read(self.storage_data[item.storage_index])
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, stored)
+                continue
+            tensor = torch.load(stored, map_location="cpu", weights_only=True)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def read(self, place: _StorageInfo) -> io.BytesIO:
+        """The bytes of one stored tensor, after their verification."""
+        name, checksums = place.relative_path, self.manifest["files"][place.relative_path][1]
+        try:
+            with (self.folder / name).open("rb") as file:
+                file.seek(place.offset)
+                data = file.read(place.length)
+        except OSError as error:
+            raise DamagedCheckpointError(f"{name} cannot be read ({error.strerror})") from None
+        if isinstance(checksums, dict) and _hexadecimal(zlib.crc32(data)) != checksums.get(str(place.offset)):
+            raise DamagedCheckpointError(f"{name} {_DIFFERS}")
+        return io.BytesIO(data)
 
 
 class _IndexUnpickler(pickle.Unpickler):

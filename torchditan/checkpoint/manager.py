@@ -6,7 +6,7 @@ A checkpoint is a folder `step-00000100/`. It contains the tensors of model, EMA
 the rest of a run: learning rate, data position and randomness are functions of them.
 
 Notable:
-- a checkpoint is written to `step-00000100.partial`, read back, compared, and published by one rename;
+- a checkpoint is written to `step-00000100.partial`, and published by one rename. It is verified when it is loaded;
 - a damaged checkpoint is reported, and the newest complete one is used. If every checkpoint is damaged, the run refuses
   to start;
 - a full disk costs a checkpoint, never the run: every rank continues, and the last complete checkpoint stays. At the
@@ -111,6 +111,7 @@ class CheckpointManager:
         """Whether the run writes checkpoints, or only its final weights. True after it continued from a checkpoint."""
         self.config = to_dict(config)
         self.trajectory = trajectory(config)
+        self.verify_after_write = config.checkpoint.verify_after_write
         self.num_steps = config.training.steps
         self.warn = warn
         # Asynchronous writes run during training, so their collectives need a separate process group.
@@ -255,9 +256,8 @@ class CheckpointManager:
         self.write_s = time.monotonic() - start
 
     def _write_files(self, partial: Path, snapshot: Snapshot) -> dict[str, list[Any]]:
-        """Write this rank's files and read them back. Returns their checksums."""
-        # A staged state is on the host. Without copying ahead, the writing thread does not use the device.
-        writer = ChecksummingWriter(partial, copy_ahead=10_000_000 if self.stager is None else 0)
+        """Write this rank's files. Returns their checksums."""
+        writer = ChecksummingWriter(partial)
         try:
             dcp.save(snapshot.tensors, storage_writer=writer, process_group=self.group, no_dist=self.no_dist)
         except CheckpointException as error:
@@ -266,7 +266,6 @@ class CheckpointManager:
             if state:
                 path = _file_of_rank(partial, name)
                 writer.checksums[path.name] = write_json(path, state)
-        read_back(partial, writer.checksums)
         return writer.checksums
 
     def _publish(self, partial: Path, target: Path, snapshot: Snapshot, checksums: dict[str, list[Any]]) -> None:
@@ -278,6 +277,7 @@ class CheckpointManager:
                 numbers=snapshot.numbers,
                 config=self.config,
                 trajectory=self.trajectory,
+                verify_after_write=self.verify_after_write,
             )
 
     def _first_failure(self, action: Callable[[], object]) -> str | None:
@@ -317,7 +317,7 @@ class CheckpointManager:
         found = [self.folder / name for name in reversed(names[0])]
         damages: list[str] = []
         for checkpoint in found:
-            damage = self._damage_of(checkpoint) or self._load(checkpoint)
+            damage = self._load(checkpoint)
             if damage is None:
                 for text in damages if dist.get_rank() == 0 else []:
                     self.warn(f"warning: {text}; continuing from {checkpoint.name}")
@@ -329,31 +329,15 @@ class CheckpointManager:
             raise ConfigError(f"no checkpoint can be used: {'; '.join(damages)}; {right}")
         return False
 
-    def _damage_of(self, checkpoint: Path) -> str | None:
-        """Why a checkpoint cannot continue this run. Each rank reads a share of it, and all get the same answer."""
-        damage = None
-        try:
-            manifest = verify(checkpoint, rank=dist.get_rank(), world_size=dist.get_world_size())
-            read_progress(checkpoint)
-            self.state.check_numbers(read_numbers(checkpoint))
-            if differing := differences(manifest["trajectory"], self.trajectory):
-                damage = f"it belongs to a run with other settings ({'; '.join(differing)})"
-        except DamagedCheckpointError as error:
-            damage = str(error)
-        return self._any_of(damage)
-
     def _load(self, checkpoint: Path) -> str | None:
-        """Load the state of the run. Returns the error of any rank, or None."""
-        tensors, damage, stored = self.state.states_to_fill(), None, {}
+        """Load the state of the run, or return why any rank cannot, the same on all ranks."""
         reader = CheckpointReader(checkpoint)
+        # Ranks must agree before the collectives of a load.
+        if (refusal := self._any_of(self._refusal_of(reader))) is not None:
+            return refusal
+        tensors, damage = self.state.states_to_fill(), None
         try:
-            stored = reader.read_metadata().state_dict_metadata
-        except DamagedCheckpointError as error:
-            damage = str(error)
-        if (damage := self._any_of(damage)) is not None:  # ranks must agree before the collectives of a load
-            return damage
-        try:
-            state = _without_new_moments(tensors, stored)
+            state = _without_new_moments(tensors, reader.read_metadata().state_dict_metadata)
             load_safely(state, reader, process_group=self.group, no_dist=self.no_dist)
         except DamagedCheckpointError as error:
             damage = str(error)
@@ -363,6 +347,17 @@ class CheckpointManager:
             per_rank = {name: json.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
             self.state.load(Snapshot(tensors, read_numbers(checkpoint), per_rank))
         return damage
+
+    def _refusal_of(self, reader: CheckpointReader) -> str | None:
+        """Why this rank cannot use a checkpoint. Its tensors are verified later, when they are read."""
+        try:
+            reader.read_metadata()
+            read_progress(reader.folder)
+            self.state.check_numbers(read_numbers(reader.folder))
+        except DamagedCheckpointError as error:
+            return str(error)
+        differing = differences(reader.manifest["trajectory"], self.trajectory)
+        return f"it belongs to a run with other settings ({'; '.join(differing)})" if differing else None
 
     def _any_of(self, text: str | None) -> str | None:
         texts: list[str | None] = [None] * dist.get_world_size()
@@ -415,16 +410,20 @@ def publish_checkpoint(
     numbers: Mapping[str, int | float],
     config: dict[str, Any],
     trajectory: dict[str, Any],
+    verify_after_write: bool = False,
 ) -> None:
     """Add the remaining files to a folder of tensors, and publish it as a checkpoint.
 
     Args:
         checksums: of the files that are already in `partial`.
         numbers: those of the run's `Progress`, and any other numbers stored with them.
+        verify_after_write: read everything back before publishing.
     """
     own = {CONFIG_FILE: write_json(partial / CONFIG_FILE, config)}
     own[PROGRESS_FILE] = write_json(partial / PROGRESS_FILE, numbers)
     write_manifest(partial, step=int(numbers["step"]), trajectory=trajectory, checksums={**checksums, **own})
+    if verify_after_write:
+        read_back(partial)
     publish(partial, target)
 
 

@@ -14,7 +14,6 @@ from torchditan.checkpoint.files import (
     final_weights,
     list_checkpoints,
     step_of,
-    verify,
 )
 from torchditan.checkpoint.loading import detached, load_safely
 from torchditan.config.errors import ConfigError, option_error
@@ -24,7 +23,7 @@ from torchditan.models.saved_weights import checkpoint_keys, required_names, sav
 def find_checkpoint(folder: Path, step: int | None) -> Path:
     """The checkpoint of `step`, or the newest complete one. Newer damaged ones are reported.
 
-    A run without checkpoints has a file of its final weights instead.
+    Its tensors are verified when they are read. A run without checkpoints has a file of its final weights instead.
 
     Raises:
         ConfigError: the checkpoint does not exist or is damaged; the message lists the available steps.
@@ -42,7 +41,7 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     for number in sorted(checkpoints, reverse=True) if step is None else [step]:
         try:
             if checkpoints[number] != kept:
-                verify(checkpoints[number])
+                CheckpointReader(checkpoints[number]).read_metadata()
         except DamagedCheckpointError as error:
             damages.append(f"{checkpoints[number]} is not used: {error}")
             continue
@@ -72,4 +71,10 @@ def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool, only_trained:
         state = {keys.get(name, name): tensor for name, tensor in weights.items() if name in keys or name in required}
         load_safely(detached(state), reader, no_dist=True)
     except DamagedCheckpointError as error:
-        raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
+        raise cannot_be_read(checkpoint, error) from None
+
+
+def cannot_be_read(checkpoint: Path, error: DamagedCheckpointError) -> ConfigError:
+    """The error for damage that was found when the weights were read, with the checkpoints to use instead."""
+    others = sorted({step_of(path) for path in list_checkpoints(checkpoint.parent)} - {step_of(checkpoint)})
+    return ConfigError(f"{checkpoint} cannot be read: {error}" + (f"; other steps are {others}" if others else ""))

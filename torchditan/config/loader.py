@@ -31,8 +31,8 @@ from torchditan.config import options as config_module
 from torchditan.config.errors import ConfigError, did_you_mean, nearest, option_error
 from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy, adopt_names
 from torchditan.config.options import FLAVOR_NAMES, Config, flatten
-from torchditan.config.rules import validate, validate_flags, validate_parts, validate_values
-from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree
+from torchditan.config.rules import validate, validate_parts, validate_values
+from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree, values_of_older_run
 from torchditan.registry import Registries, Registry, entry_name
 from torchditan.run.directory import run_path
 from torchditan.run.reading import read_config
@@ -133,13 +133,19 @@ def parse_config(argv: list[str]) -> Config:
     values, ignored, read_otherwise = adopt_legacy(given)
     if values.get("checkpoint.enable_checkpoint") is False:  # given, not left open
         values.setdefault("checkpoint.save_final", False)
-    values = {**flatten(Config()), **_coerce_all(values), "job.config_file": None if path is None else str(path)}
+    typed = _coerce_all(values)
+    values = {**flatten(Config()), **typed, "job.config_file": None if path is None else str(path)}
     values.update(_defaults_from_others(values))
-    values, read_as_meant = adopt_names(values, given=given, stored=_stored_sections(values))
+    stored = _stored_sections(values)
+    kept = {name: value for name, value in values_of_older_run(stored).items() if name not in typed}
+    values, read_as_meant = adopt_names({**values, **kept}, given=given, stored=stored)
     config = Config().replace(values)
     notes += [*read_otherwise, *read_as_meant]
+    notes += [
+        f"{name} = {json.dumps(value)}, the behavior of this run from before the option existed"
+        for name, value in kept.items()
+    ]
     validate_values(config)
-    validate_flags(config, flags)
     if os.environ.get("RANK", "0") == "0":
         if ignored:
             print(f"warning: ignored, no effect here: {', '.join(ignored)}", file=sys.stderr)

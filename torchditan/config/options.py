@@ -134,8 +134,6 @@ class Dataset:
     """Keep each image's approximate aspect ratio at about the area of image_size; one size per step (captions)."""
     bucket_step: int = 64
     """The sides of a bucket are multiples of this number of pixels (captions)."""
-    bucket_order: Literal["epochs", "random"] = "epochs"
-    """With aspect_buckets: each image once per epoch (epochs), or a random bucket per step as in old runs (random)."""
     upscale: bool = False
     """Enlarge images that are smaller than their sample instead of refusing them (captions)."""
     held_out: int | None = None
@@ -295,8 +293,6 @@ class LRScheduler:
     """Fraction of all steps, at the end, in which wsd decays."""
     min_lr_factor: float = 0.0
     """Learning rate at the end of a decay, as a fraction of the peak."""
-    decay_until: Literal["after_last_step", "last_step"] = "after_last_step"
-    """Step at which a decay ends: the one after the last, so that the last step still learns, or the last step."""
 
 
 @dataclass(frozen=True)
@@ -352,6 +348,8 @@ class Checkpoint:
     """Optimizer steps between checkpoints; the last step is always saved."""
     keep_latest_k: int = 2
     """Number of checkpoints to keep; 0 keeps all."""
+    verify_after_write: bool = False
+    """Read every checkpoint back from the disk before it counts. Without it, damage is found when it is loaded."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write in the background: training waits only for a copy of the state. Pinned memory is for GPUs."""
     initial_load_path: str | None = None

@@ -281,21 +281,6 @@ _WITHOUT_EFFECT_IN_FAMILY: list[tuple[Callable[[Config], bool], str, str]] = [
 ]
 """The same, for a rule that asks the family."""
 
-_WITHOUT_EFFECT_IF_GIVEN: list[tuple[Callable[[Config], bool], str, str]] = [
-    (
-        lambda config: not config.dataset.aspect_buckets,
-        "dataset.bucket_order",
-        "has no effect without dataset.aspect_buckets; leave it out",
-    ),
-    (
-        lambda config: config.lr_scheduler.schedule == "constant",
-        "lr_scheduler.decay_until",
-        "has no effect with lr_scheduler.schedule constant; leave it out",
-    ),
-]
-"""The same, for options that a resumed older run may contain although they have no effect (`VALUES_BEFORE`)."""
-
-
 _IDLE: list[tuple[Callable[[Config, str | None], bool], str, str]] = [
     (lambda config, device: device == "cpu", "training.enable_cpu_offload", "a GPU"),
     (
@@ -330,7 +315,7 @@ _IDLE: list[tuple[Callable[[Config, str | None], bool], str, str]] = [
     ),
     (
         lambda config, _: not config.checkpoint.enable_checkpoint,
-        "checkpoint.interval checkpoint.keep_latest_k checkpoint.async_mode",
+        "checkpoint.interval checkpoint.keep_latest_k checkpoint.async_mode checkpoint.verify_after_write",
         "checkpoint.enable_checkpoint",
     ),
     (lambda config, _: not config.metrics.enable_sampling, "metrics.sample_freq", "metrics.enable_sampling"),
@@ -356,16 +341,6 @@ def missing_for_effect(config: Config, option: str, *, device: str | None = None
 
 def _validate_effects(config: Config) -> None:
     _refuse_without_effect(config, _WITHOUT_EFFECT)
-
-
-def validate_flags(config: Config, flags: Iterable[str]) -> None:
-    """Refuse flags without effect. A stored run, or a file made from one, may contain such values."""
-    _refuse_without_effect(config, [row for row in _WITHOUT_EFFECT_IF_GIVEN if row[1] in flags])
-
-
-def has_effect(config: Config, option: str) -> bool:
-    """Whether an option of `VALUES_BEFORE` has an effect under these settings."""
-    return not any(option in options.split() and holds(config) for holds, options, _ in _WITHOUT_EFFECT_IF_GIVEN)
 
 
 def _refuse_without_effect(config: Config, table: list[tuple[Callable[[Config], bool], str, str]]) -> None:

@@ -3,7 +3,7 @@
 
 Notable:
 - if an older run's config.json lacks an option, `VALUES_BEFORE` gives the behavior before that option existed. A new
-  option therefore never prevents a resume;
+  option therefore never prevents a resume. It replaces a default, never a value that the user typed;
 - this file must not import torch.
 """
 
@@ -16,37 +16,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchditan.config.options import Config, Sampling, flatten
+from torchditan.config.options import Config, flatten
 from torchditan.registry import FAMILIES, entry_name
 
-VALUES_BEFORE: dict[str, Any] = {
-    "checkpoint.initial_load_convention": None,
-    "dataset.bucket_order": "random",
-    "diffusion.loss_weighting": "none",
-    "diffusion.min_snr_gamma": 5.0,
-    "diffusion.noise_schedule": None,
-    "diffusion.prediction": None,
-    "diffusion.ingredients": [],
-    "diffusion.timestep_shift_base": None,
-    "ema.post_hoc_widths": [],
-    "lr_scheduler.decay_until": "last_step",
-    "model.block": "dit",
-    "model.timestep_frequencies": "dit",
-    "model.timestep_scale": 1000.0,
-    "optimizer.adamw_lr": None,
-    "optimizer.adjust_lr_fn": "match_rms_adamw",
-    "optimizer.momentum": 0.95,
-    "optimizer.nesterov": True,
-    "optimizer.ns_dtype": "bfloat16",
-    "optimizer.ns_steps": 5,
-    "sampling.clip_sample": None,
-    "sampling.spacing": "trailing",
-    "sampling.timestep_shift": None,
-    "training.float32_matmul_precision": "highest",
-}
-"""Options added since commit 36e2f02, each with the behavior of every run before the option existed.
+VALUES_BEFORE: dict[str, Any] = {}
+"""Options of [sampling] or a trajectory section that are newer than some runs, each with the behavior of all runs from
+before the option existed.
 
-Add a line for every new option of [sampling] or a trajectory section, with the option. Never change a line.
+Add a line for every new option, with the option. Never change a line.
 """
 
 _SECTIONS = (
@@ -85,9 +62,6 @@ TRAJECTORY_KEYS = (
     "text_encoder.max_length",
 )
 """Options that decide what is learned. They cannot change within a run directory."""
-
-_STORED_BEFORE = ("training.steps",)
-"""Keys in the trajectory of older runs. `check_steps` compares learning rates instead."""
 
 
 def trajectory(config: Config) -> dict[str, Any]:
@@ -158,14 +132,14 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     return [
         f"{key} is {stored.get(key, absent)} there and {given.get(key, absent)} here"
         for key in [*given, *(stored.keys() - given.keys())]
-        if key not in (*_STORED_BEFORE, *unknown) and stored.get(key, absent) != given.get(key, absent)
+        if key not in unknown and stored.get(key, absent) != given.get(key, absent)
     ]
 
 
-def stored_sampling(sampling: Sampling) -> dict[str, Any]:
-    """The options of `[sampling]` as older versions stored them: without newer ones that behave as before."""
-    pairs = vars(sampling).items()
-    return {name: value for name, value in pairs if (f"sampling.{name}", value) not in VALUES_BEFORE.items()}
+def values_of_older_run(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The options of `VALUES_BEFORE` that a stored run lacks, or stored with that value when it was continued."""
+    there = flatten_tree(stored)
+    return {name: value for name, value in VALUES_BEFORE.items() if there and there.get(name, value) == value}
 
 
 def flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.data_stream.datasets import Batch, BatchedDataset, ImageDataset
-from torchditan.data_stream.order import BatchPlan, BucketOrder, OrderedDataset
+from torchditan.data_stream.order import BatchPlan, OrderedDataset
 from torchditan.data_stream.workers import init_worker, run_ahead, start_workers
 from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Kind, Randomness, draw
 
@@ -89,7 +89,6 @@ class TrainingStream:
         pin_memory: bool,
         sample_shape: tuple[int, ...] | None = None,
         numbers: Mapping[str, Kind] = NOISE_TIMESTEP_DROPOUT,
-        bucket_order: BucketOrder = "epochs",
     ) -> None:
         flip = dataset.horizontal_flip if horizontal_flip is None else horizontal_flip
         self.plan = plan
@@ -100,7 +99,6 @@ class TrainingStream:
             horizontal_flip=flip,
             corrupt_images=corrupt_images,
             global_batch_size=plan.global_batch_size,
-            bucket_order=bucket_order,
         )
         noise_shape: tuple[int, ...] | None = sample_shape or dataset.sample_shape
         if self.stream.groups is not None:

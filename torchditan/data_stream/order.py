@@ -31,9 +31,6 @@ from torchditan.data_stream.datasets import (
 )
 from torchditan.randomness import Permutation, uniform
 
-BucketOrder = Literal["epochs", "random"]
-"""Values of `dataset.bucket_order`."""
-
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -70,7 +67,6 @@ class OrderedDataset:
         horizontal_flip: bool,
         corrupt_images: Literal["error", "skip"],
         global_batch_size: int | None = None,
-        bucket_order: BucketOrder = "epochs",
     ) -> None:
         self.dataset = dataset
         self.seed = seed
@@ -78,7 +74,6 @@ class OrderedDataset:
         self.horizontal_flip = horizontal_flip
         self.corrupt_images = corrupt_images
         self.global_batch_size = global_batch_size
-        self.bucket_order = bucket_order
         groups = dataset.groups() if isinstance(dataset, GroupedDataset) else []
         self.groups = groups if len(groups) > 1 else None
         """Indices of the samples of each shape; None if all samples share one shape."""
@@ -96,13 +91,12 @@ class OrderedDataset:
         """Locate samples so that each optimizer step takes them from one group.
 
         Each group has its own shuffled stream of epochs. Step n of a group takes global batch n of that stream.
-        `bucket_order` decides the order of the steps of all groups.
+        Every epoch takes the steps of all groups in a new order.
         """
         assert self.global_batch_size is not None
         sizes = np.array([len(group) for group in groups])
         steps, rows = np.divmod(positions, self.global_batch_size)
-        in_order = self._steps_in_epochs if self.bucket_order == "epochs" else self._steps_at_random
-        owners, numbers = in_order(steps, sizes)
+        owners, numbers = self._steps_in_epochs(steps, sizes)
         indices = np.empty(len(positions), dtype=np.int64)
         for owner in np.unique(owners).tolist():
             here, group = owners == owner, groups[owner]
@@ -135,17 +129,6 @@ class OrderedDataset:
 
     def _steps_before(self, epoch: int, sizes: np.ndarray) -> np.ndarray:
         return epoch * sizes // self.global_batch_size  # (number of groups,)
-
-    def _steps_at_random(self, steps: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (n,) the group of each step and its number in the group, in the order of older runs.
-
-        With N images a cycle is N shuffled steps, s of them for a group of size s. A full cycle shows every image
-        global_batch_size times. Part of a cycle may show some images often and others never.
-        """
-        offsets = np.cumsum([0, *sizes])  # (number of groups + 1,), the last is N
-        slots = self._shuffled("buckets", steps, int(offsets[-1]))
-        owners = np.searchsorted(offsets, slots, side="right") - 1
-        return owners, steps // offsets[-1] * sizes[owners] + slots - offsets[owners]
 
     def _shuffled(self, purpose: str, positions: np.ndarray, length: int) -> np.ndarray:
         """(n,) values of range(length) at these positions, with a new shuffle in every epoch."""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from torchditan.config.errors import ConfigError
 from torchditan.distributed.float32_products import ieee_float32
+from torchditan.run.atomic_files import sha256_of
 from torchditan.run.tensor_cache import TensorCache, hash_of
 
 GROUP = 32
@@ -82,15 +83,6 @@ def join_features(parts: Sequence[Features]) -> Features:
         spatial=joined([part.spatial for part in parts]),
         logits=joined([part.logits for part in parts]),
     )
-
-
-def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file, read in blocks of 1 MiB."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def read_weights(path: Path, *, sha256: str, name: str) -> dict[str, Tensor]:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from torchditan.config.options import Config
-from torchditan.config.trajectory import stored_sampling
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
 from torchditan.evaluation.grid_picture import add_to_steps, save_grid, stills
 from torchditan.evaluation.sampler import SampleRows
@@ -143,7 +142,7 @@ class Grids:
     @property
     def drawn(self) -> str:
         """All settings that determine the samples of a model."""
-        sampling = stored_sampling(self.config.sampling)
+        sampling = vars(self.config.sampling)
         return json.dumps([sampling, self.config.training.seed, self.rows.names], sort_keys=True)
 
     def _real_images(self) -> Tensor | None:

@@ -22,9 +22,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchditan.checkpoint.files import step_of
+from torchditan.checkpoint.files import DamagedCheckpointError, step_of
 from torchditan.checkpoint.loading import read_progress, read_state
-from torchditan.checkpoint.trained_weights import find_checkpoint
+from torchditan.checkpoint.trained_weights import cannot_be_read, find_checkpoint
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict
 from torchditan.finetune.lora_layers import (
@@ -223,7 +223,10 @@ def export_run(
     else:
         key = "model" if weights == "raw" or not config.ema.enable else "ema"
         prefix, reached = f"{key}.transformer.", read_progress(checkpoint).step
-        values = read_state(checkpoint, prefix)
+        try:
+            values = read_state(checkpoint, prefix)
+        except DamagedCheckpointError as error:
+            raise cannot_be_read(checkpoint, error) from None
     state = {name.removeprefix(prefix): value for name, value in values.items()}
     layers = export_lora(
         state,

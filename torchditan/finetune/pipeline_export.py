@@ -27,10 +27,10 @@ from torchditan.config.options import Config
 from torchditan.finetune.published import PublishedModel, family
 from torchditan.finetune.published.stored_weights import fetch, is_hub_name
 from torchditan.models.saved_weights import saved_weights
+from torchditan.run.atomic_files import new_folder
 from torchditan.weights.diffusers_folder import INDEX_FILE, WEIGHTS_FILE, ExportedPipeline
 from torchditan.weights.exported import StoredWeights
 from torchditan.weights.initial import refuse_other_model
-from torchditan.weights.new_folder import new_folder
 from torchditan.weights.safetensors_files import TensorToWrite, write_weights
 from torchditan.weights.trained_model import stored_spec
 

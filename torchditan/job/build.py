@@ -177,7 +177,6 @@ def build_stream(job: Job) -> TrainingStream | SequentialStream:
         job.dataset,
         corrupt_images=options.corrupt_images,
         prefetch_factor=options.prefetch_factor,
-        bucket_order=options.bucket_order,
         **shared,
     )
 

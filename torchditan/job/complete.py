@@ -17,9 +17,8 @@ import torch
 
 from torchditan.checkpoint.files import final_weights, list_checkpoints, step_of
 from torchditan.config.errors import option_error
-from torchditan.config.options import Config, Diffusion, flatten
-from torchditan.config.rules import has_effect
-from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree
+from torchditan.config.options import Config, Diffusion
+from torchditan.config.trajectory import flatten_tree
 from torchditan.data_stream.datasets import ImageDataset, StandInDataset
 from torchditan.data_stream.order import BatchPlan
 from torchditan.diffusion.objectives import batch_multiple
@@ -59,25 +58,6 @@ def read_stored_run(path: Path) -> StoredRun | None:
     )
 
 
-def keep_values_of_run(config: Config, run: StoredRun | None) -> tuple[Config, list[str]]:
-    """Keep the behavior of a continued run for options that were added after it started.
-
-    Returns:
-        The configuration, and a phrase for each option that changed and has an effect. The run directory refuses any
-        other difference: a value that you set, or one that the run chose when the option existed already.
-    """
-    if run is None:
-        return config, []
-    stored = {option: run.options.get(option, before) for option, before in VALUES_BEFORE.items()}
-    defaults, given = flatten(Config()), flatten(config)
-    kept = {
-        option: value
-        for option, value in stored.items()
-        if given[option] == defaults[option] != value and value == VALUES_BEFORE[option]
-    }
-    return config.replace(kept), [f"{option} = {value}" for option, value in kept.items() if has_effect(config, option)]
-
-
 def complete(
     config: Config,
     *,
@@ -89,7 +69,7 @@ def complete(
     """Complete the configuration and build the spec of its model.
 
     Args:
-        config: the job, after `keep_values_of_run`.
+        config: the job.
         dataset: training images.
         space: the samples that the model sees; it has completed the section `[autoencoder]`.
         rank: one of the ranks that share the batch (`ParallelDims.data_rank`).

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import pkgutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,6 @@ from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.process_group import Rank, check_devices
 from torchditan.job.complete import (
     complete,
-    keep_values_of_run,
     plan_batches,
     read_stored_run,
     with_condition_of,
@@ -99,12 +97,9 @@ def prepare(
     configure_cpu(path)
     _check_machine(config, rank, num_shards=parallel_dims.num_shards)
     run = read_stored_run(path)
-    continued, kept = keep_values_of_run(config, run)
-    if kept and rank.rank == 0:
-        print(f"{path} keeps the settings it was started with: {', '.join(kept)}", file=sys.stderr)
     if isinstance(dataset, CaptionSource):
         open_captions = pkgutil.resolve_name(OPEN_CAPTIONS)
-        dataset, validation_dataset, space = open_captions(continued, dataset, validation_dataset, rank=rank)
+        dataset, validation_dataset, space = open_captions(config, dataset, validation_dataset, rank=rank)
         if config.cache.only:
             if rank.rank == 0 and not config.job.print_config:
                 print(f"the cache contains all {len(dataset)} samples and their captions")
@@ -112,9 +107,9 @@ def prepare(
     elif config.cache.only:
         raise option_error("cache.only", True, f"{dataset.name} has no captions to encode; leave it out")
     else:
-        space = _open_space(continued, dataset, device=rank.device)
+        space = _open_space(config, dataset, device=rank.device)
     data_rank = parallel_dims.data_rank(rank)
-    completed, spec = complete(continued, dataset=dataset, space=space, rank=data_rank, run=run)
+    completed, spec = complete(config, dataset=dataset, space=space, rank=data_rank, run=run)
     plan = plan_batches(completed, data_rank)
     if config.training.compile and config.compile.scope == "model" and not spec.is_one_graph:
         right = f"cannot trace the hooks that {spec.name} sets while it computes; must be block"

@@ -16,7 +16,6 @@ Notable:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import mmap
@@ -42,6 +41,7 @@ from torchditan.latents.index import (
     read_index,
     standardizing,
 )
+from torchditan.run.atomic_files import sha256_of
 from torchditan.weights.safetensors_files import other_kind
 
 LABELS_FILE = "labels.npy"
@@ -287,7 +287,7 @@ def verify(folder: Path) -> list[str]:
     problems = [f"{folder}/{line}; {REPAIR}" for line in size_problems(folder, index)]
     whole = [shard for shard in index.shards if _size(folder / shard.file) == shard.bytes]
     for shard in whole:
-        if _sha256(folder / shard.file) != shard.sha256:
+        if sha256_of(folder / shard.file) != shard.sha256:
             problems.append(
                 f"{folder / shard.file} is not what was encoded (its sha256 differs); delete it and {REPAIR}"
             )
@@ -423,14 +423,6 @@ def _label_problems(folder: Path, index: LatentIndex) -> list[str]:
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _allow_open_files(count: int) -> None:

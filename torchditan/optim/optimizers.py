@@ -205,8 +205,7 @@ def learning_rate(step: int, *, steps: int, peak: float, config: LRScheduler) ->
         peak: learning rate after warmup.
         config: linear warmup over `warmup_steps`, then the schedule. `wsd` stays constant and decays linearly
             over the last `decay_ratio` of all steps (Hu et al. 2024, arXiv 2404.06395). A decay reaches its
-            minimum one step after the run, because a last step with rate 0 learns nothing. With `decay_until`
-            "last_step" it reaches it at the last step.
+            minimum one step after the run, because a last step with rate 0 learns nothing.
     """
     warmup = config.warmup_steps
     if step <= warmup:
@@ -214,8 +213,7 @@ def learning_rate(step: int, *, steps: int, peak: float, config: LRScheduler) ->
     start = warmup
     if config.schedule == "wsd":
         start = max(warmup, round(steps * (1 - config.decay_ratio)))
-    end = steps + 1 if config.decay_until == "after_last_step" else steps
-    progress = min(1.0, max(0, step - start) / max(1, end - start))
+    progress = min(1.0, max(0, step - start) / max(1, steps + 1 - start))
     decay = {
         "constant": 1.0,
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),

@@ -1,14 +1,18 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Atomic file writes: to a temporary file next to the target, synced, then renamed."""
+"""Files and folders that are complete or do not exist: written next to the target, synced, then renamed."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from torchditan.config.errors import ConfigError
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -34,6 +38,33 @@ def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
     sync_folder(path.parent)
 
 
+@contextmanager
+def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A temporary folder that becomes `folder` at the end. An error leaves nothing behind.
+
+    Args:
+        folder: the folder to create.
+        replace: delete an existing one just before.
+
+    Raises:
+        ConfigError: it exists, without `replace`, or cannot be written.
+    """
+    if folder.exists() and not replace:
+        raise ConfigError(f"{folder} exists; choose another name")
+    partial = temporary_path(folder)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        if replace and folder.exists():
+            shutil.rmtree(folder)
+        os.replace(partial, folder)
+        sync_folder(folder.parent)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def temporary_path(path: Path) -> Path:
     """Temporary path of this process for a file that will become `path`."""
     # Processes on two machines, or in two containers, may have the same process id.
@@ -47,3 +78,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file, read in blocks of 4 MiB."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from torchditan.config.errors import option_error
 from torchditan.config.options import Profiling
+from torchditan.run.atomic_files import temporary_path
 from torchditan.run.directory import RunDirectory
 
 _WARMUP_STEPS = 3  # otherwise the first traced step includes the start of the tracer
@@ -159,6 +160,6 @@ def _step_name(step: int) -> str:
 def _write(path: Path, save: Callable[[str], object]) -> None:
     """Have `save` write to a temporary file, then rename it, so that a killed run leaves no partial trace."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = temporary_path(path)
     save(str(partial))
     os.replace(partial, path)

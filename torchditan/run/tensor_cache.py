@@ -12,14 +12,14 @@ Notable:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchditan.config.errors import ConfigError
-from torchditan.run.atomic_files import write_file
+from torchditan.run.atomic_files import sha256_of, write_file
 
 _SUFFIX = ".safetensors"
 _SEPARATOR = "."
@@ -126,14 +126,6 @@ def _hash_of_file(path: Path, memory: Path) -> str:
     note = memory / hash_of(str(path.resolve()), str(status.st_size), str(status.st_mtime_ns))
     if note.is_file() and len(known := note.read_text()) == 64:
         return known
-    digest = hashlib.sha256()
-    for chunk in _chunks(path):
-        digest.update(chunk)
-    write_file(note, digest.hexdigest().encode())
-    return digest.hexdigest()
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            yield chunk
+    digest = sha256_of(path)
+    write_file(note, digest.encode())
+    return digest

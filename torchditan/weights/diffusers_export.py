@@ -33,6 +33,7 @@ from torchditan.latents.latent_space import open_decoder
 from torchditan.models import ModelSpec
 from torchditan.models.dit import NORM_EPS, DiTConfig
 from torchditan.registry import FAMILIES
+from torchditan.run.atomic_files import new_folder
 from torchditan.weights.diffusers_folder import INDEX_FILE, WEIGHTS_FILE, ExportedPipeline
 from torchditan.weights.exported import Kind, StoredWeights, open_weights
 from torchditan.weights.formats.diffusers_dit import (
@@ -47,7 +48,6 @@ from torchditan.weights.formats.diffusers_dit import (
     names_in_diffusers,
 )
 from torchditan.weights.initial import refuse_other_model
-from torchditan.weights.new_folder import new_folder
 from torchditan.weights.safetensors_files import TensorToWrite, write_weights
 from torchditan.weights.trained_model import stored_spec
 

@@ -21,10 +21,9 @@ from torchditan.checkpoint.files import (
     DamagedCheckpointError,
     list_checkpoints,
     step_of,
-    verify,
 )
 from torchditan.checkpoint.loading import load_safely, read_progress
-from torchditan.checkpoint.trained_weights import find_checkpoint
+from torchditan.checkpoint.trained_weights import cannot_be_read, find_checkpoint
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import from_dict, override, to_dict
 from torchditan.config.options import Config
@@ -156,7 +155,7 @@ def open_weights(
         try:
             return read_tensor(reader, keys[name])
         except DamagedCheckpointError as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from None
+            raise cannot_be_read(path, error) from None
 
     return stored, read
 
@@ -308,9 +307,9 @@ def _run_content(checkpoint: Path, config: dict[str, dict[str, Any]]) -> dict[st
 
 
 def find_weights(path: Path, *, step: int | None = None) -> Path:
-    """The checkpoint of a run directory, or `path` itself if it is a checkpoint folder. It is complete and undamaged.
+    """The checkpoint of a run directory, or `path` itself if it is a checkpoint folder. It is complete.
 
-    A run without checkpoints has a file of its final weights instead.
+    Its tensors are verified when they are read. A run without checkpoints has a file of its final weights instead.
 
     Raises:
         ConfigError: the path is neither, or has no usable checkpoint.
@@ -319,7 +318,7 @@ def find_weights(path: Path, *, step: int | None = None) -> Path:
         if step is not None and step != step_of(path.resolve()):
             raise option_error("--step", step, f"{path} is a single checkpoint; leave it out, or give the run")
         try:
-            verify(path.resolve())
+            CheckpointReader(path.resolve()).read_metadata()
         except DamagedCheckpointError as error:
             raise ConfigError(f"{path} is damaged: {error}") from None
         return path.resolve()

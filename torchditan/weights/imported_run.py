@@ -21,19 +21,18 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchditan.checkpoint.files import ChecksummingWriter, read_back
+from torchditan.checkpoint.files import ChecksummingWriter
 from torchditan.checkpoint.manager import publish_checkpoint
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import override, to_dict
 from torchditan.config.options import Config
 from torchditan.config.trajectory import trajectory
 from torchditan.run import provenance
-from torchditan.run.atomic_files import write_file
+from torchditan.run.atomic_files import new_folder, write_file
 from torchditan.run.reading import read_config
 from torchditan.run.training_progress import Progress
 from torchditan.weights.exported import StoredWeights, checked_config, key_of, read_weights_metadata
 from torchditan.weights.initial import refuse_other_model
-from torchditan.weights.new_folder import new_folder
 from torchditan.weights.safetensors_files import open_file
 from torchditan.weights.trained_model import stored_spec
 
@@ -161,6 +160,5 @@ def _write_checkpoint(
             dcp.save({key_of(stored.weights): dict(tensors)}, storage_writer=writer, no_dist=True)
     except CheckpointException as error:
         raise writer.error or RuntimeError(f"the checkpoint cannot be written: {error}") from None
-    read_back(partial, writer.checksums)
     numbers = Progress(step=stored.step, images_seen=stored.images_seen).state_dict()
     publish_checkpoint(partial, target, writer.checksums, numbers=numbers, config=to_dict(config), trajectory=identity)

@@ -49,16 +49,14 @@ def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
     found: list[Any] = [None]
     mistake: ConfigError | None = None
     try:
-        if not dist.is_initialized() or dist.get_rank() == 0:  # verifying reads the whole checkpoint
+        if not dist.is_initialized() or dist.get_rank() == 0:
             found = [_describe(Path(path))]
     except ConfigError as error:
         right = str(error).removeprefix(f"{Path(path)} ")
         mistake = option_error("checkpoint.initial_load_path", path, right)
+    _raise_on_all_ranks(mistake)
     if dist.is_initialized():
-        raise_on_all_ranks(mistake)
         dist.broadcast_object_list(found, src=0)
-    elif mistake is not None:
-        raise mistake
     stored: StoredWeights = found[0]
     differing = _other_options(stored, config)
     try:
@@ -70,11 +68,19 @@ def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
             _fill_from_file(model, stored.path)
     except ConfigError as error:
         right = str(error).removeprefix(f"{Path(path)} ")
-        raise option_error("checkpoint.initial_load_path", path, right) from None
+        mistake = option_error("checkpoint.initial_load_path", path, right)
+    _raise_on_all_ranks(mistake)  # a rank may be the only one that reads a damaged tensor
     step = "" if stored.step is None else f", step {stored.step} ({stored.weights})"
     new = sorted({".".join(name.split(".")[:2]) for name in saved_weights(model).keys() - stored.shapes.keys()})
     fresh = [f"new {', '.join(new)}"] if new and new[0].startswith(OPTIONAL) else []
     return "; ".join([f"weights of {path}{step}", *fresh, *differing])
+
+
+def _raise_on_all_ranks(error: ConfigError | None) -> None:
+    if dist.is_initialized():
+        raise_on_all_ranks(error)
+    elif error is not None:
+        raise error
 
 
 def load_weights_file(model: nn.Module, path: Path, *, only_trained: bool = False) -> StoredWeights:
