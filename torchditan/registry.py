@@ -116,6 +116,18 @@ OPTIMIZERS = Registry(
 )
 """`optimizer.name`: functions from the `[optimizer]` options to a list of `ParameterGroup` (optim/optimizers.py)."""
 
+SCHEDULES = Registry(
+    "torchditan.schedules",
+    {
+        "constant": "torchditan.optim.schedules:Constant",
+        "cosine": "torchditan.optim.schedules:Cosine",
+        "linear": "torchditan.optim.schedules:Linear",
+        "wsd": "torchditan.optim.schedules:WarmupStableDecay",
+    },
+    base="torchditan.optim.schedules:Schedule",
+)
+"""`lr_scheduler.schedule`: subclasses of `torchditan.optim.schedules.Schedule`."""
+
 METERS = Registry(
     "torchditan.meters",
     {

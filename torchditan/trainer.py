@@ -46,7 +46,8 @@ from torchditan.job.build import (
 from torchditan.job.check_files import check_files, compare_files, record_files
 from torchditan.job.prepare import Job
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
-from torchditan.optim.optimizers import build_optimizer, clip_grad_norm, learning_rate
+from torchditan.optim.optimizers import build_optimizer, clip_grad_norm
+from torchditan.optim.schedules import learning_rate
 from torchditan.periodic_tasks import PeriodicTasks, StepResult, mean_over_ranks
 from torchditan.randomness import Randomness
 from torchditan.run.profiling import Profiler, profiling

@@ -13,7 +13,8 @@ from torchditan.config.options import LRScheduler, Optimizer
 from torchditan.models.dit import DiT, DiTConfig
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
 from torchditan.optim.ema import EMA
-from torchditan.optim.optimizers import build_optimizer, clip_grad_norm, learning_rate, parameters_without_decay
+from torchditan.optim.optimizers import build_optimizer, clip_grad_norm, parameters_without_decay
+from torchditan.optim.schedules import learning_rate
 
 
 def rates(schedule: str, **options: float | str) -> list[float]:

@@ -65,7 +65,18 @@ TINY = """
 
 INSIDE = "ingredient"
 NUMBERS = "objective with numbers and a second time"
-EXAMPLES = ("objective", NUMBERS, INSIDE, "sampler", "sampler of an SDE", "meter", "optimizer", "block", "dataset")
+EXAMPLES = (
+    "objective",
+    NUMBERS,
+    INSIDE,
+    "sampler",
+    "sampler of an SDE",
+    "schedule",
+    "meter",
+    "optimizer",
+    "block",
+    "dataset",
+)
 """Titles of sections; test_extending_evaluation.py has the others."""
 CHOICES = [
     ("objective", "diffusion.objective", "x_prediction", "flow_matching"),
@@ -82,6 +93,7 @@ FROM_OUTSIDE = {
     INSIDE: ("diffusion.ingredients", "layer_sync"),
     "sampler": ("sampling.sampler", "midpoint"),
     "sampler of an SDE": ("sampling.sampler", "stochastic strength=0.5"),
+    "schedule": ("lr_scheduler.schedule", "inverse_sqrt timescale=200"),
     "meter": ("metrics.meters", "update_angle"),
     "optimizer": ("optimizer.name", "PlainMuon"),
     "block": ("model.block", "parallel"),
@@ -167,7 +179,7 @@ def test_the_example_works_from_outside_the_package_and_is_found_again(
     (place,) = re.findall(rf'"{name}": "[\w.]+:(\w+)"', example.line)
     own = f"{module}:{place} {options}".strip()
     flags = [*shlex.split(TINY), f"--job.dump_folder={tmp_path}", "--metrics.experiment_name=run"]
-    start = ["--job.config_file=quickstart", "--checkpoint.enable_checkpoint", f"--{option}={own}", *flags]
+    start = ["--job.config_file=quickstart", "--checkpoint.enable_checkpoint", *flags, f"--{option}={own}"]
     for last in (2, 4):
         outcome = run_script("train.py", *start, f"--training.steps={last}")
         assert outcome.code == 0, outcome.err
@@ -183,6 +195,26 @@ def test_the_example_works_from_outside_the_package_and_is_found_again(
         assert outcome.code == 0
     else:
         assert outcome.code == 2 and f"plug_in.{own.split()[0]} is " in outcome.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_the_sequential_dataset_of_the_page_trains_and_resumes_to_the_bit(
+    outside: bool, run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torchdata")
+    with extending_page.added(["sequential dataset"], tmp_path / "added"):
+        _, _, *arguments = shlex.split(examples()["sequential dataset"].command)
+        flags = [*arguments, *shlex.split(TINY), "--validation.freq=0", "--checkpoint.enable_checkpoint"]
+        if outside:
+            (tmp_path / "lab_stripes.py").write_text(examples()["sequential dataset"].code, encoding="utf-8")
+            monkeypatch.syspath_prepend(str(tmp_path))
+            flags.append("--dataset.dataset_name=lab_stripes:build")
+        for name, steps in (("whole", (4,)), ("resumed", (2, 4))):
+            where = [f"--job.dump_folder={tmp_path}", f"--metrics.experiment_name={name}"]
+            for last in steps:
+                outcome = run_script("train.py", *flags, *where, f"--training.steps={last}")
+                assert outcome.code == 0, outcome.err
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed", step=4)
 
 
 @pytest.mark.parametrize(("title", "option", "value", "default"), CHOICES, ids=[choice[0] for choice in CHOICES])

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from torchditan.registry import BLOCKS, INGREDIENTS, METERS, MODELS, OBJECTIVES, OPTIMIZERS, SAMPLERS
+from torchditan.registry import BLOCKS, INGREDIENTS, METERS, MODELS, OBJECTIVES, OPTIMIZERS, SAMPLERS, SCHEDULES
 
 FLAVOR_NAMES = ("debugmodel", "DiT-Mi", "DiT-Ti", "DiT-S", "DiT-B", "DiT-L", "DiT-XL", "DiT-1B", "DiT-7B")
 """Flavors of models/dit.py, repeated here because that module imports torch. A test compares both lists."""
@@ -285,7 +285,7 @@ class Optimizer:
 class LRScheduler:
     """The learning-rate schedule."""
 
-    schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    schedule: Annotated[str, SCHEDULES] = "constant"
     """Learning rate after warmup: constant, cosine or linear decay to the end, or warmup-stable-decay (wsd)."""
     warmup_steps: int = 0
     """Number of linear warmup steps."""

@@ -27,6 +27,7 @@ from torchditan.registry import (
     OBJECTIVES,
     OPTIMIZERS,
     SAMPLERS,
+    SCHEDULES,
     entry_name,
     registered,
     resolve,
@@ -421,6 +422,7 @@ def _validate_plug_ins(config: Config) -> None:
     if config.model.name not in MODELS:
         resolve(ARCHITECTURES, "model.name", config.model.name)
     resolve(BLOCKS, "model.block", config.model.block)
+    resolve(SCHEDULES, "lr_scheduler.schedule", config.lr_scheduler.schedule)
     for text in config.metrics.meters:
         resolve(METERS, "metrics.meters", text)
 

@@ -26,7 +26,7 @@ from torchditan.diffusion.timesteps import shift_of_dimension
 from torchditan.distributed.process_group import Rank
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
-from torchditan.optim.optimizers import learning_rate
+from torchditan.optim.schedules import learning_rate
 from torchditan.registry import FAMILIES, TUNE_BATCH_SIZE
 from torchditan.run.reading import read_config
 

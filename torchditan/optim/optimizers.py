@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchditan.config.options import LRScheduler
 from torchditan.config.options import Optimizer as OptimizerConfig
 from torchditan.optim.ema import local_tensor
 from torchditan.registry import OPTIMIZERS, build, resolve
@@ -194,33 +193,6 @@ def parameters_without_decay(model: nn.Module) -> set[str]:
         for name, parameter in model.named_parameters()
         if name in tables or parameter.dim() < 2 or id(parameter) not in owned_by_layers
     }
-
-
-def learning_rate(step: int, *, steps: int, peak: float, config: LRScheduler) -> float:
-    """Learning rate of a step.
-
-    Args:
-        step: 1 for the first optimizer step.
-        steps: steps of the whole run.
-        peak: learning rate after warmup.
-        config: linear warmup over `warmup_steps`, then the schedule. `wsd` stays constant and decays linearly
-            over the last `decay_ratio` of all steps (Hu et al. 2024, arXiv 2404.06395). A decay reaches its
-            minimum one step after the run, because a last step with rate 0 learns nothing.
-    """
-    warmup = config.warmup_steps
-    if step <= warmup:
-        return peak * step / warmup
-    start = warmup
-    if config.schedule == "wsd":
-        start = max(warmup, round(steps * (1 - config.decay_ratio)))
-    progress = min(1.0, max(0, step - start) / max(1, steps + 1 - start))
-    decay = {
-        "constant": 1.0,
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-        "linear": 1 - progress,
-        "wsd": 1 - progress,
-    }[config.schedule]
-    return peak * (config.min_lr_factor + (1 - config.min_lr_factor) * decay)
 
 
 @torch.no_grad()
