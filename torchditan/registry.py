@@ -181,6 +181,15 @@ METRICS = Registry(
 """`--metrics` of scripts/evaluate.py: classes that follow `evaluation.metric.Metric`. Subclasses of
 `evaluation.quality.Quality` give the Fréchet distance and its other figures over an extractor of yours."""
 
+TEXT_ENCODERS = Registry(
+    "torchditan.text_encoders",
+    {
+        "pipeline": "torchditan.finetune.captions.encode:PipelineEncoders",
+    },
+    base="torchditan.finetune.captions.encode:TextEncoder",
+)
+"""`text_encoder.name`: subclasses of `torchditan.finetune.captions.encode.TextEncoder`."""
+
 AUTOENCODERS = Registry(
     "torchditan.autoencoders",
     {

@@ -33,7 +33,7 @@ def train(
             or the only one of this name.
 
     Returns:
-        The run, to draw samples from and to read its metrics.
+        The run, to draw samples from.
 
     Raises:
         ConfigError: settings that cannot work together or on this machine.

@@ -267,8 +267,8 @@ def test_encoders_may_be_a_name_on_the_hub(flux: Path, tmp_path: Path, monkeypat
 
 def test_a_size_of_our_own_says_nothing_of_the_captions(flux: Path, tmp_path: Path) -> None:
     from torchditan.config.options import Config, Model, TextEncoder
-    from torchditan.finetune.captions.encode import find_text_encoders
+    from torchditan.finetune.captions.encode import find_pipeline
 
     for flavor in ("debugmodel", "DiT-S"):
         config = Config(model=Model(flavor=flavor), text_encoder=TextEncoder(path=str(flux)))
-        assert find_text_encoders(config, family("flux"), memory=tmp_path).max_length == 256
+        assert find_pipeline(config, family("flux"), memory=tmp_path).max_length == 256

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchditan.config.options import Optimizer
 from torchditan.optim.ema import EMA
+from torchditan.optim.meters import UpdateNorm, measuring
 from torchditan.optim.optimizers import build_optimizer, clip_grad_norm
 from torchditan.optim.power_ema import PowerEMA
 
@@ -74,13 +75,16 @@ def train(model: Weights, *, watched: Dispatched | None = None) -> list[torch.Te
     optimizer = build_optimizer(model, Optimizer(lr=0.1, weight_decay=0.1))
     ema, power = EMA(model, decay=0.9), PowerEMA(model, widths=[0.1])
     parameters = list(model.parameters())
-    norms = []
+    meter = UpdateNorm(model)
+    norms, read = [], []
     for step in range(1, STEPS + 1):
         model.give_gradients(step)
         if watched is not None and step > 1:
             watched.__enter__()
         norms.append(clip_grad_norm(parameters, max_norm=1.0))
-        optimizer.step()
+        with measuring([meter]):
+            optimizer.step()
+        read += [torch.tensor(value) for value in meter.read().values()]
         ema.update(step)
         power.update(step)
         if watched is not None and step > 1:
@@ -88,7 +92,20 @@ def train(model: Weights, *, watched: Dispatched | None = None) -> list[torch.Te
     moments = [optimizer.state[parameter][key] for parameter in parameters for key in ("exp_avg", "exp_avg_sq")]
     assert all(type(moment) is type(parameters[0].data) for moment in moments)  # checkpoints store DTensors
     averages = [*ema.average.values(), *power.averages[0].values()]
-    return [*norms, *map(full, (*parameters, *moments, *averages))]
+    return [*norms, *map(full, (*parameters, *moments, *averages)), *read]
+
+
+def test_the_norm_of_the_update_is_that_of_the_change_of_all_weights() -> None:
+    model = Weights(None)
+    before = torch.cat([weight.detach().flatten() for weight in model.parameters()])
+    meter, optimizer = UpdateNorm(model), build_optimizer(model, Optimizer(lr=0.1))
+    model.give_gradients(1)
+    with measuring([meter]):
+        optimizer.step()
+    after = torch.cat([weight.detach().flatten() for weight in model.parameters()])
+    found = meter.read()
+    assert found["update_norm"] == pytest.approx((after - before).norm().item(), rel=1e-6)
+    assert found["weight_norm"] == pytest.approx(before.norm().item(), rel=1e-6)
 
 
 @pytest.fixture

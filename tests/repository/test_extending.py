@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from extending_page import examples
+from PIL import Image
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -195,6 +196,50 @@ def test_the_example_works_from_outside_the_package_and_is_found_again(
         assert outcome.code == 0
     else:
         assert outcome.code == 2 and f"plug_in.{own.split()[0]} is " in outcome.err.splitlines()[-1]
+
+
+def test_a_second_time_starts_from_the_weights_of_a_run_without_it(train: Train, tmp_path: Path) -> None:
+    keep = ["--checkpoint.enable_checkpoint", "--training.steps=2", "--optimizer.lr=0"]
+    assert train(examples()["objective"].command, "plain", *keep, "--diffusion.objective=flow_matching").code == 0
+    flags = [*keep, f"--checkpoint.initial_load_path={tmp_path / 'plain'}", "--ema.enable=false"]
+    outcome = train(examples()[NUMBERS].command, "noisy", *flags)
+    assert outcome.code == 0, outcome.err
+    assert "; new scalar_embedders.s" in outcome.out
+    before, after = (read_state(tmp_path / f"{name}/checkpoint/step-00000002") for name in ("plain", "noisy"))
+    assert {name for name in after if name.startswith("model.")} - before.keys() == {
+        f"model.scalar_embedders.s.mlp.{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_the_text_encoder_of_the_page_trains_draws_and_keeps_its_cache(
+    outside: bool, run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "captioned").mkdir()
+    for number in range(4):
+        Image.new("RGB", (16, 16), (60 * number, 90, 200 - 60 * number)).save(tmp_path / f"captioned/{number}.png")
+        (tmp_path / f"captioned/{number}.txt").write_text(f"a ball of number {number}")
+    with extending_page.added(["text encoder"], tmp_path / "added"):
+        _, _, *arguments = shlex.split(examples()["text encoder"].command)
+        tiny = [flag for flag in shlex.split(TINY) if "max_classes" not in flag]
+        flags = [*arguments, *tiny, "--validation.freq=0", f"--job.dump_folder={tmp_path}"]
+        if outside:
+            (tmp_path / "lab_characters.py").write_text(examples()["text encoder"].code, encoding="utf-8")
+            monkeypatch.syspath_prepend(str(tmp_path))
+            flags.append("--text_encoder.name=lab_characters:Characters width=8")
+        outs = []
+        for last in (1, 2):
+            run = ["--metrics.experiment_name=run", "--checkpoint.enable_checkpoint", f"--training.steps={last}"]
+            outcome = run_script("train.py", *flags, *run)
+            assert outcome.code == 0, outcome.err
+            outs.append(outcome.out)
+        assert "encoding captions" in outs[0] and "encoding captions" not in outs[1] and "resumed at step 1" in outs[1]
+        stored = read_state(tmp_path / "run/checkpoint/step-00000002")
+        assert stored["model.text_embedder.proj.weight"].shape[1] == (8 if outside else 32)
+        drawn = run_script(
+            "scripts/generate.py", tmp_path / "run", "--prompts", "a ball", f"--out={tmp_path / 'g.png'}"
+        )
+        assert drawn.code == 0, drawn.err
 
 
 @pytest.mark.parametrize("outside", [False, True])

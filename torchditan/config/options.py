@@ -17,10 +17,22 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from torchditan.registry import BLOCKS, INGREDIENTS, METERS, MODELS, OBJECTIVES, OPTIMIZERS, SAMPLERS, SCHEDULES
+from torchditan.registry import (
+    BLOCKS,
+    INGREDIENTS,
+    METERS,
+    MODELS,
+    OBJECTIVES,
+    OPTIMIZERS,
+    SAMPLERS,
+    SCHEDULES,
+    TEXT_ENCODERS,
+)
 
 FLAVOR_NAMES = ("debugmodel", "DiT-Mi", "DiT-Ti", "DiT-S", "DiT-B", "DiT-L", "DiT-XL", "DiT-1B", "DiT-7B")
 """Flavors of models/dit.py, repeated here because that module imports torch. A test compares both lists."""
+FLAVORS_OF = {"dit": FLAVOR_NAMES}
+"""Architectures whose flavors are checked before torch is imported; others check their own."""
 
 
 @dataclass(frozen=True)
@@ -427,6 +439,8 @@ class Sampling:
 class TextEncoder:
     """The text encoders, which encode captions once before training. The cache stores the embeddings."""
 
+    name: Annotated[str, TEXT_ENCODERS] = "pipeline"
+    """The encoders of a diffusers pipeline, or an encoder of your own (docs/extending.md)."""
     path: str | None = None
     """Folder or hub name of the pipeline that has the text encoders. Default: model.path."""
     max_length: int | None = None

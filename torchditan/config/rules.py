@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import Any
 
 from torchditan.config.errors import did_you_mean, option_error
-from torchditan.config.options import FLAVOR_NAMES, Config, flatten
+from torchditan.config.options import FLAVORS_OF, Config, flatten
 from torchditan.registry import (
     ARCHITECTURES,
     BLOCKS,
@@ -169,8 +169,8 @@ def validate_parts(config: Config) -> None:
 def _validate_model(config: Config) -> None:
     if config.model.name in FAMILIES:
         return
-    if config.model.name == "dit":  # other architectures in models/ check their own flavors
-        _check_flavor(config.model.flavor, FLAVOR_NAMES)
+    if config.model.name in FLAVORS_OF:
+        _check_flavor(config.model.flavor, FLAVORS_OF[config.model.name])
     _validate_own_model(config)
 
 

@@ -54,9 +54,9 @@ class FlowMatching(Objective):
         """A native model with a learned variance, which has no target here, and options of ddpm."""
         model = config.model
         right = "flow matching does not predict a variance; set --model.learn_sigma=false or --diffusion.objective=ddpm"
-        if model.name == "dit" and model.learn_sigma:
+        if model.learn_sigma:
             yield "model.learn_sigma", right
-        if model.name == "dit" and model.learn_sigma is None and model.preset == "official":
+        if model.learn_sigma is None and model.preset == "official":
             yield "model.preset", f"learns sigma, and {right}"
         if config.diffusion.prediction not in (None, "v"):
             from torchditan.diffusion.predictions import option_mistakes

@@ -31,9 +31,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from torchditan.config.errors import option_error
 from torchditan.config.options import Config, Model
-from torchditan.models.dit import Attention, DiT, flavor_size
-from torchditan.registry import BLOCKS, registered
+from torchditan.models.dit import FLAVORS, Attention, DiT, flavor_size
+from torchditan.registry import BLOCKS, FAMILIES, registered
 
 OPTION = "training.context_parallel_degree"
 
@@ -54,7 +55,10 @@ def split_tokens(model: nn.Module, *, degree: int, rank: int, group_name: str | 
         group_name: the process group; None sends nothing. The results then have the sizes of a rank's own, but no
             meaning, which is enough for the planner.
     """
-    assert isinstance(model, DiT), "option_mistakes refuses others"
+    if not isinstance(model, DiT):
+        raise option_error(
+            OPTION, degree, f"splits the tokens of a DiT, which {type(model).__name__} is not; must be 1"
+        )
     tokens = TokenGroup(degree, rank, group_name)
     whole: Any = model  # mypy does not let an instance replace its methods
     whole.run_blocks = partial(tokens.run_blocks, model.run_blocks)
@@ -165,13 +169,13 @@ def _all_to_all(x: torch.Tensor, group_name: str | None) -> torch.Tensor:
 def option_mistakes(config: Config) -> Iterator[tuple[str, str]]:
     """(option, what would be right) for each option that does not work with a degree above 1."""
     model, degree = config.model, config.training.context_parallel_degree
-    if model.name != "dit":
-        yield OPTION, f"splits the tokens of model.name dit only; must be 1 with {model.name}"
+    if model.name in FAMILIES:
+        yield OPTION, f"splits the tokens of native models only; must be 1 with {model.name}"
         return
     if not registered(BLOCKS, model.block).mixes_only_in_attention:
         yield OPTION, f"the block {model.block} does not declare mixes_only_in_attention; must be 1"
     heads = _num_heads(model)
-    if heads % degree:
+    if heads is not None and heads % degree:
         divisors = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
         yield OPTION, f"must divide the {heads} attention heads of the model: one of {divisors}"
     right = f"with {OPTION} {degree}"
@@ -183,7 +187,10 @@ def option_mistakes(config: Config) -> Iterator[tuple[str, str]]:
         yield "float8.enable_float8_linear", f"must be false {right}"
 
 
-def _num_heads(model: Model) -> int:
+def _num_heads(model: Model) -> int | None:
+    """None for a flavor of another architecture."""
+    if model.flavor not in FLAVORS:
+        return None
     heads = flavor_size(model.flavor, model.preset).num_heads
     for text in model.overrides:
         name, _, value = text.partition("=")

@@ -21,6 +21,7 @@ from torchditan.evaluation.validation import BIN_KEYS
 from torchditan.job.complete import describe_batches
 from torchditan.job.prepare import Job
 from torchditan.models import TextEmbeddings
+from torchditan.registry import FAMILIES
 from torchditan.run.metrics import CONSOLE_COLUMNS
 from torchditan.run.training_progress import Progress
 
@@ -146,7 +147,7 @@ def _describe_run(job: Job, model: nn.Module, progress: Progress) -> str:
 
 def _describe_model(job: Job, model: nn.Module) -> str:
     options, lora = job.config.model, job.config.lora
-    if job.spec.name == "dit":
+    if job.spec.name not in FAMILIES:
         return " ".join([f"{options.flavor}/{options.patch_size}", *options.overrides, f"({options.preset})"])
     weights = "random weights" if options.path is None else options.path
     if lora.rank:

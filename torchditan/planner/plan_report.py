@@ -11,6 +11,7 @@ from torchditan.planner.alternatives import Alternative
 from torchditan.planner.memory import FLOAT32
 from torchditan.planner.plan import GIB, USABLE_MEMORY, Plan
 from torchditan.planner.step_bound import model_peak
+from torchditan.registry import FAMILIES
 
 Table = Sequence[Sequence[str]]
 
@@ -90,7 +91,7 @@ def _bound(plan: Plan) -> list[str]:
 def model_name(config: Config) -> str:
     """`DiT-7B/2`, or `flux/FLUX.1-dev`."""
     model = config.model
-    return f"{model.flavor}/{model.patch_size}" if model.name == "dit" else f"{model.name}/{model.flavor}"
+    return f"{model.flavor}/{model.patch_size}" if model.name not in FAMILIES else f"{model.name}/{model.flavor}"
 
 
 def _snapshots(plan: Plan) -> str:

@@ -17,7 +17,7 @@ from torchditan.config.trajectory import differences
 from torchditan.distributed.process_group import raise_on_all_ranks
 from torchditan.models.initialization import fill
 from torchditan.models.saved_weights import OPTIONAL, required_names, saved_weights
-from torchditan.registry import FORMATS
+from torchditan.registry import FAMILIES, FORMATS
 from torchditan.run.reading import similar_folder
 from torchditan.weights.exported import StoredWeights, describe_file, describe_weights, find_weights
 from torchditan.weights.safetensors_files import is_of_diffusers, is_pickle, open_file
@@ -125,7 +125,7 @@ def refuse_unknown_convention(stored: StoredWeights, config: Config) -> None:
     if stored.config is not None or config.checkpoint.initial_load_convention is not None:
         return
     unknown = f"{stored.path} has no TorchDiTan configuration, so its time and its prediction are unknown"
-    if config.model.name != "dit":
+    if config.model.name in FAMILIES:
         raise ConfigError(
             f"{unknown}; give published weights as --model.path, or add --checkpoint.initial_load_convention "
             f"torchditan if this project trained them as {config.model.name}"

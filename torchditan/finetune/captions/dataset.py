@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.sampler import SampleRows
 from torchditan.finetune.captions.encode import (
     Entries,
-    TextEncoders,
+    PipelineEncoders,
+    TextEncoder,
     batches_of_one_shape,
     check_options,
     encode_missing,
-    find_text_encoders,
+    find_text_encoder,
     open_image_autoencoder,
 )
 from torchditan.finetune.published import family_of, patch_size_of
@@ -150,7 +151,7 @@ def open_captions(
         find_lora(config.lora.assistant_path)  # checks run before slow work
     check_options(config)
     folder = _cache_folder(config)
-    encoders = find_text_encoders(config, family_of(config), memory=folder / "files")
+    encoders = find_text_encoder(config, memory=folder / "files")
     sources = [source for source in (train, validation) if source is not None]
     own = _own_prompts(sources)
     prompts = config.sampling.prompts or [text for text, _, _ in own]
@@ -203,7 +204,7 @@ def encode_prompts(config: Config, prompts: Sequence[str], *, rank: Rank) -> tup
         ConfigError: the encoders are not available.
     """
     folder = _cache_folder(config)
-    encoders = find_text_encoders(config, family_of(config), memory=folder / "files")
+    encoders = find_text_encoder(config, memory=folder / "files")
     texts = _encode_texts(config, set(prompts), encoders, folder=folder, rank=rank)
     return _rows_of(prompts, texts), texts[hash_of("")]
 
@@ -249,14 +250,22 @@ def _own_prompts(sources: Sequence[CaptionSource]) -> list[tuple[str, Any, str]]
 
 
 def _encode_texts(
-    config: Config, captions: set[str], encoders: TextEncoders, *, folder: Path, rank: Rank
+    config: Config, captions: set[str], encoders: TextEncoder, *, folder: Path, rank: Rank
 ) -> TensorCache:
     """The cache, after encoding all of these texts and the empty caption."""
     cache = TensorCache(folder / "text", encoders.identity)
 
-    def open_encoder() -> Any:
-        pipeline = encoders.open(rank.device)
-        return lambda batch: encoders.encode(pipeline, batch)
+    def open_encoder() -> Callable[[list[str]], Entries]:
+        encode = encoders.open(rank.device)
+
+        def entries(captions: list[str]) -> Entries:
+            encoded = encode(captions)
+            return {
+                hash_of(caption): {name: tensor[row] for name, tensor in encoded.items()}
+                for row, caption in enumerate(captions)
+            }
+
+        return entries
 
     encode_missing(
         cache,
@@ -277,10 +286,11 @@ def _encode_images(
     _check_sizes(config, sources, autoencoder)
     if autoencoder is None:
         return None, None
-    frames, step = config.dataset.num_frames, family_of(config).temporal_downsampling
-    if frames is not None and (frames - 1) % step:
-        right = f"must be 1 more than a multiple of {step}, the frames per latent frame"
-        raise option_error("dataset.num_frames", frames, right)
+    if (frames := config.dataset.num_frames) is not None:
+        step = family_of(config).temporal_downsampling
+        if (frames - 1) % step:
+            right = f"must be 1 more than a multiple of {step}, the frames per latent frame"
+            raise option_error("dataset.num_frames", frames, right)
     cache = TensorCache(folder / "latents", f"{autoencoder.fingerprint}-{str(autoencoder.dtype).split('.')[-1]}")
 
     at_once = _IMAGES_AT_ONCE if config.dataset.num_frames is None else 1
@@ -324,16 +334,21 @@ def _check_sizes(config: Config, sources: Sequence[CaptionSource], autoencoder: 
 def _encode_conditions(
     config: Config,
     sources: Sequence[CaptionSource],
-    encoders: TextEncoders,
+    encoders: TextEncoder,
     autoencoder: Autoencoder | None,
     *,
     folder: Path,
     rank: Rank,
 ) -> TensorCache | None:
     """Cache of the tensors that samples add to the condition; None if the model uses none."""
-    cls = encoders.cls
-    if config.model.name != cls.name or not cls.kept & cls.tensor_names(config.model.flavor):
+    if config.model.name not in FAMILIES:
         return None
+    cls = family_of(config)
+    if not cls.kept & cls.tensor_names(config.model.flavor):
+        return None
+    if not isinstance(encoders, PipelineEncoders):
+        right = f"{cls.name} also needs the image encoders of its pipeline; must be pipeline"
+        raise option_error("text_encoder.name", config.text_encoder.name, right)
     assert autoencoder is not None and autoencoder.shift is not None and autoencoder.scale is not None
     shift, scale = autoencoder.shift.tolist(), autoencoder.scale.tolist()
     normalization = json.dumps([shift, scale, str(autoencoder.dtype)])
@@ -341,7 +356,7 @@ def _encode_conditions(
     cache = TensorCache(folder / "conditions", maker)
 
     def open_encoder() -> Any:
-        pipeline = encoders.open(rank.device, of_images=True)
+        pipeline = encoders.open_pipeline(rank.device, of_images=True)
 
         def encode(batch: list[tuple[CaptionSource, int]]) -> Entries:
             videos = torch.stack([source[index]["sample"] for source, index in batch]).to(rank.device)
@@ -364,7 +379,7 @@ def _encode_conditions(
     return cache
 
 
-def _identity(source: CaptionSource, encoders: TextEncoders, autoencoder: Autoencoder | None) -> str:
+def _identity(source: CaptionSource, encoders: TextEncoder, autoencoder: Autoencoder | None) -> str:
     items = [[source.content_key(index), *source.caption_variants(index)] for index in range(len(source))]
     latents = "pixels" if autoencoder is None else autoencoder.fingerprint
     return f"captions-{hash_of(json.dumps(items), encoders.identity, latents)[:16]}"

@@ -24,9 +24,10 @@ from torchditan.autoencoders import Autoencoder, open_autoencoder
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.options import Config
 from torchditan.distributed.process_group import Rank
-from torchditan.finetune.published import PublishedModel
+from torchditan.finetune.published import PublishedModel, family_of
 from torchditan.finetune.published.base import require
 from torchditan.finetune.published.stored_weights import HOW_TO_GET, fetch, is_hub_name
+from torchditan.registry import FAMILIES, TEXT_ENCODERS, build, resolve
 from torchditan.run.progress import report_progress
 from torchditan.run.tensor_cache import TensorCache, hash_of, identity_of_files
 
@@ -40,8 +41,38 @@ _POLL_SECONDS = 0.5
 Entries = dict[str, dict[str, torch.Tensor]]
 
 
-class TextEncoders:
-    """The text encoders of one pipeline, opened on demand.
+class TextEncoder:
+    """Encodes captions, once before training. The cache stores the embeddings under `identity`."""
+
+    identity: str
+    """Of the encoder, its weights and its options: embeddings of another identity are not used."""
+
+    @classmethod
+    def find(cls, config: Config, *, memory: Path) -> TextEncoder:
+        """Check that the encoder exists, without opening it. Further parameters are options after its name.
+
+        Args:
+            config: the job.
+            memory: folder in which checksums of large files may be remembered (`identity_of_files`).
+
+        Raises:
+            ConfigError: it does not exist, or does not match the model.
+        """
+        raise NotImplementedError
+
+    def open(self, device: torch.device) -> Callable[[list[str]], dict[str, torch.Tensor]]:
+        """Open it, on the first rank that has captions to encode.
+
+        Returns:
+            A function from n captions to their tensors by name: `prompt_embeds` (n, L, D), and optionally
+            `pooled_prompt_embeds` (n, D') and a mask `prompt_attention_mask` (n, L), false for padding. L is the same
+            for all captions. "" is the empty caption, for guidance.
+        """
+        raise NotImplementedError
+
+
+class PipelineEncoders(TextEncoder):
+    """The text encoders of one diffusers pipeline.
 
     Args:
         cls: family of the model.
@@ -70,7 +101,20 @@ class TextEncoders:
         identities = [f"{path.name} {identity_of_files(path, memory=memory)}" for path in parts]
         self.identity = hash_of(pipeline_class, str(max_length), str(dtype), *identities)[:16]
 
-    def open(self, device: torch.device, *, of_images: bool = False) -> Any:
+    @classmethod
+    def find(cls, config: Config, *, memory: Path) -> PipelineEncoders:
+        return find_pipeline(config, family_of(config), memory=memory)
+
+    def open(self, device: torch.device) -> Callable[[list[str]], dict[str, torch.Tensor]]:
+        pipeline = self.open_pipeline(device)
+
+        @torch.no_grad()
+        def encode(captions: list[str]) -> dict[str, torch.Tensor]:
+            return self.cls.encode_captions(pipeline, captions, max_length=self.max_length)
+
+        return encode
+
+    def open_pipeline(self, device: torch.device, *, of_images: bool = False) -> Any:
         """The pipeline without transformer and autoencoder: with its text encoders, or with its image encoders.
 
         Raises:
@@ -91,14 +135,6 @@ class TextEncoders:
         pipeline.set_progress_bar_config(disable=True)
         return pipeline.to(device)
 
-    @torch.no_grad()
-    def encode(self, pipeline: Any, captions: list[str]) -> Entries:
-        encoded = self.cls.encode_captions(pipeline, captions, max_length=self.max_length)
-        return {
-            hash_of(caption): {name: tensor[row] for name, tensor in encoded.items()}
-            for row, caption in enumerate(captions)
-        }
-
 
 def _silence_libraries() -> None:
     """Their progress bars and warnings appear for every file and caption; ours is one line."""
@@ -115,7 +151,15 @@ def is_text_part(name: str) -> bool:
     return name.startswith(TEXT_PARTS)
 
 
-def find_text_encoders(config: Config, cls: type[PublishedModel], *, memory: Path) -> TextEncoders:
+def find_text_encoder(config: Config, *, memory: Path) -> TextEncoder:
+    """The encoder of `text_encoder.name`."""
+    option, text = "text_encoder.name", config.text_encoder.name
+    kind, options = resolve(TEXT_ENCODERS, option, text)
+    encoder: TextEncoder = build(kind.find, option, text, config, memory=memory, **options)
+    return encoder
+
+
+def find_pipeline(config: Config, cls: type[PublishedModel], *, memory: Path) -> PipelineEncoders:
     """The text encoders at `text_encoder.path` or `model.path`.
 
     Raises:
@@ -141,7 +185,7 @@ def find_text_encoders(config: Config, cls: type[PublishedModel], *, memory: Pat
     flavor = cls.flavors[config.model.flavor if config.model.name == cls.name else next(reversed(cls.flavors))]
     pipeline_class = flavor.pipeline_class or cls.pipeline_class
     _check_pipeline(folder, pipeline_class, name=config.model.name, option=option, place=place)
-    return TextEncoders(
+    return PipelineEncoders(
         cls,
         folder,
         pipeline_class=pipeline_class,
@@ -236,7 +280,7 @@ def open_image_autoencoder(config: Config, *, device: torch.device) -> Autoencod
         ConfigError: it cannot be opened, or does not publish a normalisation.
     """
     section = config.autoencoder
-    if section.name is None and config.model.name == "dit" and section.path is None:
+    if section.name is None and config.model.name not in FAMILIES and section.path is None:
         return None
     if section.name is None:
         place = section.path or config.text_encoder.path or config.model.path
@@ -264,7 +308,7 @@ def batches_of_one_shape(
 
 def check_options(config: Config) -> None:
     """Refuse options that do not apply to captioned images."""
-    if config.model.name == "dit" and config.model.text is None:
+    if config.model.name not in FAMILIES and config.model.text is None:
         right = "must be in_context or cross_attention to train on captions; or choose a dataset with labels"
         raise option_error("model.text", None, right)
     if config.autoencoder.online or config.autoencoder.sample_posterior:

@@ -1,0 +1,94 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What an objective declares: scalar conditions of the model, heads, and which model lacks them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from refusals import refused
+
+from torchditan.config.options import Config, Diffusion, Model
+from torchditan.diffusion.flow_matching import FlowMatching
+from torchditan.diffusion.objectives import Ingredient, build_objective
+from torchditan.models import Head, ModelSpec, build_model_spec
+from torchditan.models.flops import count_model_flops
+
+
+class WithLevel(FlowMatching):
+    @classmethod
+    def scalars(cls, config: Diffusion) -> Mapping[str, float]:
+        return {"level": 10.0}
+
+
+class WithHead(FlowMatching):
+    @property
+    def heads(self) -> Mapping[str, Head]:
+        return {"mean": Head("blocks.1", lambda: torch.nn.Linear(64, 2))}
+
+
+class Own(Ingredient):
+    pass
+
+
+def spec_of(**options: Any) -> ModelSpec:
+    return build_model_spec(Model(flavor="debugmodel"), sample_shape=(2, 8, 8), num_classes=10, **options)
+
+
+def flux() -> ModelSpec:
+    return build_model_spec(Model(name="flux", flavor="debugmodel"), sample_shape=(16, 16, 16), num_classes=0)
+
+
+@pytest.mark.parametrize("conditioning", ["adaln", "adaln_single", "in_context"])
+def test_a_scalar_has_no_effect_before_the_first_step_and_then_one(conditioning: str) -> None:
+    model = Model(flavor="debugmodel", conditioning=conditioning)  # type: ignore[arg-type]
+    shapes: dict[str, Any] = {"sample_shape": (2, 8, 8), "num_classes": 10}
+    plain, scaled = (build_model_spec(model, scalars=found, **shapes) for found in ({}, {"level": 10.0}))
+    one, two = plain.build(), scaled.build()
+    for parameter in one.parameters():  # no zeros, so that every embedder has an effect
+        parameter.data.normal_(std=0.1)
+    two.load_state_dict(one.state_dict(), strict=False)
+    x, t, cond = torch.randn(3, 2, 8, 8), torch.rand(3), {"class_label": torch.arange(3)}
+    levels = [torch.full((3,), value) for value in (0.0, 0.7)]
+    for level in levels:
+        assert torch.equal(two(x, t, {**cond, "level": level}), one(x, t, cond))
+    embedder: Any = two.scalar_embedders
+    embedder["level"].mlp[2].weight.data.normal_()
+    results = [two(x, t, {**cond, "level": level}) for level in levels]
+    assert not torch.allclose(results[0], results[1])
+    assert count_model_flops(scaled).per_image > count_model_flops(plain).per_image
+
+
+def test_a_head_reads_a_feature_and_adds_no_other_weight() -> None:
+    spec = spec_of()
+    trained = spec.with_heads(WithHead.build(Diffusion(), spec).heads)
+    model, plain = trained.build(), spec.build()
+    assert set(model.state_dict()) - set(plain.state_dict()) == {"heads.mean.weight", "heads.mean.bias"}
+    x, t, cond = torch.randn(3, 2, 8, 8), torch.rand(3), {"class_label": torch.arange(3)}
+    prediction, found = model(x, t, cond, features=["mean", "blocks.0"])
+    assert torch.equal(prediction, plain(x, t, cond))
+    _, features = plain(x, t, cond, features=["blocks.0", "blocks.1"])
+    heads: Any = model.heads
+    assert torch.equal(found["mean"], heads["mean"](features["blocks.1"]))
+    assert torch.equal(found["blocks.0"], features["blocks.0"]) and found.keys() == {"mean", "blocks.0"}
+
+
+@pytest.mark.parametrize(("name", "mention"), [("WithLevel", "level"), ("WithHead", "heads")])
+def test_a_model_without_room_is_refused_in_one_line(name: str, mention: str) -> None:
+    objective = f"{__name__}:{name}"
+    with refused(f'diffusion.objective = "{objective}"', mention, "flux"):
+        build_objective(Diffusion(objective=objective), flux())
+    build_objective(Diffusion(objective=objective), spec_of(scalars={"level": 10.0}))
+
+
+def test_an_ingredient_without_changes_is_its_base() -> None:
+    spec, text = spec_of(), f"{__name__}:Own"
+    plain = build_objective(Diffusion(), spec)
+    wrapped = build_objective(Diffusion(ingredients=[text, text]), spec)
+    assert isinstance(wrapped, Own) and wrapped.root == plain
+    for name in ("numbers", "features", "heads", "table_bytes", "computes_more"):
+        assert getattr(wrapped, name) == getattr(plain, name), name
+    sampling = Config().sampling
+    assert wrapped.num_evaluations(sampling) == plain.num_evaluations(sampling)
