@@ -55,7 +55,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         ConfigError: an option is wrong, or has no effect together with another one.
     """
-    from torchditan.config.command_line import RunParser, add_float32_matmul_precision, count
+    from torchditan.config.command_line import RunParser, add_float32_matmul_precision, check_run, count
     from torchditan.registry import METRICS
 
     parser = RunParser(__doc__, is_run_required=False)
@@ -103,6 +103,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--card", type=Path, help="repeat the evaluation of this card, and say what differs")
     args, flags = parser.parse(argv)
+    check_run(args.run)
     check(args, flags, parser)
     args.class_balance = "balanced" if args.samples_per_class is not None else args.class_balance or "data"
     return args, flags

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the remaining `--sampling.*` flags for the configuration."""
-    from torchditan.config.command_line import RunParser, add_float32_matmul_precision, check_output, count
+    from torchditan.config.command_line import RunParser, add_float32_matmul_precision, check_output, check_run, count
     from torchditan.config.errors import option_error
 
     parser = RunParser(__doc__)
@@ -49,6 +49,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--out", type=Path, help="PNG to write (default: samples/ of the run)")
     arguments, flags = parser.parse(argv)
+    check_run(arguments.run)
     if arguments.out is not None:
         check_output("--out", arguments.out)
     if arguments.original and arguments.without_lora:

@@ -200,7 +200,8 @@ def train(
 
     from torchditan.autoencoders.patch import reconstruction_loss
     from torchditan.config.options import LRScheduler, Optimizer
-    from torchditan.optim.optimizers import build_optimizer, learning_rate
+    from torchditan.optim.optimizers import build_optimizer
+    from torchditan.optim.schedules import learning_rate
 
     # With a beta2 of .99, the loss diverges in the first hundred steps at this learning rate.
     optimizer = build_optimizer(network, Optimizer(lr=args.lr, beta2=0.95))

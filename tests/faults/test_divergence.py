@@ -201,10 +201,13 @@ def test_a_sigterm_does_not_cut_short_a_rank_that_writes_down_why_it_failed(
 
     monkeypatch.setattr(Supervision, "record_failure", remember)
     spoil(nan_in_step(2))
-    before = signal.getsignal(signal.SIGTERM)
-    assert run_script("train.py", *SMALL, "--training.steps=3", "--training.on_nonfinite=stop").code == 1
-    assert len(handlers) == 1 and handlers[0] not in (before, signal.SIG_DFL)
-    assert signal.getsignal(signal.SIGTERM) == before
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        assert run_script("train.py", *SMALL, "--training.steps=3", "--training.on_nonfinite=stop").code == 1
+        assert len(handlers) == 1 and handlers[0] != signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_running_mean_ignores_spikes_and_follows_a_slow_rise() -> None:

@@ -56,7 +56,7 @@ def my_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (
             "--model.name=my_famly --model.flavor=debugmodel",
             'model.name = "my_famly": must be one of dit, flux, sd3, sdxl, mochi, hunyuan_video, wan, qwen_image, '
-            "my_family; did you mean my_family?",
+            "my_family, or module:name; did you mean my_family?",
         ),
         (
             "--model.name=my_family --model.flavor=mine",

@@ -164,15 +164,3 @@ def test_the_weights_go_everywhere_without_the_head(tmp_path: Path, train: Train
         out = train(name, *flags, *start, source).out
         assert f"started from the weights of {source}, " in out
         assert ("; new heads.alignment\n" in out) == bool(flags), out
-
-
-def test_a_run_from_before_the_option_resumes(tmp_path: Path, train: Train) -> None:
-    flags = ["--checkpoint.enable_checkpoint", "--training.batch_size=4"]
-    train("run", *flags, "--training.steps=1")
-    path = tmp_path / "run/config.json"
-    content = json.loads(path.read_text())
-    for part in (content["config"]["diffusion"], content["trajectory"]):
-        for name in [name for name in part if "ingredients" in name]:
-            del part[name]
-    path.write_text(json.dumps(content))
-    assert "resumed at step 1" in train("run", *flags, "--training.steps=2").out

@@ -279,7 +279,7 @@ ROWS: list[tuple[str, str, list[str]]] = [
     (
         "train --dataset.dataset_name=digits --dataset.streaming",
         "dataset.streaming = true",
-        ["digits", "cifar10, imagenet_hub"],
+        ["digits", "false"],
     ),
     (
         "train --dataset.root_dir=images",

@@ -72,12 +72,11 @@ class RunParser(ScriptParser):
         self.add_argument("run", type=Path, nargs=number, help="run directory, for example outputs/quickstart")
         self.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
 
-    def parse(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-        """As `ScriptParser.parse`. A run that does not exist is refused here, before the script imports torch."""
-        arguments, flags = super().parse(argv)
-        if arguments.run is not None and not arguments.run.exists():
-            check_folder(arguments.run, mark="config.json", what="a run directory")
-        return arguments, flags
+
+def check_run(run: Path | None) -> None:
+    """Refuse a run that does not exist, before a script imports torch."""
+    if run is not None and not run.exists():
+        check_folder(run, mark="config.json", what="a run directory")
 
 
 def add_float32_matmul_precision(parser: ScriptParser) -> None:
