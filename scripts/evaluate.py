@@ -55,7 +55,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         ConfigError: an option is wrong, or has no effect together with another one.
     """
-    from torchditan.config.command_line import RunParser, add_float32_matmul_precision, check_run, count
+    from torchditan.config.command_line import RunParser, add_float32_matmul_precision, count
     from torchditan.registry import METRICS
 
     parser = RunParser(__doc__, is_run_required=False)
@@ -103,7 +103,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--card", type=Path, help="repeat the evaluation of this card, and say what differs")
     args, flags = parser.parse(argv)
-    check_run(args.run)
     check(args, flags, parser)
     args.class_balance = "balanced" if args.samples_per_class is not None else args.class_balance or "data"
     return args, flags
@@ -510,6 +509,7 @@ def report(card: Card, repeated: Card | None) -> None:
 
 
 def main() -> None:
+    from torchditan.config.command_line import check_run
     from torchditan.evaluation.card import arguments_of, read_card
 
     argv = sys.argv[1:]
@@ -523,6 +523,7 @@ def main() -> None:
         if args.num_samples is not None or args.samples_per_class is not None:
             stored = [text for text in stored if not text.startswith(("--num_samples=", "--class_balance="))]
         args, flags = parse([*stored, *argv])
+    check_run(args.run)
 
     import torch
     import torch.distributed as dist
