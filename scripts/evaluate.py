@@ -111,12 +111,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def check(args: argparse.Namespace, flags: list[str], parser: RunParser) -> None:
     from torchditan.config.command_line import check_output
     from torchditan.config.errors import ConfigError, did_you_mean, option_error
-    from torchditan.registry import METRICS
+    from torchditan.registry import METRICS, entry_name
 
     for name in args.metrics or ():
-        if name not in METRICS:
+        if METRICS.place(entry_name(name)) is None:
             hint = f"; put the run first: evaluate.py {name} --metrics ..." if Path(name).is_dir() else ""
-            right = f"must be one of {', '.join(METRICS)}{hint or did_you_mean(name, METRICS)}"
+            right = f"must be one of {', '.join(METRICS)}, or module:name{hint or did_you_mean(name, METRICS)}"
             raise option_error("--metrics", name, right)
     if args.run is None and args.images is None and args.card is None:
         raise ConfigError("the following arguments are required: run, a run directory such as outputs/quickstart")

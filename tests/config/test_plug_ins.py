@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from refusals import refused
 
 import torchditan
 from torchditan.config.errors import ConfigError
-from torchditan.config.loader import load_config
+from torchditan.config.loader import from_dict, load_config, to_dict
 from torchditan.config.options import Config, Model, Training
 from torchditan.diffusion.samplers import Euler
 from torchditan.registry import OPTIMIZERS, SAMPLERS, resolve
@@ -103,3 +104,23 @@ def test_train_returns_the_finished_run_and_continues_one(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match=name) as caught:
             torchditan.train("quickstart", **{name: 1})
         assert mention in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "option", ["diffusion.objective", "sampling.sampler", "diffusion.ingredients", "autoencoder.name"]
+)
+def test_a_stored_configuration_imports_no_file_of_the_current_folder(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evil_lab.py").write_text("from pathlib import Path\nPath('executed').touch()\nclass Part: pass\n")
+    section, _, key = option.partition(".")
+    stored = to_dict(Config())
+    stored[section][key] = ["evil_lab:Part"] if key == "ingredients" else "evil_lab:Part"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", str(tmp_path), *sys.path])  # as `python -c` and `python -m` do
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with refused(f"{option} = ", "PYTHONPATH"):
+        from_dict(stored)
+    assert not (tmp_path / "executed").exists() and "evil_lab" not in sys.modules
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # the user's doing
+    assert from_dict(stored) is not None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,9 +79,26 @@ def test_the_metric_of_the_page_evaluates_a_run_and_leaves_the_other_results_alo
     outcome = run_script(script, tmp_path / "run", "--metrics", "copy")
     assert outcome.code == 2
     assert (
-        'error: --metrics = "copy": must be one of classifier, effnet, inception, copies; did you mean copies?'
+        'error: --metrics = "copy": must be one of classifier, effnet, inception, copies, or module:name; did you mean copies?'  # noqa: E501
         in outcome.err
     )
+
+
+def test_metric_and_autoencoder_of_the_page_work_from_outside_the_package(
+    run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for title in ("metric", "autoencoder"):
+        (tmp_path / f"lab_{title}.py").write_text(examples()[title].code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (opener,) = re.findall(r'"fold": "[\w.]+:(\w+)"', examples()["autoencoder"].line)
+    _, _, *arguments = shlex.split(examples()["autoencoder"].command)
+    own = [flag.replace("fold", f"lab_autoencoder:{opener}") if flag == "fold" else flag for flag in arguments]
+    outcome = train(run_script, tmp_path, "run", *own, "--training.steps=1")
+    assert outcome.code == 0, outcome.err
+    few = ["--metrics", "lab_metric:Copies", "--num_samples=2", "--sampling.num_steps=1"]
+    outcome = run_script("scripts/evaluate.py", tmp_path / "run", *few)
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)["nearest_generated"] > 0
 
 
 @pytest.mark.usefixtures("copies")

@@ -13,7 +13,7 @@ from torchditan.autoencoders.autoencoder import Autoencoder, check_image_channel
 from torchditan.autoencoders.catalogue import PUBLISHED
 from torchditan.config import options
 from torchditan.config.errors import did_you_mean, option_error
-from torchditan.registry import AUTOENCODERS, registered
+from torchditan.registry import AUTOENCODERS, build, entry_name, resolve
 
 __all__ = ["Autoencoder", "check_name", "kind_of", "open_autoencoder"]
 
@@ -26,8 +26,8 @@ def kind_of(name: str) -> str:
 def check_name(name: str) -> None:
     """Refuse a name that is neither in the registry nor in the catalogue."""
     names = (*AUTOENCODERS, *PUBLISHED)
-    if name not in names:
-        right = f"must be one of {', '.join(names)}{did_you_mean(name, names)}"
+    if name not in PUBLISHED and AUTOENCODERS.place(entry_name(name)) is None:
+        right = f"must be one of {', '.join(names)}, or module:name{did_you_mean(name, names)}"
         raise option_error("autoencoder.name", name, right)
 
 
@@ -53,8 +53,9 @@ def open_autoencoder(
     if entry is not None:  # before any download
         _check_downsampling(config, entry.downsampling)
         check_image_channels(config, 3, image_channels)
-    opener = registered(AUTOENCODERS, kind_of(config.name))
-    autoencoder: Autoencoder = opener(config, device=device, image_channels=image_channels)
+    opener, given = resolve(AUTOENCODERS, "autoencoder.name", kind_of(config.name))
+    options_of_call = {"device": device, "image_channels": image_channels, **given}
+    autoencoder: Autoencoder = build(opener, "autoencoder.name", config.name, config, **options_of_call)
     autoencoder.name = config.name
     autoencoder.path = config.path or (None if entry is None else entry.hub_name)
     check_image_channels(config, autoencoder.image_channels, image_channels)

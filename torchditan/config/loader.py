@@ -32,7 +32,7 @@ from torchditan.config.errors import ConfigError, did_you_mean, nearest, option_
 from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy, adopt_names
 from torchditan.config.options import FLAVOR_NAMES, Config, flatten
 from torchditan.config.rules import validate, validate_parts, validate_values
-from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree, values_of_older_run
+from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree, refuse_untrusted_plug_ins, values_of_older_run
 from torchditan.registry import Registries, Registry, entry_name
 from torchditan.run.directory import run_path
 from torchditan.run.reading import read_config
@@ -557,7 +557,12 @@ def _from_toml_text(words: Iterable[str]) -> Any:
 
 
 def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
-    """The inverse of `to_dict`, for a run's config.json."""
+    """The inverse of `to_dict`, for a run's config.json.
+
+    Raises:
+        ConfigError: a value is not valid, or names code that the user did not put on the Python path.
+    """
+    refuse_untrusted_plug_ins(flatten_tree(values))
     return build_config({**VALUES_BEFORE, **flatten_tree(values)})
 
 

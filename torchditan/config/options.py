@@ -21,6 +21,7 @@ from torchditan.registry import (
     BLOCKS,
     INGREDIENTS,
     METERS,
+    METRICS,
     MODELS,
     OBJECTIVES,
     OPTIMIZERS,
@@ -515,7 +516,7 @@ class Evaluation:
 
     freq: int = 0
     """Steps between two evaluations, and one at the last step; 0 disables them."""
-    metrics: list[str] = field(default_factory=lambda: ["effnet"])
+    metrics: list[Annotated[str, METRICS]] = field(default_factory=lambda: ["effnet"])
     """What to compute: effnet, inception or classifier."""
     num_samples: int = 2600
     """Samples per evaluation. FD-EffNetLite0 needs more than 1,280, and FID more than 2,048."""

@@ -12,10 +12,14 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
+import sys
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from torchditan.config.errors import option_error
 from torchditan.config.options import Config, flatten
 from torchditan.registry import FAMILIES, entry_name
 
@@ -68,7 +72,7 @@ def trajectory(config: Config) -> dict[str, Any]:
     """The options that must agree for two commands to continue one run. Requires a completed configuration."""
     values = flatten(config)
     found = {option: values[option] for option in TRAJECTORY_KEYS}
-    found |= {f"plug_in.{place}": _source_hash(place) for place in _plug_ins(found)}
+    found |= {f"plug_in.{place}": _source_hash(place) for option in _PLUG_INS for place in _plug_ins(found[option])}
     if not config.autoencoder.online:  # these only open the decoder, whose fingerprint is compared
         del found["autoencoder.name"], found["autoencoder.dtype"]
     return _left_open(found)
@@ -86,11 +90,36 @@ _PLUG_INS = (
 """Options of a registry among these."""
 
 
-def _plug_ins(values: Mapping[str, Any]) -> list[str]:
-    """`module:name` of each part that is not from this package."""
-    given = [values[option] for option in _PLUG_INS]
-    texts = [text for value in given for text in (value if isinstance(value, list) else [value]) if text]
-    return sorted({place for text in texts if ":" in (place := entry_name(text))})
+def _plug_ins(value: Any) -> list[str]:
+    """`module:name` of each part in the value of an option that is not from this package."""
+    texts = value if isinstance(value, list) else [value]
+    return sorted({place for text in texts if ":" in (place := entry_name(str(text)))})
+
+
+_MORE_PLUG_INS = ("autoencoder.name", "evaluation.metrics", "metrics.meters", "sampling.sampler", "text_encoder.name")
+
+
+def refuse_untrusted_plug_ins(values: Mapping[str, Any]) -> None:
+    """Refuse stored options that name code which the user did not put on the Python path.
+
+    A run of a stranger must not make Python import a file that came with it. Modules count if they are imported
+    already, installed, next to the script, or in PYTHONPATH. The current folder alone does not count.
+
+    Args:
+        values: stored options by full name.
+    """
+    right = "is code outside of TorchDiTan; if you trust it, import it first, or add its folder to PYTHONPATH"
+    for option in (*_PLUG_INS, *_MORE_PLUG_INS):
+        for place in _plug_ins(values.get(option)):
+            package = place.partition(":")[0].partition(".")[0]
+            if package not in sys.modules and PathFinder.find_spec(package, _trusted_path()) is None:
+                raise option_error(option, values[option], right)
+
+
+def _trusted_path() -> list[str]:
+    here, chosen = os.getcwd(), os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    is_chosen = any(part and os.path.abspath(part) == here for part in chosen)
+    return [part for part in sys.path if part and (is_chosen or os.path.abspath(part) != here)]
 
 
 def _source_hash(place: str) -> str | None:

@@ -23,7 +23,7 @@ from torchditan.distributed.float32_products import ieee_float32
 from torchditan.distributed.process_group import from_rank_0, gather_on_rank_0, rank_and_world_size
 from torchditan.evaluation.metric import Evaluation, Figure, Metric, Pictures, Source, ToPixels, batches_of
 from torchditan.evaluation.reconstruction import to_8_bit
-from torchditan.registry import METRICS, registered
+from torchditan.registry import METRICS, build, resolve
 from torchditan.run.progress import report_progress
 
 
@@ -85,11 +85,11 @@ class Evaluator:
         without_labels: str | None,
         option: str = "--metrics",
     ) -> None:
-        classes = [registered(METRICS, name) for name in metrics]
-        for name, cls in zip(metrics, classes, strict=True):
+        found = [(*resolve(METRICS, option, name), name) for name in metrics]
+        for cls, _, name in found:
             if cls.needs_labels and without_labels is not None:
                 raise option_error(option, name, without_labels)
-        self.metrics: list[Metric] = [cls(evaluation) for cls in classes]
+        self.metrics: list[Metric] = [build(cls, option, name, evaluation, **given) for cls, given, name in found]
         self.real = real
         self.shown: dict[Source, Shown] = {}
         """Real images that the metrics have seen."""
