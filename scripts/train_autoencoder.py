@@ -201,7 +201,6 @@ def train(
     from torchditan.autoencoders.patch import reconstruction_loss
     from torchditan.config.options import LRScheduler, Optimizer
     from torchditan.optim.optimizers import build_optimizer
-    from torchditan.optim.schedules import learning_rate
 
     # With a beta2 of .99, the loss diverges in the first hundred steps at this learning rate.
     optimizer = build_optimizer(network, Optimizer(lr=args.lr, beta2=0.95))
@@ -209,7 +208,7 @@ def train(
     skipped: set[int] = set()
     progress.timer.restart()
     for step, (batch, randomness) in enumerate(itertools.islice(stream, args.steps), start=1):
-        lr = learning_rate(step, steps=args.steps, peak=args.lr, config=schedule)
+        lr = schedule.rate(step, steps=args.steps, peak=args.lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
         images = batch["sample"].to(device, non_blocking=True)  # (B, C, H, W)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchditan.checkpoint.run_checkpoints import RunCheckpoints
+from torchditan.config.errors import option_error
 from torchditan.diffusion.objectives import uniform_objective, validation_objective
 from torchditan.distributed.process_group import max_over_ranks, sum_over_ranks
 from torchditan.evaluation.sample_grids import Grids
@@ -27,7 +28,7 @@ from torchditan.job.prepare import Job
 from torchditan.optim.divergence import DivergenceGuard
 from torchditan.optim.ema import EMA
 from torchditan.optim.meters import Meter, build_meters, measuring
-from torchditan.run.metrics import MetricsLogger
+from torchditan.run.metrics import ALL_KEYS, MetricsLogger
 from torchditan.supervision.supervision import Supervision
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class PeriodicTasks:
             self.validate()
         if config.metrics.enable_sampling and self.is_due(config.metrics.sample_freq):
             self.sample()
-        if is_first or self.extra_metrics or self.is_due(config.metrics.log_freq) or self.is_evaluation_due():
+        if is_first or self.extra_metrics or self.is_log_due(step):
             self.log(result)
         if self.is_save_due():
             self.checkpoints.save()
@@ -106,9 +107,7 @@ class PeriodicTasks:
 
     def measuring(self, step: int) -> AbstractContextManager[None]:
         """Context manager around the update of this step: the meters measure it, if it will be logged."""
-        freq, steps = self.config.metrics.log_freq, self.config.training.steps
-        is_logged = step % freq == 0 or step == steps or not self.has_logged
-        self.measured = self.meters if is_logged else []
+        self.measured = self.meters if not self.has_logged or self.is_log_due(step) else []
         return measuring(self.measured) if self.measured else nullcontext()
 
     def repeat_evaluation(self) -> None:
@@ -118,6 +117,13 @@ class PeriodicTasks:
         if is_missing[0]:
             self.logger.message(f"repeating the evaluation of step {self.progress.step}, which did not finish")
             self.evaluate()
+
+    def is_log_due(self, step: int) -> bool:
+        """Whether this step is logged: also where a validation, a grid or an evaluation gives numbers."""
+        config = self.config
+        grid_freq = config.metrics.sample_freq if config.metrics.enable_sampling else 0
+        freqs = (config.metrics.log_freq, config.validation.freq, config.evaluation.freq, grid_freq)
+        return step == config.training.steps or any(freq > 0 and step % freq == 0 for freq in freqs)
 
     def is_due(self, freq: int) -> bool:
         """Every `freq` steps and at the last step; with a frequency of 0 only at the last step."""
@@ -141,18 +147,22 @@ class PeriodicTasks:
             extra["corrupt_images_rank0"] = len(self.unreadable)
         if self.scaler is not None:
             extra["loss_scale"], extra["overflows"] = self.scaler.scale.item(), self.scaler.num_skipped.item()
-        for meter in self.measured:
-            extra.update(meter.read())
+        measured = [("metrics.meters", type(meter).__name__, meter.read()) for meter in self.measured]
         if self.progress.rollbacks:
             extra["rollbacks"] = self.progress.rollbacks
         means = {name: mean_over_ranks(mean, self.rank.world_size).item() for name, mean in result.means.items()}
         loss = means.pop("loss")
+        measured.append(("diffusion.objective", self.config.diffusion.objective, means))
+        for option, value, numbers in measured:
+            if taken := sorted(numbers.keys() & {*ALL_KEYS, *extra}):
+                raise option_error(option, value, f"logs {taken[0]}, a name that is taken; must have another name")
+            extra |= numbers
         record = self.logger.log(
             self.progress.step,
             loss=loss,
             grad_norm=result.grad_norm.item(),
             lr=result.lr,
-            extra={**means, **extra},
+            extra=extra,
             max_loss=max_over_ranks(result.means["loss"].clone()).item() if self.config.metrics.legacy_tags else None,
         )
         self.peak_memory_gib = max(self.peak_memory_gib, record["peak_memory_gib"])

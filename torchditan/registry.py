@@ -7,10 +7,12 @@ not import torch. config/options.py takes the choices of its options from it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pkgutil
+import re
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 
@@ -37,9 +39,15 @@ class Registry(dict[str, str]):
             return self[name]
         if ":" in name:
             return name
-        from importlib.metadata import entry_points  # slow, and seldom needed
+        return installed_plug_ins(self.group).get(name)
 
-        return next((entry.value for entry in entry_points(group=self.group) if entry.name == name), None)
+
+@functools.lru_cache(maxsize=64)
+def installed_plug_ins(group: str) -> dict[str, str]:
+    """name -> `module:name` of the entry points of a group."""
+    from importlib.metadata import entry_points  # slow, and seldom needed
+
+    return {entry.name: entry.value for entry in entry_points(group=group)}
 
 
 OBJECTIVES = Registry(
@@ -146,7 +154,7 @@ ARCHITECTURES = Registry(
 """`model.name`: functions from the `[model]` options to the `ModelSpec` of an architecture in models/."""
 
 FAMILIES = Registry(
-    "torchditan.families",
+    "torchditan.architectures",
     {
         "flux": "torchditan.finetune.published.flux:Flux",
         "sd3": "torchditan.finetune.published.sd3:SD3",
@@ -242,11 +250,15 @@ def resolve(registry: Registry, option: str, text: str) -> tuple[Any, dict[str, 
     from torchditan.config.errors import did_you_mean, option_error
 
     name = entry_name(text)
-    options = {}
+    options: dict[str, Any] = {}
+    if ":" in name and not all(part.isidentifier() for part in re.split(r"[.:]", name)):
+        raise option_error(option, text, "must be module:name, such as my_lab.parts:Mine")
     for word in text.split()[1:]:
         key, equals, value = word.partition("=")
         if not equals or not key.isidentifier():
-            raise option_error(option, text, f"{word} must be key=value, as in {name} weight=0.1")
+            raise option_error(option, text, f"{word} must be key=value, such as weight=0.1")
+        if key in options:
+            raise option_error(option, text, f"has {key} twice; leave one out")
         options[key] = _value(value)
     if registry.place(name) is None:
         right = f"must be one of {', '.join(registry)}, or module:name{did_you_mean(name, registry)}"
@@ -255,13 +267,35 @@ def resolve(registry: Registry, option: str, text: str) -> tuple[Any, dict[str, 
         found = registered(registry, name)
     except Exception as error:  # whatever a module of the user's raises
         line = f"{type(error).__name__}: {error}".splitlines()[0]
-        right = f"cannot be imported ({line}); must be module:name on the Python path"
+        right = f"cannot be imported ({line}); must be module:name on the Python path, which PYTHONPATH extends"
+        if name.partition(":")[0].endswith(".py"):
+            right = f"must be {name.replace('.py:', ':', 1)}, without .py"
         raise option_error(option, text, right) from None
-    base = None if registry.base is None else pkgutil.resolve_name(registry.base)
-    if base is not None and not (isinstance(found, type) and issubclass(found, base)):
-        what = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
-        raise option_error(option, text, f"is {what}; must be a subclass of {base.__module__}.{base.__name__}")
+    if registry.base is None:
+        if not callable(found):
+            raise option_error(option, text, f"is a {type(found).__name__}; must be a function or a class")
+        return found, options
+    base = pkgutil.resolve_name(registry.base)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise option_error(option, text, f"must be a subclass of {base.__module__}.{base.__name__}")
+    if missing := [method for method in getattr(found, "REQUIRED", ()) if not overrides(found, method, base)]:
+        raise option_error(option, text, f"lacks the method {missing[0]}, which {base.__name__} does not define")
     return found, options
+
+
+def overrides(kind: type, method: str, base: type) -> bool:
+    """Whether a subclass has a method of its own; see `REQUIRED` of the base."""
+    return _plain(getattr(kind, method, None)) is not _plain(getattr(base, method, None))
+
+
+def _plain(method: Any) -> Any:
+    """The function of a class method, which differs from access to access."""
+    return getattr(method, "__func__", method)
+
+
+def objective_kinds(objective: str, ingredients: Sequence[str]) -> list[Any]:
+    """The classes of `diffusion.objective` and `diffusion.ingredients`."""
+    return [registered(OBJECTIVES, objective), *(registered(INGREDIENTS, text) for text in ingredients)]
 
 
 def build(found: Callable[..., Any], option: str, text: str, *args: Any, **options: Any) -> Any:
@@ -270,16 +304,41 @@ def build(found: Callable[..., Any], option: str, text: str, *args: Any, **optio
     Raises:
         ConfigError: it does not have one of these options.
     """
+    from torchditan.config.errors import ConfigError, option_error
+
+    check_options(found, option, text, num_arguments=len(args), options=options)
+    try:
+        return found(*args, **options)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        if isinstance(error, TypeError) and not text.split()[1:]:
+            raise  # a fault of the code, which needs its traceback
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise option_error(option, text, f"does not accept these options: {line}") from error
+
+
+def check_options(
+    found: Callable[..., Any], option: str, text: str, *, num_arguments: int, options: Mapping[str, Any]
+) -> None:
+    """Refuse options that a function or class does not have.
+
+    Args:
+        num_arguments: parameters at the front that are no options.
+    """
     from torchditan.config.errors import option_error
 
     parameters = inspect.signature(found).parameters.values()
-    known = [parameter.name for parameter in parameters][len(args) :]
+    known = [parameter.name for parameter in parameters][num_arguments:]
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     for name in options:
         if name not in known and not takes_all:
             has = f"its options are {', '.join(known)}" if known else "it has no options"
             raise option_error(option, text, f"{name} is not an option of {entry_name(text)}; {has}")
-    return found(*args, **options)
+    positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind in positional][num_arguments:]
+    if missing := [name for name in needed if name not in options]:
+        raise option_error(option, text, f"needs the option {missing[0]}, as in {entry_name(text)} {missing[0]}=1")
 
 
 def _value(text: str) -> Any:

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The trainer: construction in readable order, a loop of about 40 lines, and a step that reads like the paper.
+"""The trainer: construction in readable order, a loop of about 50 lines, and a step that reads like the paper.
 
 Notable:
 - a step is the same code on a laptop and on a node: every mode uses one `parallelize`;
@@ -47,7 +47,7 @@ from torchditan.job.check_files import check_files, compare_files, record_files
 from torchditan.job.prepare import Job
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
 from torchditan.optim.optimizers import build_optimizer, clip_grad_norm
-from torchditan.optim.schedules import learning_rate
+from torchditan.optim.schedules import build_schedule
 from torchditan.periodic_tasks import PeriodicTasks, StepResult, mean_over_ranks
 from torchditan.randomness import Randomness
 from torchditan.run.profiling import Profiler, profiling
@@ -125,6 +125,7 @@ class Trainer:
         self.model, float8_layers = build_model(job, supervision, mesh)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.schedule = build_schedule(config.lr_scheduler)
         self.guard = DivergenceGuard(self.optimizer)
         self.scaler = build_loss_scaler(config, self.parameters)
         self.spikes = build_loss_spikes(config, self.device)
@@ -307,7 +308,7 @@ class Trainer:
 
     def set_learning_rate(self, step: int) -> float:
         config = self.config
-        lr = learning_rate(step, steps=config.training.steps, peak=config.optimizer.lr, config=config.lr_scheduler)
+        lr = self.schedule.rate(step, steps=config.training.steps, peak=config.optimizer.lr)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         return lr

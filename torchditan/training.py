@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from torchditan.config.errors import ConfigError, did_you_mean
@@ -39,13 +40,20 @@ def train(
         ConfigError: settings that cannot work together or on this machine.
         Interrupted: a signal stopped the run, and its state is saved.
     """
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items()}
+    texts = {name: _text(value) for name, value in given.items()}
     flags = [f"--{_full_name(name)}={text}" for name, text in texts.items()]
     job = prepare(load_config([f"--job.config_file={config_file}", *flags]), dataset, validation_dataset)
     if job is None:
         raise ConfigError("cache.only trains nothing; leave it out")
     Trainer(job).train()
     return load(job.run_directory.path)
+
+
+def _text(value: Any) -> str:
+    """A value as a flag states it."""
+    if value is None:
+        return "none"
+    return os.fspath(value) if isinstance(value, (str, os.PathLike)) else json.dumps(value)
 
 
 def _full_name(name: str) -> str:

@@ -16,7 +16,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict, load_config, to_dict
 from torchditan.config.options import Config, Model, Training
 from torchditan.diffusion.samplers import Euler
-from torchditan.registry import OPTIMIZERS, SAMPLERS, resolve
+from torchditan.registry import OPTIMIZERS, SAMPLERS, installed_plug_ins, resolve
 from torchditan.run.reading import read_metrics
 
 HERE = __name__
@@ -56,7 +56,7 @@ def test_options_follow_the_name() -> None:
     [
         ("no_such_lab:Mine", ["No module named 'no_such_lab'", "module:name"]),
         (f"{HERE}:Missing", ["Missing", "module:name"]),
-        (f"{HERE}:three", ["function", "torchditan.diffusion.samplers.Sampler"]),
+        (f"{HERE}:three", ["torchditan.diffusion.samplers.Sampler"]),
         (f"{HERE}:Config", ["torchditan.diffusion.samplers.Sampler"]),
         ("eulr", ["euler?"]),
         (f"{HERE}:Mine strength", ["key=value"]),
@@ -77,6 +77,7 @@ def test_an_installed_plug_in_has_a_name(monkeypatch: pytest.MonkeyPatch) -> Non
         return [EntryPoint("mine", f"{HERE}:Mine", group)] if group == "torchditan.samplers" else []
 
     monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
+    monkeypatch.setattr("torchditan.registry.installed_plug_ins", installed_plug_ins.__wrapped__)  # without its cache
     assert load_config(["--sampling.sampler=mine strength=2"]).sampling.sampler == "mine strength=2"
     assert resolve(SAMPLERS, "sampling.sampler", "mine")[0] is Mine
     with refused('optimizer.name = "mine"', "AdamW"):

@@ -14,12 +14,12 @@ from torchditan.models.dit import DiT, DiTConfig
 from torchditan.optim.divergence import DivergenceError, DivergenceGuard
 from torchditan.optim.ema import EMA
 from torchditan.optim.optimizers import build_optimizer, clip_grad_norm, parameters_without_decay
-from torchditan.optim.schedules import learning_rate
+from torchditan.optim.schedules import build_schedule
 
 
 def rates(schedule: str, **options: float | str) -> list[float]:
     config = LRScheduler(schedule=schedule, **options)
-    return [learning_rate(step, steps=100, peak=2.0, config=config) for step in range(1, 101)]
+    return [build_schedule(config).rate(step, steps=100, peak=2.0) for step in range(1, 101)]
 
 
 def test_warmup_is_linear_and_reaches_the_peak() -> None:
@@ -32,7 +32,7 @@ def test_decays_fall_from_the_peak_to_their_floor(schedule: str) -> None:
     curve = rates(schedule, warmup_steps=10, min_lr_factor=0.1)
     assert max(curve) == 2.0
     config = LRScheduler(schedule=schedule, warmup_steps=10, min_lr_factor=0.1)
-    assert learning_rate(101, steps=100, peak=2.0, config=config) == pytest.approx(0.2)
+    assert build_schedule(config).rate(101, steps=100, peak=2.0) == pytest.approx(0.2)
     assert curve[9:] == sorted(curve[9:], reverse=True)
 
 
@@ -41,7 +41,7 @@ def test_the_last_step_of_a_decay_still_learns(schedule: str) -> None:
     curve = rates(schedule, warmup_steps=10)
     assert 0 < curve[-1] < curve[-2] < curve[50] <= max(curve) == 2.0
     config = LRScheduler(schedule=schedule, warmup_steps=10)
-    assert learning_rate(101, steps=100, peak=2.0, config=config) == 0
+    assert build_schedule(config).rate(101, steps=100, peak=2.0) == 0
 
 
 def test_decays_pass_through_their_closed_forms() -> None:

@@ -66,7 +66,7 @@ def training_commands(page: Path) -> list[list[str]]:
         command = re.match(r"\s*(?:[A-Z_]+=|python |torchrun |pip )[^`]*(?:train\.py|launch\.sh) ([^`]+)$", line)
         if command and "..." not in line:
             commands.append(shlex.split(command[1], comments=True))
-    missing = ("--help", "my_finetune.toml", "continue.toml")  # the last two are files that the reader makes
+    missing = ("--help", "my_finetune.toml", "continue.toml", "my_lab.midpoint:Midpoint")  # files that the reader makes
     return [flags for flags in commands if not any(flag.endswith(missing) for flag in flags)]
 
 

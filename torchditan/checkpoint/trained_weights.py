@@ -52,17 +52,20 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     raise ConfigError(f"no checkpoint can be used: {'; '.join(damages)}{others}")
 
 
-def load_weights(model: nn.Module, checkpoint: Path, *, ema: bool, only_trained: bool = False) -> None:
+def load_weights(
+    model: nn.Module, checkpoint: Path, *, ema: bool, only_trained: bool = False, are_initial: bool = False
+) -> None:
     """Load the weights of a checkpoint, averaged or raw, into a model, in place and in one process.
 
     Args:
         only_trained: the checkpoint contains only the weights of a LoRA.
+        are_initial: a new run starts from them, so that new embedders may be missing.
 
     Raises:
         ConfigError: the checkpoint lacks these weights, or they do not match the model.
     """
     weights = saved_weights(model, only_trained=only_trained)
-    required = required_names(model, only_trained=only_trained)
+    required = required_names(model, only_trained=only_trained, are_initial=are_initial)
     try:
         reader = CheckpointReader(checkpoint)
         keys = checkpoint_keys(reader.read_metadata().state_dict_metadata, ema=ema)

@@ -28,7 +28,10 @@ from torchditan.registry import (
     OPTIMIZERS,
     SAMPLERS,
     SCHEDULES,
+    build,
+    check_options,
     entry_name,
+    overrides,
     registered,
     resolve,
 )
@@ -133,9 +136,9 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
 
 
 def validate(config: Config) -> None:
-    """Check all rules that depend only on the options. Other modules check data, ranks and devices."""
+    """Check all rules of a stored configuration that depend only on the options. Parts of training are not opened."""
     validate_values(config)
-    validate_parts(config)
+    validate_parts(config, is_training=False)
 
 
 def validate_values(config: Config) -> None:
@@ -155,8 +158,12 @@ def validate_values(config: Config) -> None:
     _validate_activation_checkpoint(config)
 
 
-def validate_parts(config: Config) -> None:
-    """The rules of a published model's family, of the objective, and of other parts whose files import torch."""
+def validate_parts(config: Config, *, is_training: bool = True) -> None:
+    """The rules of a published model's family, of the objective, and of other parts whose files import torch.
+
+    Args:
+        is_training: also those of parts that only training uses.
+    """
     name, family = config.model.name, _family(config)
     if family is not None:
         _check_flavor(config.model.flavor, family.flavors, whose=f" for {name}")
@@ -164,6 +171,8 @@ def validate_parts(config: Config) -> None:
     _refuse_without_effect(config, _WITHOUT_EFFECT_IN_FAMILY)
     _validate_plug_ins(config)
     _validate_objective(config)
+    if is_training:
+        validate_training_parts(config)
 
 
 def _validate_model(config: Config) -> None:
@@ -411,16 +420,26 @@ def _validate_activation_checkpoint(config: Config) -> None:
         raise option_error("activation_checkpoint.selective_ac_option", option, right)
 
 
+def validate_training_parts(config: Config) -> None:
+    """The rules of parts that only training uses: optimizer, schedule, meters. Their files import torch."""
+    option = "optimizer.name"
+    found, options = resolve(OPTIMIZERS, option, config.optimizer.name)
+    check_options(found, option, config.optimizer.name, num_arguments=1, options=options)
+    option = "lr_scheduler.schedule"
+    kind, options = resolve(SCHEDULES, option, config.lr_scheduler.schedule)
+    schedule = build(kind, option, config.lr_scheduler.schedule, config.lr_scheduler, **options)
+    for step in (1, config.lr_scheduler.warmup_steps + 1, config.training.steps):
+        schedule.rate(step, steps=config.training.steps)  # refuses what is not a rate
+    for text in config.metrics.meters:
+        meter, options = resolve(METERS, "metrics.meters", text)
+        check_options(meter, "metrics.meters", text, num_arguments=1, options=options)
+
+
 def _validate_plug_ins(config: Config) -> None:
     """Import the user's own classes and functions, and check what they are."""
-    if config.optimizer.name not in OPTIMIZERS:
-        resolve(OPTIMIZERS, "optimizer.name", config.optimizer.name)
     if config.model.name not in MODELS:
         resolve(ARCHITECTURES, "model.name", config.model.name)
     resolve(BLOCKS, "model.block", config.model.block)
-    resolve(SCHEDULES, "lr_scheduler.schedule", config.lr_scheduler.schedule)
-    for text in config.metrics.meters:
-        resolve(METERS, "metrics.meters", text)
 
 
 def _validate_objective(config: Config) -> None:
@@ -432,16 +451,25 @@ def _validate_objective(config: Config) -> None:
         right = f"{config.diffusion.objective} uses the EMA model as its teacher; must be true"
         raise option_error("ema.enable", False, right)
     method = objective.sampler_method
-    sampler, _ = resolve(SAMPLERS, "sampling.sampler", config.sampling.sampler)
-    if not _overrides(sampler, method):
-        able = [name for name in SAMPLERS if _overrides(registered(SAMPLERS, name), method)]
+    sampler, given = resolve(SAMPLERS, "sampling.sampler", config.sampling.sampler)
+    build(sampler, "sampling.sampler", config.sampling.sampler, **given)
+    base = pkgutil.resolve_name(str(SAMPLERS.base))
+    if not hasattr(base, method):
+        right = f"has sampler_method {method}, which no sampler has; must be flow or levels"
+        raise option_error("diffusion.objective", config.diffusion.objective, right)
+    if not overrides(sampler, method, base):
+        able = [name for name in SAMPLERS if overrides(registered(SAMPLERS, name), method, base)]
         right = f"does not work with {config.diffusion.objective}; must be {', '.join(able)}"
         raise option_error("sampling.sampler", config.sampling.sampler, right)
     _raise_first(config, objective.option_mistakes(config, changed))
-    owner = config.diffusion.objective if _overrides(objective, "loss") else None  # of the loss
+    first = pkgutil.resolve_name(str(OBJECTIVES.base))
+    if not overrides(objective, "loss", first) and not overrides(objective, "error", first):
+        right = "has neither error nor loss; must have one of them"
+        raise option_error("diffusion.objective", config.diffusion.objective, right)
+    owner = config.diffusion.objective if overrides(objective, "loss", first) else None  # of the loss
     for text in config.diffusion.ingredients:
         ingredient, _ = resolve(INGREDIENTS, "diffusion.ingredients", text)
-        has_loss = _overrides(ingredient, "loss")
+        has_loss = overrides(ingredient, "loss", first)
         if owner == config.diffusion.objective or (owner and has_loss):
             right = f"{owner} has a loss of its own, which {entry_name(text)} cannot change; leave one of them out"
             raise option_error("diffusion.ingredients", config.diffusion.ingredients, right)
@@ -452,12 +480,6 @@ def _validate_objective(config: Config) -> None:
         _raise_first(config, ingredient.mistakes(config, objective))
     if config.training.context_parallel_degree > 1:
         _raise_first(config, pkgutil.resolve_name(CONTEXT_PARALLEL).option_mistakes(config))
-
-
-def _overrides(kind: type, method: str) -> bool:
-    """Whether a class has another method than the class of this package that first defines it."""
-    first = next(parent for parent in reversed(kind.__mro__) if method in vars(parent))
-    return getattr(kind, method) is not vars(first)[method]
 
 
 def _raise_first(config: Config, mistakes: Iterable[tuple[str, str]]) -> None:

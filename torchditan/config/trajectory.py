@@ -15,7 +15,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +71,14 @@ def trajectory(config: Config) -> dict[str, Any]:
     """The options that must agree for two commands to continue one run. Requires a completed configuration."""
     values = flatten(config)
     found = {option: values[option] for option in TRAJECTORY_KEYS}
-    found |= {f"plug_in.{place}": _source_hash(place) for option in _PLUG_INS for place in _plug_ins(found[option])}
+    found |= {f"{_FILE}{place}": _source_hash(place) for option in _PLUG_INS for place in _plug_ins(found[option])}
     if not config.autoencoder.online:  # these only open the decoder, whose fingerprint is compared
         del found["autoencoder.name"], found["autoencoder.dtype"]
     return _left_open(found)
 
 
+_FILE = "plug_in."
+"""Start of the keys with the hash of the file of a part."""
 _PLUG_INS = (
     "dataset.dataset_name",
     "diffusion.objective",
@@ -96,30 +97,50 @@ def _plug_ins(value: Any) -> list[str]:
     return sorted({place for text in texts if ":" in (place := entry_name(str(text)))})
 
 
-_MORE_PLUG_INS = ("autoencoder.name", "evaluation.metrics", "metrics.meters", "sampling.sampler", "text_encoder.name")
+_OPENED = (
+    *("autoencoder.name", "dataset.dataset_name", "diffusion.objective", "diffusion.ingredients"),
+    *("evaluation.metrics", "model.block", "model.name", "sampling.sampler", "text_encoder.name"),
+)
+"""Options whose parts a stored run opens to draw and evaluate."""
 
 
 def refuse_untrusted_plug_ins(values: Mapping[str, Any]) -> None:
-    """Refuse stored options that name code which the user did not put on the Python path.
+    """Refuse stored options that name code in the current folder, which may have come with a stranger's run.
 
-    A run of a stranger must not make Python import a file that came with it. Modules count if they are imported
-    already, installed, next to the script, or in PYTHONPATH. The current folder alone does not count.
+    Installed modules count, and those that are imported already, in PYTHONPATH, or next to the running script.
 
     Args:
         values: stored options by full name.
+
+    Raises:
+        ConfigError: a module would be read from the current folder.
     """
-    right = "is code outside of TorchDiTan; if you trust it, import it first, or add its folder to PYTHONPATH"
-    for option in (*_PLUG_INS, *_MORE_PLUG_INS):
+    right = "names code in this folder; if you trust it, import it first, or add the folder to PYTHONPATH"
+    for option in _OPENED:
         for place in _plug_ins(values.get(option)):
-            package = place.partition(":")[0].partition(".")[0]
-            if package not in sys.modules and PathFinder.find_spec(package, _trusted_path()) is None:
+            module = place.partition(":")[0]
+            if module not in sys.modules and _is_in_current_folder(module.partition(".")[0]):
                 raise option_error(option, values[option], right)
 
 
-def _trusted_path() -> list[str]:
-    here, chosen = os.getcwd(), os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    is_chosen = any(part and os.path.abspath(part) == here for part in chosen)
-    return [part for part in sys.path if part and (is_chosen or os.path.abspath(part) != here)]
+def _is_in_current_folder(package: str) -> bool:
+    """Whether Python would read this package, or a part of it, from the current folder. Nothing is imported."""
+    here = Path.cwd()
+    chosen = [Path(part).absolute() for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is None and getattr(main, "__file__", None):  # a script
+        chosen.append(Path(str(main.__file__)).absolute().parent)
+    if here in chosen:
+        return False
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    if spec is None:
+        return False
+    locations = spec.submodule_search_locations
+    files = [*locations] if locations is not None else [spec.origin]
+    return any(file is not None and Path(file).absolute().parent == here for file in files)
 
 
 def _source_hash(place: str) -> str | None:
@@ -158,11 +179,16 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     stored = _left_open(stored)
     absent = "absent"
     unknown = [key for key in _UNKNOWN_IF_NONE if stored.get(key, absent) is None]
+    changed = [
+        f"the file of {key.removeprefix(_FILE)} was changed since the run began"
+        for key in given.keys() & stored.keys()
+        if key.startswith(_FILE) and stored[key] != given[key]
+    ]
     return [
         f"{key} is {stored.get(key, absent)} there and {given.get(key, absent)} here"
         for key in [*given, *(stored.keys() - given.keys())]
-        if key not in unknown and stored.get(key, absent) != given.get(key, absent)
-    ]
+        if key not in unknown and not key.startswith(_FILE) and stored.get(key, absent) != given.get(key, absent)
+    ] + changed
 
 
 def values_of_older_run(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

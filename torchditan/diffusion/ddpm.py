@@ -50,6 +50,7 @@ class DDPM(Objective):
     """The model predicts the noise, v or x of a sample at a uniformly drawn level, and optionally a variance."""
 
     sampler_method: ClassVar[str] = "levels"
+    clips_pixels: ClassVar[bool] = True
 
     conditioning: Conditioning
     label_dropout: float

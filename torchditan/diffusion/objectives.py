@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from torchditan.config.errors import option_error
-from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Kind, Randomness
-from torchditan.registry import INGREDIENTS, OBJECTIVES, build, registered, resolve
+from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, RESERVED_NUMBERS, Kind, Randomness
+from torchditan.registry import INGREDIENTS, OBJECTIVES, build, objective_kinds, resolve
 
 if TYPE_CHECKING:
     from torchditan.config.options import Config, Diffusion, Sampling
@@ -49,11 +49,15 @@ class Objective:
     dataclass with `build`, `inputs`, `error` and `sample`. Everything else has a default.
     """
 
+    REQUIRED: ClassVar[tuple[str, ...]] = ("build", "inputs", "sample")
+    """Methods that a subclass has to define, besides `error` or `loss`."""
     uses_teacher: ClassVar[bool] = False
     """If true, `loss` gets the EMA model before the step's update as `teacher`. Call it like the model; it computes
     without gradients."""
     sampler_method: ClassVar[str] = "flow"
     """The method of `diffusion.samplers.Sampler` that `sample` calls: `sampling.sampler` must have it."""
+    clips_pixels: ClassVar[bool] = False
+    """Whether `sampling.clip_sample` is on by default for runs that train on pixels."""
     batch_multiple: ClassVar[int] = 1
     """`training.batch_size` must be a multiple. A micro-batch then starts at a multiple of it in the stream."""
 
@@ -170,10 +174,13 @@ class Ingredient(Objective):
 
     Its further fields are its options: `diffusion.ingredients = ["contrastive weight=0.1"]` sets `weight`. A class
     method `around(base, spec, ...)` builds it instead, if it needs the model. An ingredient overrides `error`, or
-    `loss` in terms of `base.inputs` and `base.error`; only one ingredient of a run may override `loss`.
+    `loss` in terms of `base.inputs` and `base.error`; only one ingredient of a run may override `loss`. Its `build`,
+    `option_mistakes` and `sampler_method` are not used: those of the root objective are.
     """
 
     base: Objective
+
+    REQUIRED: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def mistakes(cls, config: Config, objective: type[Objective]) -> Iterable[tuple[str, str]]:
@@ -238,21 +245,34 @@ def build_objective(config: Diffusion, spec: ModelSpec) -> Objective:
             objective = build(ingredient.around, option, text, objective, spec, **options)
         else:
             objective = build(ingredient, option, text, objective, **options)
-    known = (*spec.features, *objective.heads)
-    if unknown := [name for name in objective.features if name not in known]:
-        has = f"has {spec.features[0]} to {spec.features[-1]}" if spec.features else "has none"
-        right = f"asks for the features {', '.join(unknown)}, and {spec.name} {spec.flavor} {has}"
-        raise option_error("diffusion.objective", config.objective, right)
-    if objective.heads and not spec.can_have_heads:
-        right = f"needs heads on the model, which {spec.name} cannot have; must be another objective"
-        raise option_error("diffusion.objective", config.objective, right)
-    if objective.heads and not spec.can_have_heads:
-        right = f"needs heads on the model, which {spec.name} cannot have; must be another objective"
-        raise option_error("diffusion.objective", config.objective, right)
-    if missing := [name for name in kind.scalars(config) if name not in spec.scalars]:
-        right = f"gives the model {', '.join(missing)}, which {spec.name} cannot embed; must be another objective"
-        raise option_error("diffusion.objective", config.objective, right)
+    _check_needs(objective, config, spec)
     return objective
+
+
+def _check_needs(objective: Objective, config: Diffusion, spec: ModelSpec) -> None:
+    """Check what the objective and its ingredients declare against the model and the package's own numbers."""
+    option, value = "diffusion.objective", config.objective
+    if config.ingredients:
+        option, value = "diffusion.ingredients", ", ".join(config.ingredients)
+    model, known = f"{spec.name} {spec.flavor}", (*spec.features, *objective.heads)
+    if objective.heads and not spec.can_have_heads:
+        raise option_error(option, value, f"needs heads on the model, which {model} cannot have; leave it out")
+    if unknown := [name for name in (*objective.features, *_read_by(objective.heads)) if name not in known]:
+        has = f"has {spec.features[0]} to {spec.features[-1]}" if spec.features else "has none"
+        raise option_error(option, value, f"asks for the features {', '.join(unknown)}, and {model} {has}")
+    scalars = [name for kind in objective_kinds(config.objective, config.ingredients) for name in kind.scalars(config)]
+    if missing := [name for name in scalars if name not in spec.scalars]:
+        raise option_error(option, value, f"gives the model {', '.join(missing)}, which {model} cannot embed")
+    for name, kind in objective.numbers.items():
+        if name in RESERVED_NUMBERS:
+            right = f"declares the number {name}, which the package draws itself; must have another name"
+            raise option_error(option, value, right)
+        if kind not in ("uniform", "normal"):
+            raise option_error(option, value, f"declares {name} as {kind}; must be uniform or normal")
+
+
+def _read_by(heads: Mapping[str, Head]) -> list[str]:
+    return [head.feature for head in heads.values()]
 
 
 def validation_objective(config: Diffusion, spec: ModelSpec) -> Objective:
@@ -270,14 +290,12 @@ def uniform_objective(config: Diffusion, spec: ModelSpec) -> Objective:
 
 def batch_multiple(config: Diffusion) -> int:
     """`training.batch_size` must be a multiple of this for the objective and its ingredients."""
-    kinds = [registered(OBJECTIVES, config.objective), *(registered(INGREDIENTS, text) for text in config.ingredients)]
-    return math.lcm(*(kind.batch_multiple for kind in kinds))
+    return math.lcm(*(kind.batch_multiple for kind in objective_kinds(config.objective, config.ingredients)))
 
 
 def uses_teacher(config: Diffusion) -> bool:
     """Whether the objective, or one of its ingredients, calls the EMA model."""
-    kinds = [registered(OBJECTIVES, config.objective), *(registered(INGREDIENTS, text) for text in config.ingredients)]
-    return any(kind.uses_teacher for kind in kinds)
+    return any(kind.uses_teacher for kind in objective_kinds(config.objective, config.ingredients))
 
 
 def split(losses: torch.Tensor | Losses) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -70,9 +70,10 @@ class Contrastive(Ingredient):
         assert isinstance(root, FlowMatching), "mistakes refuses others"
         if not prediction.requires_grad or len(prediction) % 2:  # a single sample is one of the FLOP counter
             return error
-        predicted = root.velocity(prediction.float(), inputs.x_t, wide(inputs.t, inputs.x_t))
+        t = root.model_time(inputs.t)
+        predicted = root.velocity(prediction.float(), inputs.x_t, wide(t, inputs.x_t))
         negative = (batch["sample"] - randomness.noise).unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
         distance = self.weight * (predicted - negative).square().flatten(1).mean(1)
         if root.min_snr_gamma is not None:
-            distance = distance * root.weight(inputs.t)
+            distance = distance * root.weight(t)
         return error + (distance.detach() - distance)

@@ -121,10 +121,10 @@ class SelfAlignment(Ingredient):
         inputs = self.base.inputs(batch, randomness)
         prediction, found = model(*inputs, features=[HEAD])
         losses = self.base.error(prediction, inputs, batch, randomness)
-        t = self.teacher_time(inputs.t, randomness["alignment"])  # (B,)
+        t = self.teacher_time(self.base.model_time(inputs.t), randomness["alignment"])  # (B,)
         x, t_wide = batch["sample"], wide(t, batch["sample"])
         x_t = (1 - t_wide) * randomness.noise + t_wide * x
-        _, targets = teacher(x_t, t, inputs.cond, features=[self.teacher])
+        _, targets = teacher(x_t, self.base.model_time(t), inputs.cond, features=[self.teacher])
         cosine = cosine_similarity(found[HEAD].float(), targets[self.teacher].detach().float(), dim=-1)  # (B, N)
         distance = (1 - cosine).mean(1)
         return Losses(losses + self.weight * distance, {"loss": losses.detach(), "alignment_loss": distance.detach()})

@@ -26,8 +26,8 @@ from torchditan.diffusion.timesteps import shift_of_dimension
 from torchditan.distributed.process_group import Rank
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
-from torchditan.optim.schedules import learning_rate
-from torchditan.registry import FAMILIES, TUNE_BATCH_SIZE
+from torchditan.optim.schedules import build_schedule
+from torchditan.registry import FAMILIES, OBJECTIVES, TUNE_BATCH_SIZE, registered
 from torchditan.run.reading import read_config
 
 
@@ -86,8 +86,8 @@ def complete(
     config = complete_batches(config, rank)
     spec = model_spec_of(config, sample_shape=space.sample_shape, num_classes=len(dataset.class_names))
     config = config.fill_in({"diffusion.timestep_shift": timestep_shift_of(config.diffusion, spec)})
-    is_own_ddpm = config.diffusion.objective == "ddpm" and config.model.name not in FAMILIES
-    if is_own_ddpm and config.autoencoder.name is None:  # pixels
+    clips = registered(OBJECTIVES, config.diffusion.objective).clips_pixels and config.model.name not in FAMILIES
+    if clips and config.autoencoder.name is None:
         config = config.fill_in({"sampling.clip_sample": True})
     return config, spec
 
@@ -164,10 +164,10 @@ def text_sizes_of(dataset: ImageDataset, config: Config) -> dict[str, int | None
 
 
 def check_steps(config: Config, run: StoredRun) -> None:
-    """Allow a different number of steps only if completed steps have the same learning rates and dropped tokens.
+    """Allow a different number of steps only if completed steps have the same learning rates.
 
     Raises:
-        ConfigError: the schedule decays over all steps, the decay of wsd has started, or token dropping has ended.
+        ConfigError: the schedule gives finished steps another learning rate.
     """
     steps = config.training.steps
     before = run.options.get("training.steps")
@@ -195,12 +195,12 @@ def check_steps(config: Config, run: StoredRun) -> None:
 def _what_other_steps_change(config: Config, before: int, done: int) -> str | None:
     """What `training.steps`, in place of `before`, changes in the steps that are done; None if nothing."""
     steps, scheduler = config.training.steps, config.lr_scheduler
-    rates = [learning_rate(done, steps=total, peak=1.0, config=scheduler) for total in (before, steps)]
-    if rates[0] == rates[1]:
+    schedule = build_schedule(scheduler)
+    finished = range(1, done + 1)
+    first = next((n for n in finished if schedule.rate(n, steps=before) != schedule.rate(n, steps=steps)), None)
+    if first is None:
         return None
-    if scheduler.schedule == "wsd":
-        return f"the decay of wsd began after step {round(before * (1 - scheduler.decay_ratio))}, this run is at {done}"
-    return f"the {scheduler.schedule} schedule decays over all steps"
+    return f"that changes the learning rates of {scheduler.schedule} from step {first} on; this run is at {done}"
 
 
 def keep_global_batch_size(config: Config, run: StoredRun, *, world_size: int) -> Config:

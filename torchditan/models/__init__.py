@@ -32,7 +32,7 @@ from torchditan.models.spec import (
     TextEmbeddings,
     Unconditional,
 )
-from torchditan.registry import ARCHITECTURES, BLOCKS, OBJECTIVES, registered
+from torchditan.registry import ARCHITECTURES, BLOCKS, FAMILIES, objective_kinds, registered
 
 __all__ = [
     "ClassLabels",
@@ -187,7 +187,7 @@ def build_model_spec(
     if config.input_channels not in (None, sample_shape[0]):
         right = f"samples have {sample_shape[0]} channel(s); leave it out"
         raise option_error("model.input_channels", config.input_channels, right)
-    if config.name not in ARCHITECTURES:
+    if config.name in FAMILIES:
         return pkgutil.resolve_name(PUBLISHED)(
             config,
             sample_shape=sample_shape,
@@ -204,8 +204,18 @@ def build_model_spec(
         raise option_error("model.patch_size", config.patch_size, right)
     build = registered(ARCHITECTURES, config.name)
     needed = {"scalars": scalars} if scalars else {}  # an architecture without is refused by `build_objective`
-    spec: ModelSpec = build(config, sample_shape=sample_shape, num_classes=num_classes, **needed)
+    spec = build(config, sample_shape=sample_shape, num_classes=num_classes, **needed)
+    if not isinstance(spec, ModelSpec):
+        raise option_error("model.name", config.name, f"returns a {type(spec).__name__}; must return a ModelSpec")
     return spec
+
+
+def scalars_of(config: torchditan.config.options.Diffusion) -> dict[str, float]:
+    """The scalar conditions of the objective and its ingredients: name -> factor in the embedding."""
+    found: dict[str, float] = {}
+    for kind in objective_kinds(config.objective, config.ingredients):
+        found |= kind.scalars(config)
+    return found
 
 
 def model_spec_of(
@@ -216,7 +226,7 @@ def model_spec_of(
         config.model,
         sample_shape=sample_shape,
         num_classes=num_classes,
-        scalars=registered(OBJECTIVES, config.diffusion.objective).scalars(config.diffusion),
+        scalars=scalars_of(config.diffusion),
         lora=config.lora,
         quantize=config.quantize,
         text_length=config.text_encoder.max_length,

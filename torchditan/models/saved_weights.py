@@ -47,9 +47,10 @@ def saved_parameters(model: nn.Module, *, only_trained: bool = False) -> dict[st
     return {name: tensor for name, tensor in saved.items() if isinstance(tensor, nn.Parameter)}
 
 
-def required_names(model: nn.Module, *, only_trained: bool = False) -> set[str]:
-    """Names of the weights that a source of initial weights must contain."""
-    return {name for name in saved_parameters(model, only_trained=only_trained) if not name.startswith(OPTIONAL)}
+def required_names(model: nn.Module, *, only_trained: bool = False, are_initial: bool = False) -> set[str]:
+    """Names of the weights that a source must contain. Initial weights may lack more (`OPTIONAL`)."""
+    optional = OPTIONAL if are_initial else TRAINING_ONLY
+    return {name for name in saved_parameters(model, only_trained=only_trained) if not name.startswith(optional)}
 
 
 def keys_under(prefix: str, entries: Iterable[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -27,6 +28,8 @@ class Meter:
         model: the model that trains.
     """
 
+    REQUIRED: ClassVar[tuple[str, ...]] = ("read",)
+
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -42,7 +45,10 @@ class Meter:
 
 
 class UpdateNorm(Meter):
-    """`update_norm`, the norm of the change of all weights, and `weight_norm`, that of the weights before it."""
+    """`update_norm`, the norm of the change of all weights, and `weight_norm`, that of the weights before it.
+
+    In logged steps it needs 8 bytes more per local parameter during the update, which the planner does not count.
+    """
 
     @torch.no_grad()
     def before_update(self) -> None:
@@ -71,6 +77,8 @@ def measuring(meters: Sequence[Meter]) -> Iterator[None]:
     """Context manager around the optimizer's step."""
     for meter in meters:
         meter.before_update()
-    yield
-    for meter in meters:
-        meter.after_update()
+    try:
+        yield
+    finally:  # also if the step diverged: a meter may hold copies of all weights
+        for meter in meters:
+            meter.after_update()

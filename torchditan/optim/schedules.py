@@ -4,27 +4,41 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import ClassVar
 
+from torchditan.config.errors import option_error
 from torchditan.config.options import LRScheduler
 from torchditan.registry import SCHEDULES, build, resolve
 
 
 class Schedule:
-    """What follows the linear warmup. Options after its name are further parameters of the constructor.
+    """Linear warmup, then `factor`. Options after its name are further parameters of the constructor.
 
     Args:
         config: the `[lr_scheduler]` options.
     """
 
+    REQUIRED: ClassVar[tuple[str, ...]] = ("factor",)
+
     def __init__(self, config: LRScheduler) -> None:
         self.config = config
+
+    def rate(self, step: int, *, steps: int, peak: float = 1.0) -> float:
+        """Learning rate of a step, counted from 1, for a peak after the warmup."""
+        warmup, least = self.config.warmup_steps, self.config.min_lr_factor
+        if step <= warmup:
+            return peak * step / warmup
+        factor = self.factor(step, steps=steps)
+        if not isinstance(factor, (int, float)) or not 0 <= factor <= 1:
+            right = f"its factor at step {step} is {factor}; must be a number between 0 and 1"
+            raise option_error("lr_scheduler.schedule", self.config.schedule, right)
+        return peak * (least + (1 - least) * factor)
 
     def factor(self, step: int, *, steps: int) -> float:
         """Learning rate as a fraction between `min_lr_factor` (0) and the peak (1).
 
         Args:
-            step: counted from 1, after the warmup.
+            step: of the run, counted from 1. It is only asked for after the warmup.
             steps: `training.steps`.
         """
         raise NotImplementedError
@@ -61,19 +75,9 @@ class WarmupStableDecay(Schedule):
         return 1 - self.progress(step, steps=steps, start=start)
 
 
-def learning_rate(step: int, *, steps: int, peak: float, config: LRScheduler) -> float:
-    """Learning rate of a step.
-
-    Args:
-        step: 1 for the first optimizer step.
-        steps: steps of the whole run.
-        peak: learning rate after warmup.
-        config: linear warmup over `warmup_steps`, then the schedule.
-    """
-    if step <= config.warmup_steps:
-        return peak * step / config.warmup_steps
-    kind: Any
-    kind, options = resolve(SCHEDULES, "lr_scheduler.schedule", config.schedule)
-    schedule: Schedule = build(kind, "lr_scheduler.schedule", config.schedule, config, **options)
-    factor = schedule.factor(step, steps=steps)
-    return peak * (config.min_lr_factor + (1 - config.min_lr_factor) * factor)
+def build_schedule(config: LRScheduler) -> Schedule:
+    """The schedule of `lr_scheduler.schedule`, with the options after its name."""
+    option = "lr_scheduler.schedule"
+    kind, options = resolve(SCHEDULES, option, config.schedule)
+    schedule: Schedule = build(kind, option, config.schedule, config, **options)
+    return schedule

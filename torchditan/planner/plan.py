@@ -365,7 +365,8 @@ class TracedModel:
     def batch_bytes(self, batch_size: int) -> float:
         """Bytes of samples and noise in float32, and of the condition. Other inputs are negligible."""
         condition = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.spec.conditioning.tensors.values())
-        return batch_size * (2 * 4 * math.prod(self.spec.sample_shape) + condition + 16)
+        num_normal = sum(kind == "normal" for kind in self.objective.numbers.values())
+        return batch_size * ((1 + num_normal) * 4 * math.prod(self.spec.sample_shape) + condition + 16)
 
     def traces(self, config: Config) -> list[StepTrace]:
         """The trace of each block, with the checkpointing that apply_activation_checkpoint chooses for it."""

@@ -61,18 +61,19 @@ def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
     differing = _other_options(stored, config)
     try:
         refuse_unknown_convention(stored, config)
-        refuse_other_model(model, stored, differing)
+        refuse_other_model(model, stored, differing, are_initial=True)
         if stored.path.is_dir():
-            load_weights(model, stored.path, ema=stored.weights == "ema")
+            load_weights(model, stored.path, ema=stored.weights == "ema", are_initial=True)
         else:
-            _fill_from_file(model, stored.path)
+            _fill_from_file(model, stored.path, are_initial=True)
     except ConfigError as error:
         right = str(error).removeprefix(f"{Path(path)} ")
         mistake = option_error("checkpoint.initial_load_path", path, right)
     _raise_on_all_ranks(mistake)  # a rank may be the only one that reads a damaged tensor
     step = "" if stored.step is None else f", step {stored.step} ({stored.weights})"
-    new = sorted({".".join(name.split(".")[:2]) for name in saved_weights(model).keys() - stored.shapes.keys()})
-    fresh = [f"new {', '.join(new)}"] if new and new[0].startswith(OPTIONAL) else []
+    missing = [name for name in saved_weights(model).keys() - stored.shapes.keys() if name.startswith(OPTIONAL)]
+    new = sorted({".".join(name.split(".")[:2]) for name in missing})
+    fresh = [f"new {', '.join(new)}"] if new else []
     return "; ".join([f"weights of {path}{step}", *fresh, *differing])
 
 
@@ -138,10 +139,15 @@ def refuse_unknown_convention(stored: StoredWeights, config: Config) -> None:
 
 
 def refuse_other_model(
-    model: nn.Module, stored: StoredWeights, differing_options: list[str], *, only_trained: bool = False
+    model: nn.Module,
+    stored: StoredWeights,
+    differing_options: list[str],
+    *,
+    only_trained: bool = False,
+    are_initial: bool = False,
 ) -> None:
     """Refuse weights whose names and shapes differ from the model's; only buffers may be missing."""
-    required = required_names(model, only_trained=only_trained)
+    required = required_names(model, only_trained=only_trained, are_initial=are_initial)
     expected = {
         name: tuple(tensor.shape)
         for name, tensor in saved_weights(model).items()
@@ -174,8 +180,8 @@ def _model_options(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _fill_from_file(model: nn.Module, path: Path, *, only_trained: bool = False) -> None:
-    required = required_names(model, only_trained=only_trained)
+def _fill_from_file(model: nn.Module, path: Path, *, only_trained: bool = False, are_initial: bool = False) -> None:
+    required = required_names(model, only_trained=only_trained, are_initial=are_initial)
     for name, tensor in saved_weights(model, only_trained=only_trained).items():
         # Reopened for each tensor: pages of a memory map that were read count as memory of the process.
         with open_file(path) as file:
