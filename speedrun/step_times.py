@@ -6,8 +6,7 @@ Notable:
 - the entries take turns: 30 steps of the baseline, 30 of the entry, and again. A drift of the machine affects both;
 - each has its own process, which waits without using the processor while the other one trains;
 - the ratio is the median over the turns. It is not reported if their interquartile range exceeds 20% of it;
-- a step is the whole step of the trainer: data, loss, backward, clipping, optimizer and averages;
-- with token dropping, the measured steps all drop tokens, although the last part of a training does not.
+- a step is the whole step of the trainer: data, loss, backward, clipping, optimizer and averages.
 """
 
 from __future__ import annotations

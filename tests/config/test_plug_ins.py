@@ -14,9 +14,13 @@ from refusals import refused
 import torchditan
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict, load_config, to_dict
-from torchditan.config.options import Config, Model, Training
-from torchditan.diffusion.samplers import Euler
-from torchditan.registry import OPTIMIZERS, SAMPLERS, installed_plug_ins, resolve
+from torchditan.config.options import Config, LRScheduler, Model, Training
+from torchditan.diffusion.objectives import Objective
+from torchditan.diffusion.samplers import Euler, Sampler
+from torchditan.models import ModelSpec, build_model_spec
+from torchditan.optim.meters import Meter
+from torchditan.optim.schedules import Schedule
+from torchditan.registry import ARCHITECTURES, OPTIMIZERS, SAMPLERS, installed_plug_ins, registered, resolve
 from torchditan.run.reading import read_metrics
 
 HERE = __name__
@@ -125,3 +129,107 @@ def test_a_stored_configuration_imports_no_file_of_the_current_folder(
     assert not (tmp_path / "executed").exists() and "evil_lab" not in sys.modules
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # the user's doing
     assert from_dict(stored) is not None
+
+
+class NoFlow(Sampler):
+    """Lacks the method of its objective."""
+
+
+class NoFactor(Schedule):
+    pass
+
+
+class TooHigh(Schedule):
+    def __init__(self, config: LRScheduler, height: float = 1.0) -> None:
+        super().__init__(config)
+        self.height = height
+
+    def factor(self, step: int, *, steps: int) -> float:
+        return self.height
+
+
+class NoRead(Meter):
+    pass
+
+
+class NoTarget(Objective):
+    pass
+
+
+class LogsLoss(Meter):
+    def read(self) -> dict[str, float]:
+        return {"grad_norm": 1.0}
+
+
+class Picky(Euler):
+    def __init__(self, strength: float) -> None:
+        if strength < 0:
+            raise ValueError("strength must not be negative")
+
+
+def wrong_architecture(config: Model, **_: Any) -> int:
+    return 3
+
+
+def like_the_dit(config: Model, **shapes: Any) -> ModelSpec:
+    return registered(ARCHITECTURES, "dit")(config, **shapes)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "mentions"),
+    [
+        ("sampling.sampler", "Picky", ["strength"]),
+        ("sampling.sampler", "Picky strength=-1", ["negative"]),
+        ("sampling.sampler", "Mine strength=1 strength=2", ["strength", "twice"]),
+        ("sampling.sampler", "NoFlow", ["flow_matching"]),
+        ("lr_scheduler.schedule", "NoFactor", ["factor"]),
+        ("lr_scheduler.schedule", "TooHigh height=2", ["factor", "2"]),
+        ("lr_scheduler.schedule", "TooHigh width=2", ["width", "height"]),
+        ("metrics.meters", "NoRead", ["read"]),
+        ("metrics.meters", "Meter", ["read"]),
+        ("diffusion.objective", "NoTarget", ["build"]),
+    ],
+)
+def test_a_part_is_checked_before_the_run(option: str, value: str, mentions: list[str]) -> None:
+    with refused(f"{option} = ", *mentions):
+        load_config([f"--{option}={HERE}:{value}"])
+
+
+@pytest.mark.parametrize("text", ["my_lab.py:Mine", "my lab:Mine", "my_lab:", ":Mine", "my_lab:Mine()"])
+def test_a_name_that_is_no_module_and_name_is_refused(text: str) -> None:
+    with refused("sampling.sampler = "):
+        load_config([f"--sampling.sampler={text}"])
+
+
+def test_an_architecture_from_outside() -> None:
+    shapes: dict[str, Any] = {"sample_shape": (1, 8, 8), "num_classes": 10}
+    name = f"{HERE}:like_the_dit"
+    assert load_config([f"--model.name={name}"]).model.name == name
+    mine, dit = (build_model_spec(Model(flavor="debugmodel", **named), **shapes) for named in ({"name": name}, {}))
+    assert mine.build().state_dict().keys() == dit.build().state_dict().keys()
+    with refused(f'model.name = "{HERE}:wrong_architecture"', "int", "ModelSpec"):
+        build_model_spec(Model(name=f"{HERE}:wrong_architecture"), **shapes)
+
+
+@pytest.mark.parametrize("name", ["this", "evil_lab", "evil_package"])  # `this` is a module of Python too
+def test_no_form_of_a_module_is_read_from_the_current_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / name if name == "evil_package" else tmp_path  # a namespace package
+    folder.mkdir(exist_ok=True)
+    module = f"{name}.inner" if name == "evil_package" else name
+    (folder / f"{module.rpartition('.')[2]}.py").write_text("from pathlib import Path\nPath('executed').touch()\n")
+    stored = to_dict(Config())
+    stored["sampling"]["sampler"] = f"{module}:Part"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *sys.path])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with refused("sampling.sampler = ", "PYTHONPATH"):
+        from_dict(stored)
+    assert not (tmp_path / "executed").exists() and module not in sys.modules
+
+
+def test_a_number_with_the_name_of_another_is_refused(tmp_path: Path) -> None:
+    tiny = {"batch_size": 8, "global_batch_size": 8, "flavor": "debugmodel", "dump_folder": str(tmp_path), "steps": 1}
+    with refused('metrics.meters = "LogsLoss"', "grad_norm"):
+        torchditan.train("quickstart", **tiny, meters=[f"{HERE}:LogsLoss"])

@@ -13,8 +13,9 @@ from refusals import refused
 from torchditan.config.options import Config, Diffusion, Model
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.objectives import Ingredient, build_objective
-from torchditan.models import Head, ModelSpec, build_model_spec
+from torchditan.models import Head, ModelSpec, build_model_spec, model_spec_of
 from torchditan.models.flops import count_model_flops
+from torchditan.models.saved_weights import required_names
 
 
 class WithLevel(FlowMatching):
@@ -31,6 +32,12 @@ class WithHead(FlowMatching):
 
 class Own(Ingredient):
     pass
+
+
+class OfSize(Ingredient):
+    @classmethod
+    def scalars(cls, config: Diffusion) -> Mapping[str, float]:
+        return {"size": 1.0}
 
 
 def spec_of(**options: Any) -> ModelSpec:
@@ -92,3 +99,20 @@ def test_an_ingredient_without_changes_is_its_base() -> None:
         assert getattr(wrapped, name) == getattr(plain, name), name
     sampling = Config().sampling
     assert wrapped.num_evaluations(sampling) == plain.num_evaluations(sampling)
+
+
+def test_an_ingredient_may_declare_scalars() -> None:
+    diffusion = Diffusion(objective=f"{__name__}:WithLevel", ingredients=[f"{__name__}:OfSize"])
+    config = Config(model=Model(flavor="debugmodel"), diffusion=diffusion)
+    spec = model_spec_of(config, sample_shape=(2, 8, 8), num_classes=10)
+    assert set(spec.scalars) == {"level", "size"}
+    build_objective(diffusion, spec)
+    with refused("diffusion.ingredients = ", "size", "dit"):
+        build_objective(diffusion, spec_of(scalars={"level": 10.0}))
+
+
+def test_only_initial_weights_may_lack_the_embedder_of_a_scalar() -> None:
+    model = spec_of(scalars={"level": 10.0}).build()
+    embedder = {name for name, _ in model.named_parameters() if name.startswith("scalar_embedders.level.")}
+    assert embedder and embedder <= required_names(model)
+    assert not embedder & required_names(model, are_initial=True)

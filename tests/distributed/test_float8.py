@@ -14,6 +14,7 @@ from debugmodels import MODELS, spec_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from torchditan.config.options import Float8, Model
 from torchditan.distributed.float8 import convert_to_float8
@@ -200,7 +201,8 @@ def test_float8_is_right_sharded_checkpointed_and_compiled(
         model.to_empty(device="cpu")
         model.init_weights(0)
         step(model, spec, batch_size=batch_size)
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
 
     plain = gradients()
     compiled = gradients(activation_checkpoint="full", compile=CompileOptions(backend="aot_eager"))

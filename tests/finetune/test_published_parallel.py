@@ -88,14 +88,16 @@ def test_every_block_compiles_into_one_graph(name, flavor, mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "flavor"), [model for model in MODELS if model[0] not in ("flux", "qwen_image")])
 def test_whole_models_compile_into_one_graph(name, flavor, mesh):
-    """The two others are refused."""
-    torch.compiler.reset()
-    loss, model = trained(name, flavor, mesh, param_dtype=torch.bfloat16)
+    """The two others are refused. In bf16 one graph rounds the gradients differently: by up to 1.4% of their norm."""
     options = CompileOptions(backend="eager", scope="model")
-    again, compiled = trained(name, flavor, mesh, param_dtype=torch.bfloat16, compile=options)
-    assert again == loss
-    found = gradients(compiled)
-    assert all(torch.equal(grad, found[key]) for key, grad in gradients(model).items())
+    for dtype, most in ((torch.float32, 0.0), (torch.bfloat16, 0.02)):
+        torch.compiler.reset()
+        loss, model = trained(name, flavor, mesh, param_dtype=dtype)
+        again, compiled = trained(name, flavor, mesh, param_dtype=dtype, compile=options)
+        assert again == loss
+        found = gradients(compiled)
+        for key, gradient in gradients(model).items():
+            assert (found[key] - gradient).norm() <= most * gradient.norm(), (dtype, key)
 
 
 @pytest.mark.slow

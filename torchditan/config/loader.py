@@ -77,12 +77,17 @@ class Option:
     help: str
 
     @property
+    def takes_plug_ins(self) -> bool:
+        """Whether the value may be `module:name`, a part of the user's."""
+        return isinstance(self.choices, (Registry, Registries))
+
+    @property
     def expected(self) -> str:
         if self.choices and self.kind is int:
             return f"must be an integer, or {', '.join(self.choices)}"
         if self.choices:
             one_of = "one of " if len(self.choices) > 1 else ""
-            of_yours = ", or module:name" if isinstance(self.choices, (Registry, Registries)) else ""
+            of_yours = ", or module:name" if self.takes_plug_ins else ""
             return f"must be {one_of}{', '.join(self.choices)}{of_yours}"
         if self.is_list:
             return {
@@ -481,7 +486,8 @@ def _arity(option: Option) -> dict[str, Any]:
 
 def _metavar(option: Option) -> str:
     if option.choices:
-        return "|".join([*(["INT"] if option.kind is int else []), *option.choices])
+        of_yours = ["module:name"] if option.takes_plug_ins else []
+        return "|".join([*(["INT"] if option.kind is int else []), *option.choices, *of_yours])
     return {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}[option.kind]
 
 

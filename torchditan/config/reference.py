@@ -56,7 +56,8 @@ def _row(option: Option) -> str:
 def _type(option: Option) -> str:
     if option.choices:
         words = ", ".join(f"`{choice}`" for choice in option.choices)
-        return f"integer or {words}" if option.kind is int else words
+        of_yours = ", or `module:name`" if option.takes_plug_ins else ""
+        return f"integer or {words}" if option.kind is int else f"{words}{of_yours}"
     name = {bool: "boolean", int: "integer", float: "number", str: "text"}[option.kind]
     return f"list of {name}s" if option.is_list else name
 

@@ -86,7 +86,10 @@ class Evaluator:
         option: str = "--metrics",
     ) -> None:
         found = [(*resolve(METRICS, option, name), name) for name in metrics]
+        needed = ("needs_labels", "check", "update", "state", "merge", "forget", "compute")
         for cls, _, name in found:
+            if missing := [attribute for attribute in needed if not hasattr(cls, attribute)]:
+                raise option_error(option, name, f"lacks {', '.join(missing)} of torchditan.evaluation.metric.Metric")
             if cls.needs_labels and without_labels is not None:
                 raise option_error(option, name, without_labels)
         self.metrics: list[Metric] = [build(cls, option, name, evaluation, **given) for cls, given, name in found]

@@ -206,7 +206,7 @@ def build_model_spec(
     needed = {"scalars": scalars} if scalars else {}  # an architecture without is refused by `build_objective`
     spec = build(config, sample_shape=sample_shape, num_classes=num_classes, **needed)
     if not isinstance(spec, ModelSpec):
-        raise option_error("model.name", config.name, f"returns a {type(spec).__name__}; must return a ModelSpec")
+        raise option_error("model.name", config.name, f"returns {type(spec).__name__}; must return a ModelSpec")
     return spec
 
 

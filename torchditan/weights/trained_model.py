@@ -57,7 +57,7 @@ _REPLACEABLE = ("sampling", "autoencoder", "text_encoder", "cache.folder", "data
 class SamplingOptions(TypedDict, total=False):
     """Options of [sampling] that `TrainedModel.sample` takes by name; config/options.py explains them."""
 
-    sampler: Literal["euler", "heun", "dpmpp_2m", "ddim", "ancestral"]
+    sampler: str
     num_steps: int
     spacing: Literal["trailing", "leading", "linspace"]
     timestep_shift: float | None

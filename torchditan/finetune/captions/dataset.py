@@ -258,6 +258,7 @@ def _encode_texts(
     def open_encoder() -> Callable[[list[str]], Entries]:
         encode = encoders.open(rank.device)
 
+        @torch.no_grad()
         def entries(captions: list[str]) -> Entries:
             encoded = encode(captions)
             return {

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -44,6 +44,8 @@ Entries = dict[str, dict[str, torch.Tensor]]
 class TextEncoder:
     """Encodes captions, once before training. The cache stores the embeddings under `identity`."""
 
+    REQUIRED: ClassVar[tuple[str, ...]] = ("find", "open")
+
     identity: str
     """Of the encoder, its weights and its options: embeddings of another identity are not used."""
 
@@ -64,9 +66,9 @@ class TextEncoder:
         """Open it, on the first rank that has captions to encode.
 
         Returns:
-            A function from n captions to their tensors by name: `prompt_embeds` (n, L, D), and optionally
-            `pooled_prompt_embeds` (n, D') and a mask `prompt_attention_mask` (n, L), false for padding. L is the same
-            for all captions. "" is the empty caption, for guidance.
+            A function from n captions to their tensors by name, called without gradients: `prompt_embeds` (n, L, D),
+            and optionally `pooled_prompt_embeds` (n, D') and a mask `prompt_attention_mask` (n, L), false for padding.
+            L is the same for all captions. "" is the empty caption, for guidance.
         """
         raise NotImplementedError
 
@@ -108,7 +110,6 @@ class PipelineEncoders(TextEncoder):
     def open(self, device: torch.device) -> Callable[[list[str]], dict[str, torch.Tensor]]:
         pipeline = self.open_pipeline(device)
 
-        @torch.no_grad()
         def encode(captions: list[str]) -> dict[str, torch.Tensor]:
             return self.cls.encode_captions(pipeline, captions, max_length=self.max_length)
 
