@@ -201,10 +201,11 @@ def train(
     from torchditan.autoencoders.patch import reconstruction_loss
     from torchditan.config.options import LRScheduler, Optimizer
     from torchditan.optim.optimizers import build_optimizer
+    from torchditan.optim.schedules import build_schedule
 
     # With a beta2 of .99, the loss diverges in the first hundred steps at this learning rate.
     optimizer = build_optimizer(network, Optimizer(lr=args.lr, beta2=0.95))
-    schedule = LRScheduler(schedule="cosine", warmup_steps=min(200, args.steps // 10))
+    schedule = build_schedule(LRScheduler(schedule="cosine", warmup_steps=min(200, args.steps // 10)))
     skipped: set[int] = set()
     progress.timer.restart()
     for step, (batch, randomness) in enumerate(itertools.islice(stream, args.steps), start=1):
