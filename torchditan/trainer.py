@@ -13,7 +13,7 @@ import gc
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
 import torch
 import torch.distributed as dist
@@ -105,6 +105,9 @@ class Trainer:
             if isinstance(error, (Exception, KeyboardInterrupt)):
                 self.supervision.record_failure(error)
             self.resources.close()
+            if self.supervision.rank.world_size == 1 and dist.is_initialized():  # a notebook may train again
+                with suppress(RuntimeError):  # of NCCL, if the device has failed
+                    dist.destroy_process_group()
             raise
 
     def build(self, job: Job) -> None:

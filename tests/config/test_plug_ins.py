@@ -229,7 +229,11 @@ def test_no_form_of_a_module_is_read_from_the_current_folder(
     assert not (tmp_path / "executed").exists() and module not in sys.modules
 
 
-def test_a_number_with_the_name_of_another_is_refused(tmp_path: Path) -> None:
+def test_a_number_with_the_name_of_another_is_refused_and_the_process_trains_again(tmp_path: Path) -> None:
     tiny = {"batch_size": 8, "global_batch_size": 8, "flavor": "debugmodel", "dump_folder": str(tmp_path), "steps": 1}
-    with refused('metrics.meters = "LogsLoss"', "grad_norm"):
-        torchditan.train("quickstart", **tiny, meters=[f"{HERE}:LogsLoss"])
+    tiny |= {"validation.freq": 0, "enable_sampling": False}
+    for _ in range(2):
+        with refused('metrics.meters = "LogsLoss"', "grad_norm"):
+            torchditan.train("quickstart", **tiny, meters=[f"{HERE}:LogsLoss"])
+    torchditan.train("quickstart", **tiny)
+    assert [record["step"] for record in read_metrics(tmp_path / "quickstart")] == [1]
