@@ -98,7 +98,7 @@ class PeriodicTasks:
             self.validate()
         if config.metrics.enable_sampling and self.is_due(config.metrics.sample_freq):
             self.sample()
-        if is_first or self.extra_metrics or self.is_log_due(step):
+        if is_first or self.is_log_due(step):
             self.log(result)
         if self.is_save_due():
             self.checkpoints.save()
@@ -123,11 +123,15 @@ class PeriodicTasks:
         config = self.config
         grid_freq = config.metrics.sample_freq if config.metrics.enable_sampling else 0
         freqs = (config.metrics.log_freq, config.validation.freq, config.evaluation.freq, grid_freq)
-        return step == config.training.steps or any(freq > 0 and step % freq == 0 for freq in freqs)
+        return any(self.is_due(freq, step) for freq in freqs)
 
-    def is_due(self, freq: int) -> bool:
-        """Every `freq` steps and at the last step; with a frequency of 0 only at the last step."""
-        step = self.progress.step
+    def is_due(self, freq: int, step: int | None = None) -> bool:
+        """Every `freq` steps and at the last step; with a frequency of 0 only at the last step.
+
+        Args:
+            step: None for the step that was counted last.
+        """
+        step = self.progress.step if step is None else step
         return step == self.config.training.steps or (freq > 0 and step % freq == 0)
 
     def is_evaluation_due(self) -> bool:

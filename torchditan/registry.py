@@ -298,6 +298,12 @@ def objective_kinds(objective: str, ingredients: Sequence[str]) -> list[Any]:
     return [registered(OBJECTIVES, objective), *(registered(INGREDIENTS, text) for text in ingredients)]
 
 
+def create(registry: Registry, option: str, text: str, *args: Any) -> Any:
+    """Import an entry, and call it with these arguments and the options after its name: `resolve` and `build`."""
+    found, options = resolve(registry, option, text)
+    return build(found, option, text, *args, **options)
+
+
 def build(found: Callable[..., Any], option: str, text: str, *args: Any, **options: Any) -> Any:
     """Call what `resolve` found with the options after its name.
 

@@ -28,8 +28,8 @@ from torchditan.registry import (
     OPTIMIZERS,
     SAMPLERS,
     SCHEDULES,
-    build,
     check_options,
+    create,
     entry_name,
     overrides,
     registered,
@@ -426,8 +426,7 @@ def validate_training_parts(config: Config) -> None:
     found, options = resolve(OPTIMIZERS, option, config.optimizer.name)
     check_options(found, option, config.optimizer.name, num_arguments=1, options=options)
     option = "lr_scheduler.schedule"
-    kind, options = resolve(SCHEDULES, option, config.lr_scheduler.schedule)
-    schedule = build(kind, option, config.lr_scheduler.schedule, config.lr_scheduler, **options)
+    schedule = create(SCHEDULES, option, config.lr_scheduler.schedule, config.lr_scheduler)
     for step in (1, config.lr_scheduler.warmup_steps + 1, config.training.steps):
         schedule.rate(step, steps=config.training.steps)  # refuses what is not a rate
     for text in config.metrics.meters:
@@ -451,8 +450,7 @@ def _validate_objective(config: Config) -> None:
         right = f"{config.diffusion.objective} uses the EMA model as its teacher; must be true"
         raise option_error("ema.enable", False, right)
     method = objective.sampler_method
-    sampler, given = resolve(SAMPLERS, "sampling.sampler", config.sampling.sampler)
-    build(sampler, "sampling.sampler", config.sampling.sampler, **given)
+    sampler = type(create(SAMPLERS, "sampling.sampler", config.sampling.sampler))
     base = pkgutil.resolve_name(str(SAMPLERS.base))
     if not hasattr(base, method):
         right = f"has sampler_method {method}, which no sampler has; must be flow or levels"

@@ -181,8 +181,8 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     unknown = [key for key in _UNKNOWN_IF_NONE if stored.get(key, absent) is None]
     changed = [
         f"the file of {key.removeprefix(_FILE)} was changed since the run began"
-        for key in given.keys() & stored.keys()
-        if key.startswith(_FILE) and stored[key] != given[key]
+        for key in given
+        if key.startswith(_FILE) and key in stored and stored[key] != given[key]
     ]
     return [
         f"{key} is {stored.get(key, absent)} there and {given.get(key, absent)} here"

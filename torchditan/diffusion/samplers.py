@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from torchditan.registry import SAMPLERS, build, resolve
+from torchditan.registry import SAMPLERS, create
 
 if TYPE_CHECKING:
     from torchditan.config.options import Sampling
@@ -54,6 +54,10 @@ class Denoised(NamedTuple):
     """Standard deviation of the step's Gaussian."""
 
 
+Denoise = Callable[[torch.Tensor, int], Denoised]
+"""(x (B, ...) float32, number of the step) -> what the model says at the start of the step."""
+
+
 class Sampler:
     """From noise to samples. A subclass overrides `flow`, `levels` or both, for the objectives that it works with."""
 
@@ -75,17 +79,12 @@ class Sampler:
         raise NotImplementedError
 
     def levels(
-        self,
-        denoise: Callable[[torch.Tensor, int], Denoised],
-        noise: torch.Tensor,
-        *,
-        steps: list[Step],
-        step_noise: StepNoise,
+        self, denoise: Denoise, noise: torch.Tensor, *, steps: list[Step], step_noise: StepNoise
     ) -> torch.Tensor:
         """Walk from the highest noise level to data, for objectives with a table of levels (ddpm).
 
         Args:
-            denoise: (x (B, ...) float32, number of the step) -> what the model says at the start of the step.
+            denoise: the model, including guidance.
             noise: (B, ...) float32, the state at the first step.
             steps: the levels of each step. The last one ends at the sample: signal 1, noise 0.
             step_noise: as in `flow`.
@@ -95,8 +94,7 @@ class Sampler:
 
 def build_sampler(sampling: Sampling) -> Sampler:
     """The sampler of `sampling.sampler`, with the options after its name."""
-    kind, options = resolve(SAMPLERS, "sampling.sampler", sampling.sampler)
-    sampler: Sampler = build(kind, "sampling.sampler", sampling.sampler, **options)
+    sampler: Sampler = create(SAMPLERS, "sampling.sampler", sampling.sampler)
     return sampler
 
 
@@ -104,12 +102,7 @@ class DDIM(Sampler):
     """Deterministic steps through noise levels (DDIM with eta = 0; Song et al. 2020, arXiv 2010.02502)."""
 
     def levels(
-        self,
-        denoise: Callable[[torch.Tensor, int], Denoised],
-        noise: torch.Tensor,
-        *,
-        steps: list[Step],
-        step_noise: StepNoise,
+        self, denoise: Denoise, noise: torch.Tensor, *, steps: list[Step], step_noise: StepNoise
     ) -> torch.Tensor:
         x = noise
         for number, step in enumerate(steps):
@@ -125,12 +118,7 @@ class Ancestral(Sampler):
     one, that of the posterior."""
 
     def levels(
-        self,
-        denoise: Callable[[torch.Tensor, int], Denoised],
-        noise: torch.Tensor,
-        *,
-        steps: list[Step],
-        step_noise: StepNoise,
+        self, denoise: Denoise, noise: torch.Tensor, *, steps: list[Step], step_noise: StepNoise
     ) -> torch.Tensor:
         x = noise
         for number, step in enumerate(steps):

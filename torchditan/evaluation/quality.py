@@ -145,7 +145,7 @@ class Quality:
     def check(self, counts: Mapping[Source, int], *, image_size: tuple[int, int]) -> None:
         """Refuse an evaluation that cannot give its figures. Call it before images are drawn.
 
-        Too few training images for a Fréchet distance are no mistake: the other figures are computed.
+        With too few training images for a Fréchet distance, the other figures are still computed.
 
         Args:
             counts: images of each source.

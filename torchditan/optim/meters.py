@@ -15,7 +15,7 @@ from torch import nn
 
 from torchditan.config.options import Metrics
 from torchditan.optim.optimizers import local_tensor, norm_over_ranks
-from torchditan.registry import METERS, build, resolve
+from torchditan.registry import METERS, create
 
 
 class Meter:
@@ -67,9 +67,7 @@ class UpdateNorm(Meter):
 
 def build_meters(config: Metrics, model: nn.Module) -> list[Meter]:
     """The meters of `metrics.meters`."""
-    option = "metrics.meters"
-    found = [(*resolve(METERS, option, text), text) for text in config.meters]
-    return [build(kind, option, text, model, **options) for kind, options, text in found]
+    return [create(METERS, "metrics.meters", text, model) for text in config.meters]
 
 
 @contextmanager

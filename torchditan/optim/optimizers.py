@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from torchditan.config.options import Optimizer as OptimizerConfig
 from torchditan.optim.ema import local_tensor
-from torchditan.registry import OPTIMIZERS, build, resolve
+from torchditan.registry import OPTIMIZERS, create
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class ParameterGroup:
 
 def parameter_groups(config: OptimizerConfig) -> list[ParameterGroup]:
     """The groups of the optimizer named by `optimizer.name`."""
-    found, options = resolve(OPTIMIZERS, "optimizer.name", config.name)
-    groups: list[ParameterGroup] = build(found, "optimizer.name", config.name, config, **options)
+    groups: list[ParameterGroup] = create(OPTIMIZERS, "optimizer.name", config.name, config)
     return groups
 
 

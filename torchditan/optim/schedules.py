@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torchditan.config.errors import option_error
 from torchditan.config.options import LRScheduler
-from torchditan.registry import SCHEDULES, build, resolve
+from torchditan.registry import SCHEDULES, create
 
 
 class Schedule:
@@ -77,7 +77,5 @@ class WarmupStableDecay(Schedule):
 
 def build_schedule(config: LRScheduler) -> Schedule:
     """The schedule of `lr_scheduler.schedule`, with the options after its name."""
-    option = "lr_scheduler.schedule"
-    kind, options = resolve(SCHEDULES, option, config.schedule)
-    schedule: Schedule = build(kind, option, config.schedule, config, **options)
+    schedule: Schedule = create(SCHEDULES, "lr_scheduler.schedule", config.schedule, config)
     return schedule
