@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from minimal_parts import CARRYING
 from random_models import random_model
 from refusals import refused
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,12 +24,12 @@ from torchditan.optim.optimizers import parameters_without_decay
 from torchditan.registry import BLOCKS
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "value residual": {"block": "value_residual"},
-    "value residual, in context": {"block": "value_residual", "conditioning": "in_context"},
+    "carried": {"block": CARRYING},
+    "carried, in context": {"block": CARRYING, "conditioning": "in_context"},
     "adaLN-single": {"conditioning": "adaln_single"},
-    "both": {"block": "value_residual", "conditioning": "adaln_single"},
+    "both": {"block": CARRYING, "conditioning": "adaln_single"},
     "both, cross-attention": {
-        "block": "value_residual",
+        "block": CARRYING,
         "conditioning": "adaln_single",
         "num_classes": 0,
         "text": "cross_attention",
@@ -110,15 +111,27 @@ def test_adaln_single_has_the_parameters_of_the_page(flavor: str, patch_size: in
     assert tuple(counts) == PARAMETERS[flavor, patch_size]
 
 
-def test_flops_count_the_shared_modulation_once_and_value_residuals_add_none() -> None:
-    each, single, mixed = (
-        count_model_flops(spec_of(flavor="DiT-S", **options))
-        for options in ({}, {"conditioning": "adaln_single"}, {"block": "value_residual"})
+def test_flops_count_the_shared_modulation_once() -> None:
+    each, single = (
+        count_model_flops(spec_of(flavor="DiT-S", conditioning=conditioning))
+        for conditioning in ("adaln", "adaln_single")
     )
     width = 384  # a product is 2 FLOPs, and 3 times that with the backward; features of t have no gradient
     assert single.per_image == 6 * (6 * width**2 + 256 * width + width**2) - 2 * 256 * width
     assert (single.per_token, single.attention) == (each.per_token, each.attention)
-    assert mixed == each
+
+
+def test_what_the_first_block_passes_on_reaches_every_later_block() -> None:
+    model = random_model(tiny_config(block=CARRYING), DiT)
+    received: list[tuple[torch.Tensor, ...]] = []
+    passed_on: list[torch.Tensor] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, args: received.append(args[5:]))
+    model.blocks[0].register_forward_hook(lambda module, args, output: passed_on.append(output[1]))
+    model(*inputs(model.config))
+    (first,) = passed_on
+    assert [len(arguments) for arguments in received] == [0, 1, 1]
+    assert received[1][0] is received[2][0] is first and first.std() > 0.1
 
 
 @pytest.fixture
@@ -143,7 +156,7 @@ def step(config: DiTConfig, mesh: DeviceMesh | None, **options: Any) -> tuple[to
     }
 
 
-SLOW = ("value residual, in context", "both")
+SLOW = ("carried, in context", "both")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +179,7 @@ def test_checkpointed_and_compiled_blocks_give_the_same_gradients(variant: str, 
 
 
 class PlugIn(Block):
-    """With the interface of a block from before value residuals and adaLN-single."""
+    """With the interface of a block from before carried tensors and adaLN-single."""
 
     def forward(self, x: Any, c: Any, rope: Any, text: Any = None, mask: Any = None) -> Any:
         return x
@@ -177,6 +190,6 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec_of(block="plug_in").build()
     with refused('model.conditioning = "adaln_single"', "plug_in", "adaln", "in_context"):
         spec_of(block="plug_in", conditioning="adaln_single")
-    for block in ("dit", "value_residual"):
+    for block in ("dit", CARRYING):
         with refused('model.text = "cross_attention"', "in_context"):
             spec_of(block=block, conditioning="in_context", text="cross_attention", text_tokens=4, text_width=8)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from minimal_parts import PAIRED
 
 from torchditan.config.loader import build_config
 from torchditan.planner.batch_size import MAX_BATCH_SIZE, allowed_batch_sizes, largest_that_fits
@@ -40,7 +41,7 @@ def test_sizes_divide_the_share_of_a_rank_or_of_a_group_that_shares_tokens() -> 
     assert list(allowed_batch_sizes(config, num_devices=4, multiple=3, largest=20)) == [3, 6, 12]
     shared = config.replace({"training.context_parallel_degree": 2})
     assert list(allowed_batch_sizes(shared, num_devices=4)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
-    even = config.replace({"diffusion.ingredients": ["contrastive"]})
+    even = config.replace({"diffusion.ingredients": [PAIRED]})
     assert list(allowed_batch_sizes(even, num_devices=4)) == [2, 4, 6, 8, 12, 24]
     assert list(allowed_batch_sizes(config, num_devices=5)) == []
     assert allowed_batch_sizes(build_config({}), num_devices=5) == range(1, MAX_BATCH_SIZE + 1)

@@ -21,16 +21,15 @@ from typing import Any
 
 import pytest
 import torch
+from minimal_parts import CARRYING, LOOKS_INSIDE, PAIRED, TAUGHT
 from refusals import assert_refused, refused
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchditan import registry
 from torchditan.ablation.grid import as_flags
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Model, flatten
-from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.loss_flops import count_loss_flops
 from torchditan.diffusion.objectives import build_objective, split
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
@@ -57,8 +56,10 @@ OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selecti
 EVERY_SECOND = "--activation_checkpoint.mode=selective"
 OFFICIAL = ["--model.preset=official", "--model.learn_sigma=false"]
 DDPM = ["--model.preset=official", "--diffusion.objective=ddpm"]
-VALUE_RESIDUAL, ADALN_SINGLE = "--model.block=value_residual", "--model.conditioning=adaln_single"
-IN_CONTEXT = "--model.conditioning=in_context"
+CARRIED = f"--model.block={CARRYING}"
+TEACHER = f"--diffusion.objective={LOOKS_INSIDE}"
+TEACHER_AND_HEAD = f"--diffusion.ingredients={TAUGHT}"
+ADALN_SINGLE, IN_CONTEXT = "--model.conditioning=adaln_single", "--model.conditioning=in_context"
 REPLICATE = "--training.data_parallel_replicate_degree"
 CONTEXT = "--training.context_parallel_degree=2"
 RESHARD = "--training.reshard_after_forward"
@@ -75,44 +76,22 @@ def published(model: str, *flags: str, **options: Any) -> list[str]:
     return [*as_flags({**published_options(model, resolution), **options}), *flags]
 
 
-class LooksInside(FlowMatching):
-    """Asks the model and a teacher for features, the model first."""
-
-    uses_teacher = True
-    features = ("blocks.1",)
-
-    def loss(self, model: Any, batch: Any, randomness: Any, teacher: Any = None) -> torch.Tensor:
-        inputs = self.inputs(batch, randomness)
-        prediction, own = model(*inputs, features=self.features)
-        _, averaged = teacher(*inputs, features=self.features)
-        distance = (own["blocks.1"] - averaged["blocks.1"]).float().square().flatten(1).mean(1)
-        return self.error(prediction, inputs, batch, randomness) + distance
-
-
-@pytest.fixture(autouse=True)
-def looks_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.OBJECTIVES, "looks_inside", f"{__name__}:LooksInside")
-
-
-TEACHER = "--diffusion.objective=looks_inside"
-ALIGNED = "--diffusion.ingredients=self_alignment"
-
 CELLS: dict[int, dict[str, list[str]]] = {
     1: {
         "plain": [],
         "teacher": [TEACHER],
         "teacher full": [TEACHER, FULL],
-        "self-alignment": [ALIGNED],
-        "self-alignment full": [ALIGNED, FULL],
+        "teacher and head": [TEACHER_AND_HEAD],
+        "teacher and head full": [TEACHER_AND_HEAD, FULL],
         "full": [FULL],
         "every second block": [EVERY_SECOND],
         "op": OP,
         "float32": ["--training.mixed_precision_param=float32"],
         "official": OFFICIAL,
         "official, DDPM": DDPM,
-        "value residual": [VALUE_RESIDUAL],
-        "value residual full": [VALUE_RESIDUAL, FULL],
-        "value residual op": [VALUE_RESIDUAL, *OP],
+        "carried": [CARRIED],
+        "carried full": [CARRIED, FULL],
+        "carried op": [CARRIED, *OP],
         "adaLN-single": [ADALN_SINGLE],
         "adaLN-single full": [ADALN_SINGLE, FULL],
         "in context": [IN_CONTEXT],
@@ -143,13 +122,13 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "FSDP": [],
         "FSDP teacher": [TEACHER],
         "FSDP teacher full": [TEACHER, FULL],
-        "FSDP self-alignment": [ALIGNED],
+        "FSDP teacher and head": [TEACHER_AND_HEAD],
         "DDP teacher": [TEACHER, f"{REPLICATE}=2"],
         "FSDP full": [FULL],
         "FSDP official": OFFICIAL,
         "FSDP official, DDPM": [*DDPM, FULL],
         "FSDP Muon": [MUON, FULL],
-        "FSDP value residual full": [VALUE_RESIDUAL, FULL],
+        "FSDP carried full": [CARRIED, FULL],
         "FSDP adaLN-single": [ADALN_SINGLE],
         "FSDP micro-batches": ["--training.global_batch_size=24"],
         "FSDP never reshards": [f"{RESHARD}=never"],
@@ -160,7 +139,7 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "DDP bfloat16 reduced": [f"{REPLICATE}=2", "--training.mixed_precision_reduce=bfloat16"],
         "context": [CONTEXT],
         "context, in context, full": [CONTEXT, IN_CONTEXT, FULL],
-        "context, self-alignment": [CONTEXT, ALIGNED],
+        "context, teacher and head": [CONTEXT, TEACHER_AND_HEAD],
         "flux": published("flux/debugmodel"),
         "flux LoRA int8 full": published("flux/debugmodel", *INT8, FULL),
         "sd3 DDP full": published("sd3/debugmodel", f"{REPLICATE}=2", FULL),
@@ -480,7 +459,7 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
         for batch in (largest, largest + 1)
     ]
     assert fits == [True, False]
-    even = largest_batch(dit_7b("--diffusion.ingredients=contrastive"), "a100-80gb", 8)
+    even = largest_batch(dit_7b(f"--diffusion.ingredients={PAIRED}"), "a100-80gb", 8)
     assert even % 2 == 0 and 0.99 * largest < even <= largest
     auto = plan_run(dit_7b("--training.batch_size=auto"), device="NVIDIA A100-SXM4-80GB", num_devices=8)
     assert auto.batch_size == largest
@@ -513,9 +492,9 @@ def test_the_bound_is_the_flops_of_the_mfu_at_the_peak_or_the_state_at_the_bandw
     assert plan.bound.products == pytest.approx(plan.model_flops / 989e12)
     assert plan.bound.state == pytest.approx(2 * sum(plan.state.values()) / 3350e9)
     assert plan.min_step_time_s == max(plan.bound.products, plan.bound.state) == 8 * plan.min_seconds_per_image
-    aligned = config_of(ALIGNED)
-    counted = count_loss_flops(aligned.diffusion, spec_of(aligned)).total
-    found = plan_run(aligned, device="h100", num_devices=2).model.flops_per_image
+    taught = config_of(TEACHER_AND_HEAD)
+    counted = count_loss_flops(taught.diffusion, spec_of(taught)).total
+    found = plan_run(taught, device="h100", num_devices=2).model.flops_per_image
     assert found == counted > plan.model.flops_per_image
     offloaded = plan_run(config_of("--training.enable_cpu_offload"), device="h100", num_devices=2)
     assert (offloaded.bound.products, offloaded.bound.state) == (plan.bound.products, 0)
@@ -831,5 +810,4 @@ def test_planned_memory_is_within_5_percent_of_a_gpu(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    registry.OBJECTIVES["looks_inside"] = "__main__:LooksInside"
     main(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -471,9 +471,7 @@ def test_choices_follow_the_registry() -> None:
         ConfigError, match=r"AdamW, AdamW8bit, Muon, PlainMuon, or module:name; did you mean PlainMuon\?"
     ):
         load_config(["--optimizer.name=plainmuon"])
-    with pytest.raises(
-        ConfigError, match=r"must be one of dit, value_residual, parallel, or module:name; did you mean parallel\?"
-    ):
+    with pytest.raises(ConfigError, match=r"must be one of dit, .*parallel, or module:name; did you mean parallel\?"):
         load_config(["--model.block=paralel"])
 
 
