@@ -18,6 +18,7 @@ from unittest.mock import Mock
 
 import forked_scripts
 import pytest
+import tiny_runs
 
 if TYPE_CHECKING:
     from torchditan.models.flops import ModelFlops
@@ -53,6 +54,9 @@ class Outcome(NamedTuple):
 
 class RunScript(Protocol):
     def __call__(self, script: str, *arguments: object) -> Outcome: ...
+
+
+Train = Callable[..., Outcome]
 
 
 FAST_TIER = "not slow and not gpu"  # as in addopts
@@ -148,6 +152,18 @@ def run_script(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
                 dist.destroy_process_group()
         assert isinstance(stop.value.code, int)
         return Outcome(stop.value.code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def train(run_script: RunScript, tmp_path: Path) -> Train:
+    """`train("run", "--training.steps=9")`: a run of tiny_runs.py in `tmp_path`, in this process. It has to succeed."""
+
+    def run(name: str, *flags: str) -> Outcome:
+        outcome = run_script("train.py", *tiny_runs.job(tmp_path / name, *flags))
+        assert outcome.code == 0, outcome.err
+        return outcome
 
     return run
 

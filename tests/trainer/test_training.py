@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from minimal_parts import CARRYING, PAIRED
 from refusals import assert_refused
 
 import torchditan
@@ -150,14 +151,14 @@ def official(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> P
     return run
 
 
-CONTRASTIVE = "--diffusion.ingredients=contrastive weight=0.2"
+PAIRS = f"--diffusion.ingredients={PAIRED}"
 
 
 @pytest.fixture(scope="module")
-def contrastive(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same steps with contrastive flow matching."""
-    run = tmp_path_factory.mktemp("contrastive") / "run"
-    flags = job(run, "--training.steps=20", "--training.batch_size=16", CONTRASTIVE, *VALIDATION)
+def paired(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same steps with a loss of pairs, whose curve is another one."""
+    run = tmp_path_factory.mktemp("paired") / "run"
+    flags = job(run, "--training.steps=20", "--training.batch_size=16", PAIRS, *VALIDATION)
     run_alone("train.py", *flags, cwd=run.parent)
     return run
 
@@ -176,7 +177,7 @@ PAIR = [  # DDP and FSDP
     [f"{REPLICATE}=1", "--training.batch_size=8", NONE],
     [f"{REPLICATE}=2", "--training.batch_size=8", NONE, *OFFICIAL],
     [f"{REPLICATE}=1", "--training.batch_size=4", FULL, *OFFICIAL, "--metrics.sample_batch_size=2"],
-    [f"{REPLICATE}=2", "--training.batch_size=2", NONE, CONTRASTIVE],
+    [f"{REPLICATE}=2", "--training.batch_size=2", NONE, PAIRS],
 ]
 HSDP = [
     [f"{REPLICATE}=2", "--training.batch_size=2", NTH],
@@ -188,7 +189,7 @@ FOUR = [
     [f"{REPLICATE}=1", "--training.batch_size=4", NTH, OP],
     [f"{REPLICATE}=1", "--training.batch_size=2", NONE],
     [f"{REPLICATE}=2", "--training.batch_size=4", NONE],
-    [f"{REPLICATE}=1", "--training.batch_size=2", FULL, CONTRASTIVE],
+    [f"{REPLICATE}=1", "--training.batch_size=2", FULL, PAIRS],
 ]
 
 
@@ -213,7 +214,7 @@ def test_one_curve_in_every_mode(
     modes: list[list[str]],
     one_process: Path,
     official: Path,
-    contrastive: Path,
+    paired: Path,
     tmp_path: Path,
     train: Train,
     run_distributed: RunDistributed,
@@ -226,8 +227,9 @@ def test_one_curve_in_every_mode(
     else:
         result = run_distributed(["tests/trainer/test_training.py", json.dumps(jobs)], world_size)
         assert result.returncode == 0, result.stderr
+    assert largest_difference(curve(paired), curve(one_process)) > 1e-3, "the loss of pairs is another one"
     for run, flags in zip(runs, modes, strict=True):
-        reference = official if OFFICIAL[0] in flags else contrastive if CONTRASTIVE in flags else one_process
+        reference = official if OFFICIAL[0] in flags else paired if PAIRS in flags else one_process
         difference = largest_difference(curve(run), curve(reference))
         print(f"{world_size} {flags}: largest relative difference {difference:.1e}")  # shown by pytest -s
         assert difference < 1e-5, flags
@@ -237,20 +239,6 @@ def test_one_curve_in_every_mode(
         assert all(torch.allclose(weights[name], expected[name], atol=1e-4) for name in expected)
         if reference is official:
             assert_same_grid(run / GRID, official / GRID)
-
-
-def test_contrastive_flow_matching_resumes_to_the_bit_on_another_curve(
-    contrastive: Path, one_process: Path, tmp_path: Path, train: Train
-) -> None:
-    flags = [CONTRASTIVE, *VALIDATION, "--training.batch_size=16"]
-    flags += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=10"]
-    assert train("run", "--training.steps=13", *flags).code == 0
-    shutil.rmtree(tmp_path / "run/checkpoint/step-00000013")
-    assert "resumed at step 10" in train("run", "--training.steps=20", *flags).out
-    assert curve(tmp_path / "run") == curve(contrastive)
-    plain = curve(one_process)
-    assert curve(contrastive)[0][0] == plain[0][0], "the loss of the first step is that of flow matching"
-    assert curve(contrastive)[0][1] != plain[0][1] and curve(contrastive)[-1][0] != plain[-1][0]
 
 
 def assert_same_grid(first: Path, second: Path) -> None:
@@ -293,11 +281,11 @@ def test_the_official_recipe_resumes_samples_and_exports(
 
 
 BLOCKS = {
-    "value residual": ["--model.block=value_residual"],
+    "carried tokens": [f"--model.block={CARRYING}"],
     "adaLN-single": ["--model.conditioning=adaln_single"],
     # Without gates a rate of 1e-2 is too high: the loss rises, and rounding grows to 2e-5 of the gradient norm.
     "in context": ["--model.conditioning=in_context", "--optimizer.lr=1e-3"],
-    "value residual, adaLN-single": ["--model.block=value_residual", "--model.conditioning=adaln_single"],
+    "carried tokens, adaLN-single": [f"--model.block={CARRYING}", "--model.conditioning=adaln_single"],
 }
 BLOCK_MODES = {
     2: [[f"{REPLICATE}=2", FULL], [f"{REPLICATE}=1", "--training.batch_size=4", NTH, OP], [f"{REPLICATE}=1", FULL]],
@@ -329,8 +317,8 @@ def test_one_curve_with_other_blocks(
     "name",
     [
         "in context",
-        "value residual, adaLN-single",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("value residual", "adaLN-single")),
+        "carried tokens, adaLN-single",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("carried tokens", "adaLN-single")),
     ],
 )
 def test_runs_with_other_blocks_resume_to_the_bit_and_export_their_weights(
