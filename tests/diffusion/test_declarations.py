@@ -12,7 +12,8 @@ from refusals import refused
 
 from torchditan.config.options import Config, Diffusion, Model
 from torchditan.diffusion.flow_matching import FlowMatching
-from torchditan.diffusion.objectives import Ingredient, build_objective
+from torchditan.diffusion.loss_flops import training_flops
+from torchditan.diffusion.objectives import Ingredient, Losses, build_objective
 from torchditan.models import Head, ModelSpec, build_model_spec, model_spec_of
 from torchditan.models.flops import count_model_flops
 from torchditan.models.saved_weights import required_names
@@ -38,6 +39,17 @@ class OfSize(Ingredient):
     @classmethod
     def scalars(cls, config: Diffusion) -> Mapping[str, float]:
         return {"size": 1.0}
+
+
+class CallsItsOwnNetwork(FlowMatching):
+    """Its loss does not run on the meta device."""
+
+    network = torch.nn.Linear(1, 1)
+
+    def loss(self, *arguments: Any) -> torch.Tensor | Losses:
+        _, batch, *_ = arguments
+        error: Any = super().loss(*arguments)
+        return error + self.network(batch["sample"].mean((1, 2, 3))[:, None])[:, 0]
 
 
 def spec_of(**options: Any) -> ModelSpec:
@@ -116,3 +128,10 @@ def test_only_initial_weights_may_lack_the_embedder_of_a_scalar() -> None:
     embedder = {name for name, _ in model.named_parameters() if name.startswith("scalar_embedders.level.")}
     assert embedder and embedder <= required_names(model)
     assert not embedder & required_names(model, are_initial=True)
+
+
+def test_a_loss_that_cannot_be_counted_does_not_end_the_run() -> None:
+    spec, warnings = spec_of(), list[str]()
+    config = Diffusion(objective=f"{__name__}:CallsItsOwnNetwork")
+    assert training_flops(config, spec, warn=warnings.append) == count_model_flops(spec).total
+    assert len(warnings) == 1 and "CallsItsOwnNetwork does not run on the meta device" in warnings[0]

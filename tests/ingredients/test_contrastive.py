@@ -1,30 +1,28 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Contrastive flow matching against the paper's formula, and the batches that it accepts."""
+"""Contrastive flow matching against the paper's formula, and a run with it."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from refusals import assert_refused
+from tiny_runs import KEEP
 from torch import nn
 
-from torchditan.ablation.autotune import candidate_batches
-from torchditan.config.errors import ConfigError
-from torchditan.config.options import Config
 from torchditan.data_stream.order import BatchPlan
 from torchditan.diffusion.flow_matching import FlowMatching, wide
 from torchditan.diffusion.timesteps import Timesteps
-from torchditan.distributed.process_group import Rank
 from torchditan.ingredients.contrastive import Contrastive
-from torchditan.job.complete import StoredRun, complete_batches, keep_global_batch_size
 from torchditan.models import ClassLabels, Unconditional
 from torchditan.randomness import Randomness, draw
+from torchditan.run.reading import read_metrics
 
 if TYPE_CHECKING:
-    from tests.conftest import RunScript
+    from tests.conftest import RunScript, Train
 
 WEIGHT = 0.05
 OPTION = "diffusion.ingredients"
@@ -153,41 +151,6 @@ def test_validation_needs_no_pairs() -> None:
     assert torch.equal(losses, plain().loss(Answer(), batch, randomness).detach())
 
 
-def config(**options: Any) -> Config:
-    return Config().replace({"diffusion.ingredients": ["contrastive"], **options})
-
-
-def rank_of(world_size: int) -> Rank:
-    return Rank(rank=0, local_rank=0, world_size=world_size)
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "global_batch_size", "world_size", "message"),
-    [
-        (3, None, 1, r"training\.batch_size = 3: must be a multiple of 2"),
-        (None, 4, 4, r"global_batch_size = 4: must be a multiple of 8: .* x 2 for .*; it fits 1, 2 ranks"),
-        (None, 6, 2, r"global_batch_size = 6: must be a multiple of 4: .* x 2 for .*; it fits 1, 3 ranks"),
-    ],
-)
-def test_an_odd_batch_is_refused(
-    batch_size: int | None, global_batch_size: int | None, world_size: int, message: str
-) -> None:
-    odd = config(**{"training.batch_size": batch_size, "training.global_batch_size": global_batch_size})
-    with pytest.raises(ConfigError, match=message):
-        complete_batches(odd, rank_of(world_size))
-
-
-def test_batches_that_are_chosen_are_even() -> None:
-    limits = {"autotune.max_batch_size": 12, "training.global_batch_size": 36}
-    assert list(candidate_batches(config(**limits), num_devices=1)) == [2, 4, 6, 12]
-    assert candidate_batches(config(**limits, **{"autotune.batch_size_multiple": 3}), num_devices=1) == [6, 12]
-    with pytest.raises(ConfigError, match=r"must be at least 2: diffusion\.ingredients"):
-        candidate_batches(config(**{"autotune.max_batch_size": 1}), num_devices=1)
-    run = StoredRun(path=Path("run"), options={}, global_batch_size=12)
-    kept = keep_global_batch_size(config(**{"training.batch_size": 5}), run, world_size=2)
-    assert (kept.training.batch_size, kept.training.global_batch_size) == (2, 12)
-
-
 @pytest.mark.parametrize(
     ("flags", "about", "right"),
     [
@@ -210,3 +173,20 @@ def test_what_it_cannot_do_is_refused_in_one_line(
     outcome = run_script("train.py", "--model.flavor=debugmodel", *flags)
     assert outcome.code == 2
     assert_refused(outcome.err.splitlines()[-1], about, [right])
+
+
+def curve(run: Path) -> list[tuple[float, float]]:
+    return [(record["loss"], record["grad_norm"]) for record in read_metrics(run)]
+
+
+def test_a_run_resumes_to_the_bit_on_another_curve_than_that_of_flow_matching(tmp_path: Path, train: Train) -> None:
+    flags = ["--diffusion.ingredients=contrastive weight=0.2", *KEEP, "--checkpoint.interval=3"]
+    train("plain")
+    train("whole", *flags)
+    train("parts", *flags, "--training.steps=4")
+    shutil.rmtree(tmp_path / "parts/checkpoint/step-00000004")
+    assert "resumed at step 3" in train("parts", *flags).out
+    plain, whole, parts = (curve(tmp_path / name) for name in ("plain", "whole", "parts"))
+    assert parts == whole
+    assert whole[0][0] == plain[0][0], "the loss of the first step is that of flow matching"
+    assert whole[0][1] != plain[0][1] and whole[-1][0] != plain[-1][0]

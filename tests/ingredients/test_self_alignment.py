@@ -16,13 +16,12 @@ from torch import nn
 from torchditan.config.loader import load_config
 from torchditan.config.options import Diffusion, Model
 from torchditan.diffusion.flow_matching import FlowMatching
-from torchditan.diffusion.loss_flops import count_loss_flops, training_flops
-from torchditan.diffusion.objectives import Losses, build_objective, uniform_objective, validation_objective
+from torchditan.diffusion.loss_flops import count_loss_flops
+from torchditan.diffusion.objectives import build_objective, uniform_objective, validation_objective
 from torchditan.ingredients.self_alignment import SelfAlignment
 from torchditan.models import ModelSpec, build_model_spec, model_spec_of
 from torchditan.models.flops import count_model_flops
 from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Kind, Randomness, draw
-from torchditan.registry import OBJECTIVES
 
 CONFIG = Diffusion(
     timestep_sampling="uniform",
@@ -205,25 +204,6 @@ def test_flops_with_the_contrastive_term_which_needs_two_samples() -> None:
     )
     trained = training_spec(both, plain_spec())
     assert count_loss_flops(both, trained) == count_loss_flops(CONFIG, trained)
-
-
-class CallsItsOwnNetwork(FlowMatching):
-    """An objective of a plug-in whose loss does not run on the meta device."""
-
-    network = nn.Linear(1, 1)
-
-    def loss(self, *arguments: Any) -> torch.Tensor | Losses:
-        _, batch, *_ = arguments
-        error: Any = super().loss(*arguments)
-        return error + self.network(batch["sample"].mean((1, 2, 3))[:, None])[:, 0]
-
-
-def test_a_loss_that_cannot_be_counted_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OBJECTIVES, "own_network", f"{__name__}:CallsItsOwnNetwork")
-    spec, warnings = plain_spec(), list[str]()
-    config = Diffusion(objective="own_network")
-    assert training_flops(config, spec, warn=warnings.append) == count_model_flops(spec).total
-    assert len(warnings) == 1 and "loss of own_network does not run on the meta device" in warnings[0]
 
 
 def plain_per_image_forward(spec: ModelSpec) -> int:

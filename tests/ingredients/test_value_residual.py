@@ -10,7 +10,10 @@ import pytest
 import torch
 from random_models import random_model
 
+from torchditan.config.options import Model
+from torchditan.models import build_model_spec
 from torchditan.models.dit import DiT, DiTConfig, rotate
+from torchditan.models.flops import count_model_flops
 from torchditan.optim.optimizers import parameters_without_decay
 
 
@@ -72,3 +75,11 @@ def test_the_first_values_keep_no_queries_and_keys() -> None:
     model = random_model(tiny_config(block="value_residual"), DiT)
     x, first = model.blocks[0](torch.randn(3, 16, 32), torch.randn(3, 32), None)
     assert first.untyped_storage().nbytes() == x.untyped_storage().nbytes()
+
+
+def test_value_residuals_add_no_flops() -> None:
+    plain, mixed = (
+        count_model_flops(build_model_spec(Model(block=block), sample_shape=(4, 32, 32), num_classes=1000))
+        for block in ("dit", "value_residual")
+    )
+    assert mixed == plain

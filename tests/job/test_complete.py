@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from minimal_parts import PAIRED
 from refusals import refused
 
+from torchditan.ablation.autotune import candidate_batches
+from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config, to_dict
-from torchditan.config.options import flatten
+from torchditan.config.options import Config, flatten
 from torchditan.config.trajectory import trajectory
 from torchditan.diffusion.objectives import build_objective
-from torchditan.job.complete import describe_batches
+from torchditan.distributed.process_group import Rank
+from torchditan.job.complete import StoredRun, complete_batches, describe_batches, keep_global_batch_size
 from torchditan.job.prepare import Job, prepare
 
 if TYPE_CHECKING:
@@ -110,3 +114,38 @@ def test_print_config_prints_the_completed_configuration(
     job, _ = prepared(tmp_path, *small)
     read = load_config(["--job.config_file", str(printed)])
     assert read.replace({"job.config_file": None}) == job.config
+
+
+def of_pairs(**options: Any) -> Config:
+    return Config().replace({"diffusion.ingredients": [PAIRED], **options})
+
+
+def rank_of(world_size: int) -> Rank:
+    return Rank(rank=0, local_rank=0, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "global_batch_size", "world_size", "message"),
+    [
+        (3, None, 1, r"training\.batch_size = 3: must be a multiple of 2"),
+        (None, 4, 4, r"global_batch_size = 4: must be a multiple of 8: .* x 2 for .*; it fits 1, 2 ranks"),
+        (None, 6, 2, r"global_batch_size = 6: must be a multiple of 4: .* x 2 for .*; it fits 1, 3 ranks"),
+    ],
+)
+def test_an_odd_batch_is_refused_for_a_loss_of_pairs(
+    batch_size: int | None, global_batch_size: int | None, world_size: int, message: str
+) -> None:
+    odd = of_pairs(**{"training.batch_size": batch_size, "training.global_batch_size": global_batch_size})
+    with pytest.raises(ConfigError, match=message):
+        complete_batches(odd, rank_of(world_size))
+
+
+def test_batches_that_are_chosen_for_a_loss_of_pairs_are_even() -> None:
+    limits = {"autotune.max_batch_size": 12, "training.global_batch_size": 36}
+    assert list(candidate_batches(of_pairs(**limits), num_devices=1)) == [2, 4, 6, 12]
+    assert candidate_batches(of_pairs(**limits, **{"autotune.batch_size_multiple": 3}), num_devices=1) == [6, 12]
+    with pytest.raises(ConfigError, match=r"must be at least 2: diffusion\.ingredients"):
+        candidate_batches(of_pairs(**{"autotune.max_batch_size": 1}), num_devices=1)
+    run = StoredRun(path=Path("run"), options={}, global_batch_size=12)
+    kept = keep_global_batch_size(of_pairs(**{"training.batch_size": 5}), run, world_size=2)
+    assert (kept.training.batch_size, kept.training.global_batch_size) == (2, 12)
