@@ -280,12 +280,14 @@ def test_the_official_recipe_resumes_samples_and_exports(
     assert "diffusion.prediction is None there and v here" in started.out, started.out + started.err
 
 
+# At the rate of 1e-2 these blocks train less steadily, and rounding grows to 1e-5 of the gradient norm.
+CARRIED = [f"--model.block={CARRYING}", "--optimizer.lr=3e-3"]
 BLOCKS = {
-    "carried tokens": [f"--model.block={CARRYING}"],
+    "carried tokens": CARRIED,
     "adaLN-single": ["--model.conditioning=adaln_single"],
     # Without gates a rate of 1e-2 is too high: the loss rises, and rounding grows to 2e-5 of the gradient norm.
     "in context": ["--model.conditioning=in_context", "--optimizer.lr=1e-3"],
-    "carried tokens, adaLN-single": [f"--model.block={CARRYING}", "--model.conditioning=adaln_single"],
+    "carried tokens, adaLN-single": [*CARRIED, "--model.conditioning=adaln_single"],
 }
 BLOCK_MODES = {
     2: [[f"{REPLICATE}=2", FULL], [f"{REPLICATE}=1", "--training.batch_size=4", NTH, OP], [f"{REPLICATE}=1", FULL]],
