@@ -230,12 +230,12 @@ def registered(registry: Registry, text: str) -> Any:
 
 
 def entry_name(text: str) -> str:
-    """The name in the value of an option: `contrastive` of `contrastive weight=0.1`."""
+    """The name in the value of an option: `wsd` of `wsd power=2`."""
     return text.split()[0] if text.split() else ""
 
 
 def resolve(registry: Registry, option: str, text: str) -> tuple[Any, dict[str, Any]]:
-    """Import an entry and read the options after its name: `contrastive weight=0.1`.
+    """Import an entry and read the options after its name: `wsd power=2`.
 
     Args:
         registry: one of the tables above.

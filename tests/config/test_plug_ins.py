@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,22 @@ from refusals import refused
 
 import torchditan
 from torchditan.config.errors import ConfigError
-from torchditan.config.loader import from_dict, load_config, to_dict
+from torchditan.config.loader import from_dict, load_config, options, to_dict
 from torchditan.config.options import Config, LRScheduler, Model, Training
 from torchditan.diffusion.objectives import Objective
 from torchditan.diffusion.samplers import Euler, Sampler
 from torchditan.models import ModelSpec, build_model_spec
 from torchditan.optim.meters import Meter
 from torchditan.optim.schedules import Schedule
-from torchditan.registry import ARCHITECTURES, OPTIMIZERS, SAMPLERS, installed_plug_ins, registered, resolve
+from torchditan.registry import (
+    ARCHITECTURES,
+    OPTIMIZERS,
+    SAMPLERS,
+    Registry,
+    installed_plug_ins,
+    registered,
+    resolve,
+)
 from torchditan.run.reading import read_metrics
 
 HERE = __name__
@@ -237,3 +246,8 @@ def test_a_number_with_the_name_of_another_is_refused_and_the_process_trains_aga
             torchditan.train("quickstart", **tiny, meters=[f"{HERE}:LogsLoss"])
     torchditan.train("quickstart", **tiny)
     assert [record["step"] for record in read_metrics(tmp_path / "quickstart")] == [1]
+
+
+def test_an_empty_registry_asks_for_a_part_of_yours() -> None:
+    option = replace(options()["diffusion.ingredients"], choices=Registry("torchditan.ingredients", {}))
+    assert option.expected == "must be module:name"

@@ -85,6 +85,8 @@ class Option:
     def expected(self) -> str:
         if self.choices and self.kind is int:
             return f"must be an integer, or {', '.join(self.choices)}"
+        if self.takes_plug_ins and not self.choices:
+            return "must be module:name"
         if self.choices:
             one_of = "one of " if len(self.choices) > 1 else ""
             of_yours = ", or module:name" if self.takes_plug_ins else ""

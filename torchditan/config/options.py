@@ -208,7 +208,7 @@ class Diffusion:
     embedded_guidance: float = 1.0
     """Guidance scale during training, for models that embed it (FLUX.1-dev, HunyuanVideo)."""
     ingredients: list[Annotated[str, INGREDIENTS]] = field(default_factory=list)
-    """Changes of the objective, each with its options: "contrastive weight=0.05", self_alignment (docs/recipes.md)."""
+    """Changes of the objective, each with its options after the name, NAME or "NAME weight=0.1" (docs/recipes.md)."""
 
 
 @dataclass(frozen=True)

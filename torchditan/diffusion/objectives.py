@@ -172,7 +172,7 @@ class Objective:
 class Ingredient(Objective):
     """Changes another objective, `base`. A subclass overrides what differs; the rest is that of the base.
 
-    Its further fields are its options: `diffusion.ingredients = ["contrastive weight=0.1"]` sets `weight`. A class
+    Its further fields are its options: `diffusion.ingredients = ["NAME weight=0.1"]` sets `weight`. A class
     method `around(base, spec, ...)` builds it instead, if it needs the model. An ingredient overrides `error`, or
     `loss` in terms of `base.inputs` and `base.error`; only one ingredient of a run may override `loss`. Its `build`,
     `option_mistakes` and `sampler_method` are not used: those of the root objective are.
