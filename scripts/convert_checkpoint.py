@@ -9,10 +9,12 @@ python scripts/convert_checkpoint.py export outputs/quickstart/checkpoint/step-0
 python scripts/convert_checkpoint.py export outputs/sd3_medium_full my_sd3 --format diffusers --dtype bfloat16
 python scripts/convert_checkpoint.py import quickstart.safetensors outputs/from_a_friend
 python scripts/convert_checkpoint.py import DiT-XL-2-256x256.pt outputs/dit_xl --format dit
+python scripts/convert_checkpoint.py refit_time outputs/quickstart scale_1.safetensors
 python scripts/generate.py outputs/from_a_friend
 
-`export --help` and `import --help` list the options. To start a new run from an exported file, train with
---checkpoint.initial_load_path FILE.
+`refit_time` fits the embedding of t at scale 1 to its old outputs, for one-step training from these weights
+(docs/one_step.md). `export --help`, `import --help` and `refit_time --help` list the options. To start a new run from
+an exported file, train with --checkpoint.initial_load_path FILE.
 """
 
 from __future__ import annotations
@@ -177,17 +179,53 @@ def import_file(argv: list[str]) -> None:
     print(f"continue: python train.py --job.config_file {shlex.quote(str(run / CONTINUE_FILE))}{images}")
 
 
+def refit_time_of_file(argv: list[str]) -> None:
+    from torchditan.config.command_line import ScriptParser
+    from torchditan.config.errors import ConfigError, option_error
+    from torchditan.config.loader import override
+    from torchditan.config.options import Config
+
+    parser = ScriptParser(__doc__, options=())
+    parser.prog = f"{parser.prog} refit_time"
+    parser.add_argument("source", type=Path, metavar="RUN", help="run directory, or the folder of a checkpoint")
+    parser.add_argument("out", type=Path, metavar="OUT", help="file to write (.safetensors)")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
+    parser.add_argument("--without_data", action="store_true", help="do not measure the loss before and after")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    arguments, rest = parser.parse(argv)
+    override(Config(), rest, sections=())  # refuses extra arguments
+    out = arguments.out
+    if out.suffix != ".safetensors" or out.is_dir():
+        raise option_error("OUT", str(out), "must be a file that ends in .safetensors")
+    if out.exists() and not arguments.overwrite:
+        raise ConfigError(f"{out} exists; choose another name, or replace it with --overwrite")
+    from torchditan.weights.refit_time import refit_time
+
+    with_data = not arguments.without_data
+    refit = refit_time(arguments.source, out, step=arguments.step, weights=arguments.weights, with_data=with_data)
+    print(
+        f"{out}: embedding of t refitted from scale {refit.scale:g} to 1, relative error {refit.relative_error:.3f} "
+        "of its variation"
+    )
+    if refit.loss_before is not None:
+        print(f"validation loss {refit.loss_before:.4f} before, {refit.loss_after:.4f} after")
+    print(f"start from it: --checkpoint.initial_load_path {shlex.quote(str(out))}")
+
+
 def main() -> None:
     from torchditan.config.errors import ConfigError
 
-    commands = {"export": export_file, "import": import_file}
+    commands = {"export": export_file, "import": import_file, "refit_time": refit_time_of_file}
     command, argv = (sys.argv[1:2] or [""])[0], sys.argv[2:]
     if command in ("-h", "--help"):
         print(__doc__, end="")
     elif command in commands:
         commands[command](argv)
     else:
-        raise ConfigError(f"the first argument is {command or 'missing'}; must be export or import, or --help")
+        raise ConfigError(
+            f"the first argument is {command or 'missing'}; must be export, import or refit_time, or --help"
+        )
 
 
 if __name__ == "__main__":

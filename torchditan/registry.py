@@ -55,6 +55,7 @@ OBJECTIVES = Registry(
     {
         "flow_matching": "torchditan.diffusion.flow_matching:FlowMatching",
         "ddpm": "torchditan.diffusion.ddpm:DDPM",
+        "imf": "torchditan.diffusion.mean_flow:MeanFlow",
     },
     base="torchditan.diffusion.objectives:Objective",
 )

@@ -60,6 +60,7 @@ CARRIED = f"--model.block={CARRYING}"
 TEACHER = f"--diffusion.objective={LOOKS_INSIDE}"
 TEACHER_AND_HEAD = f"--diffusion.ingredients={TAUGHT}"
 ADALN_SINGLE, IN_CONTEXT = "--model.conditioning=adaln_single", "--model.conditioning=in_context"
+MEAN_FLOW = "--diffusion.objective=imf guidance=true"
 REPLICATE = "--training.data_parallel_replicate_degree"
 CONTEXT = "--training.context_parallel_degree=2"
 RESHARD = "--training.reshard_after_forward"
@@ -95,6 +96,8 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "adaLN-single": [ADALN_SINGLE],
         "adaLN-single full": [ADALN_SINGLE, FULL],
         "in context": [IN_CONTEXT],
+        "MeanFlow": [MEAN_FLOW],
+        "MeanFlow full": [MEAN_FLOW, FULL],
         "micro-batches": ["--training.global_batch_size=12", FULL],
         "no average": ["--ema.enable=false"],
         "Muon": [MUON],
@@ -125,6 +128,7 @@ CELLS: dict[int, dict[str, list[str]]] = {
         "FSDP teacher and head": [TEACHER_AND_HEAD],
         "DDP teacher": [TEACHER, f"{REPLICATE}=2"],
         "FSDP full": [FULL],
+        "FSDP MeanFlow": [MEAN_FLOW],
         "FSDP official": OFFICIAL,
         "FSDP official, DDPM": [*DDPM, FULL],
         "FSDP Muon": [MUON, FULL],

@@ -464,7 +464,7 @@ def test_the_objective_of_the_page_refuses_options_itself(flags: str, message: s
 
 @pytest.mark.usefixtures("added")
 def test_choices_follow_the_registry() -> None:
-    names = "flow_matching, ddpm, x_prediction, noisy_data, or module:name"
+    names = "flow_matching, ddpm, imf, x_prediction, noisy_data, or module:name"
     with pytest.raises(ConfigError, match=f"{names}; did you mean x_pred"):
         load_config(["--diffusion.objective=x_predicton"])
     with pytest.raises(

@@ -30,10 +30,10 @@ from typing import Annotated, Any, Literal, NoReturn
 from torchditan.config import options as config_module
 from torchditan.config.errors import ConfigError, did_you_mean, nearest, option_error
 from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy, adopt_names
-from torchditan.config.options import FLAVOR_NAMES, Config, flatten
+from torchditan.config.options import FLAVOR_NAMES, Config, Diffusion, flatten
 from torchditan.config.rules import validate, validate_parts, validate_values
 from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree, refuse_untrusted_plug_ins, values_of_older_run
-from torchditan.registry import Registries, Registry, entry_name
+from torchditan.registry import OBJECTIVES, Registries, Registry, entry_name, resolve
 from torchditan.run.directory import run_path
 from torchditan.run.reading import read_config
 
@@ -141,7 +141,12 @@ def parse_config(argv: list[str]) -> Config:
     if values.get("checkpoint.enable_checkpoint") is False:  # given, not left open
         values.setdefault("checkpoint.save_final", False)
     typed = _coerce_all(values)
-    values = {**flatten(Config()), **typed, "job.config_file": None if path is None else str(path)}
+    values = {
+        **flatten(Config()),
+        **_defaults_of_objective(typed),
+        **typed,
+        "job.config_file": None if path is None else str(path),
+    }
     values.update(_defaults_from_others(values))
     stored = _stored_sections(values)
     kept = {name: value for name, value in values_of_older_run(stored).items() if name not in typed}
@@ -209,6 +214,15 @@ def _coerce_all(values: Mapping[str, Any]) -> dict[str, Any]:
             raise _unknown_option(name)
         coerced[name] = _coerce(options()[name], value)
     return coerced
+
+
+def _defaults_of_objective(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with another default for the objective, if it is set. Imports the objective."""
+    text = typed.get("diffusion.objective", Diffusion.objective)
+    if text == Diffusion.objective:
+        return {}
+    objective, _ = resolve(OBJECTIVES, "diffusion.objective", text)
+    return _coerce_all(objective.defaults)
 
 
 def _defaults_from_others(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Model:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     timestep_scale: float = 1000.0
-    """Factor of the timestep in its embedding: 1000 as DiT, 1 as SiT and LightningDiT."""
+    """Factor of the timestep in its embedding: 1000 as DiT, 1 as SiT and LightningDiT. Default for imf: 1."""
     timestep_frequencies: Literal["dit", "diffusers"] = "dit"
     """Frequencies of that embedding: the paper's (dit), or the slightly different ones of diffusers' DiT."""
     learn_sigma: bool | None = None
@@ -184,7 +184,8 @@ class Diffusion:
     """The training objective and its timesteps."""
 
     objective: Annotated[str, OBJECTIVES] = "flow_matching"
-    """flow_matching: x_t = (1 - t) noise + t x, velocity target. ddpm: 1000 noise levels (the DiT paper, sdxl)."""
+    """flow_matching: x_t = (1 - t) noise + t x, velocity target. ddpm: 1000 noise levels (the DiT paper, sdxl). imf:
+    one-step generation (docs/one_step.md)."""
     prediction: Literal["epsilon", "v", "x"] | None = None
     """What the model predicts. Default: v, the velocity, for flow_matching; epsilon, the noise, for ddpm."""
     loss_weighting: Literal["none", "min_snr"] = "none"
@@ -196,7 +197,7 @@ class Diffusion:
     timestep_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
     """Distribution of the training timesteps (t = 0 is noise, t = 1 is data)."""
     logit_normal_mean: float = 0.0
-    """Mean of logit(t); a value below 0 trains more on noisy samples."""
+    """Mean of logit(t); a value below 0 trains more on noisy samples. Default for imf: 0.4."""
     logit_normal_std: float = 1.0
     """Standard deviation of logit(t)."""
     timestep_shift: float | None = None
@@ -409,7 +410,7 @@ class Sampling:
     sampler: Annotated[str, SAMPLERS] = "euler"
     """flow_matching: euler, or of second order heun and dpmpp_2m. ddpm: ddim, which euler means too, or ancestral."""
     num_steps: int = 50
-    """Solver steps from noise to image; heun evaluates the model twice per step."""
+    """Solver steps from noise to image; heun evaluates the model twice per step. Default for imf: 1."""
     spacing: Literal["trailing", "leading", "linspace"] = "trailing"
     """Levels of ddpm, for 10 steps: trailing 99, 199, ..., 999; leading 0, 100, ..., 900; linspace 0, 111, ..., 999."""
     clip_sample: bool | None = None

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from torchditan.config.options import Diffusion
-from torchditan.diffusion.objectives import Objective, build_objective, split
+from torchditan.diffusion.objectives import Objective, batch_multiple, build_objective, split
 from torchditan.models.flops import ModelFlops, count_model_flops
 from torchditan.models.spec import ModelSpec
 from torchditan.randomness import Randomness
@@ -36,11 +37,15 @@ def count_loss_flops(config: Diffusion, spec: ModelSpec) -> ModelFlops:
         config: the objective and its options.
         spec: the model, with the heads of the objective.
     """
-    objective = build_objective(config, spec)
-    batch, randomness = example_batch(spec, objective, 1)
+    objective, batch_size = build_objective(config, spec), batch_multiple(config)
+    batch, randomness = example_batch(spec, objective, batch_size)
     with torch.device("meta"):
         teacher = spec.build().to("meta").requires_grad_(False) if objective.uses_teacher else None
-    return count_model_flops(spec, lambda model: split(objective.loss(model, batch, randomness, teacher))[0])
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return split(objective.loss(model, batch, randomness, teacher))[0]
+
+    return count_model_flops(spec, loss, batch_size=batch_size)
 
 
 def example_batch(spec: ModelSpec, objective: Objective, batch_size: int) -> tuple[dict[str, torch.Tensor], Randomness]:

@@ -60,6 +60,8 @@ class Objective:
     """Whether `sampling.clip_sample` is on by default for runs that train on pixels."""
     batch_multiple: ClassVar[int] = 1
     """`training.batch_size` must be a multiple. A micro-batch then starts at a multiple of it in the stream."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Options with another default for this objective: `{"sampling.num_steps": 1}`. What the user sets stays."""
 
     @classmethod
     def build(cls, config: Diffusion, spec: ModelSpec) -> Objective:
@@ -96,6 +98,11 @@ class Objective:
     def computes_more(self) -> bool:
         """Whether `loss` computes more with the model than its prediction, so that its FLOPs are counted."""
         return type(self).loss is not Objective.loss
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """Whether `sample` gives the guidance scale to the model, so that `predict` computes no second prediction."""
+        return False
 
     @property
     def numbers(self) -> Mapping[str, Kind]:
@@ -149,6 +156,16 @@ class Objective:
         """
         inputs = self.inputs(batch, randomness)
         return self.error(model(*inputs), inputs, batch, randomness)
+
+    def validation_loss(
+        self,
+        model: nn.Module,
+        batch: dict[str, torch.Tensor],
+        randomness: Randomness,
+        teacher: nn.Module | None = None,
+    ) -> torch.Tensor | Losses:
+        """The `loss` that validation reports. Batches may have any size."""
+        return self.loss(model, batch, randomness, teacher)
 
     def sample(
         self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling, step_noise: StepNoise
@@ -207,6 +224,10 @@ class Ingredient(Objective):
     @property
     def heads(self) -> Mapping[str, Head]:
         return self.base.heads
+
+    @property
+    def embeds_guidance(self) -> bool:
+        return self.base.embeds_guidance
 
     def model_time(self, t: Any) -> Any:
         return self.base.model_time(t)

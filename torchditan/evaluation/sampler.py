@@ -192,7 +192,7 @@ class Sampler:
             model,
             conditioning=conditioning,
             cond=conditioning.from_batch({name: tensor.to(self.device) for name, tensor in batch.items()}),
-            guidance_scale=sampling.guidance_scale,
+            guidance_scale=self._guidance_scale(),
             guidance_interval=self._guidance_interval(),
             guidance_channels=sampling.guidance_channels,
         )
@@ -228,10 +228,14 @@ class Sampler:
 
         noise = torch.zeros(1, *self.spec.sample_shape)
         self.objective.sample(predict, noise, sampling=self.sampling, step_noise=lambda step: noise)
-        if isinstance(self.spec.conditioning, Unconditional) or self.sampling.guidance_scale == 1:
+        if isinstance(self.spec.conditioning, Unconditional) or self._guidance_scale() == 1:
             return len(timesteps)
         low, high = self._guidance_interval()
         return len(timesteps) + sum(low <= t <= high for t in timesteps)
+
+    def _guidance_scale(self) -> float:
+        """Of the second prediction; 1 leaves it out."""
+        return 1.0 if self.objective.embeds_guidance else self.sampling.guidance_scale
 
     def _guidance_interval(self) -> tuple[float, float]:
         """In the model's time."""

@@ -87,12 +87,12 @@ def validation_losses(
         ).to(device)
         batch = space.prepare(batch)
         with torch.compiler.set_stance("force_eager"):
-            losses = split(objective.loss(model, batch, randomness, teacher))[1]["loss"]
+            losses = split(objective.validation_loss(model, batch, randomness, teacher))[1]["loss"]
             total += losses[real].double().sum()
             for timesteps in stratified:
                 randomness = Randomness(randomness, timestep=timesteps[rows].to(device))
                 assert uniform is not None
-                losses = split(uniform.loss(model, batch, randomness, teacher))[1]["loss"]
+                losses = split(uniform.validation_loss(model, batch, randomness, teacher))[1]["loss"]
                 bins += _sums_in_bins(losses, uniform.model_time(uniform.inputs(batch, randomness).t), real)
     dist.all_reduce(total)
     dist.all_reduce(bins)

@@ -195,13 +195,17 @@ def rope_table(config: DiTConfig, height: int, width: int, device: torch.device)
     return torch.stack([angle.cos(), angle.sin()], dim=-1).unsqueeze(1)
 
 
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Rotate neighbouring pairs of the head dimension by the angles of `rope`, in float32.
+    """Rotate neighbouring pairs of the head dimension by the angles of `rope`, in float32 or, for x in it, float64.
 
     x: (B, N, H, K), rope: (N, 1, K / 2, 2) or, for tokens that differ between samples, (B, N, 1, K / 2, 2); N counts
     context tokens.
     """
-    pairs = x.float().unflatten(-1, (-1, 2))  # (B, N, H, K / 2, 2)
+    pairs = at_least_float32(x).unflatten(-1, (-1, 2))  # (B, N, H, K / 2, 2)
     if torch.compiler.is_compiling():  # inductor generates no code for complex numbers, and splits kernels at `stack`
         cos, sin = rope.unsqueeze(-1).unbind(-2)  # 2 of (N, 1, K / 2, 1)
         sign = torch.arange(-1, 2, 2, device=x.device)  # not a constant, which would be copied to the device
@@ -212,13 +216,14 @@ def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 
 
 def timestep_embedding(t: torch.Tensor, *, scale: float = 1000.0, frequencies: str = "dit") -> torch.Tensor:
-    """Sinusoidal features [cos, sin] of scale t, (B,) -> (B, 256) float32.
+    """Sinusoidal features [cos, sin] of scale t, (B,) -> (B, 256) float32, or float64 for t in float64.
 
     The frequencies are 10000^(-i / 128) (dit), or 10000^(-i / 127) as in `DiTTransformer2DModel` of diffusers.
     """
     half = TIMESTEP_FREQUENCIES // 2
     exponent = torch.arange(half, dtype=torch.float32, device=t.device) / (half - (frequencies == "diffusers"))
-    angle = (t.float() * scale).outer(torch.exp(-math.log(10000.0) * exponent))
+    t = at_least_float32(t)
+    angle = (t * scale).outer(torch.exp(-math.log(10000.0) * exponent).type_as(t))
     return torch.cat([angle.cos(), angle.sin()], dim=-1)
 
 

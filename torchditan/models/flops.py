@@ -2,7 +2,8 @@
 """Model FLOPs, counted. With the peak of the device (peak_flops.py) they give the MFU.
 
 Notable:
-- counted on the meta device at batch 1, forward and backward, without the recomputation of activation checkpointing;
+- counted on the meta device for one sample, or for as many as the objective needs at once; forward and backward,
+  without the recomputation of activation checkpointing;
 - a multiply-add is 2 FLOPs. As usual for MFU, only matrix products count;
 - work per token, per image and per condition is counted separately: adaLN weights multiply one vector per image, and
   counting them per token would inflate the MFU of a DiT-L by nearly a half;
@@ -54,7 +55,7 @@ class ModelFlops:
 
 
 class LinearCounter(TorchFunctionMode):
-    """Counts the FLOPs of linear layers, forward and backward, by the number of input rows.
+    """Counts the FLOPs of linear layers, forward and backward, by the number of input rows of a sample.
 
     Args:
         apart: weights whose FLOPs count towards `flops_apart` instead.
@@ -71,22 +72,25 @@ class LinearCounter(TorchFunctionMode):
     ) -> Any:
         if func is F.linear:
             x, weight = args[:2]
-            num_products = 1 + x.requires_grad + weight.requires_grad
+            num_products = 1 + (x.requires_grad + weight.requires_grad) * torch.is_grad_enabled()
             flops = 2 * x.numel() * weight.shape[0] * num_products
             if id(weight) in self._apart:
                 self.flops_apart += flops
             else:
-                self.flops_by_rows[x.numel() // x.shape[-1]] += flops
+                self.flops_by_rows[x.shape[-2] if x.dim() > 2 else 1] += flops
         return func(*args, **(kwargs or {}))
 
 
-def count_model_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor] | None = None) -> ModelFlops:
+def count_model_flops(
+    spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor] | None = None, *, batch_size: int = 1
+) -> ModelFlops:
     """Count the training step of one sample. Computes nothing: seconds even for 7B parameters.
 
     Args:
         spec: the model.
         loss: all that a step computes with the model, on the meta device. None: the prediction, which is all but a few
             operations, unless the objective reads features or calls a teacher.
+        batch_size: number of samples that `loss` has. The FLOPs are their mean.
     """
     # Imported here because the import is slow and only needed once.
     from torch.utils.flop_counter import FlopCounterMode
@@ -96,29 +100,29 @@ def count_model_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor]
         model = spec.build().to("meta")  # the buffers too
         of_condition: list[Any] = [layer.weight for layer in spec.condition_layers(model)]
         linears = LinearCounter(apart=of_condition)
-        x_t, t, cond = spec.example_inputs(batch_size=1)
+        x_t, t, cond = spec.example_inputs(batch_size)
         with forward, linears:
             result = model(x_t, t, cond) if loss is None else loss(model)
         with backward:
             result.sum().backward()
 
     tokens, condition_tokens = spec.num_tokens, spec.num_condition_tokens
-    per_image = linears.flops_by_rows[1]
-    per_condition = linears.flops_apart
+    per_image = linears.flops_by_rows[1] // batch_size
+    per_condition = linears.flops_apart // batch_size
     if condition_tokens > 1 and not of_condition:
-        per_condition += linears.flops_by_rows[condition_tokens]
+        per_condition += linears.flops_by_rows[condition_tokens] // batch_size
     if condition_tokens:  # layers over both tokens share their FLOPs
         rows = tokens + condition_tokens
-        per_condition += linears.flops_by_rows[rows] * condition_tokens // rows
-    total = forward.get_total_flops() + backward.get_total_flops()
-    attention = attention_flops(forward) + attention_flops(backward)
+        per_condition += linears.flops_by_rows[rows] * condition_tokens // rows // batch_size
+    total = (forward.get_total_flops() + backward.get_total_flops()) // batch_size
+    attention = (attention_flops(forward) + attention_flops(backward)) // batch_size
     return ModelFlops(
         per_token=(total - attention - per_image - per_condition) / tokens,
         num_tokens=tokens,
         attention=attention,
         per_image=per_image,
         per_condition=per_condition,
-        forward=forward.get_total_flops(),
+        forward=forward.get_total_flops() // batch_size,
     )
 
 

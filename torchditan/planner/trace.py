@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -41,7 +42,7 @@ Checkpointing = Literal["none", "full", "op"]
 """Tensors that a block keeps for backward: all (none), its inputs (full), or outputs of products and attention (op)."""
 
 NUM_KEPT_BLOCKS = 3
-_BATCHES = (2, 4)  # not 1: a dimension of size 1 can be contiguous when larger ones are not
+_BATCHES = (4, 6)  # a loss may halve them, and a dimension of size 1 can be contiguous when larger ones are not
 
 _DIFFUSION = Diffusion()
 
@@ -276,6 +277,8 @@ class DeviceKernels(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and forward_ad.unpack_dual(args[0]).tangent is not None:
+            return func(*args, **kwargs)  # a forward derivative, for which the kernels have none
         if func is F.scaled_dot_product_attention and self.kernels != "cuda_math":  # the meta device decomposes that
             return self._attention(*args, **kwargs)
         if func is F.rms_norm and self.kernels != "cpu":

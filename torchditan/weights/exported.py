@@ -83,12 +83,21 @@ def export_weights(
         ConfigError: these weights do not exist or are damaged, or the file cannot be written.
     """
     stored, read = open_weights(source, step=step, weights=weights)
+    write_stored(out, stored, read, dtype=dtype)
+    return stored
+
+
+def write_stored(out: Path, stored: StoredWeights, read: Callable[[str], Tensor], *, dtype: torch.dtype) -> None:
+    """Write the weights that `read` returns by name, with their description, to one file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     entries = [TensorToWrite(name, shape, dtype, partial(read, name)) for name, shape in stored.shapes.items()]
     try:
         write_weights(out, entries, _to_metadata(stored))
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
-    return stored
 
 
 def export_model(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
     differing = _other_options(stored, config)
     try:
         refuse_unknown_convention(stored, config)
+        refuse_other_time(stored, config)
         refuse_other_model(model, stored, differing, are_initial=True)
         if stored.path.is_dir():
             load_weights(model, stored.path, ema=stored.weights == "ema", are_initial=True)
@@ -136,6 +138,24 @@ def refuse_unknown_convention(stored: StoredWeights, config: Config) -> None:
         "1000 in its embedding) and it predicts the velocity data - noise. Others differ: SiT and LightningDiT "
         f"(unscaled time), REPA (t = 1 is noise), DiT and other DDPMs (predict noise); {_HOW_TO_IMPORT}"
     )
+
+
+def refuse_other_time(stored: StoredWeights, config: Config) -> None:
+    """Refuse weights whose embedding of t has another scale: the model would see other times.
+
+    Raises:
+        ConfigError: the two scales differ.
+    """
+    if stored.config is None or config.model.name in FAMILIES:
+        return
+    here = config.model.timestep_scale
+    there = stored.config.get("model", {}).get("timestep_scale", here)
+    if there != here:
+        right = f"set --model.timestep_scale={there:g}"
+        if here == 1:
+            path = shlex.quote(str(stored.path))
+            right = f"refit them first: scripts/convert_checkpoint.py refit_time {path} FILE.safetensors"
+        raise ConfigError(f"{stored.path} has model.timestep_scale {there:g}, and this run {here:g}; {right}")
 
 
 def refuse_other_model(

@@ -1,0 +1,318 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""One-step generation: improved MeanFlow (Geng et al. 2025, arXiv 2512.02012) and MeanFlow (arXiv 2505.13447).
+
+Notable:
+- the model predicts the mean velocity u(x_t, t, h) over [t, t + h], so that x_{t+h} = x_t + h u. The scalar condition
+  `interval` is h. At h = 0, u is the velocity of flow matching, x - noise on average;
+- the derivative of h u along the path, with a fixed end, gives u = v + h du/dt, and so V = u - h du/dt is regressed on
+  x - noise. du/dt is along (dx, dt, dh) = (v, 1, -1), has no gradients, and is exact (diffusion/derivative.py);
+- improved MeanFlow differentiates along the model's own velocity, MeanFlow along x - noise (`tangent=data`). The loss
+  is otherwise the same;
+- the samples at even positions of the stream have h = 0, so that half of a micro-batch needs no derivative. t and t + h
+  are the smaller and the larger of two draws. In the papers t = 1 is noise: their logit-normal mean of -0.4 is 0.4
+  here;
+- each sample has the weight 1 / (its squared error + 0.01), where the squared error is a sum over its values. The log
+  has the mean of the error without weights;
+- with `diffusion.prediction = "x"` the model predicts x_t + (1 - t) u, an image (pMF, arXiv 2601.22158);
+- with `guidance=true` the model also gets 1 - 1 / scale and an interval of t, and learns the guided velocity
+  v + (1 - 1 / scale) (v_label - v_null). Samples with guidance then take one evaluation per step. Training computes
+  v_null for all samples, and v_label for those with h > 0; for the others it is the prediction itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from torchditan.config.errors import option_error
+from torchditan.diffusion.derivative import derivative
+from torchditan.diffusion.flow_matching import FlowMatching, wide
+from torchditan.diffusion.objectives import Inputs, Losses
+from torchditan.diffusion.samplers import Prediction, StepNoise
+from torchditan.models.dit import unpatchify
+from torchditan.models.spec import Condition, Head, Unconditional
+from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Kind, Randomness
+from torchditan.registry import OBJECTIVES, entry_name, resolve
+
+if TYPE_CHECKING:
+    from torchditan.config.options import Config, Diffusion, Sampling
+    from torchditan.models.spec import ModelSpec
+
+HEAD = "velocity"
+INTERVAL = "interval"
+GUIDANCE = ("guidance", "guidance_start", "guidance_end")
+LARGEST_SCALE = 8.0
+"""Training draws guidance scales from 1 to this, uniform in their logarithm."""
+_WEIGHT_OFFSET = 0.01
+
+
+@dataclass(frozen=True)
+class MeanFlow(FlowMatching):
+    """The model's prediction is the mean velocity over an interval of time. See the file's docstring."""
+
+    tangent: str = field(default="model", kw_only=True)
+    """Direction of the derivative: the `model`'s velocity, or that of the `data`, x - noise."""
+    guidance: bool = field(default=False, kw_only=True)
+    """Whether guidance scale and interval are conditions of the model."""
+    velocity_head: tuple[str, int, int, int] | None = field(default=None, kw_only=True)
+    """(feature, width, patch size, channels) of a head that predicts the velocity; None: it is u at h = 0."""
+
+    batch_multiple = 2
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "model.timestep_scale": 1.0,
+        "diffusion.logit_normal_mean": 0.4,
+        "sampling.num_steps": 1,
+    }
+
+    @classmethod
+    def build(
+        cls,
+        config: Diffusion,
+        spec: ModelSpec,
+        tangent: str = "model",
+        velocity_head: bool = False,
+        guidance: bool = False,
+    ) -> MeanFlow:
+        """Build it from its options.
+
+        Args:
+            config, spec: as in `Objective.build`.
+            tangent: model (improved MeanFlow) or data (MeanFlow).
+            velocity_head: train a head of two layers for the model's own velocity, instead of u at h = 0.
+            guidance: give the guidance scale and interval to the model.
+
+        Raises:
+            ConfigError: values out of range, or guidance for a model without labels or captions.
+        """
+
+        def refuse(option: str, value: Any, right: str) -> None:
+            raise option_error("diffusion.objective", f"{entry_name(config.objective)} {option}={value}", right)
+
+        if tangent not in ("model", "data"):
+            refuse("tangent", tangent, "must be model or data")
+        for option, value in (("velocity_head", velocity_head), ("guidance", guidance)):
+            if not isinstance(value, bool):
+                refuse(option, value, "must be true or false")
+        if guidance and isinstance(spec.conditioning, Unconditional):
+            refuse("guidance", "true", "needs labels or captions; leave it out")
+        head = None
+        if velocity_head and spec.can_have_heads:
+            head = (spec.features[-1], spec.config.width, spec.config.patch_size, spec.sample_shape[0])
+        elif velocity_head:
+            refuse("velocity_head", "true", f"needs a head, which {spec.name} cannot have; leave it out")
+        plain = FlowMatching.build(config, spec)
+        return cls(
+            plain.conditioning,
+            plain.timesteps,
+            plain.label_dropout,
+            prediction=plain.prediction,
+            tangent=tangent,
+            guidance=guidance,
+            velocity_head=head,
+        )
+
+    @classmethod
+    def option_mistakes(cls, config: Config, changed: Collection[str]) -> Iterator[tuple[str, str]]:
+        yield from super().option_mistakes(config, changed)
+        name = entry_name(config.diffusion.objective)
+        for option, value, only, why in (
+            ("model.timestep_scale", config.model.timestep_scale, 1.0, "differentiates the embedding of t"),
+            ("diffusion.loss_weighting", config.diffusion.loss_weighting, "none", "has weights of its own"),
+            ("sampling.sampler", config.sampling.sampler, "euler", "takes the steps x + h u"),
+            ("float8.enable_float8_linear", config.float8.enable_float8_linear, False, "differentiates linear layers"),
+        ):
+            if value not in (None, only):
+                shown = str(only).lower() if isinstance(only, bool) else only
+                more = "; refit weights of another scale with convert_checkpoint.py refit_time"
+                yield option, f"{name} {why}; must be {shown}{more if option == 'model.timestep_scale' else ''}"
+        if config.diffusion.prediction == "epsilon":
+            yield "diffusion.prediction", f"{name} needs a velocity at t = 0; must be v or x"
+        if config.sampling.guidance_scale < 1 and cls.scalars(config.diffusion).keys() & {*GUIDANCE}:
+            yield "sampling.guidance_scale", f"is given to the model, which learns 1 to {LARGEST_SCALE:g}"
+
+    @classmethod
+    def scalars(cls, config: Diffusion) -> Mapping[str, float]:
+        _, options = resolve(OBJECTIVES, "diffusion.objective", config.objective)
+        return dict.fromkeys((INTERVAL, *(GUIDANCE if options.get("guidance") is True else ())), 1.0)
+
+    @property
+    def numbers(self) -> Mapping[str, Kind]:
+        others: dict[str, Kind] = dict.fromkeys(("second_timestep", *(GUIDANCE if self.guidance else ())), "uniform")
+        return {**NOISE_TIMESTEP_DROPOUT, **others}
+
+    @property
+    def heads(self) -> Mapping[str, Head]:
+        if self.velocity_head is None:
+            return {}
+        feature, width, patch_size, channels = self.velocity_head
+
+        def build() -> nn.Module:
+            return nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, patch_size**2 * channels))
+
+        return {HEAD: Head(feature, build)}
+
+    @property
+    def embeds_guidance(self) -> bool:
+        return self.guidance
+
+    def inputs(self, batch: dict[str, torch.Tensor], randomness: Randomness) -> Inputs:
+        """Those of flow matching, with h = 0 and a guidance scale of 1, whose target is x - noise."""
+        x_t, t, cond = super().inputs(batch, randomness)
+        zero = torch.zeros_like(t)
+        guidance = {"guidance": zero, "guidance_start": zero, "guidance_end": zero + 1} if self.guidance else {}
+        return Inputs(x_t, t, {**cond, INTERVAL: zero, **guidance})
+
+    def validation_loss(
+        self,
+        model: nn.Module,
+        batch: dict[str, torch.Tensor],
+        randomness: Randomness,
+        teacher: nn.Module | None = None,
+    ) -> torch.Tensor:
+        """The loss of flow matching, of u at h = 0."""
+        inputs = self.inputs(batch, randomness)
+        return self.error(model(*inputs), inputs, batch, randomness)
+
+    def loss(
+        self,
+        model: nn.Module,
+        batch: dict[str, torch.Tensor],
+        randomness: Randomness,
+        teacher: nn.Module | None = None,
+    ) -> Losses:
+        """|u - h du/dt - v|^2 with adaptive weights. The micro-batch starts at an even position of the stream."""
+        x, noise = batch["sample"], randomness.noise  # (B, C, H, W)
+        t, h = self.interval(randomness)
+        t_wide = wide(t, x)
+        x_t = (1 - t_wide) * noise + t_wide * x
+        is_dropped = randomness.label_dropout < self.label_dropout
+        cond = self.conditioning.drop(self.conditioning.from_batch(batch), is_dropped)
+        inputs = Inputs(x_t, t, {**cond, INTERVAL: h, **self.guidance_of(randomness)})
+
+        velocity = target = self.velocity(self.target(x, noise), x_t, t_wide)  # x - noise
+        still, moving = slice(0, None, 2), slice(1, None, 2)  # h = 0 and h > 0
+        if self.guidance:
+            strength = wide(self.strength(inputs) * ~is_dropped, x)
+            of_label, of_null = self.label_and_null_velocity(model, inputs, moving)
+            guided = velocity[moving] + strength[moving] * (of_label - of_null[moving])
+            direction = of_label if self.tangent == "model" else guided
+        elif self.tangent == "model":
+            direction = self.own_velocity(model, _rows(inputs, moving))
+        else:
+            direction = velocity[moving]
+        tangents = (direction, torch.ones_like(t[moving]), {INTERVAL: -torch.ones_like(h[moving])})
+        _, du_dt = derivative(partial(self.mean_velocity, model), _rows(inputs, moving), tangents)
+        change = wide(h[moving], du_dt) * du_dt  # (B / 2, C, H, W)
+
+        u, of_head = self.predict(model, inputs)
+        if self.guidance:  # the velocity of samples with h = 0 is what was just predicted
+            own = (u if of_head is None else of_head)[still].detach()
+            target = _interleave(velocity[still] + strength[still] * (own - of_null[still]), guided)
+        compound = _interleave(u[still], u[moving] - change)
+        error = (compound - target).square().flatten(1).sum(1)
+        total = error / (error.detach() + _WEIGHT_OFFSET)
+        logged = {
+            "loss": error.detach() / x[0].numel(),
+            "h_du_dt_rms": change.square().flatten(1).mean(1).sqrt().repeat_interleave(2),  # of the samples with h > 0
+        }
+        if of_head is not None:
+            error = (of_head - target).square().flatten(1).sum(1)
+            total = total + error / (error.detach() + _WEIGHT_OFFSET)
+            logged["velocity_head_loss"] = error.detach() / x[0].numel()
+        return Losses(total, logged)
+
+    def interval(self, randomness: Randomness) -> tuple[torch.Tensor, torch.Tensor]:
+        """t and h (B,) float32. h = 0 at even positions."""
+        first, second = self.timesteps(randomness.timestep), self.timesteps(randomness["second_timestep"])
+        h = (first - second).abs()
+        return torch.minimum(first, second), h * (torch.arange(len(h), device=h.device) % 2)
+
+    def guidance_of(self, randomness: Randomness) -> Condition:
+        """1 - 1 / scale, with a scale in [1, 8], and an interval that contains t = 1/2: (B,) float32 each."""
+        if not self.guidance:
+            return {}
+        scale, start, end = (randomness[name] for name in GUIDANCE)
+        values = (1 - LARGEST_SCALE**-scale, start / 2, (1 + end) / 2)
+        return dict(zip(GUIDANCE, values, strict=True))
+
+    def mean_velocity(self, model: nn.Module, x_t: torch.Tensor, t: torch.Tensor, cond: Condition) -> torch.Tensor:
+        """u (B, C, H, W) float32, from the model's prediction of u, or of x_t + (1 - t) u with `prediction="x"`."""
+        return self.velocity(model(x_t, t, cond).float(), x_t, wide(t, x_t))
+
+    def predict(self, model: nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """u and, with a velocity head, its velocity: (B, C, H, W) float32 each."""
+        if self.velocity_head is None:
+            return self.mean_velocity(model, *inputs), None
+        prediction, found = model(*inputs, features=[HEAD])
+        height, width = prediction.shape[-2:]
+        u = self.velocity(prediction.float(), inputs.x_t, wide(inputs.t, inputs.x_t))
+        return u, unpatchify(found[HEAD].float(), self.velocity_head[2], height, width)
+
+    @torch.no_grad()
+    def own_velocity(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
+        """The model's velocity at these inputs, (B, C, H, W) float32: that of its head, or u at h = 0."""
+        cond = {**inputs.cond, INTERVAL: torch.zeros_like(inputs.t)}
+        with torch.compiler.set_stance("force_eager"):  # it would recompile for other batch sizes
+            u, of_head = self.predict(model, Inputs(inputs.x_t, inputs.t, cond))
+        return u if of_head is None else of_head
+
+    def strength(self, inputs: Inputs) -> torch.Tensor:
+        """1 - 1 / scale inside the guidance interval, 0 outside: (B,)."""
+        strength, start, end = (inputs.cond[name] for name in GUIDANCE)
+        return strength * ((start <= inputs.t) & (inputs.t <= end))
+
+    def label_and_null_velocity(
+        self, model: nn.Module, inputs: Inputs, rows: slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's velocity with labels for these rows, and without labels for all: (b, C, H, W), (B, C, H, W).
+
+        The target with guidance is v + (1 - 1 / scale) (v_label - v_null). v_label is guided already, so that it is
+        scale v_label + (1 - scale) v_null of velocities without guidance.
+        """
+        x_t, t, cond = inputs
+        zero, label = torch.zeros_like(t), {name: cond[name] for name in cond if name not in (INTERVAL, *GUIDANCE)}
+        unguided = {GUIDANCE[0]: zero, GUIDANCE[1]: zero, GUIDANCE[2]: zero + 1}
+        null = Inputs(x_t, t, {**self.conditioning.null(label), INTERVAL: zero, **unguided})
+        found = self.own_velocity(model, _concatenate(_rows(inputs, rows), null))
+        return found[: -len(t)], found[-len(t) :]
+
+    def sample(
+        self, predict: Prediction, noise: torch.Tensor, *, sampling: Sampling, step_noise: StepNoise
+    ) -> torch.Tensor:
+        """Steps x + h u through the timesteps, from noise to data."""
+        guidance: dict[str, float] = {}
+        if self.guidance:
+            values = (1 - 1 / sampling.guidance_scale, *sampling.guidance_interval)
+            guidance = dict(zip(GUIDANCE, values, strict=True))
+        x = noise
+        timesteps = self.timesteps.grid(sampling.num_steps, shift=sampling.timestep_shift)
+        for t, t_next in itertools.pairwise(timesteps):
+            u = predict(x, t, **{INTERVAL: t_next - t}, **guidance)
+            if self.prediction == "x":
+                u = (u - x) / (1 - t)
+            x = x + (t_next - t) * u
+        return x
+
+    def num_evaluations(self, sampling: Sampling) -> int:
+        return sampling.num_steps
+
+
+def _interleave(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
+    """The rows of both (B / 2, ...), in turn: (B, ...)."""
+    return torch.stack([even, odd], dim=1).flatten(0, 1)
+
+
+def _concatenate(first: Inputs, second: Inputs) -> Inputs:
+    cond = {name: torch.cat([value, second.cond[name]]) for name, value in first.cond.items()}
+    return Inputs(torch.cat([first.x_t, second.x_t]), torch.cat([first.t, second.t]), cond)
+
+
+def _rows(inputs: Inputs, rows: slice) -> Inputs:
+    x_t, t, cond = inputs
+    return Inputs(x_t[rows], t[rows], {name: value[rows] for name, value in cond.items()})
