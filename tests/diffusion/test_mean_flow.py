@@ -31,12 +31,10 @@ MEAN, STD = 1.5, 0.4
 
 
 class Gaussian(nn.Module):
-    """The mean velocity of the path from noise to data N(MEAN, STD^2), `scale` times, or with `prediction` x,
-    x_t + (1 - t) of it."""
+    """The mean velocity of the path from noise to data N(MEAN, STD^2). `scale` is 1 for the true one."""
 
-    def __init__(self, prediction: str = "v") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.prediction = prediction
         self.scale = nn.Parameter(torch.ones(()))
 
     @staticmethod
@@ -53,8 +51,7 @@ class Gaussian(nn.Module):
         start, end = wide(t, x_t), wide(t, x_t) + h
         arrived = end * MEAN + self.deviation(end) / self.deviation(start) * (x_t - start * MEAN)
         mean_velocity = (arrived - x_t) / torch.where(h == 0, torch.ones_like(h), h)
-        u = self.scale * torch.where(h == 0, self.velocity(x_t, t), mean_velocity)
-        return u if self.prediction == "v" else x_t + (1 - start) * u
+        return self.scale * torch.where(h == 0, self.velocity(x_t, t), mean_velocity)
 
 
 def objective_of(**options: Any) -> MeanFlow:
@@ -87,11 +84,11 @@ def test_the_derivative_of_a_gaussian_is_the_closed_form() -> None:
     assert not u.requires_grad and not du_dt.requires_grad
 
 
-@pytest.mark.parametrize(("tangent", "prediction"), [("model", "v"), ("data", "v"), ("model", "x")])
-def test_the_true_mean_velocity_regresses_on_the_velocity_of_the_sample(tangent: str, prediction: Any) -> None:
+@pytest.mark.parametrize("tangent", ["model", "data"])
+def test_the_true_mean_velocity_regresses_on_the_velocity_of_the_sample(tangent: str) -> None:
     """V = u - h du/dt of the true u is the velocity at t for every h, if the derivative is along that velocity."""
-    model, (batch, randomness) = Gaussian(prediction), pairs()
-    objective = objective_of(tangent=tangent, prediction=prediction)
+    model, (batch, randomness) = Gaussian(), pairs()
+    objective = objective_of(tangent=tangent)
     total, numbers = split(objective.loss(model, batch, randomness))
     t, h = objective.interval(randomness)
     assert (h[::2] == 0).all() and (h[1::2] > 0).all() and ((t + h) <= 1).all()
@@ -150,9 +147,9 @@ def test_with_h_0_the_loss_is_that_of_flow_matching() -> None:
     torch.testing.assert_close(objective.validation_loss(model, *odd), expected[:3])
 
 
-@pytest.mark.parametrize(("num_steps", "prediction"), [(1, "v"), (2, "v"), (4, "v"), (1, "x"), (4, "x")])
-def test_any_number_of_steps_ends_at_the_sample(num_steps: int, prediction: Any) -> None:
-    model, noise = Gaussian(prediction), torch.randn(3, 2, 4, 4)
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
+def test_any_number_of_steps_ends_at_the_sample(num_steps: int) -> None:
+    model, noise = Gaussian(), torch.randn(3, 2, 4, 4)
     calls = []
 
     def predict(x: torch.Tensor, t: float, **scalars: float) -> torch.Tensor:
@@ -161,7 +158,7 @@ def test_any_number_of_steps_ends_at_the_sample(num_steps: int, prediction: Any)
         return model(x, numbers[0], {INTERVAL: numbers[1]}).detach()
 
     sampling = Sampling(num_steps=num_steps)
-    found = objective_of(prediction=prediction).sample(predict, noise, sampling=sampling, step_noise=lambda step: noise)
+    found = objective_of().sample(predict, noise, sampling=sampling, step_noise=lambda step: noise)
     torch.testing.assert_close(found, MEAN + STD * noise, rtol=1e-4, atol=1e-4)
     assert len(calls) == num_steps == objective_of().num_evaluations(sampling)
     assert [t for t, _ in calls] == pytest.approx([i / num_steps for i in range(num_steps)])
@@ -347,11 +344,7 @@ def test_it_has_defaults_of_its_own_that_a_typed_value_replaces() -> None:
     [
         (["--model.timestep_scale=1000"], "model.timestep_scale = 1000.0", ["imf", "1", "refit_time"]),
         (["--sampling.sampler=heun"], 'sampling.sampler = "heun"', ["imf", "euler"]),
-        (
-            ["--diffusion.prediction=epsilon", "--sampling.num_steps=2"],
-            'diffusion.prediction = "epsilon"',
-            ["imf", "v", "x"],
-        ),
+        (["--diffusion.prediction=x"], 'diffusion.prediction = "x"', ["imf", "v"]),
         (["--diffusion.loss_weighting=min_snr"], 'diffusion.loss_weighting = "min_snr"', ["imf", "none"]),
         (["--model.learn_sigma=true"], "model.learn_sigma = true", ["ddpm"]),
         (["--float8.enable_float8_linear"], "float8.enable_float8_linear = true", ["imf", "false"]),

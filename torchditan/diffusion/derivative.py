@@ -46,7 +46,7 @@ def derivative(
     """The prediction at `inputs` and its derivative along `tangents`, both (B, ...) without gradients.
 
     Args:
-        model: `model(x_t, t, cond)`, parallelized or compiled in any way, or a function of its prediction.
+        model: `model(x_t, t, cond)`, parallelized or compiled in any way.
         inputs: (x_t, t, cond).
         tangents: (dx_t, dt, dcond) of the same shapes; entries of the condition without a tangent are constant.
 

@@ -13,7 +13,6 @@ Notable:
   here;
 - each sample has the weight 1 / (its squared error + 0.01), where the squared error is a sum over its values. The log
   has the mean of the error without weights;
-- with `diffusion.prediction = "x"` the model predicts x_t + (1 - t) u, an image (pMF, arXiv 2601.22158);
 - with `guidance=true` the model also gets 1 - 1 / scale and an interval of t, and learns the guided velocity
   v + (1 - 1 / scale) (v_label - v_null). Samples with guidance then take one evaluation per step. Training computes
   v_null for all samples, and v_label for those with h > 0; for the others it is the prediction itself.
@@ -24,7 +23,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -111,7 +109,6 @@ class MeanFlow(FlowMatching):
             plain.conditioning,
             plain.timesteps,
             plain.label_dropout,
-            prediction=plain.prediction,
             tangent=tangent,
             guidance=guidance,
             velocity_head=head,
@@ -123,6 +120,7 @@ class MeanFlow(FlowMatching):
         name = entry_name(config.diffusion.objective)
         for option, value, only, why in (
             ("model.timestep_scale", config.model.timestep_scale, 1.0, "differentiates the embedding of t"),
+            ("diffusion.prediction", config.diffusion.prediction, "v", "predicts a velocity"),
             ("diffusion.loss_weighting", config.diffusion.loss_weighting, "none", "has weights of its own"),
             ("sampling.sampler", config.sampling.sampler, "euler", "takes the steps x + h u"),
             ("float8.enable_float8_linear", config.float8.enable_float8_linear, False, "differentiates linear layers"),
@@ -131,8 +129,6 @@ class MeanFlow(FlowMatching):
                 shown = str(only).lower() if isinstance(only, bool) else only
                 more = "; refit weights of another scale with convert_checkpoint.py refit_time"
                 yield option, f"{name} {why}; must be {shown}{more if option == 'model.timestep_scale' else ''}"
-        if config.diffusion.prediction == "epsilon":
-            yield "diffusion.prediction", f"{name} needs a velocity at t = 0; must be v or x"
         if config.sampling.guidance_scale < 1 and cls.scalars(config.diffusion).keys() & {*GUIDANCE}:
             yield "sampling.guidance_scale", f"is given to the model, which learns 1 to {LARGEST_SCALE:g}"
 
@@ -195,7 +191,7 @@ class MeanFlow(FlowMatching):
         cond = self.conditioning.drop(self.conditioning.from_batch(batch), is_dropped)
         inputs = Inputs(x_t, t, {**cond, INTERVAL: h, **self.guidance_of(randomness)})
 
-        velocity = target = self.velocity(self.target(x, noise), x_t, t_wide)  # x - noise
+        velocity = target = x - noise
         still, moving = slice(0, None, 2), slice(1, None, 2)  # h = 0 and h > 0
         if self.guidance:
             strength = wide(self.strength(inputs) * ~is_dropped, x)
@@ -207,8 +203,8 @@ class MeanFlow(FlowMatching):
         else:
             direction = velocity[moving]
         tangents = (direction, torch.ones_like(t[moving]), {INTERVAL: -torch.ones_like(h[moving])})
-        _, du_dt = derivative(partial(self.mean_velocity, model), _rows(inputs, moving), tangents)
-        change = wide(h[moving], du_dt) * du_dt  # (B / 2, C, H, W)
+        _, du_dt = derivative(model, _rows(inputs, moving), tangents)
+        change = wide(h[moving], du_dt) * du_dt.float()  # (B / 2, C, H, W)
 
         u, of_head = self.predict(model, inputs)
         if self.guidance:  # the velocity of samples with h = 0 is what was just predicted
@@ -241,18 +237,13 @@ class MeanFlow(FlowMatching):
         values = (1 - LARGEST_SCALE**-scale, start / 2, (1 + end) / 2)
         return dict(zip(GUIDANCE, values, strict=True))
 
-    def mean_velocity(self, model: nn.Module, x_t: torch.Tensor, t: torch.Tensor, cond: Condition) -> torch.Tensor:
-        """u (B, C, H, W) float32, from the model's prediction of u, or of x_t + (1 - t) u with `prediction="x"`."""
-        return self.velocity(model(x_t, t, cond).float(), x_t, wide(t, x_t))
-
     def predict(self, model: nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """u and, with a velocity head, its velocity: (B, C, H, W) float32 each."""
         if self.velocity_head is None:
-            return self.mean_velocity(model, *inputs), None
-        prediction, found = model(*inputs, features=[HEAD])
-        height, width = prediction.shape[-2:]
-        u = self.velocity(prediction.float(), inputs.x_t, wide(inputs.t, inputs.x_t))
-        return u, unpatchify(found[HEAD].float(), self.velocity_head[2], height, width)
+            return model(*inputs).float(), None
+        u, found = model(*inputs, features=[HEAD])
+        height, width = u.shape[-2:]
+        return u.float(), unpatchify(found[HEAD].float(), self.velocity_head[2], height, width)
 
     @torch.no_grad()
     def own_velocity(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
@@ -293,10 +284,7 @@ class MeanFlow(FlowMatching):
         x = noise
         timesteps = self.timesteps.grid(sampling.num_steps, shift=sampling.timestep_shift)
         for t, t_next in itertools.pairwise(timesteps):
-            u = predict(x, t, **{INTERVAL: t_next - t}, **guidance)
-            if self.prediction == "x":
-                u = (u - x) / (1 - t)
-            x = x + (t_next - t) * u
+            x = x + (t_next - t) * predict(x, t, **{INTERVAL: t_next - t}, **guidance)
         return x
 
     def num_evaluations(self, sampling: Sampling) -> int:
