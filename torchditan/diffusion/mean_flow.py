@@ -160,9 +160,7 @@ class MeanFlow(FlowMatching):
     def inputs(self, batch: dict[str, torch.Tensor], randomness: Randomness) -> Inputs:
         """Those of flow matching, with h = 0 and a guidance scale of 1, whose target is x - noise."""
         x_t, t, cond = super().inputs(batch, randomness)
-        zero = torch.zeros_like(t)
-        guidance = {"guidance": zero, "guidance_start": zero, "guidance_end": zero + 1} if self.guidance else {}
-        return Inputs(x_t, t, {**cond, INTERVAL: zero, **guidance})
+        return Inputs(x_t, t, {**cond, INTERVAL: torch.zeros_like(t), **(_unguided(t) if self.guidance else {})})
 
     def validation_loss(
         self,
@@ -267,9 +265,8 @@ class MeanFlow(FlowMatching):
         scale v_label + (1 - scale) v_null of velocities without guidance.
         """
         x_t, t, cond = inputs
-        zero, label = torch.zeros_like(t), {name: cond[name] for name in cond if name not in (INTERVAL, *GUIDANCE)}
-        unguided = {GUIDANCE[0]: zero, GUIDANCE[1]: zero, GUIDANCE[2]: zero + 1}
-        null = Inputs(x_t, t, {**self.conditioning.null(label), INTERVAL: zero, **unguided})
+        label = {name: cond[name] for name in cond if name not in (INTERVAL, *GUIDANCE)}
+        null = Inputs(x_t, t, {**self.conditioning.null(label), INTERVAL: cond[INTERVAL], **_unguided(t)})
         found = self.own_velocity(model, _concatenate(_rows(inputs, rows), null))
         return found[: -len(t)], found[-len(t) :]
 
@@ -289,6 +286,11 @@ class MeanFlow(FlowMatching):
 
     def num_evaluations(self, sampling: Sampling) -> int:
         return sampling.num_steps
+
+
+def _unguided(t: torch.Tensor) -> Condition:
+    """The guidance conditions of a scale of 1, for every t (B,)."""
+    return dict(zip(GUIDANCE, (torch.zeros_like(t), torch.zeros_like(t), torch.ones_like(t)), strict=True))
 
 
 def _interleave(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
