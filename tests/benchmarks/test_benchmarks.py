@@ -28,7 +28,7 @@ from torchditan.distributed.process_group import Rank
 from torchditan.models.flops import count_model_flops
 
 if TYPE_CHECKING:
-    from tests.conftest import RunDistributed
+    from tests.conftest import RunAlone, RunDistributed
 
 CPU = torch.device("cpu")
 OURS = Case("ours", "debugmodel", "fp32")
@@ -381,3 +381,13 @@ def test_lora_against_full_writes_all_three_cases(tmp_path: Path) -> None:
     for case in cases.values():
         assert case["step_time_s"] > 0 and case["peak_memory_gib"] > 0
     assert cases["full"]["loss_last"] != cases["lora, int8 base"]["loss_last"]
+
+
+def test_the_cost_of_objectives_is_relative_to_flow_matching(tmp_path: Path, run_alone: RunAlone) -> None:
+    out = tmp_path / "cost.json"
+    flags = ["--flavor=debugmodel", "--batch_size=4", "--rounds=2", f"--out={out}"]
+    printed = run_alone("benchmarks/objective_cost.py", *flags)
+    rows = json.loads(out.read_text())["rows"]
+    assert [line.split("  ")[0] for line in printed.splitlines()] == list(rows)
+    assert rows["flow_matching"]["flops"] == rows["flow_matching"]["time"] == 1
+    assert rows["imf guidance=true"]["flops"] > rows["imf"]["flops"] > rows["imf tangent=data"]["flops"] > 1
