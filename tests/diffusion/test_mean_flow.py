@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from minimal_parts import TAUGHT
 from random_models import random_model
 from refusals import refused
 from torch import nn
@@ -348,7 +349,7 @@ def test_it_has_defaults_of_its_own_that_a_typed_value_replaces() -> None:
         (["--diffusion.loss_weighting=min_snr"], 'diffusion.loss_weighting = "min_snr"', ["imf", "none"]),
         (["--model.learn_sigma=true"], "model.learn_sigma = true", ["ddpm"]),
         (["--float8.enable_float8_linear"], "float8.enable_float8_linear = true", ["imf", "false"]),
-        (["--diffusion.ingredients=self_alignment"], "diffusion.ingredients", ["imf", "self_alignment"]),
+        ([f"--diffusion.ingredients={TAUGHT}"], "diffusion.ingredients", ["imf", TAUGHT]),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(flags: list[str], about: str, mentions: list[str]) -> None:
