@@ -527,8 +527,8 @@ def test_a_missing_and_an_unknown_tensor_are_named(exported: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "about", "mentions"),
     [
-        ([], "", ["export or import", "--help"]),
-        (["exprt", "run"], "", ["export or import", "--help"]),
+        ([], "", ["refit_time", "--help"]),
+        (["exprt", "run"], "", ["refit_time", "--help"]),
         (["export", "gone", "a.safetensors"], "gone", ["run directory"]),
         (["export", "{run}"], "", ["OUT"]),
         (["export", "{run}", "a.pt"], 'OUT = "a.pt"', [".safetensors"]),
