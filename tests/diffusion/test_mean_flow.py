@@ -280,6 +280,8 @@ def test_the_guided_target_moves_away_from_the_null_label_inside_the_interval() 
     torch.testing.assert_close(model.cond["guidance"], strength)
     torch.testing.assert_close(model.cond["guidance_start"], torch.tensor([0, 0, 0, 0.45, 0, 0]))
     torch.testing.assert_close(model.cond["guidance_end"], (1 + numbers["guidance_end"]) / 2)
+    unguided = objective.inputs(batch, Randomness(numbers)).cond
+    assert [unguided[name].unique().tolist() for name in GUIDANCE] == [[0], [0], [1]]
     velocity = batch["sample"] - numbers["noise"]
     # Scale 1, guided with scale 8, without a label, before the interval, guided, without a label.
     target = velocity + wide(torch.tensor([0, 7 / 8, 0, 0, 7 / 8, 0]), velocity) * (1.5 + 0.1 * 7 / 8)
