@@ -528,7 +528,7 @@ ROWS: list[tuple[str, str, list[str]]] = [
     (
         "convert_checkpoint",
         "",
-        ["export or import", "--help"],
+        ["refit_time", "--help"],
     ),
     (
         "convert_checkpoint export run weights.pt",
