@@ -25,3 +25,14 @@ KEEP = ["--checkpoint.enable_checkpoint", "--checkpoint.save_final=true"]
 def job(run: Path, *flags: str) -> list[str]:
     """The flags of train.py for a run in this folder. The last of equal flags counts."""
     return [*TINY, *flags, f"--job.dump_folder={run.parent}", f"--metrics.experiment_name={run.name}"]
+
+
+def assert_same_state(one: Path, two: Path, *, step: int) -> None:
+    """The checkpoints of two runs at this step are equal to the bit."""
+    import torch  # here, because conftest.py imports this file before it limits torch's threads
+
+    from torchditan.checkpoint.loading import read_state
+
+    expected, found = (read_state(run / f"checkpoint/step-{step:08d}") for run in (one, two))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

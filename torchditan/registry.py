@@ -331,7 +331,7 @@ def check_options(
     """Refuse options that a function or class does not have.
 
     Args:
-        num_arguments: parameters at the front that are no options.
+        num_arguments: number of leading parameters that are not options.
     """
     from torchditan.config.errors import option_error
 

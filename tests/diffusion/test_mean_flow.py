@@ -350,6 +350,7 @@ def test_it_has_defaults_of_its_own_that_a_typed_value_replaces() -> None:
         (["--sampling.sampler=heun"], 'sampling.sampler = "heun"', ["imf", "euler"]),
         (["--diffusion.prediction=x"], 'diffusion.prediction = "x"', ["imf", "v"]),
         (["--diffusion.loss_weighting=min_snr"], 'diffusion.loss_weighting = "min_snr"', ["imf", "none"]),
+        (["--model.name=flux", "--model.flavor=debugmodel"], 'diffusion.objective = "imf"', ["flow_matching", "flux"]),
         (["--model.learn_sigma=true"], "model.learn_sigma = true", ["ddpm"]),
         (["--float8.enable_float8_linear"], "float8.enable_float8_linear = true", ["imf", "false"]),
         ([f"--diffusion.ingredients={TAUGHT}"], "diffusion.ingredients", ["imf", TAUGHT]),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from tiny_runs import KEEP
+from tiny_runs import KEEP, assert_same_state
 
 from torchditan.checkpoint.loading import read_state
 from torchditan.run.reading import read_metrics
@@ -37,10 +37,8 @@ def test_a_killed_run_resumes_to_the_bit(compiled: bool, tmp_path: Path, train: 
     assert "resumed at step 2" in train("parts", *flags, f"--training.steps={STEPS}").out
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert curve(parts) == curve(whole)
-    expected, found = (read_state(run / f"checkpoint/step-{STEPS:08d}") for run in (whole, parts))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    first = read_state(whole / "checkpoint/step-00000002")
+    assert_same_state(whole, parts, step=STEPS)
+    first, expected = (read_state(whole / f"checkpoint/step-{step:08d}") for step in (2, STEPS))
     for name in ("model.heads.alignment.0.weight", "ema.heads.alignment.4.weight"):
         assert not torch.equal(first[name], expected[name]), name
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from refusals import assert_refused
-from tiny_runs import KEEP, job
+from tiny_runs import KEEP, assert_same_state, job
 
 import torchditan
-from torchditan.checkpoint.loading import read_state
 from torchditan.run.reading import read_config, read_metrics
 
 if TYPE_CHECKING:
@@ -98,9 +97,7 @@ def test_a_killed_run_resumes_to_the_bit(objective: list[str], tmp_path: Path, t
     assert "resumed at step 2" in train("parts", *flags, f"--training.steps={STEPS}").out
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert curve(parts) == curve(whole)
-    expected, found = (read_state(run / f"checkpoint/step-{STEPS:08d}") for run in (whole, parts))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert_same_state(whole, parts, step=STEPS)
 
 
 def test_bfloat16_and_compiled_blocks_keep_the_tangent(tmp_path: Path, train: Train) -> None:

@@ -137,7 +137,7 @@ def candidate_batches(config: Config, *, num_devices: int) -> Sequence[int]:
     right = f"must be at least autotune.batch_size_multiple = {multiple}"
     if multiple % batch_multiple(config.diffusion):
         least = math.lcm(multiple, batch_multiple(config.diffusion))
-        right = f"must be at least {least}: diffusion.ingredients needs multiples of that"
+        right = f"must be at least {least}: diffusion.ingredients or the objective needs multiples of that"
     raise option_error("autotune.max_batch_size", largest, right)
 
 

@@ -33,7 +33,7 @@ from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS, adopt_file,
 from torchditan.config.options import FLAVOR_NAMES, Config, Diffusion, flatten
 from torchditan.config.rules import validate, validate_parts, validate_values
 from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree, refuse_untrusted_plug_ins, values_of_older_run
-from torchditan.registry import OBJECTIVES, Registries, Registry, entry_name, resolve
+from torchditan.registry import FAMILIES, OBJECTIVES, Registries, Registry, entry_name, resolve
 from torchditan.run.directory import run_path
 from torchditan.run.reading import read_config
 
@@ -217,12 +217,19 @@ def _coerce_all(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _defaults_of_objective(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with another default for the objective, if it is set. Imports the objective."""
+    """Options with another default for the objective, if it is set. Imports the objective.
+
+    Published models define their own [model], so that the objective's defaults do not apply there.
+    """
     text = typed.get("diffusion.objective", Diffusion.objective)
     if text == Diffusion.objective:
         return {}
     objective, _ = resolve(OBJECTIVES, "diffusion.objective", text)
-    return _coerce_all(objective.defaults)
+    is_published = typed.get("model.name") in FAMILIES
+    defaults = {
+        name: value for name, value in objective.defaults.items() if not (is_published and name.startswith("model."))
+    }
+    return _coerce_all(defaults)
 
 
 def _defaults_from_others(values: Mapping[str, Any]) -> dict[str, Any]:

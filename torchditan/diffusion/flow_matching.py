@@ -88,8 +88,11 @@ class FlowMatching(Objective):
 
     def inputs(self, batch: dict[str, torch.Tensor], randomness: Randomness) -> Inputs:
         """x_t, t and the condition, dropped for some samples."""
+        return self.inputs_at(self.timesteps(randomness.timestep), batch, randomness)
+
+    def inputs_at(self, t: torch.Tensor, batch: dict[str, torch.Tensor], randomness: Randomness) -> Inputs:
+        """`inputs` at the times t (B,)."""
         x, noise = batch["sample"], randomness.noise  # (B, C, H, W)
-        t = self.timesteps(randomness.timestep)  # (B,)
         t_wide = wide(t, x)
         x_t = (1 - t_wide) * noise + t_wide * x
         cond = self.conditioning.from_batch(batch)

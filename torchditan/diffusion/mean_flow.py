@@ -21,8 +21,10 @@ Notable:
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -118,17 +120,19 @@ class MeanFlow(FlowMatching):
     def option_mistakes(cls, config: Config, changed: Collection[str]) -> Iterator[tuple[str, str]]:
         yield from super().option_mistakes(config, changed)
         name = entry_name(config.diffusion.objective)
-        for option, value, only, why in (
-            ("model.timestep_scale", config.model.timestep_scale, 1.0, "differentiates the embedding of t"),
-            ("diffusion.prediction", config.diffusion.prediction, "v", "predicts a velocity"),
-            ("diffusion.loss_weighting", config.diffusion.loss_weighting, "none", "has weights of its own"),
-            ("sampling.sampler", config.sampling.sampler, "euler", "takes the steps x + h u"),
-            ("float8.enable_float8_linear", config.float8.enable_float8_linear, False, "differentiates linear layers"),
+        for option, right, why in (
+            (
+                "model.timestep_scale",
+                1.0,
+                "differentiates it; refit weights by convert_checkpoint.py refit_time",
+            ),
+            ("diffusion.prediction", "v", "predicts a velocity"),
+            ("diffusion.loss_weighting", "none", "has weights of its own"),
+            ("sampling.sampler", "euler", "takes the steps x + h u"),
+            ("float8.enable_float8_linear", False, "differentiates linear layers"),
         ):
-            if value not in (None, only):
-                shown = str(only).lower() if isinstance(only, bool) else only
-                more = "; refit weights of another scale with convert_checkpoint.py refit_time"
-                yield option, f"{name} {why}; must be {shown}{more if option == 'model.timestep_scale' else ''}"
+            if attrgetter(option)(config) not in (None, right):
+                yield option, f"must be {json.dumps(right)}: {name} {why}"
         if config.sampling.guidance_scale < 1 and cls.scalars(config.diffusion).keys() & {*GUIDANCE}:
             yield "sampling.guidance_scale", f"is given to the model, which learns 1 to {LARGEST_SCALE:g}"
 
@@ -168,10 +172,9 @@ class MeanFlow(FlowMatching):
         batch: dict[str, torch.Tensor],
         randomness: Randomness,
         teacher: nn.Module | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | Losses:
         """The loss of flow matching, of u at h = 0."""
-        inputs = self.inputs(batch, randomness)
-        return self.error(model(*inputs), inputs, batch, randomness)
+        return super().loss(model, batch, randomness, teacher)
 
     def loss(
         self,
@@ -181,17 +184,15 @@ class MeanFlow(FlowMatching):
         teacher: nn.Module | None = None,
     ) -> Losses:
         """|u - h du/dt - v|^2 with adaptive weights. The micro-batch starts at an even position of the stream."""
-        x, noise = batch["sample"], randomness.noise  # (B, C, H, W)
+        x = batch["sample"]  # (B, C, H, W)
         t, h = self.interval(randomness)
-        t_wide = wide(t, x)
-        x_t = (1 - t_wide) * noise + t_wide * x
-        is_dropped = randomness.label_dropout < self.label_dropout
-        cond = self.conditioning.drop(self.conditioning.from_batch(batch), is_dropped)
-        inputs = Inputs(x_t, t, {**cond, INTERVAL: h, **self.guidance_of(randomness)})
+        inputs = self.inputs_at(t, batch, randomness)
+        inputs.cond.update({INTERVAL: h, **self.guidance_of(randomness)})
 
-        velocity = target = x - noise
+        velocity = target = x - randomness.noise
         still, moving = slice(0, None, 2), slice(1, None, 2)  # h = 0 and h > 0
         if self.guidance:
+            is_dropped = randomness.label_dropout < self.label_dropout
             strength = wide(self.strength(inputs) * ~is_dropped, x)
             of_label, of_null = self.label_and_null_velocity(model, inputs, moving)
             guided = velocity[moving] + strength[moving] * (of_label - of_null[moving])

@@ -252,13 +252,13 @@ def complete_batches(config: Config, rank: Rank) -> Config:
     if global_batch_size % (multiple * rank.world_size):
         each = f" x training.batch_size {batch_size}"
         if given is None:
-            each = f" x {multiple} for diffusion.ingredients" if multiple > 1 else ""
+            each = f" x {multiple} for the objective" if multiple > 1 else ""
         at_once = f"{multiple * rank.world_size}: {rank.world_size} {_ranks(config, plural='(s)')}{each}"
         others = _ranks_for(config, global_batch_size, multiple=multiple)
         right = f"must be a multiple of {at_once}; it fits {others}"
         raise option_error("training.global_batch_size", global_batch_size, right)
     if batch_size % (multiple := batch_multiple(config.diffusion)):
-        right = f"must be a multiple of {multiple}: diffusion.ingredients compare the samples of a micro-batch"
+        right = f"must be a multiple of {multiple}: the objective or an ingredient needs that many samples together"
         raise option_error("training.batch_size", batch_size, right)
     return config.replace({"training.batch_size": batch_size, "training.global_batch_size": global_batch_size})
 

@@ -33,7 +33,6 @@ from torchditan.weights.trained_model import TrainedModel, load
 _NUM_TIMES = 4001
 _NUM_FREQUENCIES = 16
 _RIDGE = 1e-5
-_PREFIX = "t_embedder."
 
 
 @dataclass(frozen=True)
@@ -69,28 +68,21 @@ def refit_time(
     Raises:
         ConfigError: the model is not a DiT of another scale, or its weights or data cannot be read.
     """
-    stored, read = open_weights(source, step=step, weights=weights)
+    stored, _ = open_weights(source, step=step, weights=weights)
     trained = load(source, step=step, weights=weights, device="cpu")
-    if not isinstance(trained.model, DiT):
+    model = trained.model
+    if not isinstance(model, DiT):
         raise option_error("RUN", str(source), f"is a {trained.config.model.name}; must be a DiT of this project")
     scale = trained.config.model.timestep_scale
     if scale == 1:
         raise option_error("RUN", str(source), "has model.timestep_scale 1 already; nothing to refit")
     loss_before = validation_loss(trained) if with_data else None
-    config = trained.config.replace({"model.timestep_scale": 1.0})
-    embedder, relative_error = fit_embedder(trained.model.t_embedder)
-    refitted = copy.copy(trained)
-    refitted.config = config
-    refitted.model.t_embedder = embedder
-    loss_after = validation_loss(refitted) if with_data else None
-    fitted = {_PREFIX + name: tensor for name, tensor in embedder.state_dict().items()}
+    model.t_embedder, relative_error = fit_embedder(model.t_embedder)
+    loss_after = validation_loss(trained) if with_data else None
     assert stored.config is not None
     options = {**stored.config, "model": {**stored.config["model"], "timestep_scale": 1.0}}
-
-    def read_refitted(name: str) -> torch.Tensor:
-        return fitted[name] if name in fitted else read(name)
-
-    write_stored(out, dataclasses.replace(stored, config=options), read_refitted, dtype=torch.float32)
+    refitted = dataclasses.replace(stored, config=options)
+    write_stored(out, refitted, model.state_dict().__getitem__, dtype=torch.float32)
     return Refit(scale, relative_error, loss_before, loss_after)
 
 
