@@ -24,8 +24,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
-from data import build_dataset
 from torchditan.config.options import Dataset
+from torchditan.datasets import build_dataset
 from torchditan.evaluation.distances import frechet_distance, gaussian_of, polynomial_mmd
 from torchditan.evaluation.efficientnet_lite import EfficientNetLite0, load_efficientnet_lite0
 

@@ -31,9 +31,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed works too
 
-from data.latents import Latents
 from torchditan.data_stream.loader import Collate, TrainingStream
 from torchditan.data_stream.order import BatchPlan
+from torchditan.datasets.latents import Latents
 from torchditan.latents.index import Encoding
 from torchditan.latents.shards import LatentShards, MappedFile
 from torchditan.latents.writer import LatentWriter, Shard

@@ -42,7 +42,7 @@ def start(flags: list[str]) -> dict[str, float]:
 
     import torch
 
-    import data
+    from torchditan import datasets
     from torchditan.trainer import Trainer
 
     ends = {"imports": time.time()}
@@ -64,7 +64,7 @@ def start(flags: list[str]) -> dict[str, float]:
         raise Started
 
     step = Trainer.train_step
-    data.build_dataset = marking("options and data", data.build_dataset)
+    datasets.build_dataset = marking("options and data", datasets.build_dataset)
     Trainer.__init__ = marking("build", Trainer.__init__)  # type: ignore[method-assign]
     Trainer.open_stream = marking("first batch", Trainer.open_stream)  # type: ignore[method-assign]
     Trainer.train_step = first_step  # type: ignore[assignment]

@@ -3,6 +3,9 @@
 
 `build(config, *, split, input_channels)` returns an `ImageDataset` (torchditan/data_stream/datasets.py).
 `build_dataset` checks it and compares it with the options. docs/extending.md has an example.
+The folder data/ is the package `torchditan.datasets`.
+
+May import: config, data_stream, evaluation, latents, models, randomness, registry, run.
 """
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from data.options import height_and_width
-from torchditan.config import options
 from torchditan.config.errors import option_error
+from torchditan.config.options import Dataset
+from torchditan.datasets.options import height_and_width
 from torchditan.registry import Registry, build, resolve
 
 if TYPE_CHECKING:
@@ -22,17 +25,17 @@ if TYPE_CHECKING:
 DATASETS = Registry(
     "torchditan.datasets",
     {
-        "captions": "data.captions:build",
-        "cifar10": "data.cifar10:build",
-        "digits": "data.digits:build",
-        "dummy": "data.dummy:build",
-        "earth": "data.earth:build",
-        "emoji": "data.emoji:build",
-        "folder": "data.folder:build",
-        "imagenet": "data.imagenet:build",
-        "imagenet_dummy": "data.latents:build",  # an old name; see config/legacy_keys.py
-        "imagenet_hub": "data.imagenet:build_hub",
-        "latents": "data.latents:build",
+        "captions": "torchditan.datasets.captions:build",
+        "cifar10": "torchditan.datasets.cifar10:build",
+        "digits": "torchditan.datasets.digits:build",
+        "dummy": "torchditan.datasets.dummy:build",
+        "earth": "torchditan.datasets.earth:build",
+        "emoji": "torchditan.datasets.emoji:build",
+        "folder": "torchditan.datasets.folder:build",
+        "imagenet": "torchditan.datasets.imagenet:build",
+        "imagenet_dummy": "torchditan.datasets.latents:build",  # an old name; see config/legacy_keys.py
+        "imagenet_hub": "torchditan.datasets.imagenet:build_hub",
+        "latents": "torchditan.datasets.latents:build",
     },
 )
 """`dataset.dataset_name`: functions `build` as above."""
@@ -52,7 +55,7 @@ CAPTION_OPTIONS = (
 
 
 def build_dataset(
-    config: options.Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
+    config: Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
 ) -> ImageDataset:
     """Build the dataset of `config` and check it against the options. The dataset fills in options that are left open.
 
@@ -91,14 +94,14 @@ def build_dataset(
     return _set_classes(config, dataset)
 
 
-def _refuse_caption_options(config: options.Dataset) -> None:
+def _refuse_caption_options(config: Dataset) -> None:
     for option in CAPTION_OPTIONS:
-        if getattr(config, option) != getattr(options.Dataset(), option):
+        if getattr(config, option) != getattr(Dataset(), option):
             right = f"{config.dataset_name} does not read it, only captions does; leave it out"
             raise option_error(f"dataset.{option}", getattr(config, option), right)
 
 
-def _check_shape(config: options.Dataset, dataset: Any, *, input_channels: int | None) -> None:
+def _check_shape(config: Dataset, dataset: Any, *, input_channels: int | None) -> None:
     channels, *_, height, width = dataset.sample_shape
     if not config.aspect_buckets and height_and_width(config, default=(height, width)) != (height, width):
         right = f"{dataset.name} is {height} x {width}; leave it out"
@@ -108,7 +111,7 @@ def _check_shape(config: options.Dataset, dataset: Any, *, input_channels: int |
         raise option_error("model.input_channels", input_channels, right)
 
 
-def _set_classes(config: options.Dataset, dataset: Any) -> Any:
+def _set_classes(config: Dataset, dataset: Any) -> Any:
     if config.num_classes == 0:
         try:
             dataset.class_names = []

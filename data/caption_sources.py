@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from data.hub import _load as load_hub
-from data.hub import require
-from data.images import IMAGE_SUFFIXES, Encoded, corrupt_image
-from data.videos import VIDEO_SUFFIXES
 from torchditan.config import options
 from torchditan.config.errors import ConfigError, option_error
+from torchditan.datasets.hub import _load as load_hub
+from torchditan.datasets.hub import require
+from torchditan.datasets.images import IMAGE_SUFFIXES, Encoded, corrupt_image
+from torchditan.datasets.videos import VIDEO_SUFFIXES
 
 METADATA_FILE = "metadata.jsonl"
 Refusal = Callable[[str], ConfigError]

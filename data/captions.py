@@ -23,16 +23,16 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from data.buckets import Size, bucket_sizes, nearest_bucket
-from data.caption_sources import Entry, File, Frames, read_bytes, read_entries, read_hub, some
-from data.file_check import damage_of
-from data.folder import HELD_OUT_SHARE, Split, find_validation
-from data.images import _FORMATS, DECODE_ERRORS, Crop, Encoded, corrupt_image, fit, load_sample
-from data.options import existing_path, height_and_width, photo_channels, refuse
-from data.videos import corrupt_video, open_video
 from torchditan.config import options
 from torchditan.config.errors import option_error
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
+from torchditan.datasets.buckets import Size, bucket_sizes, nearest_bucket
+from torchditan.datasets.caption_sources import Entry, File, Frames, read_bytes, read_entries, read_hub, some
+from torchditan.datasets.file_check import damage_of
+from torchditan.datasets.folder import HELD_OUT_SHARE, Split, find_validation
+from torchditan.datasets.images import _FORMATS, DECODE_ERRORS, Crop, Encoded, corrupt_image, fit, load_sample
+from torchditan.datasets.options import existing_path, height_and_width, photo_channels, refuse
+from torchditan.datasets.videos import corrupt_video, open_video
 from torchditan.randomness import generator, name_to_index
 
 TRIGGER = "[trigger]"

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from data.hub import open_hub, require
-from data.images import corrupt_image, load_sample, to_sample
-from data.options import NEEDS, existing_path, photo_channels, refuse_crop
 from torchditan.config import options
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.data_stream.datasets import ImageDataset
+from torchditan.datasets.hub import open_hub, require
+from torchditan.datasets.images import corrupt_image, load_sample, to_sample
+from torchditan.datasets.options import NEEDS, existing_path, photo_channels, refuse_crop
 
 CLASS_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 RECORD_BYTES = 1 + 3 * 32 * 32

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from data.options import refuse, refuse_crop
 from torchditan.config import options
 from torchditan.data_stream.datasets import ImageDataset
+from torchditan.datasets.options import refuse, refuse_crop
 
 
 def read_rows() -> np.ndarray:

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from data.options import height_and_width
 from torchditan.config import options
 from torchditan.data_stream.datasets import ImageDataset
+from torchditan.datasets.options import height_and_width
 from torchditan.evaluation.sampler import SampleRows
 from torchditan.models.spec import TensorSpec
 from torchditan.randomness import generator

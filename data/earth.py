@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from data.images import to_sample
-from data.options import height_and_width, refuse, refuse_crop
 from torchditan.config import options
 from torchditan.config.errors import option_error
 from torchditan.data_stream.datasets import ImageDataset
+from torchditan.datasets.images import to_sample
+from torchditan.datasets.options import height_and_width, refuse, refuse_crop
 
 CLASS_NAMES = ["coast", "desert", "forest", "grassland", "ice", "ice coast", "mountain"]
 SIZES = (32, 64)

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from data.hub import require
-from data.images import to_sample
-from data.options import height_and_width, photo_channels, refuse, refuse_crop
 from torchditan.config import options
 from torchditan.data_stream.datasets import ImageDataset
+from torchditan.datasets.hub import require
+from torchditan.datasets.images import to_sample
+from torchditan.datasets.options import height_and_width, photo_channels, refuse, refuse_crop
 
 SKIN_TONES = {
     "1F3FB": "light",

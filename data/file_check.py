@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from data.images import _FORMATS, DECODE_ERRORS
+from torchditan.datasets.images import _FORMATS, DECODE_ERRORS
 from torchditan.run.atomic_files import write_file
 
 _MARKS = (  # (header, end)

@@ -20,12 +20,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from data.file_check import check_files
-from data.images import IMAGE_SUFFIXES, Crop, load_sample
-from data.options import existing_path, height_and_width, photo_channels, refuse
 from torchditan.config import options
 from torchditan.config.errors import option_error
 from torchditan.data_stream.datasets import ImageDataset
+from torchditan.datasets.file_check import check_files
+from torchditan.datasets.images import IMAGE_SUFFIXES, Crop, load_sample
+from torchditan.datasets.options import existing_path, height_and_width, photo_channels, refuse
 
 Split = Literal["train", "validation"]
 HELD_OUT_SHARE = 0.02

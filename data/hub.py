@@ -17,10 +17,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from data.images import Crop, corrupt_image, load_sample
 from torchditan.config import options
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
+from torchditan.datasets.images import Crop, corrupt_image, load_sample
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
 

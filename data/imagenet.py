@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from data.folder import ImageFolder, find_validation
-from data.hub import open_hub
-from data.options import existing_path, height_and_width, photo_channels, refuse
 from torchditan.config import options
 from torchditan.config.errors import option_error
+from torchditan.datasets.folder import ImageFolder, find_validation
+from torchditan.datasets.hub import open_hub
+from torchditan.datasets.options import existing_path, height_and_width, photo_channels, refuse
 
 HUB_NAME = "ILSVRC/imagenet-1k"
 

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Latents written by `scripts/encode_latents.py`, and the public file of ImageNet latents.
+"""Latents written by `torchditan encode`, and the public file of ImageNet latents.
 
 Notable:
 - `latents` reads a folder with `train/` and `validation/`, or a single split, or the public file
@@ -18,10 +18,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from data.options import existing_path, refuse, refuse_crop
 from torchditan.config import options
 from torchditan.config.errors import option_error
 from torchditan.data_stream.datasets import Batch, ImageDataset
+from torchditan.datasets.options import existing_path, refuse, refuse_crop
 from torchditan.latents import PUBLIC_FILE
 from torchditan.latents.index import INDEX_FILE, SETTINGS_FILE, fingerprint_of
 from torchditan.latents.shards import LatentShards, to_sample

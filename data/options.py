@@ -10,7 +10,7 @@ from torchditan.config.errors import option_error
 from torchditan.latents import PUBLIC_FILE
 
 _LATENTS = (
-    f"a folder that scripts/encode_latents.py wrote, or the file {PUBLIC_FILE} (dataset fal/cosmos-imagenet on the "
+    f"a folder that torchditan encode wrote, or the file {PUBLIC_FILE} (dataset fal/cosmos-imagenet on the "
     "Hugging Face hub); for a benchmark without it use --dataset.dataset_name dummy"
 )
 NEEDS = {

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image
 
-from data.hub import require
-from data.images import Encoded
 from torchditan.data_stream.datasets import CorruptImageError
+from torchditan.datasets.hub import require
+from torchditan.datasets.images import Encoded
 
 VIDEO_SUFFIXES = frozenset([".gif", ".mov", ".mp4", ".webm"])
 

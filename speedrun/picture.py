@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from entries import METRIC, NUM_SAMPLES, SAMPLING_SEED, load
 from run import RESULTS, Trial
 
-from data.earth import Earth
 from torchditan.config.command_line import ScriptParser, check_output, count
 from torchditan.config.errors import ConfigError, option_error
+from torchditan.datasets.earth import Earth
 from torchditan.evaluation.drawing import plan_samples
 from torchditan.evaluation.grid_picture import draw
 from torchditan.run.atomic_files import write_file

@@ -120,11 +120,14 @@ def count_flops_once(spec: ModelSpec) -> ModelFlops:
 def run_script(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> RunScript:
     """`run_script("scripts/generate.py", "a run", "--step=7")`: a script of the repository in this process.
 
+    `run_script("torchditan", "generate", ...)` is the installed command.
+
     It finds a CPU, one rank and an empty working folder, `tmp_path`.
     """
     import torch
     import torch.distributed as dist
 
+    import torchditan.__main__
     from torchditan.job import build
     from torchditan.run import progress
     from torchditan.supervision import exit_status
@@ -143,6 +146,8 @@ def run_script(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
         capfd.readouterr()
         try:
             with pytest.raises(SystemExit) as stop:
+                if script == "torchditan":
+                    sys.exit(torchditan.__main__.main())
                 runpy.run_path(str(REPOSITORY / script), run_name="__main__")
         finally:
             gc.enable()

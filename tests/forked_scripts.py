@@ -21,7 +21,7 @@ import pytest
 _IMPORTED = [
     "torch._dynamo",  # the first step of an optimizer imports it
     "torch.distributed.launcher.api",
-    "data.digits",
+    "torchditan.datasets.digits",
     "torchditan.diffusion.flow_matching",
     "torchditan.job.prepare",
     "torchditan.trainer",

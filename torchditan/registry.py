@@ -87,7 +87,7 @@ SAMPLERS = Registry(
 CONTEXT_PARALLEL = "torchditan.distributed.context_parallel"
 """The module for `training.context_parallel_degree` above 1."""
 
-OPEN_DATASET = "data:build_dataset"
+OPEN_DATASET = "torchditan.datasets:build_dataset"
 OPEN_CAPTIONS = "torchditan.finetune.captions.dataset:open_captions"
 OPEN_LATENTS = "torchditan.latents.latent_space:build_sample_space"
 """The functions that open the data of a job (job/prepare.py)."""
@@ -187,7 +187,7 @@ METRICS = Registry(
         "inception": "torchditan.evaluation.quality:InceptionQuality",
     },
 )
-"""`--metrics` of scripts/evaluate.py: classes that follow `evaluation.metric.Metric`. Subclasses of
+"""`--metrics` of torchditan evaluate: classes that follow `evaluation.metric.Metric`. Subclasses of
 `evaluation.quality.Quality` give the Fréchet distance and its other figures over an extractor of yours."""
 
 TEXT_ENCODERS = Registry(

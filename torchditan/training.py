@@ -22,7 +22,7 @@ def train(
     validation_dataset: ImageDataset | None = None,
     **given: Any,
 ) -> TrainedModel:
-    """Train a configuration, as `python train.py --job.config_file NAME` does, and open the finished run.
+    """Train a configuration, as `torchditan train NAME` does, and open the finished run.
 
     A run that exists is continued. Under torchrun, every rank calls it.
 

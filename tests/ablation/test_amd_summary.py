@@ -101,7 +101,7 @@ def folder(tmp_path: Path, train_script: Path) -> Path:
         launcher=LocalLauncher(),
         find_device=lambda: CPU,
         board=lambda num_runs, name_width: Board(io.StringIO(), num_runs=num_runs, name_width=name_width),
-        script=train_script,
+        program=(str(train_script),),
     )
     return path
 

@@ -235,7 +235,7 @@ def test_an_autotuned_grid_measures_each_cell_at_its_largest_batch(tmp_path: Pat
             launcher=LocalLauncher(),
             find_device=lambda: CPU,
             board=lambda count, width: Board(io.StringIO(), num_runs=count, name_width=width),
-            script=train_script,
+            program=(str(train_script),),
         )
 
     rows = make()

@@ -244,7 +244,7 @@ RUNNER = """
     axes = {"model.patch_size": [2, 4], "training.batch_size": [2, 8, 32, 64]}
     try:
         run_grid(small_grid(**axes), path=folder / "outputs" / "g", launcher=LocalLauncher(), board=quiet,
-                 find_device=lambda: CPU, script=folder / "train.py")
+                 find_device=lambda: CPU, program=(str(folder / "train.py"),))
     except ConfigError as error:
         sys.exit(f"error: {error}")
 """
@@ -545,7 +545,7 @@ def test_real_runs_that_run_out_of_memory_crash_and_hang_leave_the_other_rows_ri
 
 def real_runs(grid: Grid, folder: Path) -> Table:
     settings: dict[str, Any] = {"launcher": LocalLauncher(), "find_device": lambda: CPU, "board": quiet}
-    return run_grid(grid, path=folder / grid.name, script=folder / "faults.py", **settings)
+    return run_grid(grid, path=folder / grid.name, program=(str(folder / "faults.py"),), **settings)
 
 
 def test_a_launch_that_cannot_start_is_a_row_like_any_other(run_here: RunHere, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,7 +557,7 @@ def test_a_launch_that_cannot_start_is_a_row_like_any_other(run_here: RunHere, m
 
 def test_executing_a_job_ends_it_when_the_runner_is_interrupted(tmp_path: Path, train_script: Path) -> None:
     run = small_grid(**{"model.patch_size": [8]}).runs()[0]
-    job: Job = maker_of(small_grid(), tmp_path / "g", script=train_script).job(run)
+    job: Job = maker_of(small_grid(), tmp_path / "g", program=(str(train_script),)).job(run)
     ticks = iter(range(1000))
 
     def interrupt() -> None:

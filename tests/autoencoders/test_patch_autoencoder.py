@@ -242,8 +242,8 @@ def test_a_name_is_looked_up_in_train_configs_from_any_folder(tmp_path: Path, mo
 
 
 def test_the_committed_earth_autoencoder_gives_held_out_crops_back() -> None:
-    from data import build_dataset
     from torchditan.config.options import Dataset
+    from torchditan.datasets import build_dataset
     from torchditan.evaluation.reconstruction import picture_batches
 
     assert sum(file.stat().st_size for file in (NAMED / "earth").iterdir()) < 3e6

@@ -291,14 +291,14 @@ def test_the_commands_of_the_page_work(tmp_path: Path, run_script: RunScript) ->
     small = ["--training.steps=4", "--model.flavor=debugmodel", "--training.global_batch_size=2"]
     small += ["--dataset.num_workers=0", "--metrics.enable_sampling=false", "--validation.freq=0"]
     extra = {
-        "train.py": [*small, "--ema.post_hoc_interval=1"],
-        "scripts/generate.py": ["--sampling.num_steps=1", "--sampling.max_classes=1"],
+        "train": [*small, "--ema.post_hoc_interval=1"],
+        "generate": ["--sampling.num_steps=1", "--sampling.max_classes=1"],
     }
     commands = [line.split() for line in block.splitlines()]
-    assert [command[1] for command in commands] == ["train.py", RECONSTRUCT, "scripts/generate.py"]
-    for _, script, *arguments in commands:
-        code, _, err = run_script(script, *arguments, *extra.get(script, []))
-        assert code == 0, (script, err)
+    assert [command[1] for command in commands] == ["train", "average", "generate"]
+    for _, name, *arguments in commands:
+        code, _, err = run_script("torchditan", name, *arguments, *extra.get(name, []))
+        assert code == 0, (name, err)
     assert list((tmp_path / "outputs" / "quickstart_ema_0.075" / "samples").glob("*.png"))
 
 

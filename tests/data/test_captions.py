@@ -16,15 +16,15 @@ import pytest
 import torch
 from PIL import Image
 
-from data import DATASETS, build_dataset
-from data.buckets import bucket_sizes, nearest_bucket
-from data.caption_sources import TarMember
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Config, Dataset
 from torchditan.config.rules import validate
 from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.data_stream.order import BatchPlan
+from torchditan.datasets import DATASETS, build_dataset
+from torchditan.datasets.buckets import bucket_sizes, nearest_bucket
+from torchditan.datasets.caption_sources import TarMember
 
 
 def encode(grey: int = 0, *, size: tuple[int, int] = (8, 8), suffix: str = ".png", **options: Any) -> bytes:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import build_dataset
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import CorruptImageError
+from torchditan.datasets import build_dataset
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 32, 32, 3), dtype=np.uint8)
 LABELS = [3, 0, 9, 1, 1, 7, 2]
@@ -179,7 +179,7 @@ def test_the_crop_and_the_number_of_the_row_reach_the_decoder(hub: Path, monkeyp
         asked.append((crop, number))
         return np.zeros((3, 32, 32), dtype=np.float32)
 
-    monkeypatch.setattr("data.hub.load_sample", load_sample)
+    monkeypatch.setattr("torchditan.datasets.hub.load_sample", load_sample)
     open_hub(hub, crop="random")[7]
     next(iter(open_hub(hub, crop="adm", streaming=True).iterate(rank=0, world_size=1)))
     assert asked == [("random", 7), ("adm", 0)]

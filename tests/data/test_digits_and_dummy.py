@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from data import build_dataset
 from torchditan.config.options import Dataset
+from torchditan.datasets import build_dataset
 
 
 def test_digits_are_all_there_once() -> None:

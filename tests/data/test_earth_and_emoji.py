@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import build_dataset
-from data.earth import CROPS_PER_CLASS
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
+from torchditan.datasets import build_dataset
+from torchditan.datasets.earth import CROPS_PER_CLASS
 
 
 @functools.cache

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import build_dataset
-from data.file_check import damage_of
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import CorruptImageError
+from torchditan.datasets import build_dataset
+from torchditan.datasets.file_check import damage_of
 
 
 def write_image(path: Path, grey: int = 0) -> None:
@@ -134,8 +134,8 @@ def test_a_slow_check_reads_a_file_again_only_after_a_change(tmp_path: Path, mon
         return damage_of(path)
 
     read: list[str] = []
-    monkeypatch.setattr("data.file_check.damage_of", damage)
-    monkeypatch.setattr("data.file_check._CACHED_AFTER_S", -1.0)
+    monkeypatch.setattr("torchditan.datasets.file_check.damage_of", damage)
+    monkeypatch.setattr("torchditan.datasets.file_check._CACHED_AFTER_S", -1.0)
     for name in ("1.png", "2.png", "3.png"):
         write_image(tmp_path / "photos" / name)
     (tmp_path / "photos" / "2.png").write_bytes(b"no")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.images import load_sample
 from torchditan.data_stream.datasets import CorruptImageError
+from torchditan.datasets.images import load_sample
 
 RAMP = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3) * 3
 

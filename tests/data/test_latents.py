@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data import build_dataset
 from torchditan.autoencoders.haar import HaarAutoencoder
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import BatchedDataset, ImageDataset
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.data_stream.order import BatchPlan
+from torchditan.datasets import build_dataset
 from torchditan.latents.encoding import describe_encoding
 from torchditan.latents.shards import to_sample
 from torchditan.latents.writer import LatentWriter, Shard

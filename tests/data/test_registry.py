@@ -12,8 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-import data
-from data import DATASETS, build_dataset
+from torchditan import datasets
 from torchditan.config.errors import ConfigError
 from torchditan.config.options import Dataset
 from torchditan.data_stream.datasets import (
@@ -28,6 +27,7 @@ from torchditan.data_stream.datasets import (
 )
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.data_stream.order import BatchPlan
+from torchditan.datasets import DATASETS, build_dataset
 
 
 def refuse(message: str, *, input_channels: int | None = None, **options: Any) -> None:
@@ -42,7 +42,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_the_list() -> None:
     )
 
 
-@pytest.mark.parametrize("name", data.INDEXED)
+@pytest.mark.parametrize("name", datasets.INDEXED)
 def test_only_hub_datasets_stream(name: str) -> None:
     refuse(f"dataset.streaming = true: {name} is not read from the hub", dataset_name=name, streaming=True)
 

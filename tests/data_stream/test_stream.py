@@ -472,7 +472,7 @@ def test_a_corrupt_image_in_a_streamed_source_stops_the_run_wherever_it_stands(
     pytest.importorskip("torchdata")
     from datasets import Dataset
 
-    from data.hub import StreamingImages
+    from torchditan.datasets.hub import StreamingImages
 
     rows = [{"image": {"bytes": png(), "path": None}, "label": 0} for _ in range(6)]
     rows[5]["image"] = {"bytes": b"no image", "path": None}  # amid the second batch of four

@@ -274,8 +274,8 @@ def test_options_that_do_not_fit_are_one_line(flags: str, about: str, mentions: 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_each_prediction_learns_digits(prediction: Any) -> None:
-    from data.digits import build
     from torchditan.config.options import Dataset
+    from torchditan.datasets.digits import build
 
     digits = build(Dataset(), split="train", input_channels=None)
     images = torch.stack([digits[index]["sample"] for index in range(64)])

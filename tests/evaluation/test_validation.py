@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data import build_dataset
 from torchditan.ablation.grid import as_flags
 from torchditan.config.options import Dataset, Diffusion, Model
 from torchditan.data_stream.datasets import ImageDataset
+from torchditan.datasets import build_dataset
 from torchditan.diffusion.objectives import Inputs, Objective, build_objective, uniform_objective
 from torchditan.evaluation.validation import BIN_KEYS, stratified_timesteps, validation_losses
 from torchditan.finetune.resolutions import published_options

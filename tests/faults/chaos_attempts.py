@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from chaos_plans import Kill, Layout, Pace, moment_of
 
-from torchditan.ablation.launch import TRAIN_SCRIPT, Job, environment, processes_of
+from torchditan.ablation.launch import TRAIN, Job, environment, processes_of
 from torchditan.run.rank_status import read_rank_statuses
 from torchditan.run.reading import read_metrics, read_status
 
@@ -133,7 +133,7 @@ def launch(home: Path, layout: Layout, flags: Sequence[str]) -> Attempt:
     ranks.mkdir(parents=True)
     arguments = [*FLAGS, *flags, f"--training.data_parallel_replicate_degree={layout.replicate}"]
     arguments += [f"--job.dump_folder={home}", f"--metrics.experiment_name={run.name}"]
-    command = [sys.executable, str(TRAIN_SCRIPT), *arguments]
+    command = [sys.executable, *TRAIN, *arguments]
     if layout.is_under_torchrun:
         command = Job(run, tuple(arguments), num_devices=layout.world_size, timeout_s=_LIMIT_S).command()
     log = home / f"attempt-{len(list(home.glob('attempt-*.log'))) + 1}.log"

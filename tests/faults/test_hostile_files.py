@@ -29,7 +29,6 @@ from pyarrow import parquet
 from refusals import assert_refused, refused
 from torch import Tensor, nn
 
-from data import build_dataset
 from torchditan.autoencoders import open_autoencoder
 from torchditan.autoencoders.published import CLASSES
 from torchditan.autoencoders.torchscript import _OPERATIONS
@@ -37,6 +36,7 @@ from torchditan.checkpoint.files import INDEX, MANIFEST, read_manifest, write_ma
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config, to_dict
 from torchditan.config.options import Autoencoder, Dataset
+from torchditan.datasets import build_dataset
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript

@@ -185,7 +185,8 @@ def test_a_second_signal_ends_a_rank_at_once_whatever_it_is_in(hang: str, tmp_pa
 WITHOUT_DATA = """
 import multiprocessing, os, signal, sys, threading, time
 import torch
-import data, train
+import train
+from torchditan import datasets
 from torchditan.data_stream.datasets import SequentialDataset
 from torchditan.supervision import preemption
 from torchditan.supervision.exit_status import run_job
@@ -225,7 +226,7 @@ def describe(trainer):
 count, describe_data = Trainer.count_step, Trainer.describe_data
 Trainer.count_step, Trainer.describe_data = count_step, describe
 multiprocessing.set_start_method("fork", force=True)  # as without the tests' own processes
-data.build_dataset = lambda *args, **kwargs: Source()
+datasets.build_dataset = lambda *args, **kwargs: Source()
 sys.exit(run_job(train.main))
 """
 

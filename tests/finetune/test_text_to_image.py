@@ -242,7 +242,7 @@ def test_the_batch_size_is_searched_on_samples_of_the_size_of_the_latents(tmp_pa
         autoencoder=Autoencoder(name="diffusers"),
         metrics=Metrics(experiment_name="run"),
     )
-    _trial_job(config, 2, num_devices=1, folder=tmp_path, script=Path("train.py"), timeout_s=1.0)
+    _trial_job(config, 2, num_devices=1, folder=tmp_path, program=("train.py",), timeout_s=1.0)
     trial = load_config([f"--job.config_file={tmp_path / 'run_bs2' / 'trial.toml'}"])
     assert (trial.dataset.dataset_name, trial.dataset.image_size) == ("dummy", [4, 6])
     assert (trial.model.text_tokens, trial.model.text_width) == (7, 24)

@@ -681,9 +681,9 @@ def test_a_disk_that_is_full_for_a_rank_is_one_line_of_its_own(tmp_path: Path, r
 
 
 def describe_encoding_of_earth() -> Encoding:
-    from data import build_dataset
     from torchditan.autoencoders import open_autoencoder
     from torchditan.config import options
+    from torchditan.datasets import build_dataset
 
     dataset = build_dataset(options.Dataset(dataset_name="earth"), split="train")
     autoencoder = open_autoencoder(options.Autoencoder(name="haar"), device=torch.device("cpu"))

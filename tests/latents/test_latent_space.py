@@ -65,7 +65,7 @@ def latents(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def open_latents(folder: Path, **settings: Any) -> Any:
-    from data import build_dataset
+    from torchditan.datasets import build_dataset
 
     section = options.Dataset(dataset_name="latents", root_dir=str(folder), **settings)
     return build_dataset(section, split="train")
@@ -166,7 +166,7 @@ def test_latents_that_were_moved_are_the_same_latents(latents: Path, tmp_path: P
 
 
 def test_online_encoding_holds_no_decoder() -> None:
-    from data import build_dataset
+    from torchditan.datasets import build_dataset
 
     digits = build_dataset(options.Dataset(dataset_name="earth", image_size=[32, 32]), split="validation")
     section = options.Autoencoder(name="patch", path="earth", online=True)
@@ -231,7 +231,7 @@ def test_ranks_and_workers_read_the_same_bytes(latents: Path, num_workers: int) 
 
 
 def test_a_mirrored_sample_is_the_latent_of_the_mirrored_image(latents: Path) -> None:
-    from data import build_dataset
+    from torchditan.datasets import build_dataset
 
     dataset = open_latents(latents)
     space = build_sample_space(options.Autoencoder(), dataset, device=CPU, needs_decoder=True)
@@ -276,7 +276,7 @@ def refused(match: str, *, dataset: Any, needs_decoder: bool = True, **section: 
 
 
 def test_what_the_section_cannot_mean_is_refused_in_one_line(latents: Path) -> None:
-    from data import build_dataset
+    from torchditan.datasets import build_dataset
 
     stored = open_latents(latents)
     pixels = build_dataset(options.Dataset(dataset_name="digits"), split="train")

@@ -642,10 +642,10 @@ def test_planning_changes_no_configuration() -> None:
 
 
 def test_what_a_configuration_leaves_open_is_what_the_dataset_says() -> None:
-    import data
+    from torchditan import datasets
 
     for name in ("digits", "dummy"):
-        dataset = data.build_dataset(load_config([f"--dataset.dataset_name={name}"]).dataset, split="train")
+        dataset = datasets.build_dataset(load_config([f"--dataset.dataset_name={name}"]).dataset, split="train")
         assert planner.SAMPLE_SHAPES[name] == (*dataset.sample_shape, len(dataset.class_names))
 
 

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import data
-from torchditan import registry
+from torchditan import datasets, registry
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
 
@@ -31,12 +30,12 @@ class Example(NamedTuple):
 
     @property
     def module(self) -> str:
-        return self.path.removesuffix(".py").replace("/", ".")
+        return self.path.removesuffix(".py").replace("data/", "torchditan/datasets/").replace("/", ".")
 
     @property
     def entries(self) -> dict[str, Any]:
         """The registry that the line is for."""
-        return data.DATASETS if self.registry == "DATASETS" else getattr(registry, self.registry)
+        return datasets.DATASETS if self.registry == "DATASETS" else getattr(registry, self.registry)
 
 
 def examples() -> dict[str, Example]:

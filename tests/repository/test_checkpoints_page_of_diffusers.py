@@ -18,27 +18,26 @@ from random_dit import random_pipeline
 if TYPE_CHECKING:
     from tests.conftest import RunScript
 
-CONVERT = "scripts/convert_checkpoint.py"
 KEPT = ("--format", "--noise_schedule", "--prediction", "--job.config_file")
 """Options of the page that stay."""
 
 
-def run_commands(run_script: RunScript, *, scripts: Collection[str]) -> list[str]:
-    """Run the commands of both sections that call these scripts, in the working folder; return the scripts."""
+def run_commands(run_script: RunScript, *, names: Collection[str]) -> list[str]:
+    """Run those commands of both sections that have these names, in the working folder; return their names."""
     done = []
     for words in [*commands("diffusers"), *commands("Export to diffusers")]:
-        assert words[0] == "python"
-        script, *rest = words[1:]
-        if script not in scripts:
+        assert words[0] == "torchditan"
+        name, *rest = words[1:]
+        if name not in names:
             continue
         number = next(i for i, word in enumerate([*rest, "--"]) if word.startswith("--"))
         options = dict(zip(rest[number::2], rest[number + 1 :: 2], strict=True))
-        kept = [f"{name}={value}" for name, value in options.items() if name in KEPT]
-        small = () if script == CONVERT else SMALLER[script]
-        digits = ["--dataset.dataset_name=digits"] if rest[0] == "import" else []
-        outcome = run_script(script, *rest[:number], *kept, *small, *digits)
+        kept = [f"{option}={value}" for option, value in options.items() if option in KEPT]
+        small = () if name in ("import", "export") else SMALLER[name]
+        digits = ["--dataset.dataset_name=digits"] if name == "import" else []
+        outcome = run_script("torchditan", name, *rest[:number], *kept, *small, *digits)
         assert outcome.code == 0, (words, outcome.err)
-        done.append(script)
+        done.append(name)
     return done
 
 
@@ -50,7 +49,12 @@ def downloaded(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("downloaded")
 def test_a_pipeline_becomes_samples_and_a_pipeline_again(tmp_path: Path, run_script: RunScript) -> None:
-    assert run_commands(run_script, scripts=(CONVERT, "scripts/generate.py")).count(CONVERT) == 3
+    assert sorted(run_commands(run_script, names=("import", "export", "generate"))) == [
+        "export",
+        "generate",
+        "import",
+        "import",
+    ]
     (picture,) = tmp_path.glob("outputs/*/samples/generated_*.png")
     assert picture.stat().st_size > 0
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
@@ -62,7 +66,7 @@ def test_a_pipeline_becomes_samples_and_a_pipeline_again(tmp_path: Path, run_scr
 @pytest.mark.slow
 @pytest.mark.usefixtures("downloaded")
 def test_a_pipeline_becomes_a_card_and_further_training(tmp_path: Path, run_script: RunScript) -> None:
-    assert set(run_commands(run_script, scripts=SMALLER)) == SMALLER.keys()
+    assert set(run_commands(run_script, names=SMALLER)) == SMALLER.keys()
     assert len(list(tmp_path.glob("outputs/*/evaluation/*/card.json"))) == 1
     (log,) = tmp_path.glob("outputs/*-continued/metrics.jsonl")
     assert '"step": 10' in log.read_text(encoding="utf-8").splitlines()[-1]

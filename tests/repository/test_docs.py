@@ -59,13 +59,15 @@ def test_options_exist(page: Path) -> None:
 
 
 def training_commands(page: Path) -> list[list[str]]:
-    """The flags of each `train.py` and `launch.sh` in the code of a page that can be typed as it is."""
+    """The arguments of each training command in the code of a page that can be typed as it is."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     commands = []
     for line in text.splitlines():
-        command = re.match(r"\s*(?:[A-Z_]+=|python |torchrun |pip )[^`]*(?:train\.py|launch\.sh) ([^`]+)$", line)
+        start = r"\s*(?:[A-Z_]+=|python |torchrun |pip |torchditan )"
+        command = re.match(start + r"(?:[^`]*(?:train\.py|launch\.sh|torchditan train) |train )([^`]+)$", line)
         if command and "..." not in line:
-            commands.append(shlex.split(command[1], comments=True))
+            flags = shlex.split(command[1], comments=True)
+            commands.append(flags if flags[0].startswith("-") else ["--job.config_file", *flags])
     missing = ("--help", "my_finetune.toml", "continue.toml", "my_lab.midpoint:Midpoint")  # files that the reader makes
     return [flags for flags in commands if not any(flag.endswith(missing) for flag in flags)]
 

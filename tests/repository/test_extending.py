@@ -130,12 +130,12 @@ def train(run_script: RunScript, tmp_path: Path, added: None) -> Train:
     """`train(command of the page, "run", "--training.steps=4")`, with a tiny model."""
 
     def run(command: str, name: str, *flags: str) -> Outcome:
-        python, script, *arguments = shlex.split(command)
-        assert python == "python"
+        torchditan, *arguments = shlex.split(command)
+        assert torchditan == "torchditan"
         if not (tmp_path / "flowers").exists():
             write_flowers(tmp_path / "flowers")
         where = [f"--job.dump_folder={tmp_path}", f"--metrics.experiment_name={name}"]
-        return run_script(script, *arguments, *shlex.split(TINY), *where, *flags)
+        return run_script(torchditan, *arguments, *shlex.split(TINY), *where, *flags)
 
     return run
 
@@ -320,7 +320,7 @@ def test_the_dataset_of_the_page_is_checked_like_ours(flags: str, message: str, 
 def test_a_dataset_without_what_is_required_ends_with_one_line_and_code_2(
     train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.delattr("data.flowers.Flowers.sample_shape")
+    monkeypatch.delattr("torchditan.datasets.flowers.Flowers.sample_shape")
     outcome = train(examples()["dataset"].command, "run", "--training.steps=1")
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
     assert '"flowers": its class Flowers has no sample_shape ((C, H, W)); see docs/extending.md' in outcome.err

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Modules of `torchditan` and `data` that a job imports, measured in a separate process; imports have no cycle.
+"""Modules of `torchditan` that a job imports, measured in a separate process; imports have no cycle.
 
 `pytest tests/repository/test_imports.py -s` prints the number of files and lines.
 """
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OPTIONAL_PARTS = {
-    "data.captions",
-    "data.hub",
-    "data.latents",
+    "torchditan.datasets.captions",
+    "torchditan.datasets.hub",
+    "torchditan.datasets.latents",
     "torchditan.ablation",
     "torchditan.autoencoders",
     "torchditan.checkpoint.post_hoc_ema",
@@ -68,7 +68,7 @@ OPTIONAL_PARTS = {
 }
 """Modules, and packages with all in them, that a job imports only where an option asks for them."""
 LATENTS = {
-    "data.latents",
+    "torchditan.datasets.latents",
     "torchditan.autoencoders",
     "torchditan.autoencoders.autoencoder",
     "torchditan.autoencoders.catalogue",
@@ -99,7 +99,7 @@ try:
     runpy.run_path("train.py", run_name="__main__")
 except SystemExit as end:
     assert not end.code, end.code
-names = [name for name in sys.modules if name.split(".")[0] in ("data", "torchditan")]
+names = [name for name in sys.modules if name.split(".")[0] == "torchditan"]
 print(json.dumps({name: sys.modules[name].__file__ for name in names}))
 """
 
@@ -126,7 +126,8 @@ def test_the_quickstart_imports_no_optional_part(tmp_path: Path) -> None:
     modules = modules_of("--job.config_file=quickstart", *TINY, f"--job.dump_folder={tmp_path}")
     assert (tmp_path / "quickstart" / "samples" / "step_00000002.png").exists()  # it sampled too
     assert sorted(name for name in modules if belongs_to(name, OPTIONAL_PARTS)) == []
-    assert sorted(name for name in modules if name.startswith("data")) == ["data", "data.digits", "data.options"]
+    datasets = [name.removeprefix("torchditan.") for name in modules if name.startswith("torchditan.datasets")]
+    assert sorted(datasets) == ["datasets", "datasets.digits", "datasets.options"]
     print_size("the quickstart", modules)
 
 
@@ -155,7 +156,7 @@ def imports_of(tree: ast.AST, known: set[str]) -> set[str]:
 @functools.cache
 def import_graph() -> dict[str, set[str]]:
     files = {}
-    for file in [*(REPOSITORY / "torchditan").rglob("*.py"), *(REPOSITORY / "data").rglob("*.py")]:
+    for file in [*(REPOSITORY / "torchditan").rglob("*.py"), *(REPOSITORY / "torchditan/datasets").glob("*.py")]:
         name = ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
         files[name.removesuffix(".__init__")] = file
     return {name: imports_of(ast.parse(file.read_text(encoding="utf-8")), set(files)) for name, file in files.items()}
@@ -234,6 +235,8 @@ def test_a_folder_imports_what_its_docstring_says(folder: str) -> None:
     assert said == sorted(found)
 
 
-def test_torchditan_imports_nothing_of_data() -> None:
+def test_only_commands_import_datasets() -> None:
+    """The core finds them through the registry."""
+    folders = {"torchditan.datasets", "torchditan.commands"}
     for name, imported in import_graph().items():
-        assert name.startswith("data") or not {other for other in imported if other.startswith("data")}, name
+        assert belongs_to(name, folders) or not {other for other in imported if belongs_to(other, folders)}, name

@@ -1,17 +1,15 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""scripts/download_assets.py downloads only the files of a hub repository that the job needs."""
+"""torchditan download brings only the files of a hub repository that the job needs."""
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from torchditan.commands.download_assets import wanted
 from torchditan.config.options import Autoencoder, Config, Dataset, LoRA, Model, TextEncoder
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "download_assets.py"
 PIPELINE = [
     "model_index.json",
     "flux1-schnell.safetensors",
@@ -33,7 +31,7 @@ COSMOS = ["config.json", "autoencoder.jit", "encoder.jit", "decoder.jit", "model
 def brought(repository: list[str], **sections: Any) -> dict[str, tuple[str, list[str]]]:
     """Option -> (hub name, those of the files that come), as the hub's client filters them."""
     filter_repo_objects = pytest.importorskip("huggingface_hub.utils").filter_repo_objects
-    assets = runpy.run_path(str(SCRIPT))["wanted"](Config(**sections))
+    assets = wanted(Config(**sections))
     return {
         option: (name, list(filter_repo_objects(repository, allow_patterns=patterns)))
         for option, name, patterns in assets

@@ -258,9 +258,9 @@ def test_a_run_whose_data_is_gone_is_compared_with_a_file(
 
     reference = tmp_path / "reference.npz"
     write_images(reference, [random_images(60, seed=1)], shape=(60, 8, 8))
-    import data
+    from torchditan import datasets
 
-    monkeypatch.setattr(data, "build_dataset", gone)
+    monkeypatch.setattr(datasets, "build_dataset", gone)
     card, outcome = evaluate(*FEW, "--class_balance=balanced", f"--reference={reference}")
     assert card.held_out is None and "dataset.root_dir" in outcome.err
 
@@ -457,9 +457,9 @@ def test_an_evaluation_that_did_not_finish_is_repeated_by_the_same_command(
 def test_unreadable_images_are_left_out_if_the_run_skips_them(
     evaluate: Evaluate, run_script: RunScript, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import data
+    from torchditan import datasets
 
-    build = data.build_dataset
+    build = datasets.build_dataset
 
     def with_a_corrupt_image(*args: Any, **kwargs: Any) -> Any:
         dataset = build(*args, **kwargs)
@@ -474,7 +474,7 @@ def test_unreadable_images_are_left_out_if_the_run_skips_them(
         dataset.__class__ = Corrupt
         return dataset
 
-    monkeypatch.setattr(data, "build_dataset", with_a_corrupt_image)
+    monkeypatch.setattr(datasets, "build_dataset", with_a_corrupt_image)
     assert_refused(refused(run_script, run, *FEW), "image 3 is corrupt")
     content = json.loads((run / "config.json").read_text())
     content["config"]["dataset"]["corrupt_images"] = "skip"

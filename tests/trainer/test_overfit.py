@@ -21,8 +21,8 @@ IMAGES, STEPS = 8, 1200
 
 @pytest.mark.slow
 def test_eight_images_are_memorised_and_sampled_back() -> None:
-    from data.digits import build
     from torchditan.config.options import Dataset
+    from torchditan.datasets.digits import build
 
     digits = build(Dataset(), split="train", input_channels=None)
     x = torch.stack([digits[index]["sample"] for index in range(IMAGES)])  # (8, 1, 8, 8)

@@ -20,9 +20,9 @@ import pytest
 from PIL import Image
 from refusals import assert_refused
 
-from data import build_dataset
 from torchditan.config.options import FLAVOR_NAMES, Dataset
 from torchditan.data_stream.order import OrderedDataset
+from torchditan.datasets import build_dataset
 from torchditan.run.reading import read_metrics, read_status
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Run an ablation grid.
 
-python -m torchditan.ablation run debug
-python -m torchditan.ablation run 0.5B --axes.parallel 1,1 --axes.model.patch_size 2 --name one_gpu
-python -m torchditan.ablation run 7B --dry-run --device a100-80gb
-python -m torchditan.ablation run my_grid.toml --launcher slurm --slurm.slurm_partition gpu
+torchditan ablate debug
+torchditan ablate 0.5B --axes.parallel 1,1 --axes.model.patch_size 2 --name one_gpu
+torchditan ablate 7B --dry-run --device a100-80gb
+torchditan ablate my_grid.toml --launcher slurm --slurm.slurm_partition gpu
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 def _parsers() -> tuple[_Parser, _Parser]:
     """(the whole parser, that of the command run)."""
     shown = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="python -m torchditan.ablation", description=__doc__, formatter_class=shown)
+    parser = _Parser(prog="torchditan ablate", description=__doc__, formatter_class=shown)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
         "run",
@@ -90,6 +90,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
         else:
             own.append(word)
     parser, run = _parsers()
+    if own and not own[0].startswith("-") and own[0] not in ("run", "show"):
+        own.insert(0, "run")
     arguments, unknown = parser.parse_known_args(own)
     if unknown:
         if arguments.command == "show":
@@ -156,7 +158,7 @@ def _run(arguments: argparse.Namespace, flags: dict[str, list[str]]) -> None:
         raise
     counts = {status: sum(row["status"] == status for row in rows) for status in STATUSES}
     print(", ".join(f"{count} {status}" for status, count in counts.items() if count))
-    print(f"the ledger: {path / 'runs_summary.csv'}; the report: python optimization_analysis.py {path}")
+    print(f"the ledger: {path / 'runs_summary.csv'}; the report: torchditan report {path}")
     if arguments.amd_summary:
         print(f"AMD's summary: {write_amd_summary(grid, path)}")
 

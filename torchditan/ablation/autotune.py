@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchditan.ablation.device import Device, probe
 from torchditan.ablation.grid import BATCH_SIZE, FORCED, OFF, RUNNER_SETS, SEED
-from torchditan.ablation.launch import TRAIN_SCRIPT, Job, Outcome, Tick, execute
+from torchditan.ablation.launch import TRAIN, Job, Outcome, Tick, execute
 from torchditan.ablation.ledger import measure
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import to_toml
@@ -196,7 +196,7 @@ def find_batch_size(
     num_devices: int,
     folder: Path,
     store: Path,
-    script: Path = TRAIN_SCRIPT,
+    program: tuple[str, ...] = TRAIN,
     timeout_s: float = _TRIAL_TIMEOUT_S,
     on_tick: Tick | None = None,
     on_trial: Callable[[Trial], None] | None = None,
@@ -209,7 +209,7 @@ def find_batch_size(
         num_devices: ranks of the job.
         folder: trials run in `<folder>/<experiment_name>_bs16` and so on.
         store: file of trials, read and added to.
-        script: train.py.
+        program: of a rank, as in `Job`.
         timeout_s: time limit of one trial.
         on_tick: called repeatedly while a trial runs.
         on_trial: called after each new trial, not for stored ones.
@@ -226,7 +226,9 @@ def find_batch_size(
     def run_trial(batch_size: int) -> Trial:
         if batch_size in known:
             return known[batch_size]
-        job = _trial_job(config, batch_size, num_devices=num_devices, folder=folder, script=script, timeout_s=timeout_s)
+        job = _trial_job(
+            config, batch_size, num_devices=num_devices, folder=folder, program=program, timeout_s=timeout_s
+        )
         outcome = execute(job, on_tick=on_tick)
         trial = _judge_trial(job, batch_size, outcome, config=config, device=device)
         known_trials.add(trial)
@@ -248,7 +250,7 @@ def find_batch_size(
 
 
 def _trial_job(
-    config: Config, batch_size: int, *, num_devices: int, folder: Path, script: Path, timeout_s: float
+    config: Config, batch_size: int, *, num_devices: int, folder: Path, program: tuple[str, ...], timeout_s: float
 ) -> Job:
     """A job of a few steps with its configuration written to its folder. Removes files of an earlier attempt."""
     name = f"{config.metrics.experiment_name}_bs{batch_size}"
@@ -263,7 +265,7 @@ def _trial_job(
         num_devices=num_devices,
         timeout_s=timeout_s,
         memory_limit_gib=config.autotune.memory_limit_gib,
-        script=script,
+        program=program,
     )
 
 

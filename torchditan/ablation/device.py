@@ -8,9 +8,9 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from torchditan.ablation.grid import PARALLEL, PRECISION, Run
+from torchditan.run.provenance import importable
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,8 @@ class Device:
 
 def probe() -> Device:
     """The device that a run on this machine would use."""
-    # So that a clone that is not installed is importable from any folder.
-    path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "torchditan.ablation.device"]
-    answer = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    answer = subprocess.run(command, capture_output=True, text=True, env=importable())
     assert answer.returncode == 0, answer.stderr
     return Device(**json.loads(answer.stdout.splitlines()[-1]))
 

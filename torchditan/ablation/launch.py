@@ -25,11 +25,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchditan.run.provenance import importable
 from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses
 from torchditan.run.reading import read_metrics
 from torchditan.supervision.exit_status import judge_ranks
 
-TRAIN_SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
+TRAIN = ("-m", "torchditan", "train")
+"""Program of a rank, in the words that follow `python` or `torchrun`."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 RANKS_FOLDER, LOG_NAME = "ranks", "launcher.log"
 
@@ -57,11 +59,11 @@ class Job:
     timeout_s: float
     memory_limit_gib: float | None = None
     """Memory limit of a process on a CPU (RLIMIT_DATA)."""
-    script: Path = TRAIN_SCRIPT
+    program: tuple[str, ...] = TRAIN
 
     def command(self) -> list[str]:
         """The command line. It uses torchrun also for one device, so that every run starts alike."""
-        return torchrun_command(self.script, self.flags, num_ranks=self.num_devices)
+        return torchrun_command(self.program, self.flags, num_ranks=self.num_devices)
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,10 @@ class Outcome:
         return max((rank["peak_memory_gib"] for rank in self.ranks if rank.get("peak_memory_gib")), default=None)
 
 
-def torchrun_command(script: Path, flags: Sequence[str], *, num_ranks: int) -> list[str]:
-    """The command line that runs a script on ranks of this machine."""
+def torchrun_command(program: Sequence[str], flags: Sequence[str], *, num_ranks: int) -> list[str]:
+    """The command line that runs a program on ranks of this machine."""
     ranks = [f"--nproc_per_node={num_ranks}", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
-    return [*TORCHRUN, *ranks, str(script), *flags]
+    return [*TORCHRUN, *ranks, *program, *flags]
 
 
 def execute(job: Job, *, on_tick: Tick | None = None) -> Outcome:
@@ -125,8 +127,11 @@ def execute(job: Job, *, on_tick: Tick | None = None) -> Outcome:
 
 
 def environment(ranks: Path) -> dict[str, str]:
-    """Environment of a launch, without the variables that an outer torchrun set for its own ranks."""
-    kept = {name: value for name, value in os.environ.items() if not _TORCHRUN_VARIABLES.match(name)}
+    """Environment of a launch, without the variables that an outer torchrun set for its own ranks.
+
+    A checkout that is not installed is importable from any folder.
+    """
+    kept = {name: value for name, value in importable().items() if not _TORCHRUN_VARIABLES.match(name)}
     kept.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     return {**kept, RANKS_VARIABLE: str(ranks.resolve())}
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torchditan.ablation.autotune import STORE_NAME, TRIALS_FOLDER, NothingFits, TrialFailed, find_batch_size
 from torchditan.ablation.device import Device
 from torchditan.ablation.grid import BATCH_SIZE, Grid, Run, as_flags
-from torchditan.ablation.launch import RANKS_FOLDER, TRAIN_SCRIPT, Job, Outcome, Tick, end_processes, execute
+from torchditan.ablation.launch import RANKS_FOLDER, TRAIN, Job, Outcome, Tick, end_processes, execute
 from torchditan.ablation.ledger import SCHEMA_VERSION, Row, columns, measure
 from torchditan.config.errors import ConfigError
 from torchditan.run import provenance
@@ -48,7 +48,7 @@ class Maker:
     base: str | None
     store: Path
     """File with the trials of earlier batch size searches."""
-    script: Path = TRAIN_SCRIPT
+    program: tuple[str, ...] = TRAIN
 
     def run_folder(self, run: Run) -> Path:
         return self.folder / RUNS_FOLDER / run.name
@@ -64,7 +64,7 @@ class Maker:
             num_devices=run.num_devices,
             timeout_s=self.timeout_s,
             memory_limit_gib=self.memory_limit_gib,
-            script=self.script,
+            program=self.program,
         )
 
     def make(self, run: Run, *, device: Device, watch: Watch | None = None) -> Row:
@@ -92,7 +92,7 @@ class Maker:
             num_devices=run.num_devices,
             folder=self.folder / TRIALS_FOLDER,
             store=self.store,
-            script=self.script,
+            program=self.program,
             timeout_s=self.timeout_s,
             on_tick=watch.tick if watch else None,
             on_trial=(lambda trial: watch.say(f"{run.name}: {trial}")) if watch else None,
@@ -175,7 +175,7 @@ def provenance_of(folder: Path) -> Row:
     }
 
 
-def maker_of(grid: Grid, path: Path, *, script: Path = TRAIN_SCRIPT) -> Maker:
+def maker_of(grid: Grid, path: Path, *, program: tuple[str, ...] = TRAIN) -> Maker:
     """The maker for the runs of a grid whose folder is `path`."""
     return Maker(
         grid=grid.name,
@@ -186,5 +186,5 @@ def maker_of(grid: Grid, path: Path, *, script: Path = TRAIN_SCRIPT) -> Maker:
         memory_limit_gib=grid.memory_limit_gib,
         base=grid.base,
         store=path.parent / STORE_NAME,
-        script=script,
+        program=program,
     )

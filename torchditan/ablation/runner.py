@@ -25,7 +25,7 @@ from typing import Any
 from torchditan.ablation.board import Board
 from torchditan.ablation.device import Device, probe
 from torchditan.ablation.grid import BATCH_SIZE, SEED, Grid, Run
-from torchditan.ablation.launch import TRAIN_SCRIPT, last_step
+from torchditan.ablation.launch import TRAIN, last_step
 from torchditan.ablation.launchers import SLURM_FOLDER, Launcher, Pending
 from torchditan.ablation.ledger import SCHEMA_VERSION, SKIPPED_AFTER_OOM, Row, read_ledger, write_ledger
 from torchditan.ablation.maker import Maker, Watch, maker_of
@@ -150,7 +150,7 @@ def run_grid(
     retry: Sequence[str] = RETRIED,
     board: Callable[[int, int], Board] | None = None,
     find_device: Callable[[], Device] | None = probe,
-    script: Path = TRAIN_SCRIPT,
+    program: tuple[str, ...] = TRAIN,
     poll_s: float = 1.0,
 ) -> list[Row]:
     """Make the missing runs of `grid`. Returns the rows of all runs, in order.
@@ -162,7 +162,7 @@ def run_grid(
         retry: statuses of runs to make again.
         board: creates the live table from (number of runs, width of their names).
         find_device: detects the devices of this machine; None if the runs are made on other machines.
-        script: train.py.
+        program: of a rank, as in `Job`.
         poll_s: seconds between two checks of submitted runs.
 
     Raises:
@@ -171,7 +171,7 @@ def run_grid(
     runs = grid.runs()
     order = [run.name for run in runs]
     folder = GridFolder(path, grid)
-    maker = maker_of(grid, path, script=script)
+    maker = maker_of(grid, path, program=program)
     device = find_device() if find_device is not None else None
     refused = {} if device is None else {run.name: device.refuses(run) for run in runs}
     if refused and all(refused.values()):

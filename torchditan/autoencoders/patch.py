@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""A small autoencoder of this project: convolutions over patches of pixels, trained by scripts/train_autoencoder.py.
+"""A small autoencoder of this project: convolutions over patches of pixels, trained by torchditan autoencoder.
 
 Notable:
 - the first layer folds every patch of pixels into channels, and the last unfolds it, so all compute runs at the
@@ -227,7 +227,7 @@ def fingerprint_of(network: PatchNetwork) -> str:
 
 def _find_folder(path: str | Path | None) -> Path:
     names = sorted(file.parent.name for file in NAMED.glob(f"*/{CONFIG_FILE}"))
-    known = " or ".join([*names, "a folder that scripts/train_autoencoder.py wrote"])
+    known = " or ".join([*names, "a folder that torchditan autoencoder wrote"])
     if path is None:
         raise option_error("autoencoder.path", None, f"must be {known}")
     given = Path(path).expanduser()
@@ -314,6 +314,6 @@ def _load_weights(network: PatchNetwork, file: Path, *, option_value: str) -> No
 def open_patch(config: options.Autoencoder, *, device: torch.device, image_channels: int | None) -> PatchAutoencoder:
     """Open the autoencoder in a folder, or one of train_configs/autoencoders/."""
     place = place_of(
-        config, "a folder that scripts/train_autoencoder.py wrote, or one of train_configs/autoencoders/, such as earth"
+        config, "a folder that torchditan autoencoder wrote, or one of train_configs/autoencoders/, such as earth"
     )
     return PatchAutoencoder.open(place, device=device, dtype=dtype_of(config))

@@ -107,7 +107,7 @@ class PostHocEMA:
             again = "the same command writes it, if the run kept its last checkpoint"
             raise NotSaved(f"the last snapshot of the averages could not be written: {self.manager.failure}; {again}")
         run = shlex.quote(str(self.run_folder))
-        self.supervision.warn(f"average of another width: python scripts/reconstruct_ema.py {run} --width 0.075")
+        self.supervision.warn(f"average of another width: torchditan average {run} --width 0.075")
 
     def _save(self) -> None:
         logger = self.supervision.logger

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Command lines of the scripts: argparse, but an error is one line without the usage."""
+"""Command lines of torchditan/commands/: argparse, but an error is one line without the usage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ScriptParser(argparse.ArgumentParser):
 
     Args:
         description: first text of `--help`.
-        options: options of train.py that the script accepts, as sections ("dataset") or names ("autoencoder.path").
+        options: options of training that the command accepts, as sections ("dataset") or names ("autoencoder.path").
     """
 
     def __init__(self, description: str | None, *, options: tuple[str, ...]) -> None:
@@ -39,7 +39,7 @@ class ScriptParser(argparse.ArgumentParser):
             if name.startswith("--") and not name.startswith(self._prefixes):
                 hint = self._configuration_flag(name) or did_you_mean(name, own)
                 hint = hint or f"; must be one of {', '.join([*own, *self._shown])}"
-                raise ConfigError(f"{name} is not an option of this script{hint}")
+                raise ConfigError(f"{name} is not an option here{hint}")
         return arguments, flags
 
     def _configuration_flag(self, name: str) -> str:
@@ -59,7 +59,7 @@ def _epilog(shown: list[str]) -> str | None:
     if not shown:
         return None
     key = " For key, put the name of an option in that section." if any(name.endswith(".key") for name in shown) else ""
-    return f"This script also takes options of train.py: {', '.join(shown)}.{key}"
+    return f"This command also takes options of `torchditan train`: {', '.join(shown)}.{key}"
 
 
 class RunParser(ScriptParser):

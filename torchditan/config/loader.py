@@ -42,17 +42,19 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-TRAIN_CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
+TRAIN_CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
+"""In a checkout a link to the folder train_configs/."""
 
-USAGE = "python train.py --job.config_file NAME [--section.key value ...]"
+USAGE = "torchditan train NAME [--section.key value ...]"
 
 DESCRIPTION = """\
 Train a diffusion transformer. Options come from a TOML file; flags override it.
 
 examples:
-  python train.py --job.config_file quickstart.toml
-  torchrun --nproc_per_node=8 train.py --job.config_file imagenet_pixels --dataset.root_dir /data/imagenet
-  python train.py --job.config_file quickstart --training.steps 200 --training.compile --optimizer.lr=3e-4
+  torchditan train quickstart
+  torchditan train quickstart --training.steps 200 --training.compile --optimizer.lr=3e-4
+  torchrun --nproc_per_node=8 -m torchditan train imagenet_pixels --dataset.root_dir /data/imagenet
+  python train.py --job.config_file quickstart.toml          # the same, from a checkout
 
 A configuration is a path, or a name in train_configs/. The key `steps` under `[training]` in the TOML file is
 the flag `--training.steps value` or `--training.steps=value`. A boolean flag needs no value, or takes true or
@@ -390,9 +392,6 @@ def find_config(name: str) -> Path:
             return path.resolve()
     if name and given.is_dir():
         raise option_error("job.config_file", name, "is a folder; must be a TOML file, or a name in train_configs/")
-    if not TRAIN_CONFIGS.is_dir():
-        right = "no such file, and this installation has no train_configs/ to look names up in; give a path"
-        raise option_error("job.config_file", name, right)
     names = _configurations()
     hint = did_you_mean(given.stem, names)
     raise option_error("job.config_file", name, f"no such file; train_configs/ has {', '.join(names)}{hint}")
@@ -404,15 +403,17 @@ def _configurations() -> list[str]:
 
 
 def describe_configurations() -> str:
-    """The names in train_configs/, each with the beginning of the first sentence of its file."""
+    """The names in train_configs/: the beginning of the first sentence of each file, and its hardware and time."""
     names = _configurations()
     width = max(map(len, names), default=0)
-    lines = [f"usage: {USAGE}", "", "configurations in train_configs/:"]
+    lines = [f"usage: {USAGE}", "", "configurations in train_configs/, with the hardware and time each is made for:"]
     for name in names:
-        text = (TRAIN_CONFIGS / f"{name}.toml").read_text(encoding="utf-8").replace("\n# ", " ").removeprefix("# ")
+        head = (TRAIN_CONFIGS / f"{name}.toml").read_text(encoding="utf-8")
+        hardware = re.findall(r"^# Hardware: (.*)$", head, flags=re.MULTILINE)
+        text = head.replace("\n# ", " ").removeprefix("# ")
         sentence = re.split(r"[.:](?: |$)", re.sub(r" \([^)]*\)", "", text.partition("\n")[0]))[0]
-        lines.append(f"  {name:<{width}}  {sentence}")
-    return "\n".join([*lines, "", "`python train.py --help` lists every option."])
+        lines += [f"  {name:<{width}}  {sentence}", *(f"  {'':<{width}}  [{text}]" for text in hardware)]
+    return "\n".join([*lines, "", "`torchditan train --help` lists every option."])
 
 
 def read_toml(path: Path) -> dict[str, Any]:

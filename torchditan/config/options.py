@@ -405,7 +405,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling of images, during training and by scripts/generate.py."""
+    """Sampling of images, during training and by torchditan generate."""
 
     sampler: Annotated[str, SAMPLERS] = "euler"
     """flow_matching: euler, or of second order heun and dpmpp_2m. ddpm: ddim, which euler means too, or ancestral."""

@@ -21,8 +21,8 @@ from torchditan.config.trajectory import TRAJECTORY_KEYS
 _INTRODUCTION = """\
 # Option reference
 
-Every option of `train.py`, its type, its default and what it does. This page is generated; do not edit it. After you
-change `torchditan/config/options.py`, run `python -m torchditan.config.reference > docs/options.md`.
+Every option of `torchditan train`, its type, its default and what it does. This page is generated; do not edit it.
+After you change `torchditan/config/options.py`, run `python -m torchditan.config.reference > docs/options.md`.
 
 - The option `training.steps` is the key `steps` under `[training]` in a TOML file, and the flag
   `--training.steps` on the command line. [configuration.md](configuration.md) describes both notations.

@@ -124,7 +124,7 @@ class MeanFlow(FlowMatching):
             (
                 "model.timestep_scale",
                 1.0,
-                "differentiates it; refit weights by convert_checkpoint.py refit_time",
+                "differentiates it; refit weights by torchditan refit_time",
             ),
             ("diffusion.prediction", "v", "predicts a velocity"),
             ("diffusion.loss_weighting", "none", "has weights of its own"),

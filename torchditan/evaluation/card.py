@@ -45,7 +45,7 @@ _SAMPLING_BEFORE = {key.removeprefix(_SECTION): VALUES_BEFORE[key] for key in VA
 _NOT_EVALUATED = (
     *("images_per_class", "max_classes", "prompts", "at_start"),  # of sample grids
     "use_ema",  # of grids during training; a card has `weights`
-    "embedded_guidance",  # of models of captions, which scripts/evaluate.py refuses
+    "embedded_guidance",  # of models of captions, which torchditan evaluate refuses
 )
 
 
@@ -197,7 +197,7 @@ def read_card(path: str | Path) -> Card:
         ConfigError: the file does not exist, is not a card, is damaged, or has an unsupported version.
     """
     file = Path(path)
-    right = f"must be a {CARD_FILE} of scripts/evaluate.py"
+    right = f"must be a {CARD_FILE} of torchditan evaluate"
     if file.is_dir():
         file = file / CARD_FILE
         if not file.is_file():
@@ -327,7 +327,7 @@ def settings_of(card: Card) -> dict[str, Any]:
 
 
 def arguments_of(card: Card) -> list[str]:
-    """The arguments with which scripts/evaluate.py repeats a card, the run first."""
+    """The arguments with which torchditan evaluate repeats a card, the run first."""
     precision = card.float32_matmul_precision
     given = {
         "step": card.step,

@@ -61,14 +61,14 @@ def markdown(card: Card, path: Path) -> str:
         [
             f"# {title(card)}\n",
             table(card),
-            "\nRetraining changes figures further: `scripts/compare_cards.py` states the spread over training seeds.",
+            "\nRetraining changes figures further: `torchditan compare` states the spread over training seeds.",
             "\n## Settings that change figures\n",
             columns(["setting", "value"], settings),
             "\n## More about this evaluation\n",
             columns(["fact", "value"], facts),
             "\n## Repeat it\n",
-            "    " + shlex.join(["python", "scripts/evaluate.py", *arguments_of(card)]),
-            f"\n`python scripts/evaluate.py --card {shlex.quote(str(path))}` repeats it and lists what differs.",
+            "    " + shlex.join(["torchditan", "evaluate", *arguments_of(card)]),
+            f"\n`torchditan evaluate --card {shlex.quote(str(path))}` repeats it and lists what differs.",
             "",
         ]
     )

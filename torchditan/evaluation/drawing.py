@@ -2,7 +2,7 @@
 """The samples of an evaluation: their classes, and their pictures in 8 bits.
 
 Notable:
-- sample k of class c starts from the noise that scripts/generate.py gives sample k of class c;
+- sample k of class c starts from the noise that torchditan generate gives sample k of class c;
 - batch b holds samples b * B to (b + 1) * B - 1 on any number of ranks, so the images are the same to the byte. With
   another batch size, the last digits of the model's output may differ.
 """

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Evaluates the model in training at `evaluation.freq`, on all ranks, with the metrics of scripts/evaluate.py."""
+"""Evaluates the model in training at `evaluation.freq`, on all ranks, with the metrics of torchditan evaluate."""
 
 from __future__ import annotations
 

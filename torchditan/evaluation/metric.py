@@ -1,7 +1,7 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """The protocol of a metric: it receives batches of generated and real pictures, and then computes its results.
 
-scripts/evaluate.py computes the metrics in `--metrics` (`METRICS` in registry.py); docs/extending.md adds one.
+torchditan evaluate computes the metrics in `--metrics` (`METRICS` in registry.py); docs/extending.md adds one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Draws samples of a model, divided over the ranks: for grids, scripts/generate.py, `load().sample` and evaluations.
+"""Draws samples of a model, divided over the ranks: for grids, torchditan generate, `load().sample` and evaluations.
 
 Notable:
 - the starting noise of sample k of class c is keyed to (seed, c, k): it gives the same picture at any world size,

@@ -5,7 +5,7 @@ Notable:
 - a point is finished if its folder has a card with exactly its settings, whoever wrote it;
 - a point is called best only if its 95% interval overlaps that of no other point; one seed has no such interval.
 
-scripts/sweep_sampling.py evaluates the points; report/ stores and draws the results.
+torchditan sweep evaluates the points; report/ stores and draws the results.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Point:
 
     @property
     def flags(self) -> list[str]:
-        """The point as options of scripts/evaluate.py."""
+        """The point as options of torchditan evaluate."""
         low, high = self.guidance_interval
         values = {**self.sampling, "guidance_interval": f"{low!r},{high!r}"}
         return [f"--weights={self.weights}", *(f"--sampling.{key}={value}" for key, value in values.items())]

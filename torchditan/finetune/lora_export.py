@@ -211,7 +211,7 @@ def export_run(
     config = from_dict(read_config(run)["config"])
     lora = config.lora
     if not lora.rank:
-        right = "trained all weights; export them with scripts/convert_checkpoint.py"
+        right = "trained all weights; export them with torchditan export"
         raise option_error("RUN", str(run), right)
     if weights == "ema" and not config.ema.enable:
         raise option_error("--weights", weights, "this run kept no average; must be raw")

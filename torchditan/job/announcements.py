@@ -158,7 +158,7 @@ def _describe_model(job: Job, model: nn.Module) -> str:
 
 def _command_to_generate(job: Job) -> str | None:
     """The command that samples from this run's weights; None for models that need a first frame."""
-    command = f"python scripts/generate.py {shlex.quote(str(job.run_directory.path))}"
+    command = f"torchditan generate {shlex.quote(str(job.run_directory.path))}"
     conditioning = job.spec.conditioning
     if not isinstance(conditioning, TextEmbeddings):
         return command

@@ -117,7 +117,7 @@ def read_index(folder: Path) -> LatentIndex:
     try:
         values = json.loads((folder / INDEX_FILE).read_bytes())
     except OSError:
-        right = "holds no latents (it has no index.json); encode them with scripts/encode_latents.py"
+        right = "holds no latents (it has no index.json); encode them with torchditan encode"
         if (folder / SETTINGS_FILE).exists():
             right = f"its encoding is not finished; {REPAIR}"
         raise option_error("dataset.root_dir", str(folder), right) from None

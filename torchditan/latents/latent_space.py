@@ -27,7 +27,7 @@ _DECODE_BATCH_SIZE = 16
 
 
 class StoredLatents(SampleSpace):
-    """Latents written by scripts/encode_latents.py; decoded for pictures if the decoder is available.
+    """Latents written by torchditan encode; decoded for pictures if the decoder is available.
 
     Args:
         config: section `[autoencoder]`; the index completes name, path, downsampling, shift, scale and fingerprint.
@@ -95,7 +95,7 @@ class EncodedPixels(SampleSpace):
         if autoencoder.shift is None or autoencoder.scale is None:
             right = (
                 f"{autoencoder.name} publishes no normalisation; set shift and scale, "
-                "which scripts/reconstruct.py prints for a dataset"
+                "which torchditan reconstruct prints for a dataset"
             )
             raise option_error("autoencoder.scale", None, right)
         super().__init__(latent_shape, complete_from_autoencoder(config, autoencoder))

@@ -1,9 +1,9 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Plan a run without a GPU: memory of each device, a lower bound of the time, the settings that fit.
 
-python -m torchditan.planner dit_7b --device a100-80gb --num_devices 8
-python -m torchditan.planner dit_7b --device h100 --num_devices 8 --training.batch_size 4
-python -m torchditan.planner sd3_medium_lora_int8 --device l4 --dataset.image_size 1024
+torchditan plan dit_7b --device a100-80gb --num_devices 8
+torchditan plan dit_7b --device h100 --num_devices 8 --training.batch_size 4
+torchditan plan sd3_medium_lora_int8 --device l4 --dataset.image_size 1024
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import sys
 
 from torchditan.config.command_line import ScriptParser, count
+from torchditan.supervision.exit_status import reader_may_leave, run_job
 
 _SECTIONS = (
     "model",
@@ -33,13 +34,13 @@ _SECTIONS = (
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this tool, and the remaining flags for the configuration."""
     parser = ScriptParser(__doc__, options=_SECTIONS)
-    parser.prog = "python -m torchditan.planner"
-    parser.add_argument("config", help="configuration of train.py: a path, or a name in train_configs/")
+    parser.add_argument("config", help="configuration: a path, or a name in train_configs/")
     parser.add_argument("--device", required=True, help="accelerator, for example a100-80gb; cpu plans only memory")
     parser.add_argument("--num_devices", type=count, default=1, help="devices of the run (default: 1)")
     return parser.parse(argv)
 
 
+@reader_may_leave()
 def main() -> None:
     args, flags = parse(sys.argv[1:])
 
@@ -70,6 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from torchditan.supervision.exit_status import reader_may_leave, run_job
-
-    sys.exit(run_job(reader_may_leave()(main)))
+    sys.exit(run_job(main))

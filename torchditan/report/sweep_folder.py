@@ -46,7 +46,7 @@ class SweepFolder:
     runs: dict[str, SweptRun]
     """By the labels that points have."""
     options: dict[str, Any]
-    """Of evaluate.py, the same for all points. If `metrics` is not given, it becomes that of the first card."""
+    """Of torchditan evaluate, the same for all points. If `metrics` is not given, it becomes that of the first card."""
     points: list[Point]
     """Of this command, then those of earlier commands."""
     failures: dict[str, str] = field(default_factory=dict)

@@ -36,9 +36,22 @@ def git_user() -> str | None:
     return _git("config", "user.name")
 
 
-def _git(*arguments: str) -> str | None:
+def checkout() -> Path | None:
+    """The folder of the checkout that this package runs from; None for an installed wheel."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
+    return root if (root / "train.py").exists() and (root / "pyproject.toml").exists() else None
+
+
+def importable() -> dict[str, str]:
+    """The environment of this process, in which a checkout that is not installed is importable from any folder."""
+    if (root := checkout()) is None:
+        return dict(os.environ)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
+
+
+def _git(*arguments: str) -> str | None:
+    root = checkout()
+    if root is None or not (root / ".git").exists():
         return None
     try:
         answer = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30)

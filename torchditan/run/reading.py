@@ -27,7 +27,7 @@ def check_folder(path: Path, *, mark: str, what: str) -> None:
     if not path.is_dir():
         hint = f"; did you mean {path.parent}?" if (path.parent / mark).is_file() else ""
         if path.suffix in (".safetensors", ".pt", ".pth", ".bin"):
-            hint = "; scripts/convert_checkpoint.py import creates a run from such a file"
+            hint = "; torchditan import creates a run from such a file"
         raise ConfigError(f"{path} is a file; must be {what}{hint}")
     if not (path / mark).exists():
         raise ConfigError(f"{path} is not {what}: it has no {mark}")
@@ -69,7 +69,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
         if step or (Path(path) / "manifest.json").is_file():
             missing = f"{path} is a checkpoint without its run, whose config.json is missing two folders above"
             named, rename = (path, "") if step else ("step-00000100", "rename it to step-00000100 (its own step) and ")
-            export = f"scripts/convert_checkpoint.py export {named} OUT.safetensors"
+            export = f"torchditan export {named} OUT.safetensors"
             raise ConfigError(f"{missing}; copy the whole run, or {rename}write one file with {export}")
         raise ConfigError(f"{file} does not belong to a run: it contains no configuration")
     return content

@@ -153,7 +153,7 @@ def open_weights(
     stored = describe_weights(path, weights=weights)
     assert stored.config is not None
     if stored.config.get("lora", {}).get("rank"):
-        right = "trained a LoRA; export it with scripts/export_lora.py RUN OUT.safetensors"
+        right = "trained a LoRA; export it with torchditan export_lora RUN OUT.safetensors"
         raise option_error("RUN", str(source), right)
     if path.is_file():
         return stored, partial(read_from_file, path)
@@ -203,7 +203,7 @@ def read_weights_metadata(path: Path) -> StoredWeights:
     stored = describe_file(path)
     if stored.config is None:
         raise ConfigError(
-            f"{path} has weights without a configuration; must be a file that scripts/convert_checkpoint.py exported. "
+            f"{path} has weights without a configuration; must be a file that torchditan export wrote. "
             f"For those of another project, {formats}. A new run can start from other weights with "
             "checkpoint.initial_load_path"
         )

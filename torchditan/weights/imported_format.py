@@ -216,7 +216,7 @@ def _check_channels(section: Autoencoder, has: int, channels: int) -> None:
 _CONTINUED = ("model", "autoencoder", "diffusion", "sampling")
 _DATASET = ("dataset_name", "root_dir", "image_size", "num_classes", "crop")
 _HEAD = """\
-# Continues training from imported weights, in a new run: python train.py --job.config_file THIS_FILE, with the options
+# Continues training from imported weights, in a new run: torchditan train THIS_FILE, with the options
 # of your images and of the training (docs/checkpoints.md).
 """
 

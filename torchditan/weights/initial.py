@@ -26,7 +26,7 @@ from torchditan.weights.safetensors_files import is_of_diffusers, is_pickle, ope
 _NUM_SHOWN = 3
 _OF_PREDICTION = ("objective", "prediction", "noise_schedule")
 _HOW_TO_IMPORT = (
-    "import weights of another project first: scripts/convert_checkpoint.py import WEIGHTS RUN --format "
+    "import weights of another project first: torchditan import WEIGHTS RUN --format "
     f"{'|'.join(FORMATS)}, then start from RUN"
 )
 
@@ -112,7 +112,7 @@ def _describe(path: Path) -> StoredWeights:
         )
         raise ConfigError(f"{path} does not exist; must be {right}")
     if is_of_diffusers(path):
-        right = "give it as --model.path, with its --model.name; import a DiT with scripts/convert_checkpoint.py"
+        right = "give it as --model.path, with its --model.name; import a DiT with torchditan import"
         raise ConfigError(f"{path} is a folder that diffusers saved; {right} import {path} RUN --format diffusers")
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} has no config.json; must be a run directory, or a checkpoint in one")
@@ -154,7 +154,7 @@ def refuse_other_time(stored: StoredWeights, config: Config) -> None:
         right = f"set --model.timestep_scale={there:g}"
         if here == 1:
             path = shlex.quote(str(stored.path))
-            right = f"refit them first: scripts/convert_checkpoint.py refit_time {path} FILE.safetensors"
+            right = f"refit them first: torchditan refit_time {path} FILE.safetensors"
         raise ConfigError(f"{stored.path} has model.timestep_scale {there:g}, and this run {here:g}; {right}")
 
 

@@ -155,7 +155,7 @@ class TrainedModel:
         dtype: torch.dtype | None = torch.float32,
         flags: Sequence[str] | Mapping[str, Any] = (),
     ) -> TrainedModel:
-        """Load a file that `scripts/convert_checkpoint.py export` wrote. The arguments are those of `load`.
+        """Load a file that `torchditan export` wrote. The arguments are those of `load`.
 
         Raises:
             ConfigError: it is not such a file or is damaged, it has another step or other weights, or a flag is wrong.
@@ -263,7 +263,7 @@ class TrainedModel:
         batch_size: int = 64,
         **sampling: Unpack[SamplingOptions],
     ) -> torch.Tensor:
-        """Draw images: the same ones as scripts/generate.py with the same classes or prompts, seed and batch size.
+        """Draw images: the same ones as torchditan generate with the same classes or prompts, seed and batch size.
 
         A sample depends on the seed, its class and its number within the class, not on the other classes. For prompts,
         the place in the list is the class.
@@ -456,7 +456,7 @@ def load(
 
     Args:
         run: the run directory, one of its checkpoints (`outputs/run/checkpoint/step-00000600`), or a file that
-            `scripts/convert_checkpoint.py export` wrote.
+            `torchditan export` wrote.
         step: step of the checkpoint; None takes the newest complete one.
         weights: averaged or raw; None takes the averaged ones if the run kept them.
         device: where to put the model; None takes the GPU if there is one, else the CPU.

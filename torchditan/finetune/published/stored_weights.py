@@ -111,7 +111,7 @@ class PublishedWeights:
 
 
 HOW_TO_GET = (
-    "fetch it with scripts/download_assets.py, or `hf download`, and give the folder as --model.path "
+    "fetch it with torchditan download, or `hf download`, and give the folder as --model.path "
     "(gated models need their terms accepted and HF_TOKEN set)"
 )
 

@@ -1,0 +1,51 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""What users run: the commands of `torchditan`. The files in scripts/, and train.py, start the same code in a checkout.
+
+Importing this package imports no other module, so that `torchditan --help` is fast.
+
+May import: ablation, autoencoders, checkpoint, config, data_stream, datasets, diffusion, distributed, evaluation,
+finetune, job, latents, optim, randomness, registry, report, run, supervision, trainer, weights.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """An entry of `torchditan --help`."""
+
+    module: str
+    """Its function `main` reads `sys.argv`."""
+    help: str
+    words: tuple[str, ...] = ()
+    """Arguments before those of the user."""
+
+
+COMMANDS = {
+    "list": Command("torchditan.commands.list_configs", "the configurations, each with its hardware and its cost"),
+    "train": Command("torchditan.commands.train", "train a configuration, or continue its run"),
+    "generate": Command("torchditan.commands.generate", "draw samples of a run"),
+    "evaluate": Command("torchditan.commands.evaluate", "sample quality, with intervals and a card that repeats it"),
+    "sweep": Command("torchditan.commands.sweep_sampling", "sample quality over guidance, steps and samplers"),
+    "compare": Command("torchditan.commands.compare_cards", "evaluation cards side by side, and the spread over seeds"),
+    "encode": Command("torchditan.commands.encode_latents", "encode a dataset as latents, once"),
+    "plan": Command("torchditan.planner.__main__", "memory and time of a configuration on a device, without it"),
+    "ablate": Command("torchditan.ablation.__main__", "run a grid of options, and measure each"),
+    "report": Command("torchditan.commands.report", "one page about runs, or about a grid"),
+    "import": Command("torchditan.commands.convert_checkpoint", "a checkpoint of others becomes a run", ("import",)),
+    "export": Command("torchditan.commands.convert_checkpoint", "the weights of a run, as one file", ("export",)),
+    "refit_time": Command(
+        "torchditan.commands.convert_checkpoint",
+        "weights for one-step training, by a new embedding of t",
+        ("refit_time",),
+    ),
+    "export_lora": Command("torchditan.commands.export_lora", "a LoRA as one file, for diffusers or kohya"),
+    "average": Command("torchditan.commands.reconstruct_ema", "averages of other widths from a run's stored weights"),
+    "timeline": Command(
+        "torchditan.commands.samples_over_steps", "a run's samples over its steps, as a strip and a GIF"
+    ),
+    "download": Command("torchditan.commands.download_assets", "the files of published models that a job needs"),
+    "autoencoder": Command("torchditan.commands.train_autoencoder", "train a small autoencoder"),
+    "reconstruct": Command("torchditan.commands.reconstruct", "what autoencoders lose, and their normalisation"),
+}

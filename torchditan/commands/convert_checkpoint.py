@@ -1,0 +1,225 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Export the weights of a run to one safetensors file with its configuration, or import weights as a run that can be
+sampled, evaluated and continued: such a file, or a checkpoint of DiT, SiT, REPA, LightningDiT or diffusers
+(docs/checkpoints.md). Also exports a full fine-tune of a published model, or a DiT, to a folder that diffusers opens.
+
+torchditan export outputs/quickstart quickstart.safetensors
+torchditan export outputs/quickstart/checkpoint/step-00000400 raw.safetensors --weights raw
+torchditan export outputs/sd3_medium_full my_sd3 --format diffusers --dtype bfloat16
+torchditan import quickstart.safetensors outputs/from_a_friend
+torchditan import DiT-XL-2-256x256.pt outputs/dit_xl --format dit
+torchditan refit_time outputs/quickstart scale_1.safetensors
+torchditan generate outputs/from_a_friend
+
+`refit_time` fits the embedding of t at scale 1 to its old outputs, for one-step training from these weights
+(docs/one_step.md). `export --help`, `import --help` and `refit_time --help` list the options. To start a new run from
+an exported file, train with --checkpoint.initial_load_path FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+
+
+def export_file(argv: list[str]) -> None:
+    from torchditan.config.command_line import ScriptParser
+    from torchditan.config.errors import ConfigError, option_error
+    from torchditan.config.loader import override
+    from torchditan.config.options import Config
+
+    parser = ScriptParser(__doc__, options=())
+    parser.prog = f"{parser.prog} export"
+    parser.add_argument("source", type=Path, metavar="RUN", help="run directory, or the folder of a checkpoint")
+    parser.add_argument(
+        "out", type=Path, metavar="OUT", help="file to write; with --format diffusers the folder to create"
+    )
+    parser.add_argument(
+        "--format",
+        choices=("torchditan", "diffusers"),
+        default="torchditan",
+        help="one .safetensors file with the configuration, or a folder for diffusers' pipelines (default: torchditan)",
+    )
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    arguments, rest = parser.parse(argv)
+    override(Config(), rest, sections=())  # refuses extra arguments
+    is_folder = arguments.format == "diffusers"
+    if is_folder and arguments.overwrite:
+        raise option_error(
+            "--overwrite", True, "replaces only files; leave it out and choose a folder that does not exist"
+        )
+    if is_folder and arguments.out.suffix == ".safetensors":
+        raise option_error("OUT", str(arguments.out), "must be the name of a folder with --format diffusers")
+    if not is_folder and (arguments.out.suffix != ".safetensors" or arguments.out.is_dir()):
+        raise option_error("OUT", str(arguments.out), "must be a file that ends in .safetensors")
+    if not is_folder and arguments.out.exists() and not arguments.overwrite:
+        raise ConfigError(f"{arguments.out} exists; choose another name, or replace it with --overwrite")
+
+    from torchditan.run.progress import report_progress
+    from torchditan.weights.safetensors_files import DTYPES
+
+    start = time.perf_counter()
+    options = {"step": arguments.step, "weights": arguments.weights, "dtype": DTYPES[arguments.dtype]}
+    with report_progress(f"exporting {arguments.source}"):
+        if is_folder:
+            from torchditan.weights.diffusers_export import export_to_diffusers
+
+            exported = export_to_diffusers(arguments.source, arguments.out, **options)
+            stored, files = exported.weights, [path for path in arguments.out.rglob("*") if path.is_file()]
+        else:
+            from torchditan.weights.exported import export_weights
+
+            stored, files = export_weights(arguments.source, arguments.out, **options), [arguments.out]
+    print(
+        f"{arguments.out}: {stored.weights} weights of {arguments.source}, step {stored.step}, {arguments.dtype}, "
+        f"{sum(path.stat().st_size for path in files) / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s"
+    )
+    if is_folder:
+        why = f" (the transformer alone: {exported.left_out})" if exported.left_out else ""
+        print(f"in diffusers: {exported.how_to_open}{why}", *exported.notes, sep="\n")
+
+
+GIVEN = ("num_heads", "sample_size", "noise_schedule", "prediction")
+"""What the user states because some files do not contain it; fields of `formats.Given`."""
+PLACES = ("--dataset.root_dir", "--autoencoder.path")
+"""Options that depend on the machine; a file that `export` wrote has all others."""
+
+
+def parse_import(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Arguments of `import`, and the remaining flags for the run's configuration."""
+    from torchditan.config.command_line import ScriptParser, count
+    from torchditan.config.errors import ConfigError, option_error
+    from torchditan.registry import FORMATS
+
+    parser = ScriptParser(__doc__, options=("dataset", "autoencoder", "sampling"))
+    parser.prog = f"{parser.prog} import"
+    what = "a file that `export` wrote; with --format a .pt, .pth, .bin or .safetensors file, or a folder of diffusers"
+    parser.add_argument("path", type=Path, metavar="WEIGHTS", help=what)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory to create")
+    parser.add_argument("--overwrite", action="store_true", help="replace an imported run")
+    parser.add_argument(
+        "--format",
+        choices=tuple(FORMATS),
+        help="the project that trained these weights. The options below need it, and so do most options of training",
+    )
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights of a training file (default: ema)")
+    parser.add_argument("--num_heads", type=count, help="attention heads, if the model has no published size")
+    parser.add_argument(
+        "--sample_size",
+        type=count,
+        nargs=2,
+        metavar=("HEIGHT", "WIDTH"),
+        help="size of the model's input in pixels or latent cells, if it is not square",
+    )
+    parser.add_argument("--num_classes", type=count, help="new label table for this number of other classes")
+    parser.add_argument("--noise_schedule", help="diffusion.noise_schedule, for a diffusers folder without scheduler/")
+    parser.add_argument("--prediction", help="diffusion.prediction, for a diffusers folder without scheduler/")
+    arguments, flags = parser.parse(argv)
+    if arguments.format is None:
+        for name in ("weights", "num_classes", *GIVEN):
+            if getattr(arguments, name) is not None:
+                raise option_error(
+                    f"--{name}", getattr(arguments, name), "has an effect only with --format; see --help"
+                )
+        for flag in flags:
+            if flag.startswith("--") and flag.partition("=")[0] not in PLACES:
+                right = f"needs --format; for a file that `export` wrote must be {' or '.join(PLACES)}, see --help"
+                raise ConfigError(f"{flag.partition('=')[0]} {right}")
+    return arguments, flags
+
+
+def import_file(argv: list[str]) -> None:
+    arguments, flags = parse_import(argv)
+
+    from torchditan.run.progress import report_progress
+
+    path, run, overwrite = arguments.path, arguments.run, arguments.overwrite
+    if arguments.format is None:
+        from torchditan.weights.imported_run import import_weights
+
+        with report_progress(f"importing {path}"):
+            stored = import_weights(path, run, flags=flags, overwrite=overwrite)
+        print(f"{run}: {stored.weights} weights of step {stored.step}, for torchditan generate and evaluate")
+        return
+    from torchditan.weights.formats import Given
+    from torchditan.weights.imported_format import CONTINUE_FILE, import_format
+
+    start = time.perf_counter()
+    with report_progress(f"importing {path}"):
+        imported = import_format(
+            path,
+            run,
+            format=arguments.format,
+            weights=arguments.weights,
+            given=Given(**{name: getattr(arguments, name) for name in GIVEN}),
+            num_classes=arguments.num_classes,
+            flags=flags,
+            overwrite=overwrite,
+        )
+    print(
+        f"{run}: {imported.weights} weights of {path}, {imported.num_parameters / 1e6:,.1f}M parameters in "
+        f"{time.perf_counter() - start:.1f} s"
+    )
+    for note in imported.notes:
+        print(f"- {note}")
+    dataset = imported.config.dataset
+    needs_images = dataset.root_dir is None and dataset.dataset_name in ("folder", "imagenet")
+    images = " --dataset.root_dir IMAGES" if needs_images else ""
+    print(f"generate: torchditan generate {shlex.quote(str(run))}")
+    print(f"evaluate: torchditan evaluate {shlex.quote(str(run))}{images}")
+    print(f"continue: torchditan train {shlex.quote(str(run / CONTINUE_FILE))}{images}")
+
+
+def refit_time_of_file(argv: list[str]) -> None:
+    from torchditan.config.command_line import ScriptParser
+    from torchditan.config.errors import ConfigError, option_error
+    from torchditan.config.loader import override
+    from torchditan.config.options import Config
+
+    parser = ScriptParser(__doc__, options=())
+    parser.prog = f"{parser.prog} refit_time"
+    parser.add_argument("source", type=Path, metavar="RUN", help="run directory, or the folder of a checkpoint")
+    parser.add_argument("out", type=Path, metavar="OUT", help="file to write (.safetensors)")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
+    parser.add_argument("--without_data", action="store_true", help="do not measure the loss before and after")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    arguments, rest = parser.parse(argv)
+    override(Config(), rest, sections=())  # refuses extra arguments
+    out = arguments.out
+    if out.suffix != ".safetensors" or out.is_dir():
+        raise option_error("OUT", str(out), "must be a file that ends in .safetensors")
+    if out.exists() and not arguments.overwrite:
+        raise ConfigError(f"{out} exists; choose another name, or replace it with --overwrite")
+    from torchditan.weights.refit_time import refit_time
+
+    with_data = not arguments.without_data
+    refit = refit_time(arguments.source, out, step=arguments.step, weights=arguments.weights, with_data=with_data)
+    print(
+        f"{out}: embedding of t refitted from scale {refit.scale:g} to 1, relative error {refit.relative_error:.3f} "
+        "of its variation"
+    )
+    if refit.loss_before is not None:
+        print(f"validation loss {refit.loss_before:.4f} before, {refit.loss_after:.4f} after")
+    print(f"start from it: --checkpoint.initial_load_path {shlex.quote(str(out))}")
+
+
+def main() -> None:
+    from torchditan.config.errors import ConfigError
+
+    commands = {"export": export_file, "import": import_file, "refit_time": refit_time_of_file}
+    command, argv = (sys.argv[1:2] or [""])[0], sys.argv[2:]
+    if command in ("-h", "--help"):
+        print(__doc__, end="")
+    elif command in commands:
+        commands[command](argv)
+    else:
+        raise ConfigError(
+            f"the first argument is {command or 'missing'}; must be export, import or refit_time, or --help"
+        )

@@ -1,0 +1,221 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Encode a dataset into latents once, in OUT/train and OUT/validation, to train with --dataset.dataset_name latents.
+
+torchditan encode latents/earth --dataset.dataset_name earth --autoencoder.name haar
+torchrun --nproc_per_node=8 -m torchditan encode /data/latents --dataset.dataset_name imagenet \\
+    --dataset.root_dir /data/imagenet --dataset.image_size 256 --dataset.crop adm --autoencoder.name sd-vae
+torchditan encode /data/latents --convert imagenet_ci8x8.safetensors
+torchditan encode /data/latents --verify
+
+You can stop it at any time. Run the same command again to continue; the result has the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchditan.autoencoders import Autoencoder
+    from torchditan.config.options import Config
+    from torchditan.data_stream.datasets import ImageDataset
+    from torchditan.distributed.process_group import Rank
+    from torchditan.latents.index import LatentIndex
+    from torchditan.latents.writer import LatentWriter
+
+SPLITS = ("train", "validation")
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    """Arguments of this script, and the configuration from the `--dataset.*` and `--autoencoder.*` flags."""
+    from torchditan.config.command_line import ScriptParser, count
+    from torchditan.config.errors import ConfigError, option_error
+    from torchditan.config.loader import override
+    from torchditan.config.options import Config
+
+    parser = ScriptParser(__doc__, options=("dataset", "autoencoder"))
+    parser.add_argument("out", type=Path, help="folder to write; the first argument")
+    parser.add_argument("--split", help="train, validation or both: train,validation (default: what the dataset has)")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "int8"), default="bf16", help="precision of the stored latents (default: bf16)"
+    )
+    parser.add_argument("--no_flip", action="store_true", help="do not store latents of the mirrored training images")
+    parser.add_argument("--posterior", action="store_true", help="also store the log-variance")
+    parser.add_argument("--batch_size", type=count, default=64, help="images in one forward pass (default: 64)")
+    parser.add_argument("--shard_size", type=count, default=4096, help="images per shard (default: 4096)")
+    parser.add_argument("--convert", type=Path, metavar="FILE", help="convert the public ImageNet file to shards")
+    parser.add_argument("--verify", action="store_true", help="read all of OUT and report every problem")
+    if argv[:1] and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
+        raise ConfigError(
+            "OUT, the folder to write, must come first: encode_latents.py OUT --dataset.dataset_name NAME"
+        )
+    arguments, flags = parser.parse(argv)
+    splits = (arguments.split or "train,validation").split(",")
+    if not set(splits) <= set(SPLITS):
+        raise option_error("--split", arguments.split, "must be train, validation or train,validation")
+    return arguments, override(Config(), flags, sections=("dataset", "autoencoder"))
+
+
+def run_split(writer: LatentWriter, work: Callable[..., LatentIndex | None], *, rank: Rank) -> None:
+    """Do this rank's part of a folder with `work(report=...)`, and print the outcome."""
+    from torchditan.config.errors import ConfigError
+    from torchditan.run.progress import report_progress
+
+    writer.open()
+    missing = min(len(writer.missing()) * writer.encoding.shard_size, writer.encoding.num_source_images)
+    encoded, start = 0, time.perf_counter()  # by this rank, in this run
+
+    def count(num_images: int) -> None:
+        nonlocal encoded
+        encoded += num_images
+        advance(num_images * rank.world_size)  # ranks do not communicate: the others are assumed to be as fast
+
+    try:
+        with report_progress(f"encoding {writer.folder}", total=missing, unit="images") as advance:
+            index = work(report=count)
+    except ConfigError as error:
+        if rank.rank != 0:  # rank 0 does not see errors of a single other rank, such as a full disk
+            print(f"error: rank {rank.rank}: {error}", file=sys.stderr, flush=True)
+        raise
+    if index is not None:
+        print(summary(writer.folder, index, encoded=encoded, seconds=time.perf_counter() - start))
+    elif rank.rank == 0:
+        print(f"{writer.folder}: this rank is done; the last rank writes the index")
+
+
+def summary(folder: Path, index: LatentIndex, *, encoded: int, seconds: float) -> str:
+    shape = " x ".join(map(str, index.latent_shape))
+    pairs = ", with mirrored ones" if index.flipped else ""
+    skipped = f", {index.num_skipped} unreadable images skipped (listed in index.json)" if index.num_skipped else ""
+    size = sum(shard.bytes for shard in index.shards) / 1e6
+    speed = f"; {encoded:,} images in {seconds:.1f} s, {encoded / seconds:,.1f} images/s" if encoded else ""
+    return f"{folder}: complete, {index.num_images:,} latents of {shape}{pairs} in {size:,.1f} MB{skipped}{speed}"
+
+
+def open_dataset(config: Config, *, split: Any, is_asked_for: bool) -> ImageDataset | None:
+    """One split; None if the dataset lacks it and the user did not request it."""
+    from torchditan.config.errors import ConfigError, option_error
+    from torchditan.datasets import build_dataset
+
+    if config.dataset.dataset_name in ("latents", "imagenet_dummy"):
+        right = "is already encoded; --convert converts the public ImageNet file to shards"
+        raise option_error("dataset.dataset_name", config.dataset.dataset_name, right)
+    if config.dataset.streaming:
+        right = "cannot be encoded, because shards need numbered images; leave it out to download the dataset"
+        raise option_error("dataset.streaming", True, right)
+    try:
+        return build_dataset(config.dataset, split=split)
+    except ConfigError as error:
+        if split == "train" or is_asked_for:
+            raise
+        print(f"no validation latents: {error}", file=sys.stderr)
+        return None
+
+
+def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> None:
+    from torchditan.autoencoders import open_autoencoder
+    from torchditan.config.errors import option_error
+    from torchditan.latents.encoding import describe_encoding, encode
+    from torchditan.latents.writer import LatentWriter
+    from torchditan.run.progress import report_progress
+
+    if config.autoencoder.name is None:
+        raise option_error("autoencoder.name", None, "must name the autoencoder that encodes the images, such as haar")
+    if config.autoencoder.online or config.autoencoder.sample_posterior:
+        name = "online" if config.autoencoder.online else "sample_posterior"
+        raise option_error(f"autoencoder.{name}", True, "applies to training only; leave it out here")
+    autoencoder: Autoencoder | None = None
+    for split in (arguments.split or "train,validation").split(","):
+        dataset = open_dataset(config, split=split, is_asked_for=arguments.split is not None)
+        if dataset is None:
+            continue
+        if autoencoder is None:
+            channels = dataset.sample_shape[0]
+            with report_progress("opening the autoencoder"):
+                autoencoder = open_autoencoder(config.autoencoder, device=rank.device, image_channels=channels)
+        flip = dataset.horizontal_flip if config.dataset.horizontal_flip is None else config.dataset.horizontal_flip
+        encoding = describe_encoding(
+            dataset,
+            autoencoder,
+            split=split,
+            crop=config.dataset.crop,
+            dtype=arguments.dtype,
+            flipped=flip and not arguments.no_flip and split == "train",  # held-out images are never mirrored
+            posterior=arguments.posterior,
+            shard_size=arguments.shard_size,
+        )
+        writer = LatentWriter(arguments.out / split, encoding)
+
+        work = partial(
+            encode,
+            dataset,
+            autoencoder,
+            writer,
+            rank=rank,
+            batch_size=arguments.batch_size,
+            num_workers=config.dataset.num_workers,
+            prefetch_factor=config.dataset.prefetch_factor,
+        )
+        run_split(writer, work, rank=rank)
+
+
+def convert_file(arguments: argparse.Namespace, rank: Rank) -> None:
+    from torchditan.config.errors import option_error
+    from torchditan.latents.encoding import convert, describe_conversion
+    from torchditan.latents.shards import LatentShards
+    from torchditan.latents.writer import LatentWriter
+
+    split = arguments.split or "train"
+    if split not in SPLITS:
+        raise option_error("--split", split, "must be train or validation, because a file is one split")
+    if not arguments.convert.is_file():
+        raise option_error("--convert", str(arguments.convert), "is not a file; must be imagenet_ci8x8.safetensors")
+    source = LatentShards.open(arguments.convert)
+    writer = LatentWriter(
+        arguments.out / split, describe_conversion(source, split=split, shard_size=arguments.shard_size)
+    )
+    run_split(writer, partial(convert, source, writer, rank=rank), rank=rank)
+
+
+def verify_all(out: Path) -> None:
+    """Print one line for every problem; exit with code 2 if there are any."""
+    from torchditan.latents.shards import LatentShards, verify
+    from torchditan.run.progress import report_progress
+
+    folders = [out / split for split in SPLITS if (out / split).is_dir()] or [out]
+    with report_progress(f"verifying {out}"):
+        problems = [problem for folder in folders for problem in verify(folder)]
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    if problems:
+        sys.exit(2)
+    for folder in folders:
+        index = LatentShards.open(folder).index
+        print(f"{folder}: {index.num_images:,} latents in {len(index.shards)} shards, all as they were encoded")
+
+
+def main() -> None:
+    arguments, config = parse(sys.argv[1:])
+
+    import torch
+
+    from torchditan.distributed.cpu_threads import configure_cpu
+    from torchditan.distributed.process_group import Rank, check_devices
+
+    configure_cpu()
+    rank = Rank.from_environment()
+    if arguments.verify:
+        verify_all(arguments.out)
+        return
+    check_devices(rank)
+    if rank.device.type == "cuda":
+        torch.cuda.set_device(rank.device)
+    if arguments.convert is not None:
+        convert_file(arguments, rank)
+    else:
+        encode_all(arguments, config, rank)

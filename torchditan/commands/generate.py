@@ -1,0 +1,170 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Draw samples from a checkpoint as a labelled grid next to real images, and report the time per image.
+
+torchditan generate outputs/quickstart
+torchditan generate outputs/photos --classes owl,flower
+torchditan generate outputs/quickstart --classes 3,5 --sampling.guidance_scale 4 --sampling.sampler heun
+torchditan generate outputs/flux_schnell_lora --prompts "TOK on the moon" "TOK, watercolour" --dtype bfloat16
+torchditan generate outputs/sd3_medium_full --prompts "a red fox" --original
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchditan.evaluation.sampler import SampleRows
+    from torchditan.weights.trained_model import TrainedModel
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Arguments of this script, and the remaining `--sampling.*` flags for the configuration."""
+    from torchditan.config.command_line import RunParser, add_float32_matmul_precision, check_output, check_run, count
+    from torchditan.config.errors import option_error
+
+    parser = RunParser(__doc__)
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
+    parser.add_argument("--prompts", nargs="+", help="texts to draw (default: those of sampling.prompts)")
+    parser.add_argument(
+        "--classes", help="labels or names, such as 3,5 or owl (default: the first sampling.max_classes)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the noise (default: 0)")
+    parser.add_argument("--batch_size", type=count, default=64, help="samples at once (default: 64)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="precision (default: float32; published models: the run's)"
+    )
+    add_float32_matmul_precision(parser)
+    parser.add_argument("--without_lora", action="store_true", help="sample the base model without the LoRA")
+    parser.add_argument(
+        "--original", action="store_true", help="also sample the model that the run started from, with the same noise"
+    )
+    parser.add_argument("--out", type=Path, help="PNG to write (default: samples/ of the run)")
+    arguments, flags = parser.parse(argv)
+    check_run(arguments.run)
+    if arguments.out is not None:
+        check_output("--out", arguments.out)
+    if arguments.original and arguments.without_lora:
+        raise option_error("--original", True, "already draws the model without its LoRA; leave --without_lora out")
+    return arguments, flags
+
+
+def parse_labels(text: str, trained: TrainedModel) -> list[int]:
+    """Parse `3,5` or `owl,flower` as labels of the run. A number is a label."""
+    from torchditan.config.errors import option_error
+
+    if not trained.num_classes:
+        raise option_error("--classes", text, "this run has no labels")
+    words = [text] if text in trained.class_names else [word.strip() for word in text.split(",")]
+    classes = [int(word) if word.isdecimal() else word for word in words]
+    return trained.labels_of(classes, option="--classes", shown=text)
+
+
+def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[SampleRows, torch.Tensor | None]:
+    """The rows to sample: the prompts, or the classes with real images of each if the training data is available.
+
+    Raises:
+        ConfigError: `--classes` for a model of captions, or `--prompts` for a model of classes.
+    """
+    from torchditan.config.errors import ConfigError, option_error
+    from torchditan.config.options import dataset_channels
+    from torchditan.evaluation.sample_grids import real_samples
+    from torchditan.evaluation.sampler import SampleRows
+
+    config = trained.config
+    if trained.takes_prompts:
+        if args.classes is not None:
+            raise option_error("--classes", args.classes, "this run was trained on captions; give --prompts")
+        prompts = args.prompts or config.sampling.prompts
+        if not prompts:
+            raise option_error("--prompts", None, "must be given: this run's configuration has no sampling.prompts")
+        return trained.encode_prompts(prompts), None
+    if args.prompts:
+        raise option_error("--prompts", args.prompts, "this run was trained on classes; give --classes")
+
+    from torchditan.datasets import build_dataset
+
+    labels = list(range(min(config.sampling.max_classes, max(1, trained.num_classes))))
+    if args.classes is not None:
+        labels = parse_labels(args.classes, trained)
+    try:
+        dataset = build_dataset(config.dataset, split="train", input_channels=dataset_channels(config))
+    except ConfigError as error:
+        print(f"note: without the training data, the picture shows no real images: {error}", file=sys.stderr)
+        return SampleRows.of_classes(labels, class_names=trained.class_names), None
+    per_label = config.sampling.images_per_class
+    real = real_samples(dataset, labels=labels, samples_per_label=per_label, conditional=trained.num_classes > 0)
+    rows = SampleRows.of_classes(labels, class_names=dataset.class_names if trained.num_classes else [])
+    return rows, None if real is None else trained.real_to_pixels(real)
+
+
+def main() -> None:
+    args, flags = parse(sys.argv[1:])
+
+    import torch
+
+    from torchditan.distributed.cpu_threads import configure_cpu
+    from torchditan.evaluation.grid_picture import save_grid, stills
+    from torchditan.evaluation.reconstruction import similarity
+    from torchditan.run.progress import report_progress
+    from torchditan.weights.trained_model import TrainedModel
+
+    configure_cpu()
+    torch.set_float32_matmul_precision(args.float32_matmul_precision)
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    with report_progress(f"loading {args.run}"):
+        trained = TrainedModel.load(args.run, step=args.step, weights=args.weights, dtype=dtype, flags=flags)
+        to_pixels = trained.open_decoder()
+    config, sampling = trained.config, trained.config.sampling
+    if args.without_lora:
+        trained.drop_lora()
+    if args.original:
+        trained.check_original()
+    with report_progress("encoding prompts" if trained.takes_prompts else "reading real images"):
+        rows, real = choose_rows(trained, args)
+
+    per_row = sampling.images_per_class
+    start = time.perf_counter()
+    samples = trained.generate_rows(rows, samples_per_row=per_row, seed=args.seed, batch_size=args.batch_size)
+    seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    with report_progress(f"decoding {len(rows.names) * per_row} samples"):
+        pictures = stills(to_pixels(samples))
+    decoding_seconds = time.perf_counter() - start
+
+    similarities = ""
+    if args.original:
+        print(f"original: {trained.restore_original()}")
+        originals = trained.generate_rows(rows, samples_per_row=per_row, seed=args.seed, batch_size=args.batch_size)
+        real = stills(to_pixels(originals))
+        found = similarity(pictures, real)
+        similarities = "".join(f", {name.upper()} {value:.4g}" for name, value in found.items())
+
+    without = "_without_lora" if args.without_lora else "_and_original" if args.original else ""
+    out = args.out or args.run / "samples" / f"generated_{trained.step:08d}_seed{args.seed}{without}.png"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_grid(
+        out,
+        pictures,
+        real,
+        rows.names,
+        real_heading="original" if args.original else trained.real_heading,
+        title=f"{config.metrics.experiment_name}, step {trained.step}, {trained.weights} weights, {sampling.sampler} "
+        f"{sampling.num_steps} steps, guidance {sampling.guidance_scale:g}"
+        + (", without the LoRA" if args.without_lora else ""),
+    )
+    count = len(rows.names) * per_row
+    evaluations = trained.objective.num_evaluations(sampling)
+    print(
+        f"{count} images in {seconds:.2f} s on {trained.device.type} ({torch.get_num_threads()} threads): "
+        f"{seconds / count:.4f} s/image, {evaluations * -(-count // args.batch_size) / seconds:.1f} model steps/s at "
+        f"batch {min(count, args.batch_size)}, {str(trained.dtype).removeprefix('torch.')}"
+        + (f"; decoded in {decoding_seconds:.2f} s more" if trained.is_latent else "")
+    )
+    comparison = f" next to the original's{similarities}" if args.original else ", generated next to real"
+    print(f"samples{comparison if real is not None else ''}: {out}")

@@ -1,0 +1,17 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The configurations in train_configs/, each with a line, its hardware and its cost."""
+
+from __future__ import annotations
+
+import sys
+
+from torchditan.config.command_line import ScriptParser
+from torchditan.config.loader import describe_configurations
+from torchditan.supervision.exit_status import reader_may_leave
+
+
+@reader_may_leave()
+def main() -> None:
+    parser = ScriptParser(__doc__, options=())
+    parser.parse(sys.argv[1:])
+    print(describe_configurations())
