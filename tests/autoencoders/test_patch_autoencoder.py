@@ -182,7 +182,7 @@ def swap_weights(config: PatchAutoencoderConfig) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "right"),
     [
-        (shutil.rmtree, r"no such folder; must be earth or a folder that scripts/train_autoencoder.py wrote"),
+        (shutil.rmtree, r"no such folder; must be earth or a folder that torchditan autoencoder wrote"),
         (lambda folder: (folder / "config.json").unlink(), r"holds no config.json; must be "),
         (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors: No such file or directory"),
         (truncate("config.json"), "config.json is not JSON; it may be truncated"),

@@ -231,7 +231,7 @@ def test_held_out_latents_of_another_autoencoder_or_other_classes_are_refused(
 
 
 def test_an_unfinished_or_empty_folder_is_refused(root: Path) -> None:
-    refuse("dataset.root_dir = none: latents .*folder .*scripts/encode_latents.py wrote", None)
+    refuse("dataset.root_dir = none: latents .*folder .*torchditan encode wrote", None)
     refuse("does not exist; latents needs a folder", root / "gone")
     (root / "empty").mkdir()
     refuse("holds no latents", root / "empty")

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from torchditan.config.options import Float8, Model
 from torchditan.distributed.float8 import convert_to_float8
-from torchditan.distributed.parallelize import CompileOptions, compile_advice, parallelize, precision_advice
+from torchditan.distributed.parallelize import CompileOptions, compile_advice, parallelize
 from torchditan.models import build_model_spec
 from torchditan.models.spec import ModelSpec
 
@@ -225,20 +225,3 @@ def test_float8_without_compile_warns_and_cuda_without_compile_gives_a_hint() ->
     assert compile_advice(compiles=False, checkpoints=True, float8=False, device=CPU) is None
     assert compile_advice(compiles=True, checkpoints=True, float8=False, device=CPU) is None
     assert "mix-order reduction" in (compile_advice(compiles=True, checkpoints=True, float8=False, device=CUDA) or "")
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "is_slow"),
-    [
-        ({"architecture": "x86_64", "amx_bf16": False, "avx512_bf16": False}, True),
-        ({"architecture": "x86_64", "amx_bf16": True, "avx512_bf16": False}, False),
-        ({"architecture": "x86_64", "avx512_bf16": True}, False),
-        ({"architecture": "aarch64"}, False),
-        ({}, False),
-    ],
-)
-def test_a_cpu_without_bfloat16_products_is_said(monkeypatch, capabilities, is_slow):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    assert ("float32" in (precision_advice("bfloat16", CPU) or "")) == is_slow
-    assert precision_advice("float32", CPU) is None
-    assert precision_advice("bfloat16", CUDA) is None

@@ -300,9 +300,9 @@ def test_the_markdown_says_what_was_evaluated_and_how_to_repeat_it() -> None:
     lines = markdown(card(run="my runs/a|b"), Path("x y/card.json")).splitlines()
     assert lines[0] == "# my runs/a|b, step 600, ema weights, 3 x 2600 samples"
     (command,) = [line for line in lines if line.startswith("    ")]
-    assert command.startswith("    python scripts/evaluate.py 'my runs/a|b' --metrics effnet classifier --step=600 ")
+    assert command.startswith("    torchditan evaluate 'my runs/a|b' --metrics effnet classifier --step=600 ")
     assert command.endswith(" --sampling.guidance_interval=0.1,0.9 --sampling.guidance_channels=none")
-    assert "`python scripts/evaluate.py --card 'x y/card.json'`" in lines[-1]
+    assert "`torchditan evaluate --card 'x y/card.json'`" in lines[-1]
     assert "a\\|b" in "\n".join(lines[1:]), "escaped inside a table"
     rows = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in lines if line.startswith("|")}
     assert rows["reference.content"] == "d" * 12

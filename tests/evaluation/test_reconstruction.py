@@ -205,7 +205,7 @@ def test_small_images_have_no_ssim(run_script: RunScript) -> None:
         (
             ["--compare", "patch:gone"],
             'autoencoder.path = "gone"',
-            ["scripts/train_autoencoder.py"],
+            ["torchditan autoencoder"],
         ),
     ],
 )

@@ -240,7 +240,7 @@ def test_a_lora_is_exported_by_its_own_script(run_script: RunScript, export: Exp
     before = sorted(tmp_path.rglob("*"))
     for outcome in (run_script(SCRIPT, "export", run, tmp_path / "file.safetensors"), export(run, "new")):
         assert outcome.code == 2
-        assert_refused(outcome.err, f'RUN = "{run}"', ["LoRA", "scripts/export_lora.py RUN OUT.safetensors"])
+        assert_refused(outcome.err, f'RUN = "{run}"', ["LoRA", "torchditan export_lora RUN OUT.safetensors"])
         assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -276,7 +276,7 @@ def test_damaged_files_are_refused(saved):
 
 
 def test_what_does_not_exist_says_how_to_get_it(tmp_path):
-    assert "does not exist; fetch it with scripts/download_assets.py" in line_of(tmp_path / "nothing")
+    assert "does not exist; fetch it with torchditan download" in line_of(tmp_path / "nothing")
 
 
 def test_a_config_may_leave_out_some_sizes_and_have_old_ones(tmp_path):

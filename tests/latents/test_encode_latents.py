@@ -609,7 +609,7 @@ def test_the_public_file_is_converted_exactly(run_script: RunScript, tmp_path: P
         (
             ["gone", "--verify"],
             'dataset.root_dir = "gone"',
-            ["index.json", "scripts/encode_latents.py"],
+            ["index.json", "torchditan encode"],
         ),
     ],
 )

@@ -363,7 +363,7 @@ def test_a_damaged_index_is_named(folder: Path) -> None:
 
 def test_a_folder_without_an_index_says_whether_it_is_unfinished(folder: Path) -> None:
     (folder / "index.json").unlink()
-    refuse(folder, r"holds no latents \(it has no index.json\); encode them with scripts/encode_latents.py")
+    refuse(folder, r"holds no latents \(it has no index.json\); encode them with torchditan encode")
     (folder / "encoding.json").write_text("{}")
     refuse(folder, "its encoding is not finished; rerun the command that encoded it")
 

@@ -449,7 +449,7 @@ def test_without_checkpoints_the_final_weights_are_kept_and_usable(
     *_, where, how = train("run", *flags).out.splitlines()
     kept = run / "checkpoint" / "step-00000003.safetensors"
     assert list((run / "checkpoint").iterdir()) == [kept]
-    assert where.endswith(str(kept)) and how.endswith(f"python scripts/generate.py {run}")
+    assert where.endswith(str(kept)) and how.endswith(f"torchditan generate {run}")
     assert train("all", *flags, "--checkpoint.enable_checkpoint").code == 0
     expected, found = load(tmp_path / "all", weights, step=3), load(run, weights, step=3)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
@@ -475,7 +475,7 @@ def test_a_finished_run_never_starts_again_over_its_final_weights(tmp_path: Path
         assert "step 3 is already done: nothing is left to train" in again.out
         assert "--metrics.experiment_name" in again.out
         assert all(path.read_bytes() == content for path, content in before.items())
-        assert f"python scripts/generate.py {run}" in again.out.splitlines()[-1]
+        assert f"torchditan generate {run}" in again.out.splitlines()[-1]
     for steps in (2, 5):
         other = train("run", f"--training.steps={steps}", "--training.batch_size=16", "--checkpoint.enable_checkpoint")
         assert_refused(other.err, f"training.steps = {steps}", [str(run), "--checkpoint.initial_load_path"])

@@ -335,7 +335,7 @@ ROWS: list[tuple[str, str, list[str]]] = [
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=nothing",
         'dataset.root_dir = "nothing"',
-        ["index.json", "scripts/encode_latents.py"],
+        ["index.json", "torchditan encode"],
     ),
     (
         "train --dataset.dataset_name=latents --dataset.root_dir=file",
@@ -450,7 +450,7 @@ ROWS: list[tuple[str, str, list[str]]] = [
     (
         "train --autoencoder.online --autoencoder.name=patch",
         "autoencoder.path = none",
-        ["scripts/train_autoencoder.py", "train_configs/autoencoders/"],
+        ["torchditan autoencoder", "train_configs/autoencoders/"],
     ),
     (
         "train --autoencoder.name=haar",
@@ -460,7 +460,7 @@ ROWS: list[tuple[str, str, list[str]]] = [
     (
         "train --autoencoder.online --autoencoder.name=haar --autoencoder.downsampling=2",
         "autoencoder.scale = none",
-        ["scripts/reconstruct.py"],
+        ["torchditan reconstruct"],
     ),
     (
         "train --autoencoder.online --autoencoder.name=haar --autoencoder.downsampling=2 --autoencoder.shift=0 "

@@ -97,7 +97,7 @@ def assert_names_image(line: str, name: str) -> None:
             "--dataset.dataset_name=latents",
             "dataset.root_dir = none",
             [
-                "scripts/encode_latents.py",
+                "torchditan encode",
                 "imagenet_ci8x8.safetensors",
                 "fal/cosmos-imagenet",
                 "--dataset.dataset_name",

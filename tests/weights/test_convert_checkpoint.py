@@ -257,9 +257,7 @@ def test_an_imported_run_draws_the_same_pictures(
     trained: Path, exported: Path, tmp_path: Path, run_script: RunScript, convert: Convert
 ) -> None:
     run = tmp_path / "run"  # the pictures say the name of their run
-    assert (
-        convert("import", exported, run) == f"{run}: ema weights of step 3, for scripts/generate.py and evaluate.py\n"
-    )
+    assert convert("import", exported, run) == f"{run}: ema weights of step 3, for torchditan generate and evaluate\n"
     assert_bitwise(weights_in(run, step=3, key="ema"), load_file(exported))
     pictures = []
     for folder in (trained, run):

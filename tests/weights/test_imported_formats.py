@@ -101,9 +101,9 @@ def test_a_bare_file_becomes_a_run_that_says_what_to_do_next(tmp_path: Path, run
     assert lines[1].startswith("- time in [0, 1]")
     assert lines[3] == "- 10 classes, images of 64 x 64, autoencoder sd-vae"
     assert [line.split(" ", 3)[:3] for line in lines[-3:]] == [
-        ["generate:", "python", "scripts/generate.py"],
-        ["evaluate:", "python", "scripts/evaluate.py"],
-        ["continue:", "python", "train.py"],
+        ["generate:", "torchditan", "generate"],
+        ["evaluate:", "torchditan", "evaluate"],
+        ["continue:", "torchditan", "train"],
     ]
     content = read_config(tmp_path / "run")
     config, origin = content["config"], content["imported"]

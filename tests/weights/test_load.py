@@ -283,10 +283,10 @@ def test_a_path_that_is_no_trained_run_is_one_line(moved: dict[str, Path], tmp_p
     with refused("step = 2", str(checkpoint)):
         load(checkpoint, step=2)
     alone = shutil.copytree(checkpoint, tmp_path / "alone/a/step-00000001")
-    with refused(str(alone), "config.json is missing", f"convert_checkpoint.py export {alone}"):
+    with refused(str(alone), "config.json is missing", f"torchditan export {alone}"):
         load(alone)
     renamed = alone.rename(tmp_path / "renamed")
-    with refused(str(renamed), "config.json is missing", "rename it to step-00000100", "convert_checkpoint.py export"):
+    with refused(str(renamed), "config.json is missing", "rename it to step-00000100", "torchditan export"):
         load(renamed)
 
 

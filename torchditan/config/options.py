@@ -230,8 +230,9 @@ class Training:
     """Compile the transformer blocks, or the whole model, with torch.compile."""
     max_norm: float = 1.0
     """Clip gradients to this global norm; 0 measures the norm without clipping."""
-    mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Parameter precision in forward and backward; float16 uses loss scaling. Trained weights stay float32."""
+    mixed_precision_param: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
+    """Parameter precision in forward and backward; float16 uses loss scaling. Trained weights stay float32. "auto":
+    bfloat16 on devices that multiply in it, else float32; a run keeps its precision."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Precision of the gradient reduction over ranks."""
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"

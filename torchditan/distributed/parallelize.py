@@ -158,15 +158,6 @@ def compile_advice(*, compiles: bool, checkpoints: bool, float8: bool, device: t
     return None
 
 
-def precision_advice(precision: str, device: torch.device) -> str | None:
-    """A message if bfloat16 is slow on this CPU, else None."""
-    found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    is_slow = found.get("architecture") == "x86_64" and not (found.get("amx_bf16") or found.get("avx512_bf16"))
-    if device.type == "cpu" and precision == "bfloat16" and is_slow:
-        return "hint: this CPU has no bfloat16 products; --training.mixed_precision_param float32 can be 4 times faster"
-    return None
-
-
 def drop_gathered_weights(model: nn.Module) -> None:
     """Free the full weights that a forward without a backward left behind, after the shards were changed in place.
 

@@ -15,7 +15,8 @@ from torchditan.config.options import Config, flatten
 from torchditan.config.rules import missing_for_effect
 from torchditan.data_stream.datasets import SequentialDataset
 from torchditan.distributed.cpu_threads import changed_threads
-from torchditan.distributed.parallelize import compile_advice, precision_advice
+from torchditan.distributed.parallelize import compile_advice
+from torchditan.distributed.precision import precision_advice
 from torchditan.evaluation.sample_grids import Grids
 from torchditan.evaluation.validation import BIN_KEYS
 from torchditan.job.complete import describe_batches

@@ -23,6 +23,7 @@ from torchditan.data_stream.datasets import ImageDataset, StandInDataset
 from torchditan.data_stream.order import BatchPlan
 from torchditan.diffusion.objectives import batch_multiple
 from torchditan.diffusion.timesteps import shift_of_dimension
+from torchditan.distributed.precision import precision_for
 from torchditan.distributed.process_group import Rank
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
@@ -90,6 +91,15 @@ def complete(
     if clips and config.autoencoder.name is None:
         config = config.fill_in({"sampling.clip_sample": True})
     return config, spec
+
+
+def complete_precision(config: Config, run: StoredRun | None, *, device: torch.device) -> Config:
+    """Replace a precision of "auto" by that of the continued run, or by the one that suits the device."""
+    option = "training.mixed_precision_param"
+    if config.training.mixed_precision_param != "auto":
+        return config
+    stored = None if run is None else run.options.get(option)
+    return config.replace({option: stored or precision_for(device)})
 
 
 def timestep_shift_of(config: Diffusion, spec: ModelSpec) -> float:

@@ -23,6 +23,7 @@ from torchditan.distributed.parallel_dims import ParallelDims
 from torchditan.distributed.process_group import Rank, check_devices
 from torchditan.job.complete import (
     complete,
+    complete_precision,
     plan_batches,
     read_stored_run,
     with_condition_of,
@@ -95,8 +96,9 @@ def prepare(
     assert config.metrics.experiment_name is not None
     path = run_path(config.job.dump_folder, config.metrics.experiment_name)
     configure_cpu(path)
-    _check_machine(config, rank, num_shards=parallel_dims.num_shards)
     run = read_stored_run(path)
+    config = complete_precision(config, run, device=rank.device)
+    _check_machine(config, rank, num_shards=parallel_dims.num_shards)
     if isinstance(dataset, CaptionSource):
         open_captions = pkgutil.resolve_name(OPEN_CAPTIONS)
         dataset, validation_dataset, space = open_captions(config, dataset, validation_dataset, rank=rank)

@@ -29,6 +29,7 @@ from torchditan.diffusion.loss_flops import count_loss_flops
 from torchditan.diffusion.objectives import batch_multiple, build_objective
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallel_dims import ParallelDims
+from torchditan.distributed.precision import precision_for
 from torchditan.finetune.resolutions import latent_channels
 from torchditan.models import ModelSpec, model_spec_of
 from torchditan.models.flops import count_model_flops
@@ -178,6 +179,7 @@ def plan_run(config: Config, *, device: str | None, num_devices: int) -> Plan:
             defines a required option.
     """
     known = _known(device)
+    config = _with_precision(config, known)
     if config.training.batch_size == "auto":
         if known is None:
             right = "needs a device whose memory is known; name one, or give a number"
@@ -198,6 +200,7 @@ def largest_batch(config: Config, device: str, num_devices: int) -> int:
     known = _known(device)
     if known is None:
         raise option_error("--device", device, "has no known memory size; name an accelerator")
+    config = _with_precision(config, known)
     total = config.training.global_batch_size
     resolved = _resolve(config.replace({"training.batch_size": batch_multiple(config.diffusion)}), num_devices)
     base = resolved.replace({"training.global_batch_size": total})
@@ -213,6 +216,14 @@ def largest_batch(config: Config, device: str, num_devices: int) -> int:
 
 def _known(device: str | None) -> Device | None:
     return None if device in (None, "cpu") else device_named(str(device))
+
+
+def _with_precision(config: Config, device: Device | None) -> Config:
+    """Replace a precision of "auto" by that of the device. Without one it is this machine's CPU."""
+    if config.training.mixed_precision_param != "auto":
+        return config
+    precision = "bfloat16" if device is not None else precision_for(torch.device("cpu"))
+    return config.replace({"training.mixed_precision_param": precision})
 
 
 def _kernels(device: str | None, config: Config) -> Kernels:
