@@ -43,8 +43,10 @@ REST = {
     "latents": "stored latents, and their space",
     "autoencoders": "pixels <-> latents",
     "ingredients": "optional recipes",
+    "datasets": "one file per dataset",
+    "commands": "what users run",
 }
-ROLES = {**TRAINING, **REST, "data/": "datasets", "train.py": "starts a training", "scripts/": "all other commands"}
+ROLES = {**TRAINING, **REST}
 
 
 def main(output: Path) -> None:
@@ -97,7 +99,7 @@ def count_imports(row: str) -> Counter[str]:
 
 
 def files(row: str) -> list[Path]:
-    path = REPOSITORY / row if row.endswith(("/", ".py")) else PACKAGE / row
+    path = PACKAGE / row
     return sorted(path.rglob("*.py")) if path.is_dir() else [path if path.suffix else path.with_suffix(".py")]
 
 

@@ -131,7 +131,7 @@ def find_by_processes(tmp_path: Path, train_script: Path) -> Find:
     def run(config: Config, **changes: Any) -> tuple[int, list[int]]:
         tried: list[int] = []
         settings: dict[str, Any] = {"device": CPU, "num_devices": 2, "folder": tmp_path / "trials"}
-        settings |= {"store": tmp_path / "autotune.json", "script": train_script, "timeout_s": 20}
+        settings |= {"store": tmp_path / "autotune.json", "program": (str(train_script),), "timeout_s": 20}
         settings |= {"on_trial": lambda trial: tried.append(trial.batch_size), **changes}
         return find_batch_size(config, **settings), tried
 

@@ -233,7 +233,7 @@ def test_exclusions_take_out_what_they_match_alone(tmp_path: Path) -> None:
         ),
         ("training.data_parallel_shard_degree = [1]", "is set by parallel; use that"),
         ("parallel = ['8']", 'parallel = "8": must be "replicate,shard", for example "2,4"'),
-        ("precision = ['fp8']", 'precision = "fp8": must be one of float32, float16, bfloat16, bfloat16_f8'),
+        ("precision = ['fp8']", 'precision = "fp8": must be one of float32, float16, bfloat16, bfloat16_f8, auto'),
         ("model.patch_size = []", "axes.model.patch_size = []: an empty grid; must have at least one value"),
         ("model.patch_size = [2, 2]", "axes.model.patch_size = [2, 2]: lists 2 twice"),
         ("model.patch_size = ['two']", 'model.patch_size = "two": must be an integer'),

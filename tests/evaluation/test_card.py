@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from refusals import refused
 from scipy.stats import t as student_t
 from torch import nn
 
+from torchditan.commands import evaluate
 from torchditan.config.command_line import RunParser
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import from_dict, override, to_dict
@@ -56,8 +56,6 @@ from torchditan.evaluation.card_tables import (
 from torchditan.evaluation.metric import Figure
 from torchditan.evaluation.sampler import Sampler, SampleRows
 from torchditan.models.spec import ClassLabels, ModelSpec, Unconditional
-
-EVALUATE_SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "evaluate.py"
 
 # Files
 
@@ -386,7 +384,7 @@ def test_a_card_of_a_file_of_images_repeats_with_the_run_whose_images_were_its_r
     given = read_card(tmp_path)
     arguments = arguments_of(given)
     assert arguments[0] == given.reference_run == "my runs/a"
-    parsed, flags = runpy.run_path(str(EVALUATE_SCRIPT))["parse"](arguments)
+    parsed, flags = evaluate.parse(arguments)
     assert (parsed.run, parsed.images, flags) == (Path("my runs/a"), Path("samples.npz"), [])
     assert " 'my runs/a' --metrics " in (tmp_path / "card.md").read_text()
     content = json.loads((tmp_path / "card.json").read_text())
@@ -552,7 +550,7 @@ def test_a_card_says_the_precision_of_products_in_training_and_drawing_and_repea
     assert "--float32_matmul_precision=high" in arguments_of(drawn)
     assert settings_of(drawn)["precision"] != settings_of(card())["precision"]
     assert not any("precision" in argument for argument in arguments_of(card()))
-    assert runpy.run_path(str(EVALUATE_SCRIPT))["parse"](arguments_of(drawn))[0].float32_matmul_precision == "high"
+    assert evaluate.parse(arguments_of(drawn))[0].float32_matmul_precision == "high"
 
 
 def test_only_a_decoder_that_was_given_is_part_of_the_card(tmp_path: Path) -> None:

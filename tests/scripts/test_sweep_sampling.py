@@ -230,7 +230,7 @@ def test_a_failed_point_has_its_reason_and_the_others_are_evaluated(sweep: Sweep
         102: "sampling.num_steps = 102: is not what this sampler can do",
         103: "out of memory: no memory for a batch",
         104: "RuntimeError: a tensor of the wrong shape | with a bar",
-        105: "evaluate.py wrote no card with the settings of this point",
+        105: "torchditan evaluate wrote no card with the settings of this point",
         106: "out of memory at --batch_size = 10: run the same command with a smaller --batch_size",
         109: "ended by SIGKILL, as by the system when memory runs out",
         10: None,
@@ -265,7 +265,7 @@ def test_a_mistake_that_concerns_all_points_stops_the_sweep_at_once(sweep: Sweep
         (["--num_sample", "4"], "--num_sample", ["--num_samples?"]),
         (["--sampling.num_steps=4"], "--sampling.num_steps", ["--num_steps VALUE"]),
         (["--sampling.num_step=4"], "sampling.num_step", ["sampling.num_steps?"]),
-        (["--card=card.json"], "--card", ["evaluate.py"]),
+        (["--card=card.json"], "--card", ["torchditan evaluate"]),
         (["--step", "3"], "--step = 3", ["[4]"]),
     ],
 )

@@ -209,7 +209,7 @@ def test_weights_of_unknown_convention_are_refused_unless_it_is_stated(
     outcome = run_script("train.py", *job(tmp_path / "new", f"--{option}=torchditan"))
     assert outcome.code == 2 and outcome.err.startswith(f'error: {option} = "torchditan": has no effect without')
     outcome = run_script(SCRIPT, "import", path, tmp_path / "new")
-    assert outcome.code == 2 and SCRIPT in outcome.err and "checkpoint.initial_load_path" in outcome.err
+    assert outcome.code == 2 and "torchditan export" in outcome.err and "checkpoint.initial_load_path" in outcome.err
 
 
 def test_published_weights_of_unknown_convention_are_sent_to_model_path(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_pickle_is_named_with_what_to_do(name: str, tmp_path: Path, run_script
     torch.save({"weight": torch.ones(2)}, path, _use_new_zipfile_serialization=name != "old.pt")
     outcome = run_script("train.py", *job(tmp_path / "new", f"--checkpoint.initial_load_path={path}"))
     assert outcome.code == 2
-    mentions = ["pickle", f"{SCRIPT} import", "--format", "dit", "lightningdit"]
+    mentions = ["pickle", "torchditan import", "--format", "dit", "lightningdit"]
     assert_refused(outcome.err, f'checkpoint.initial_load_path = "{path}"', mentions)
     outcome = run_script(SCRIPT, "import", path, tmp_path / "new")
     assert outcome.code == 2
@@ -420,7 +420,7 @@ def change(metadata: dict[str, str], **config: Any) -> dict[str, str]:
     return {**metadata, "config": json.dumps({**tree, **{name: {**tree[name], **config[name]} for name in config}})}
 
 
-WITHOUT = ["configuration", "{script}", "checkpoint.initial_load_path"]
+WITHOUT = ["configuration", "torchditan export", "checkpoint.initial_load_path"]
 SENSELESS = ["invalid metadata", "export it again"]
 
 
@@ -463,7 +463,7 @@ def test_what_a_file_says_of_itself_is_not_believed(
     save_file(load_file(exported), path, metadata=forge(metadata))
     outcome = run_script(SCRIPT, "import", path, tmp_path / "run")
     assert outcome.code == 2
-    assert_refused(outcome.err, str(path), [mention.format(script=SCRIPT) for mention in mentions])
+    assert_refused(outcome.err, str(path), mentions)
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
 
 

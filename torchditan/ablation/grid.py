@@ -55,8 +55,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"training.mixed_precision_param": "float32", "float8.enable_float8_linear": False},
     "float16": {"training.mixed_precision_param": "float16", "float8.enable_float8_linear": False},
     "bfloat16": {"training.mixed_precision_param": "bfloat16", "float8.enable_float8_linear": False},
-    "auto": {"training.mixed_precision_param": "auto", "float8.enable_float8_linear": False},
     "bfloat16_f8": {"training.mixed_precision_param": "bfloat16", "float8.enable_float8_linear": True},
+    "auto": {"training.mixed_precision_param": "auto", "float8.enable_float8_linear": False},
 }
 _REPLICATE, _SHARD = "training.data_parallel_replicate_degree", "training.data_parallel_shard_degree"
 _MEMBERS = {_REPLICATE: PARALLEL, _SHARD: PARALLEL, **dict.fromkeys(PRECISIONS["float32"], PRECISION)}

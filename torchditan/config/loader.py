@@ -42,7 +42,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-TRAIN_CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
+TRAIN_CONFIGS = (Path(__file__).parents[1] / "train_configs").resolve()
 """In a checkout a link to the folder train_configs/."""
 
 USAGE = "torchditan train NAME [--section.key value ...]"
