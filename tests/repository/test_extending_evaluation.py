@@ -67,7 +67,10 @@ def test_the_metric_of_the_page_evaluates_a_run_and_leaves_the_other_results_alo
     run_script: RunScript, tmp_path: Path
 ) -> None:
     train(run_script, tmp_path, "run", *QUICKSTART)
-    _, script, run, *arguments = shlex.split(examples()["metric"].command)
+    *command, run = shlex.split(examples()["metric"].command)[:3]
+    arguments = shlex.split(examples()["metric"].command)[3:]
+    script = "scripts/evaluate.py"
+    assert command == ["torchditan", "evaluate"]
     few = ["--samples_per_class=2", "--epochs=1"]
     assert run == "outputs/quickstart"
     outcome = run_script(script, tmp_path / "run", *arguments, *few)
@@ -151,8 +154,8 @@ def test_ranks_that_share_the_pictures_find_what_one_finds() -> None:
 def test_the_autoencoder_of_the_page_trains_samples_and_resumes_to_the_bit(
     run_script: RunScript, tmp_path: Path
 ) -> None:
-    python, script, *arguments = shlex.split(examples()["autoencoder"].command)
-    assert (python, script) == ("python", "train.py")
+    torchditan, name, *arguments = shlex.split(examples()["autoencoder"].command)
+    assert (torchditan, name) == ("torchditan", "train")
     for name, steps in (("whole", (2,)), ("resumed", (1, 2))):
         for last in steps:
             outcome = train(run_script, tmp_path, name, *arguments, f"--training.steps={last}")
