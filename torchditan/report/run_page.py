@@ -80,7 +80,7 @@ def write_run_page(folders: Sequence[Path], out: Path | None, labels: Sequence[s
 
 
 def run_page(runs: Sequence[Run]) -> Page:
-    sections = (_summary, _differences, _loss, _loss_by_timestep, _optimization, _speed, _samples, _configuration)
+    sections = (_summary, _differences, _loss, _samples, _loss_by_timestep, _optimization, _speed, _configuration)
     names = ", ".join(run.label for run in runs)
     return Page(
         title=f"Run {names}" if len(runs) == 1 else f"{count(len(runs), 'run')}: {names}",
@@ -92,10 +92,10 @@ def run_page(runs: Sequence[Run]) -> Page:
 
 
 def _facts(run: Run, *, is_alone: bool) -> Iterable[str]:
-    start = "" if is_alone else f"{run.label}: "
-    images, state = run.last("images_seen"), state_text(run)
+    start, state = ("", state_text(run).capitalize()) if is_alone else (f"{run.label}: ", state_text(run))
+    images = run.last("images_seen")
     parts = [
-        f"{state}, {steps_text(run)} steps" if run.steps is not None else state,
+        f"{state} at step {steps_text(run)}" if run.steps is not None else state,
         f"{images:,.0f} images" if images is not None else "",
         duration(run.elapsed_s) if run.elapsed_s is not None else "",
     ]
@@ -217,7 +217,7 @@ def _profiles(run: Run, bins: Sequence[str]) -> dict[int, Points]:
 
 def _bin_name(key: str) -> str:
     low, high = _BIN.fullmatch(key).groups()  # type: ignore[union-attr]
-    return f"t from {float(low):g} to {float(high):g}"
+    return f"t {float(low):g} to {float(high):g}"
 
 
 def _optimization(runs: Sequence[Run]) -> Section:
@@ -285,20 +285,27 @@ def _samples(runs: Sequence[Run]) -> Section:
         for run, found in drawn
     ]
     all_steps = len(set(chain.from_iterable(run.pictures for run in runs)))
-    note = "Move the slider, or use the arrow keys on it." if len(steps) > 1 else ""
-    if len(steps) < all_steps:
-        note += f" The page has {len(steps)} of {all_steps:,} steps; samples/ of the runs has all."
-    return Section("Samples over time", [Slider(frames)], f"{note} Large pictures are scaled down.".strip())
+    is_smaller = any(run.pictures[step].stat().st_size > share for run, found in drawn for step in found)
+    notes = [
+        "Move the slider, or use the arrow keys on it." if len(steps) > 1 else "",
+        f"The page has {len(steps)} of {all_steps:,} steps, samples/ of the runs all."
+        if len(steps) < all_steps
+        else "",
+        "Large pictures are scaled down." if is_smaller else "",
+    ]
+    return Section("Samples over time", [Slider(frames)], " ".join(filter(None, notes)))
 
 
 def _chosen_steps(runs: Sequence[Run]) -> list[int]:
-    """The steps that the slider offers: all, or some that all runs have, or some."""
-    with_pictures = [set(run.pictures) for run in runs if run.pictures]
-    if not with_pictures:
+    """The steps that the slider offers: all; or, if these are too many pictures, some of those that all runs share."""
+    drawn = [set(run.pictures) for run in runs if run.pictures]
+    if not drawn:
         return []
-    most = max(1, _MOST_PICTURES // len(with_pictures))
-    every, common = set.union(*with_pictures), set.intersection(*with_pictures)
-    return _evenly(sorted(every if len(every) <= most else common or every), most)
+    every, shared = set.union(*drawn), set.intersection(*drawn)
+    if sum(map(len, drawn)) <= _MOST_PICTURES:
+        return sorted(every)
+    later = {step for step in every if step > max(shared, default=0)}  # of the longest runs, or all
+    return _evenly(sorted(shared | later), max(1, _MOST_PICTURES // len(drawn)))
 
 
 def _evenly(values: Sequence[int], most: int) -> list[int]:
