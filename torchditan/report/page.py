@@ -207,7 +207,7 @@ def write_page(page: Page, out: Path, name: str) -> Path:
 def data_uri(path: Path, *, most_bytes: int | None = None) -> str | None:
     """A picture as a data URI; None if the file is not a complete image.
 
-    Large pictures are scaled down. With `most_bytes`, only those that have more, until they fit; then they are JPEG.
+    Large pictures are scaled down. With `most_bytes`, those that have more bytes become JPEG, smaller until they fit.
     """
     from PIL import Image
 
@@ -215,7 +215,7 @@ def data_uri(path: Path, *, most_bytes: int | None = None) -> str | None:
         with Image.open(path) as picture:
             picture.load()
             data, kind = path.read_bytes(), (picture.format or "").lower()
-            if max(picture.size) > _SIDES[0] and not (most_bytes and len(data) <= most_bytes):
+            if most_bytes is None and max(picture.size) > _SIDES[0]:
                 picture.thumbnail((_SIDES[0], _SIDES[0]))
                 data, kind = _encoded(picture, "png"), "png"
             for side in _SIDES:
