@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""`torchditan report` of ablation grids, in a checkout."""
+"""`torchditan report` of runs and ablation grids, in a checkout."""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,13 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""Analyse ablation grids: verdicts, effects, plots and warnings in one report.html that works offline.
-With --compare, compare runs of one job on different hardware: time, loss, PSNR, SSIM and samples, in compare.html.
-The plots are also written as PNG and SVG files, the numbers as CSV.
+"""Write a page about runs or ablation grids. It works offline.
 
+Of run directories: losses, speed, memory, samples over time with a slider, settings and what differs, in report.html.
+Of ablation grids, or folders of runs: verdicts, effects, plots and warnings, in analysis/report.html.
+With --compare: runs of one job on different hardware, by time, loss, PSNR, SSIM and samples, in compare.html.
+The last two also write their plots as PNG and SVG files, and their numbers as CSV.
+
+torchditan report outputs/quickstart
+torchditan report outputs/quickstart outputs/other --out both.html
 torchditan report outputs/GRID
 torchditan report outputs/A40_GRID outputs/A100_GRID --out outputs/a40_a100
 torchditan report outputs/GRID_WITH_SEEDS --metrics FD-EffNetLite0
@@ -20,9 +25,12 @@ from pathlib import Path
 def parse(argv: list[str]) -> argparse.Namespace:
     from torchditan.config.command_line import ScriptParser
     from torchditan.config.errors import option_error
+    from torchditan.run.reading import similar_folder
 
     parser = ScriptParser(__doc__, options=())
-    parser.add_argument("folders", type=Path, nargs="*", metavar="grid", help="grid folders, or folders of runs")
+    parser.add_argument(
+        "folders", type=Path, nargs="*", metavar="folder", help="run directories; or grids, or folders of runs"
+    )
     parser.add_argument(
         "--compare", type=Path, nargs="+", metavar="run", help="run directories, or grids, to compare run by run"
     )
@@ -31,20 +39,34 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--out",
         type=Path,
-        help="output folder (default: analysis/ or compare/ in the first grid, compare/ next to the first run)",
+        help="output folder, of run directories also a file that ends with .html (default: the run, the folder next to "
+        "the first of several, analysis/ or compare/ in the first grid, compare/ next to the first run)",
     )
     args, rest = parser.parse(argv)
     args.folders += map(Path, rest)
     if args.compare and args.folders:
         right = f"{args.folders[0]} is before --compare; give only grid folders, or all run directories after --compare"
         raise option_error("--compare", " ".join(map(str, args.compare)), right)
-    if args.labels and not args.compare:
-        raise option_error("--labels", " ".join(args.labels), "names runs; it needs --compare")
-    if args.metrics and args.compare:
-        raise option_error("--metrics", " ".join(args.metrics), "chooses figures of grids; leave out --compare")
+    args.runs = [] if args.compare else [folder for folder in args.folders if _is_run(folder)]
+    if args.runs and len(args.runs) < len(args.folders):
+        other = next(folder for folder in args.folders if folder not in args.runs)
+        if other.exists():
+            right = f"is not a run directory, but {args.runs[0]} is; name only runs, or only grids and folders of runs"
+        else:
+            right = f"does not exist; must be a run directory{similar_folder(other, mark='config.json')}"
+        raise option_error("folder", str(other), right)
+    if args.labels and not (args.compare or args.runs):
+        raise option_error("--labels", " ".join(args.labels), "names runs; leave it out, or name runs, not grids")
+    if args.metrics and (args.compare or args.runs):
+        right = f"chooses figures of grids; leave out {'--compare' if args.compare else 'it, or name a grid'}"
+        raise option_error("--metrics", " ".join(args.metrics), right)
     if not args.compare and not args.folders:
-        parser.error("the following arguments are required: grid")
+        parser.error("the following arguments are required: folder")
     return args
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and not (folder / "grid.json").exists()
 
 
 def main() -> None:
@@ -57,6 +79,12 @@ def main() -> None:
         first = args.compare[0]
         out = args.out or (first if (first / "grid.json").exists() else first.absolute().parent) / "compare"
         report = write_comparison(args.compare, out, args.labels)
+    elif args.runs:
+        for library in ("jinja2", "matplotlib"):
+            import_optional(library, extra="analysis")
+        from torchditan.report.run_page import write_run_page
+
+        report = write_run_page(args.runs, args.out, args.labels)
     else:
         from torchditan.report.grid_page import analyse, write_report
         from torchditan.report.verdict_tables import verdict_text

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import statistics
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from torchditan.ablation.ledger import CSV_NAME
 from torchditan.ablation.maker import RUNS_FOLDER
 from torchditan.config.errors import option_error
 from torchditan.report.grid_results import distinct_names, parallel_mode
-from torchditan.run.reading import read_config, read_metrics, read_status
+from torchditan.run.reading import count_metrics_lines, read_config, read_metrics, read_status
 
 SAME_CURVE = 1e-3
 """Relative difference of losses up to which two curves of one job count as equal."""
@@ -61,7 +61,7 @@ class Run:
     """One run directory.
 
     `content` is its config.json, `status` its status.json (empty without that file), `records` its metrics by
-    ascending step, and `pictures` its sample grids by step.
+    ascending step, and `pictures` its sample grids by step. Lines of metrics.jsonl that are no record are counted.
     """
 
     label: str
@@ -70,6 +70,7 @@ class Run:
     status: dict[str, Any]
     records: list[dict[str, Any]]
     pictures: dict[int, Path]
+    num_unreadable_lines: int = 0
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -89,7 +90,7 @@ class Run:
 
     @property
     def world_size(self) -> int | None:
-        return self.machine.get("device_count")
+        return _integer(self.machine.get("device_count"))
 
     @property
     def is_cpu(self) -> bool:
@@ -106,12 +107,12 @@ class Run:
 
     @property
     def parallel_mode(self) -> str | None:
-        replicate = self.options.get("training.data_parallel_replicate_degree")
+        replicate = _integer(self.options.get("training.data_parallel_replicate_degree"))
         shard = self.options.get("training.data_parallel_shard_degree")
         if not (self.world_size and replicate and shard):
             return None
         mode = parallel_mode(f"{replicate},{self.world_size // replicate}")
-        context = self.options.get("training.context_parallel_degree", 1)
+        context = _integer(self.options.get("training.context_parallel_degree")) or 1
         tokens = f", context parallelism over {context}" if context > 1 else ""
         return "one process" if mode == "one device" else f"{mode}{tokens}"
 
@@ -126,7 +127,7 @@ class Run:
 
     @property
     def planned_steps(self) -> int | None:
-        return self.options.get("training.steps")
+        return _integer(self.options.get("training.steps"))
 
     @property
     def steps(self) -> int | None:
@@ -365,7 +366,7 @@ def compare(folders: Sequence[Path], labels: Sequence[str] | None = None) -> Com
     has_pictures = any(run.pictures for run in runs)
     return Comparison(
         runs=runs,
-        settings=_differing_settings(runs),
+        settings=differing_settings(runs),
         curves=[_compare_curves(first, second) for first, second in combinations(runs, 2) if _are_one(first, second)],
         equal_time_s=min((run.elapsed_s for run in runs if run.elapsed_s is not None), default=None),
         equal_step=scored if has_scores else pictured if has_pictures else logged,
@@ -378,19 +379,28 @@ def _read_runs(folders: Sequence[Path], labels: Sequence[str] | None) -> list[Ru
     if len(folders) < 2:
         shown = " ".join(map(str, folders))
         raise option_error("--compare", shown, "is a single run; must be two or more run directories")
+    return read_runs(folders, labels, option="--compare")
+
+
+def read_runs(folders: Sequence[Path], labels: Sequence[str] | None, *, option: str) -> list[Run]:
+    """Read run directories and name them. `option` is what the user named them with, for messages.
+
+    Raises:
+        ConfigError: a duplicate run, a folder that is not a run, or wrong labels.
+    """
     twice = _repeated(folder.resolve() for folder in folders)
     if twice is not None:
-        raise option_error("--compare", str(twice), "is named twice; name each run once")
+        raise option_error(option, str(twice), "is named twice; name each run once")
     names = distinct_names(list(folders)) if labels is None else list(labels)
     if len(names) != len(folders):
         raise option_error("--labels", " ".join(names), f"must be {len(folders)} names, one for each run")
     if (same := _repeated(names)) is not None:
         raise option_error("--labels", same, "is the name of two runs; each needs its own")
-    runs = [_read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    runs = [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
     for first, second in combinations(runs, 2):
         keys = ("run_id", "started")
         if all(first.content.get(key) and first.content.get(key) == second.content.get(key) for key in keys):
-            raise option_error("--compare", str(second.path), f"is a copy of {first.path}; name each run once")
+            raise option_error(option, str(second.path), f"is a copy of {first.path}; name each run once")
     return runs
 
 
@@ -403,7 +413,7 @@ def _runs_in(folder: Path) -> list[Path]:
     return [run for run in runs if (run / "config.json").exists()]
 
 
-def _differing_settings(runs: list[Run]) -> list[Setting]:
+def differing_settings(runs: list[Run]) -> list[Setting]:
     """Settings of the job first, then of paths, drawing and running. Names and folders of the runs are left out."""
     jobs = {name for run in runs for name in run.trajectory}
     trees = [run.options | run.trajectory for run in runs]
@@ -429,7 +439,7 @@ def _kind(name: str, *, is_job: bool) -> str | None:
 
 def _are_one(first: Run, second: Run) -> bool:
     """Whether two runs are the same job."""
-    return not any(setting.kind == "job" for setting in _differing_settings([first, second]))
+    return not any(setting.kind == "job" for setting in differing_settings([first, second]))
 
 
 def _compare_curves(first: Run, second: Run) -> CurvePair:
@@ -513,31 +523,45 @@ def _csv_row(comparison: Comparison, run: Run) -> dict[str, Any]:
     }
 
 
-def _read_run(folder: Path, label: str) -> Run:
+def read_run(folder: Path, label: str) -> Run:
+    """Read a run directory. ConfigError if its config.json is not that of a run; other damaged files are empty."""
     content = read_config(folder)
+    content |= {key: {} for key in ("hardware", "trajectory", "versions") if not isinstance(content.get(key), dict)}
     try:
         status = read_status(folder)
-    except ValueError:  # truncated by a copy
+    except (OSError, ValueError, RecursionError):  # truncated by a copy
         status = None
-    by_step = {
-        record["step"]: record
-        for record in read_metrics(folder)
-        if isinstance(record, dict) and isinstance(record.get("step"), int)
-    }
+    lines = read_metrics(folder)
+    known = [line for line in lines if isinstance(line, dict) and _integer(line.get("step")) is not None]
+    by_step = {record["step"]: record for record in known}
     pictures = {
         int(digits): path
         for path in (folder / "samples").glob("step_*.png")
         if (digits := path.stem.removeprefix("step_")).isdecimal()
     }
     records = [by_step[step] for step in sorted(by_step)]
-    return Run(label, folder, content, status if isinstance(status, dict) else {}, records, pictures)
+    return Run(
+        label,
+        folder,
+        content,
+        status if isinstance(status, dict) else {},
+        records,
+        pictures,
+        num_unreadable_lines=count_metrics_lines(folder) - len(known),
+    )
 
 
 def _number(record: dict[str, Any], key: str) -> float | None:
     """A finite number from a line, or None."""
     value = record.get(key)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and abs(value) <= sys.float_info.max else None
+
+
+def _integer(value: Any) -> int | None:
+    """A number that is not negative and has at most 63 bits, or None: files can be damaged."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_integer and 0 <= value < 2**63 else None
 
 
 def _last_number(records: list[dict[str, Any]], key: str) -> float | None:

@@ -8,9 +8,6 @@ Notable:
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,15 +23,12 @@ from torchditan.report.compare import (
     compare,
     comparison_csv,
 )
-from torchditan.report.labels import commit_name, count, listed, number
-from torchditan.report.page import Block, Page, Picture, Pictures, Section, Table, Warned, write_page
-from torchditan.report.plots import Panel
+from torchditan.report.labels import UNKNOWN, commit_name, count, duration, listed, number, setting_value
+from torchditan.report.page import Block, Page, Picture, Pictures, Section, Table, Warned, data_uri, write_page
+from torchditan.report.plots import Panel, thinned
 
-UNKNOWN = "not measured"
 _STATES = {"oom": "out of memory", "running": "running, or killed", "error": "failed"}
-_MOST_POINTS = 2000  # of a curve; more would not be visible
-_MOST_PIXELS = 1200  # side of an embedded picture
-_KINDS = {
+KINDS = {
     "job": "training",
     "path": "a path; contents may be equal",
     "drawing": "sampling",
@@ -91,7 +85,7 @@ def _curve_line(comparison: Comparison) -> str:
 
 
 def _warnings(comparison: Comparison) -> Iterable[Warned]:
-    names = {kind: [s.name for s in comparison.settings if s.kind == kind] for kind in _KINDS}
+    names = {kind: [s.name for s in comparison.settings if s.kind == kind] for kind in KINDS}
     if names["job"]:
         yield Warned(f"These are different jobs. They differ in {listed(names['job'])}: do not expect equal losses.")
     if names["path"]:
@@ -122,7 +116,7 @@ def _runs(comparison: Comparison) -> Section:
                 _text(run.parallel_mode),
                 _text(run.global_batch_size),
                 _text(run.precision),
-                _steps(run),
+                steps_text(run),
                 duration(run.elapsed_s),
                 UNKNOWN if time_ratio is None else _ratio(time_ratio),
                 _number(run.steps_per_second),
@@ -132,7 +126,7 @@ def _runs(comparison: Comparison) -> Section:
                 _number(run.peak_memory_gib),
                 _number(run.loss, 4),
                 _number(run.validation_loss, 4),
-                _state(run),
+                state_text(run),
             ]
         )
     headers = ["run", "hardware", "parallel", "global batch", "precision", "steps", "total training time"]
@@ -158,7 +152,7 @@ def _measured_columns(headers: Sequence[str], rows: Sequence[Sequence[str]], *, 
 
 def _curves(comparison: Comparison) -> Section:
     unit, seconds = time_unit(comparison)
-    times = [_thinned([(step, time / seconds) for step, time in run.curve("elapsed_s")]) for run in comparison.runs]
+    times = [thinned([(step, time / seconds) for step, time in run.curve("elapsed_s")]) for run in comparison.runs]
     time_over_steps = Panel("time over steps", "step", unit, times, comparison.equal_step)
     panels = [*_panels(comparison, "loss", "loss"), time_over_steps]
     note = "Dotted lines mark where the runs are compared below: the last time and the last step that they share."
@@ -177,8 +171,8 @@ def _scores(comparison: Comparison) -> Section:
 def _panels(comparison: Comparison, key: str, name: str) -> list[Panel]:
     """A curve of every run over steps, and over time."""
     unit, seconds = time_unit(comparison)
-    over_steps = [_thinned(run.scores(key)) for run in comparison.runs]
-    over_time = [_thinned(_over_time(run, run.scores(key), seconds)) for run in comparison.runs]
+    over_steps = [thinned(run.scores(key)) for run in comparison.runs]
+    over_time = [thinned(_over_time(run, run.scores(key), seconds)) for run in comparison.runs]
     equal_time = None if comparison.equal_time_s is None else comparison.equal_time_s / seconds
     return [
         Panel(f"{name} over steps", "step", name, over_steps, comparison.equal_step),
@@ -261,7 +255,7 @@ def _samples(comparison: Comparison) -> Section:
 def _picture(run: Run, sampling: Sampling | None) -> Picture:
     if sampling is None or sampling.picture is None:
         return Picture(run.label, "has no samples by then" if run.pictures else "has no samples", None)
-    uri = _data_uri(sampling.picture)
+    uri = data_uri(sampling.picture)
     parts = [f"step {sampling.step:,}", duration(sampling.elapsed_s) if sampling.elapsed_s is not None else ""]
     parts += [f"{sampling.psnr:.2f} dB" if sampling.psnr is not None else ""]
     parts += [f"SSIM {sampling.ssim:.4f}" if sampling.ssim is not None else ""]
@@ -269,26 +263,8 @@ def _picture(run: Run, sampling: Sampling | None) -> Picture:
     return Picture(run.label, ", ".join(filter(None, parts)), uri)
 
 
-def _data_uri(path: Path) -> str | None:
-    """A PNG as a data URI, scaled down if large; None if the file is not a complete image."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as picture:
-            picture.load()
-            data = path.read_bytes()
-            if max(picture.size) > _MOST_PIXELS:
-                picture.thumbnail((_MOST_PIXELS, _MOST_PIXELS))
-                encoded = io.BytesIO()
-                picture.save(encoded, format="PNG", optimize=True)
-                data = encoded.getvalue()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # errors of Pillow
-        return None
-    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
-
-
 def _settings(comparison: Comparison) -> Section:
-    rows = [[setting.name, _KINDS[setting.kind], *map(_value, setting.values)] for setting in comparison.settings]
+    rows = [[setting.name, KINDS[setting.kind], *map(setting_value, setting.values)] for setting in comparison.settings]
     headers = ["setting", "decides", *(run.label for run in comparison.runs)]
     return Section("Settings that differ", [Table(headers, rows)] if rows else [])
 
@@ -348,25 +324,6 @@ def _over_time(run: Run, curve: Iterable[tuple[int, float]], seconds: float) -> 
     return [(time / seconds, value) for time, value in known if time is not None]
 
 
-def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `_MOST_POINTS` of the points, including the first and the last."""
-    if len(points) <= _MOST_POINTS:
-        return list(points)
-    last = len(points) - 1
-    return [points[round(index * last / (_MOST_POINTS - 1))] for index in range(_MOST_POINTS)]
-
-
-def duration(seconds: float | None) -> str:
-    """`3.55 s`, `12 min 5 s`, `3 h 12 min`."""
-    if seconds is None:
-        return UNKNOWN
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    if seconds < 7200:
-        return f"{round(seconds) // 60} min {round(seconds) % 60} s"
-    return f"{seconds // 3600:,.0f} h {seconds % 3600 // 60:.0f} min"
-
-
 def _ratio(value: float) -> str:
     return f"{value:.2f}" if value < 10 else number(value)
 
@@ -379,7 +336,7 @@ def _text(value: Any) -> str:
     return "unknown" if value is None else str(value)
 
 
-def _steps(run: Run) -> str:
+def steps_text(run: Run) -> str:
     """`100`, or `15 of 100` if the run has not done all."""
     if run.steps is None:
         return "none"
@@ -387,12 +344,8 @@ def _steps(run: Run) -> str:
     return f"{run.steps:,}" if run.steps == run.planned_steps else f"{run.steps:,} of {planned}"
 
 
-def _state(run: Run) -> str:
+def state_text(run: Run) -> str:
     return _STATES.get(run.state, run.state) + (", resumed" if run.was_resumed else "")
-
-
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _version(run: Run, package: str) -> str:

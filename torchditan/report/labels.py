@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from typing import Any
 
 from torchditan.ablation.grid import (
     BATCH_SIZE,
@@ -20,6 +22,7 @@ from torchditan.report.grid_results import parallel_mode
 
 MINUS = "\N{MINUS SIGN}"
 TOO_FEW_RUNS = "too few runs"
+UNKNOWN = "not measured"
 _AXES = {
     COMPILE: "torch.compile",
     CHECKPOINTING: "activation checkpointing",
@@ -92,3 +95,19 @@ def listed(values: Iterable[str], *, most: int = 4) -> str:
 def commit_name(commit: str | None) -> str:
     """The abbreviated commit, and whether files differed from it."""
     return (commit or "")[:12] + ("-dirty" if (commit or "").endswith("-dirty") else "")
+
+
+def duration(seconds: float | None) -> str:
+    """`3.55 s`, `12 min 5 s`, `3 h 12 min`."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    if seconds < 7200:
+        return f"{round(seconds) // 60} min {round(seconds) % 60} s"
+    return f"{seconds // 3600:,.0f} h {seconds % 3600 // 60:.0f} min"
+
+
+def setting_value(value: Any) -> str:
+    """The value of an option for readers: text as it is, else JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -2,7 +2,7 @@
 """A report as one HTML page from one template (page.html.j2), with its plots as files next to it.
 
 Notable:
-- The page loads nothing: its plots are inline SVG, its pictures data URIs.
+- The page loads nothing: its plots are inline SVG, its pictures data URIs. Its content security policy forbids more.
 - The template escapes every text: names of runs, captions and error messages are untrusted. Only SVG passes as it is,
   whose labels matplotlib escapes.
 - A section without content is not shown.
@@ -10,25 +10,32 @@ Notable:
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torchditan.config.errors import option_error
 from torchditan.config.optional_libraries import import_optional
 from torchditan.report.labels import count
 from torchditan.run.atomic_files import write_file
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 _MOST_ROWS = 200
+_SIDES = (1200, 800, 500, 300)
+"""Longest sides of an embedded picture in pixels: the first, and smaller ones for a picture that has too many bytes."""
 
 
 @dataclass(frozen=True)
 class Table:
     """A table of texts. Columns in `numeric` are right-aligned. With a `summary` it is collapsed under this text.
 
-    A column without any entry is not shown.
+    A column without any entry is not shown, nor are rows after `most_rows`.
     """
 
     kind: ClassVar[str] = "table"
@@ -37,6 +44,7 @@ class Table:
     numeric: frozenset[str] = frozenset()
     title: str = ""
     summary: str = ""
+    most_rows: int = _MOST_ROWS
 
     @property
     def columns(self) -> list[int]:
@@ -45,22 +53,32 @@ class Table:
 
     @property
     def shown(self) -> Sequence[Sequence[str]]:
-        return self.rows[:_MOST_ROWS]
+        return self.rows[: self.most_rows]
 
     @property
     def num_hidden(self) -> int:
-        return max(0, len(self.rows) - _MOST_ROWS)
+        return max(0, len(self.rows) - self.most_rows)
+
+
+@dataclass(frozen=True)
+class Look:
+    """How the line of one name is drawn. `dashes` are in pixels, empty for a solid line."""
+
+    name: str
+    color: str
+    dashes: str = ""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawn figure, written as `name`.svg and `name`.png."""
+    """A drawn figure. If it has a PNG, it is also written as `name`.svg and `name`.png."""
 
     kind: ClassVar[str] = "plot"
     name: str
     title: str
     svg: str
-    png: bytes
+    png: bytes = b""
+    legend: Sequence[Look] = ()
 
     @property
     def inline(self) -> str:
@@ -84,7 +102,37 @@ class Pictures:
     pictures: Sequence[Picture]
 
 
-Block = Table | Plot | Pictures
+@dataclass(frozen=True)
+class Plots:
+    """Small plots side by side, with one legend for all."""
+
+    kind: ClassVar[str] = "plots"
+    plots: Sequence[Plot]
+    legend: Sequence[Look] = ()
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The pictures of one run by step. A value of None is a picture that cannot be read."""
+
+    name: str
+    uris: Mapping[int, str | None]
+
+
+@dataclass(frozen=True)
+class Slider:
+    """Pictures of runs side by side. A slider chooses the step; the last one is shown first."""
+
+    kind: ClassVar[str] = "slider"
+    runs: Sequence[Frames]
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted({step for run in self.runs for step in run.uris})
+
+
+Block = Table | Plot | Plots | Pictures | Slider
 
 
 @dataclass(frozen=True)
@@ -125,6 +173,10 @@ class Page:
     def shown(self) -> list[Section]:
         return [section for section in self.sections if section.blocks]
 
+    @property
+    def has_slider(self) -> bool:
+        return any(isinstance(block, Slider) for section in self.shown for block in section.blocks)
+
 
 def html_of(page: Page) -> str:
     template = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
@@ -141,7 +193,7 @@ def write_page(page: Page, out: Path, name: str) -> Path:
     contents = {out / file: content for file, content in page.files.items()}
     for section in page.shown:
         for block in section.blocks:
-            if isinstance(block, Plot):
+            if isinstance(block, Plot) and block.png:
                 contents |= {out / f"{block.name}.svg": block.svg.encode(), out / f"{block.name}.png": block.png}
     contents[out / name] = html_of(page).encode()
     try:
@@ -150,3 +202,33 @@ def write_page(page: Page, out: Path, name: str) -> Path:
     except OSError as error:
         raise option_error("--out", str(out), f"is not a writable folder ({error.strerror})") from None
     return out / name
+
+
+def data_uri(path: Path, *, most_bytes: int | None = None) -> str | None:
+    """A picture as a data URI; None if the file is not a complete image.
+
+    Large pictures are scaled down. With `most_bytes`, those that have more bytes become JPEG, smaller until they fit.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            picture.load()
+            data, kind = path.read_bytes(), (picture.format or "").lower()
+            if most_bytes is None and max(picture.size) > _SIDES[0]:
+                picture.thumbnail((_SIDES[0], _SIDES[0]))
+                data, kind = _encoded(picture, "png"), "png"
+            for side in _SIDES:
+                if most_bytes is None or len(data) <= most_bytes:
+                    break
+                picture.thumbnail((side, side))
+                data, kind = _encoded(picture.convert("RGB"), "jpeg"), "jpeg"
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # errors of Pillow
+        return None
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _encoded(picture: Image.Image, kind: str) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, format=kind, optimize=True)
+    return file.getvalue()

@@ -35,7 +35,7 @@ from torchditan.report.effects import MEMORY, METRICS, PER_DEVICE, THROUGHPUT, E
 from torchditan.report.grid_results import GridResults, ordered_values, work_axes
 from torchditan.report.labels import MINUS, axis_name, change_name, value_name
 from torchditan.report.losses import LossCurve
-from torchditan.report.page import Plot
+from torchditan.report.page import Look, Plot
 from torchditan.report.verdict_tables import verdict_names
 from torchditan.report.verdicts import BETTER, INCONCLUSIVE, ONE_SEED, WORSE, Verdict
 
@@ -45,9 +45,12 @@ if TYPE_CHECKING:
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#7F7F7F")
 MARKERS = ("o", "s", "D", "^", "P", "X", "v", "*")
 DASHES = ("-", "--", "-.", ":")
+_LEGEND_DASHES = ("", "8 4", "2 3", "8 3 2 3")
 GREY, DOTTED = "#555555", (0, (1, 2))
 PAGE_WIDTH = 12.2
 """Inches. Wider figures would be shrunk by the page, and their text with them."""
+_SMALL_WIDTH = 4.7
+_MOST_MARKED = 30
 _STYLE = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -67,6 +70,7 @@ _LONGEST_LABEL = 64
 _MOST_BARS = 60
 _MOST_PANELS = 8
 _VECTOR_POINTS = 3000  # more points are drawn as pixels inside the SVG
+_MOST_POINTS = 2000  # of a curve; more would not be visible
 _WIDE_RANGE = 4.0  # above this ratio of the largest to the smallest value, an axis is logarithmic
 _NICE_PERCENT = (0.2, 0.5, 1, 2, 5, 10, 15, 20, 25, 30, 40, 50, 60, 70, 80, 90, 95)
 _NICE_GROWTH = (*_NICE_PERCENT[:12], 75, 100, 150, 200, 300, 400, 500, 700, 1000, 1500, 2000, 3000, 5000, 10000)
@@ -90,13 +94,14 @@ def styled(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @styled
-def draw(figure: Any, name: str, title: str) -> Plot:
-    """Encode a figure. Equal figures give equal bytes."""
+def draw(figure: Any, name: str, title: str, *, has_files: bool = True) -> Plot:
+    """Encode a figure, as PNG too if the report has files. Equal figures give equal bytes."""
     svg, png = io.StringIO(), io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # of a label in another script
         figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-        figure.savefig(png, format="png", metadata={"Software": None})
+        if has_files:
+            figure.savefig(png, format="png", metadata={"Software": None})
     return Plot(name, title, svg.getvalue(), png.getvalue())
 
 
@@ -392,13 +397,18 @@ def loss_figure(curves: Sequence[LossCurve]) -> Any | None:
 
 
 class Panel(NamedTuple):
-    """Curves of runs, in the order of the runs. `mark` is where the runs are compared."""
+    """Curves of runs, in the order of the runs. `mark` is where the runs are compared.
+
+    `faint` are the single values behind smoothed curves. An axis `is_log` if its values have a wide range.
+    """
 
     title: str
     x: str
     y: str
     curves: Sequence[Points]
     mark: float | None = None
+    faint: Sequence[Points] = ()
+    is_log: bool = False
 
 
 @styled
@@ -424,3 +434,48 @@ def curves_figure(labels: Sequence[str], panels: Sequence[Panel]) -> Any | None:
         axis.set_ylabel(panel.y)
     add_legend(figure, [legend_entry(label, **look_of(index)) for index, label in enumerate(labels)])
     return figure
+
+
+@styled
+def small_figure(panel: Panel, looks: Sequence[Look]) -> Any:
+    """One panel that is readable on a phone. The page has its title and its legend."""
+    figure, (axis,) = new_figure(1, height=3.0, width=_SMALL_WIDTH)
+    faint = panel.faint or [()] * len(panel.curves)
+    for points, raw, look in zip(panel.curves, faint, looks, strict=True):
+        dashes = (0, tuple(float(length) / 2 for length in look.dashes.split())) if look.dashes else "-"
+        drawn = {"color": look.color, "linestyle": dashes}
+        if raw:
+            axis.plot(*zip(*thinned(raw), strict=True), linewidth=0.8, alpha=0.3, color=look.color)
+        if points:
+            is_short = len(points) < _MOST_MARKED
+            axis.plot(*zip(*thinned(points), strict=True), marker="o" if is_short else "", markersize=3.5, **drawn)
+    values = [y for points in (*panel.curves, *faint) for _, y in points]
+    if panel.is_log:
+        scale_axis(axis.yaxis, values)
+    elif values:
+        axis.set_ylim(0, 1.08 * max(values) or 1.0)
+    axis.set_xlabel(panel.x)
+    axis.set_ylabel(panel.y)
+    return figure
+
+
+def looks_of(names: Sequence[str], *, is_ordered: bool = False) -> list[Look]:
+    """A colour for each name, and dashes where colours repeat. Ordered names get shades from dark to light."""
+    if is_ordered:
+        to_hex = import_optional("matplotlib.colors", extra="analysis").to_hex
+        shades = import_optional("matplotlib", extra="analysis").colormaps["viridis"]
+        last = max(1, len(names) - 1)
+        return [Look(name, to_hex(shades(0.88 * index / last))) for index, name in enumerate(names)]
+    cycles = [divmod(index, len(PALETTE)) for index in range(len(names))]
+    return [
+        Look(name, PALETTE[number], _LEGEND_DASHES[cycle % len(_LEGEND_DASHES)])
+        for name, (cycle, number) in zip(names, cycles, strict=True)
+    ]
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `_MOST_POINTS` of the points, including the first and the last."""
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    last = len(points) - 1
+    return [points[round(index * last / (_MOST_POINTS - 1))] for index in range(_MOST_POINTS)]

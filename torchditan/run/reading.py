@@ -83,11 +83,24 @@ def read_status(path: str | Path) -> dict[str, Any] | None:
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The complete lines of metrics.jsonl of the run in folder `path`; empty if none was written."""
-    file = Path(path) / "metrics.jsonl"
     records = []
-    for line in file.read_bytes().split(b"\n") if file.exists() else []:
+    for line in _metrics_lines(Path(path)):
         try:
             records.append(json.loads(line))
-        except ValueError:  # empty after the last newline, or incomplete after a kill
+        except (ValueError, RecursionError):  # incomplete after a kill, or damaged
             continue
     return records
+
+
+def count_metrics_lines(path: str | Path) -> int:
+    """The number of lines of metrics.jsonl, readable or not."""
+    return len(_metrics_lines(Path(path)))
+
+
+def _metrics_lines(path: Path) -> list[bytes]:
+    file = path / "metrics.jsonl"
+    try:
+        content = file.read_bytes() if file.exists() else b""
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    return [line for line in content.split(b"\n") if line.strip()]

@@ -1,0 +1,295 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""`torchditan report RUN`: content of the page, its slider in a browser, hostile names, and runs that went wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tiny_runs
+from headless_browser import CHROMIUM, open_browser
+from PIL import Image
+from refusals import assert_refused
+
+from torchditan.report import run_page
+
+if TYPE_CHECKING:
+    from tests.conftest import RunAlone, RunScript
+
+FLAGS = (
+    "--metrics.enable_sampling",
+    "--metrics.sample_freq=2",
+    "--sampling.num_steps=2",
+    "--sampling.max_classes=2",
+    "--sampling.images_per_class=1",
+    "--validation.freq=3",
+    "--validation.num_images=8",
+)
+SECTIONS = [
+    "Summary",
+    "Loss",
+    "Samples over time",
+    "Validation loss by timestep",
+    "Gradient norm and learning rate",
+    "Speed and memory",
+    "Configuration",
+]
+NEEDS_BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome")
+
+
+@pytest.fixture(scope="module")
+def trained(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the runs `one` and `two`, which differ in the learning rate. Samples at steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("trained")
+    run_alone("train.py", *tiny_runs.job(folder / "one", *FLAGS))
+    run_alone("train.py", *tiny_runs.job(folder / "two", *FLAGS, "--optimizer.lr=2e-3"))
+    return folder
+
+
+@pytest.fixture
+def runs(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "runs")
+
+
+def headings(page: str) -> list[str]:
+    return re.findall(r"<h2>(.*?)</h2>", page)
+
+
+def change_config(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads((run / "config.json").read_text())
+    change(content)
+    (run / "config.json").write_text(json.dumps(content))
+
+
+def page_of(run_script: RunScript, *arguments: object) -> str:
+    code, out, err = run_script("torchditan", "report", *arguments)
+    assert (code, err) == (0, ""), err
+    return Path(out.removeprefix("report: ").removesuffix("\n")).read_text(encoding="utf-8")
+
+
+def test_a_run_has_one_page_in_its_folder(runs: Path, run_script: RunScript) -> None:
+    before = set((runs / "one").rglob("*"))
+    code, out, err = run_script("torchditan", "report", runs / "one")
+    assert (code, out, err) == (0, f"report: {runs}/one/report.html\n", "")
+    assert set((runs / "one").rglob("*")) - before == {runs / "one" / "report.html"}, "no file is next to it"
+    page = (runs / "one" / "report.html").read_text()
+    assert headings(page) == SECTIONS
+    records = [json.loads(line) for line in (runs / "one" / "metrics.jsonl").read_text().splitlines()]
+    assert f">{records[-1]['loss']:.4g}<" in page
+    assert f">{records[-1]['validation_loss']:.4g}<" in page
+    assert ">48<" in page, "images seen"
+    assert page.count("data:image/png;base64,") == 3
+    assert [word for word in ("completed", "debugmodel", "float32") if word not in page] == []
+    assert ">t 0.875 to 1<" in page
+    changed = page[page.index("Differs from the default") : page.index("<details>", page.index("Differs from"))]
+    assert ">optimizer.lr<" in changed and ">optimizer.beta1<" not in changed
+    assert ">optimizer.beta1<" in page
+
+
+def test_several_runs_are_side_by_side_with_what_differs(runs: Path, run_script: RunScript) -> None:
+    page = page_of(run_script, runs / "one", runs / "two", "--labels", "slow", "fast")
+    assert (runs / "report.html").exists()
+    assert headings(page) == [SECTIONS[0], "What differs", *SECTIONS[1:]]
+    section = page[page.index('id="what-differs"') : page.index('id="loss"')]
+    rows = [re.findall(r"<td.*?>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", section)]
+    assert [row for row in rows if row] == [["optimizer.lr", "training", "0.001", "0.002"]]
+    assert page.count("data:image/png;base64,") == 6
+    assert re.findall(r"<figcaption><b>(.*?)</b>", page) == ["slow", "fast"]
+
+
+def test_out_is_a_file_or_a_folder(runs: Path, run_script: RunScript) -> None:
+    for out, written in (("page.html", "page.html"), ("folder", "folder/report.html")):
+        assert run_script("torchditan", "report", runs / "one", "--out", runs / out).code == 0
+        assert (runs / written).is_file()
+    (runs / "file").touch()
+    code, out, err = run_script("torchditan", "report", runs / "one", "--out", runs / "file" / "page.html")
+    assert (code, out) == (2, "")
+    assert_refused(err, f'--out = "{runs}/file/page.html"', ["writable"])
+
+
+def test_names_and_values_are_escaped(runs: Path, run_script: RunScript) -> None:
+    attack = "<script>alert('&')</script><img src=x onerror=alert(1)>"
+    run = (runs / "one").rename(runs / "<img src=x onerror=alert(2)>")
+
+    def plant(content: dict[str, Any]) -> None:
+        content["class_names"] = [attack]
+        content["git_commit"] = content["versions"]["torch"] = content["hardware"]["cpu"] = attack
+        content["config"]["job"]["description"] = content["config"]["metrics"]["experiment_name"] = attack
+        content["config"]["sampling"]["prompts"] = [attack]
+        content["config"]["model"][attack] = 1
+
+    change_config(run, plant)
+    (run / "status.json").write_text(json.dumps({"state": "error", "reason": attack}))
+    for page in (page_of(run_script, run), page_of(run_script, run, runs / "two", "--labels", attack, "$x$")):
+        assert page.count("&lt;script&gt;alert") >= 6
+        assert page.count("<script>") == 1, "that of the slider"
+        assert "<img src=x" not in page
+
+
+def test_the_page_asks_for_nothing(runs: Path, run_script: RunScript) -> None:
+    page = page_of(run_script, runs / "one", runs / "two")
+    loaded = re.findall(
+        r"""<(?:script|link|img|image|iframe|object|use)\b[^>]*?\s(?:src|(?:xlink:)?href)="([^"]*)""", page
+    )
+    assert {address.partition(";")[0].partition("#")[0] for address in loaded} <= {"data:image/png", ""}
+    assert not re.search(r"@import|url\((?!#)", page)
+    assert "default-src 'none'" in page
+
+
+@NEEDS_BROWSER
+def test_the_slider_changes_the_pictures_of_all_runs(runs: Path, run_script: RunScript) -> None:
+    page_of(run_script, runs / "one", runs / "two", "--out", runs / "page.html")
+    shown = """[...document.querySelectorAll('.slider figure')].map(figure => {
+        const seen = [...figure.querySelectorAll('[data-step]')].filter(item => item.offsetHeight > 0);
+        return seen.map(item => [item.dataset.step, item.naturalWidth > 0, item.src.length]).join(';');
+    })"""
+    with open_browser() as browser:
+        browser.open((runs / "page.html").as_uri())
+        last = browser.evaluate(shown)
+        assert [entry.split(",")[:2] for entry in last] == [["6", "true"]] * 2
+        browser.evaluate("document.querySelector('.slider input').focus()")
+        browser.press("ArrowLeft", 37)
+        before = browser.evaluate(shown)
+        assert [entry.split(",")[:2] for entry in before] == [["4", "true"]] * 2
+        assert browser.evaluate("document.querySelector('.slider output').textContent") == "4"
+        browser.press("ArrowRight", 39)
+        assert browser.evaluate(shown) == last
+        pictures = "[...document.images].map(picture => picture.src)"
+        assert len(set(browser.evaluate(pictures))) == 6, "every picture is another"
+        browser.resize(390, 800)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+        assert [url for url in browser.requests if not url.startswith("data:")] == [(runs / "page.html").as_uri()]
+        assert browser.complaints == []
+
+
+@NEEDS_BROWSER
+def test_the_browser_notes_requests_and_errors(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("<img src='http://127.0.0.1:9/x.png'><script>missing()</script>")
+    with open_browser() as browser:
+        browser.open(page.as_uri())
+        assert browser.requests == [page.as_uri(), "http://127.0.0.1:9/x.png"]
+        assert any("missing is not defined" in complaint for complaint in browser.complaints)
+
+
+def write_metrics(run: Path, lines: list[Any]) -> None:
+    (run / "metrics.jsonl").write_text(
+        "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    )
+
+
+def test_damaged_files_are_named_and_left_out(runs: Path, run_script: RunScript) -> None:
+    run = runs / "one"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[1]["loss"] = None
+    lines[2]["loss"] = "text"
+    odd = {"step": 5, "loss": 10**400, "grad_norm": 1e308, "lr": [], "images_per_second": -1e308, "mfu": True}
+    write_metrics(run, [*lines[:4], "{", "[]", '{"step": "6"}', "[" * 100_000, odd, lines[5] | {"loss": 7.0}, lines[5]])
+    (run / "metrics.jsonl.1").write_text("")
+    (run / "status.json").write_text("{")
+    (run / "samples" / "step_00000002.png").write_bytes(b"no picture")
+    (run / "samples" / "step_x.png").write_bytes(b"no step")
+    page = page_of(run_script, run)
+    assert headings(page) == SECTIONS
+    assert "one: the status is unknown." in page
+    assert "one: the loss is not finite at 3 of 6 logged steps, first at step 2." in page
+    assert "one: 4 lines of metrics.jsonl cannot be read." in page
+    assert "one: 1 earlier attempt started from step 1 too." in page
+    assert "The picture of this step cannot be read." in page
+    assert f">{lines[5]['loss']:.4g}<" in page, "of two lines of one step, the later one"
+    assert not re.search(r">(nan|None|inf)<", page)
+
+
+@pytest.mark.parametrize("lines", [[], ["{"], [{"step": 1}], [{"step": 3, "loss": None, "lr": 0.0}]])
+def test_a_run_without_data_has_a_page(runs: Path, run_script: RunScript, lines: list[Any]) -> None:
+    run = runs / "one"
+    write_metrics(run, lines)
+    shutil.rmtree(run / "samples")
+    (run / "status.json").write_text(json.dumps({"state": "interrupted", "reason": "SIGTERM"}))
+    page = page_of(run_script, run)
+    assert {"Summary", "Configuration"} <= set(headings(page))
+    assert not {"Loss", "Samples over time", "Validation loss by timestep"} & set(headings(page))
+    assert "one: the status is interrupted: SIGTERM." in page
+    assert ("metrics.jsonl has no logged step" in page) == (lines in ([], ["{"]))
+    assert "<script>" not in page
+
+
+def test_a_run_that_starts_has_a_page(runs: Path, run_script: RunScript) -> None:
+    for name in ("metrics.jsonl", "status.json"):
+        (runs / "one" / name).unlink()
+    assert "metrics.jsonl has no logged step" in page_of(run_script, runs / "one", runs / "two")
+
+
+def test_odd_values_of_a_configuration_have_a_page(runs: Path, run_script: RunScript) -> None:
+    def spoil(content: dict[str, Any]) -> None:
+        content |= {
+            "hardware": [],
+            "versions": None,
+            "trajectory": 3,
+            "class_names": "x",
+            "git_commit": 5,
+            "started": 7,
+        }
+        content["config"]["training"] |= {"steps": "many", "global_batch_size": [], "mixed_precision_param": 4}
+        content["config"]["new_section"] = {"new_option": "y" * 5000}
+
+    change_config(runs / "one", spoil)
+    page = page_of(run_script, runs / "one", runs / "two")
+    assert "new_section.new_option" in page and "y" * 400 not in page and "unknown option" in page
+
+
+def test_a_page_of_many_large_pictures_stays_below_ten_megabytes(runs: Path, run_script: RunScript) -> None:
+    noise = Image.effect_noise((1500, 1500), 90).convert("RGB")
+    noise.save(runs / "noise.png")
+    for step in range(100, 160):
+        (runs / "one" / "samples" / f"step_{step:08d}.png").hardlink_to(runs / "noise.png")
+    page = page_of(run_script, runs / "one")
+    assert len(page) < 10_000_000
+    assert "The page has 40 of 63 steps" in page and "Large pictures are scaled down" in page
+    steps = re.findall(r'<img [^>]*data-step="(\d+)"', page)
+    assert (len(steps), steps[0], steps[-1]) == (40, "2", "159")
+
+
+def test_smoothing_keeps_the_ends_and_the_mean() -> None:
+    points = [(step, float(step)) for step in range(1, 401)]
+    smooth = run_page._smoothed(points)
+    assert [step for step, _ in smooth] == [step for step, _ in points]
+    assert smooth[199] == (200, 200.0)
+    assert smooth[0] == (1, 6.0)
+    assert run_page._smoothed(points[:39]) == points[:39]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about", "mentions"),
+    [
+        (["one", "{runs}"], 'folder = "{runs}"', ["run directory", "{runs}/one"]),
+        (["one", "onee"], 'folder = "{runs}/onee"', ["exist", "{runs}/one?"]),
+        (["one", "one"], 'run = "{runs}/one"', ["twice"]),
+        (["one", "--labels", "a", "b"], '--labels = "a b"', ["1"]),
+        (["one", "--metrics", "FID"], '--metrics = "FID"', ["grids"]),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    runs: Path, run_script: RunScript, arguments: list[str], about: str, mentions: list[str]
+) -> None:
+    given = [
+        argument.format(runs=runs) if argument.startswith(("-", "{", "a", "b", "F")) else runs / argument
+        for argument in arguments
+    ]
+    code, out, err = run_script("torchditan", "report", *given)
+    assert (code, out) == (2, "")
+    assert_refused(err, about.format(runs=runs), [mention.format(runs=runs) for mention in mentions])
+    assert not list(runs.rglob("report.html"))
+
+
+def test_a_folder_that_is_no_run_is_one_line(runs: Path, run_script: RunScript) -> None:
+    for content, mentions in (("{", ["parse"]), ('{"model_type": "dit"}', ["run"])):
+        (runs / "one" / "config.json").write_text(content)
+        code, out, err = run_script("torchditan", "report", runs / "one")
+        assert (code, out) == (2, "")
+        assert_refused(err, f"{runs}/one/config.json", mentions)

@@ -1,0 +1,370 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The page of one run, or of several side by side: losses, speed, memory, samples over time, settings.
+
+Notable:
+- The page is one file. Its plots and pictures are inside it, so it can be sent to others.
+- A run that was interrupted, has no samples or has damaged files gives a page that says so.
+- The pictures share a budget of bytes: large ones become smaller, and of many steps some are shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.loader import options
+from torchditan.report import plots
+from torchditan.report.compare import Run, Setting, differing_settings, read_runs
+from torchditan.report.compare_page import KINDS, state_text, steps_text
+from torchditan.report.labels import UNKNOWN, commit_name, count, duration, listed, number, setting_value
+from torchditan.report.page import (
+    Block,
+    Frames,
+    Look,
+    Page,
+    Plot,
+    Plots,
+    Section,
+    Slider,
+    Table,
+    Warned,
+    data_uri,
+    html_of,
+)
+from torchditan.report.plots import Panel, Points
+from torchditan.run.atomic_files import write_file
+
+PAGE_NAME = "report.html"
+_MOST_RUNS = 32  # more cannot be told apart by colours and dashes
+_MOST_PICTURES = 40
+_PICTURE_BYTES = 6_000_000  # of all pictures; as base64 they take 8 MB
+_MOST_OPTIONS = 1000
+_LONGEST_VALUE = 300
+_MOST_PROFILES = 5
+_BIN = re.compile(r"validation_loss_by_t/(\d\.\d+)-(\d\.\d+)")
+_ABSENT = "absent"
+
+
+def write_run_page(folders: Sequence[Path], out: Path | None, labels: Sequence[str] | None = None) -> Path:
+    """Write the page of run directories.
+
+    Args:
+        folders: run directories.
+        out: a file that ends with .html, or a folder. None: in the run, or next to the first of several.
+        labels: a name for each run. None: the folder names.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ConfigError: a folder is not a run or is named twice, there are too many, or `out` cannot be written.
+    """
+    if len(folders) > _MOST_RUNS:
+        raise ConfigError(
+            f"{len(folders)} runs are too many for one page; name at most {_MOST_RUNS}, or the folder that holds them"
+        )
+    content = html_of(run_page(read_runs(folders, labels, option="run"))).encode()
+    first = folders[0]
+    path = out or (first if len(folders) == 1 else first.absolute().parent)
+    if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
+        path = path / PAGE_NAME
+    try:
+        write_file(path, content)
+    except OSError as error:
+        raise option_error("--out", str(path), f"is not a writable file ({error.strerror})") from None
+    return path
+
+
+def run_page(runs: Sequence[Run]) -> Page:
+    sections = (_summary, _differences, _loss, _samples, _loss_by_timestep, _optimization, _speed, _configuration)
+    names = ", ".join(run.label for run in runs)
+    return Page(
+        title=f"Run {names}" if len(runs) == 1 else f"{count(len(runs), 'run')}: {names}",
+        facts=[fact for run in runs for fact in _facts(run, is_alone=len(runs) == 1)],
+        headlines=[],
+        warnings=[Warned(f"{run.label}: {sentence}") for run in runs for sentence in _warnings(run)],
+        sections=[make(runs) for make in sections],
+    )
+
+
+def _facts(run: Run, *, is_alone: bool) -> Iterable[str]:
+    start, state = ("", state_text(run).capitalize()) if is_alone else (f"{run.label}: ", state_text(run))
+    images = run.last("images_seen")
+    parts = [
+        f"{state} at step {steps_text(run)}" if run.steps is not None else state,
+        f"{images:,.0f} images" if images is not None else "",
+        duration(run.elapsed_s) if run.elapsed_s is not None else "",
+    ]
+    hardware = f"{run.hardware}, torch {_version(run, 'torch')}" + (
+        f", commit {commit_name(str(run.content['git_commit']))}" if run.content.get("git_commit") else ""
+    )
+    yield f"{start}{', '.join(filter(None, parts))}. {hardware}."
+    if description := run.options.get("job.description"):
+        yield f"{start}{_shortened(setting_value(description))}"
+
+
+def _warnings(run: Run) -> Iterable[str]:
+    """What a reader has to know about the run before its numbers."""
+    if run.state != "completed":
+        reason = f": {_shortened(str(run.status['reason']))}" if run.status.get("reason") else ""
+        yield f"the status is {state_text(run)}{reason}."
+    if not run.records:
+        imported = "imported" in run.content
+        yield "it was imported and did not train." if imported else "metrics.jsonl has no logged step."
+    lost = [record["step"] for record in run.records if "loss" in record] if run.records else []
+    lost = sorted(set(lost) - {step for step, _ in run.curve("loss")})
+    if lost:
+        steps = f"{len(lost):,} of {count(len(run.records), 'logged step')}"
+        yield f"the loss is not finite at {steps}, first at step {lost[0]:,}."
+    if run.num_unreadable_lines:
+        yield f"{count(run.num_unreadable_lines, 'line')} of metrics.jsonl cannot be read."
+    earlier = len(list(run.path.glob("metrics.jsonl.*[0-9]")))
+    if earlier:
+        yield f"{count(earlier, 'earlier attempt')} started from step 1 too. The page shows the last one."
+
+
+def _summary(runs: Sequence[Run]) -> Section:
+    rows: list[tuple[str, Callable[[Run], str]]] = [
+        ("status", state_text),
+        ("reason", lambda run: _shortened(str(run.status.get("reason") or ""))),
+        ("steps", steps_text),
+        ("images seen", lambda run: _measured(run.last("images_seen"), "{:,.0f}")),
+        ("time", lambda run: duration(run.elapsed_s)),
+        ("final loss", lambda run: _measured(run.loss, "{:.4g}")),
+        ("validation loss", lambda run: _measured(run.validation_loss, "{:.4g}")),
+        ("images/s", lambda run: _measured(run.images_per_second)),
+        ("MFU, %", lambda run: _measured(run.last("mfu"))),
+        ("peak memory, GiB", lambda run: _measured(run.peak_memory_gib)),
+        ("s per sample drawn", lambda run: _measured(run.seconds_per_image)),
+        ("model", lambda run: _option(run, "model.flavor")),
+        ("objective", lambda run: _option(run, "diffusion.objective")),
+        ("data", lambda run: _option(run, "dataset.dataset_name")),
+        ("classes", _classes),
+        ("global batch", lambda run: _option(run, "training.global_batch_size")),
+        ("precision", lambda run: str(run.precision or "")),
+        ("parallel", lambda run: run.parallel_mode or ""),
+        ("hardware", lambda run: run.hardware),
+        ("CPU", lambda run: str(run.machine.get("cpu") or "")),
+        *((package, lambda run, name=package: _version(run, name)) for package in ("torchditan", "torch", "python")),
+        ("git commit", lambda run: commit_name(str(run.content.get("git_commit") or "unknown"))),
+        ("created, UTC", lambda run: _moment(run, "created")),
+        ("last start, UTC", lambda run: _moment(run, "started") if run.was_resumed else ""),
+        ("folder", lambda run: str(run.path)),
+    ]
+    filled = [[name, *map(value, runs)] for name, value in rows]
+    known = [row for row in filled if any(cell not in ("", UNKNOWN) for cell in row[1:])]
+    return Section("Summary", [Table(["", *(run.label for run in runs)], known)])
+
+
+def _differences(runs: Sequence[Run]) -> Section:
+    if len(runs) == 1:
+        return Section("What differs", [])
+    rows = [_setting_row(setting) for setting in differing_settings(list(runs))]
+    note = "Names and folders of the runs are left out."
+    if not rows:
+        rows, note = [["(none)"] + [""] * (1 + len(runs))], "The runs have equal settings, names and folders aside."
+    return Section("What differs", [Table(["setting", "decides", *(run.label for run in runs)], rows)], note)
+
+
+def _setting_row(setting: Setting) -> list[str]:
+    return [setting.name, KINDS[setting.kind], *(_shortened(setting_value(value)) for value in setting.values)]
+
+
+def _loss(runs: Sequence[Run]) -> Section:
+    smooth = [_smoothed(run.curve("loss")) for run in runs]
+    panels = {
+        "loss": Panel("Training loss", "step", "loss", smooth, faint=_faint(runs, "loss", smooth), is_log=True),
+        "validation": _panel(runs, "Validation loss", "validation_loss", "validation loss", is_log=True),
+    }
+    note = "Thick lines of the training loss are means over about 1/20 of the run, thin lines single steps."
+    return Section("Loss", _drawn(runs, panels), note if any(panels["loss"].faint) else "")
+
+
+def _loss_by_timestep(runs: Sequence[Run]) -> Section:
+    bins = sorted({key for run in runs for record in run.records for key in record if _BIN.fullmatch(key)})
+    if not bins:
+        return Section("Validation loss by timestep", [])
+    profiles = [_profiles(run, bins) for run in runs]
+    x, y, title = "t, from noise (0) to data (1)", "validation loss", "Last validation"
+    note = "Every point is the mean loss in one part of the range of t. Different objectives are not comparable."
+    if len(runs) > 1:
+        panels = {"by-t": Panel(title, x, y, [list(known.values())[-1] if known else [] for known in profiles])}
+        panels |= {f"bin-{index}": _panel(runs, _bin_name(key), key, y) for index, key in enumerate(bins)}
+        return Section("Validation loss by timestep", _drawn(runs, panels), note)
+    (known,) = profiles
+    steps = _evenly(list(known), _MOST_PROFILES)
+    looks = plots.looks_of([f"step {step:,}" for step in steps], is_ordered=True)
+    over_t = Panel("Over t", x, y, [known[step] for step in steps])
+    shades = plots.looks_of([_bin_name(key) for key in bins], is_ordered=True)
+    over_steps = Panel("Over steps", "step", y, [runs[0].curve(key) for key in bins], is_log=True)
+    small = [_plot("by-t", over_t, looks, has_legend=True), _plot("bins", over_steps, shades, has_legend=True)]
+    return Section("Validation loss by timestep", [Plots(small)], note)
+
+
+def _profiles(run: Run, bins: Sequence[str]) -> dict[int, Points]:
+    """(middle of the bin, loss) by the step of each validation."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for key in bins:
+        low, high = map(float, _BIN.fullmatch(key).groups())  # type: ignore[union-attr]
+        for step, value in run.curve(key):
+            found.setdefault(step, []).append(((low + high) / 2, value))
+    return {step: found[step] for step in sorted(found)}
+
+
+def _bin_name(key: str) -> str:
+    low, high = _BIN.fullmatch(key).groups()  # type: ignore[union-attr]
+    return f"t {float(low):g} to {float(high):g}"
+
+
+def _optimization(runs: Sequence[Run]) -> Section:
+    smooth = [_smoothed(run.curve("grad_norm")) for run in runs]
+    norm = Panel("Gradient norm before clipping", "step", "norm", smooth, faint=_faint(runs, "grad_norm", smooth))
+    rate = _panel(runs, "Learning rate", "lr", "learning rate")
+    return Section("Gradient norm and learning rate", _drawn(runs, {"norm": norm._replace(is_log=True), "rate": rate}))
+
+
+def _speed(runs: Sequence[Run]) -> Section:
+    panels = {
+        "throughput": _panel(runs, "Throughput, all devices", "images_per_second", "images/s"),
+        "mfu": _panel(runs, "MFU, of the bfloat16 peak", "mfu", "%"),
+        "memory": _panel(runs, "Peak memory per device", "peak_memory_gib", "GiB"),
+    }
+    note = "Without sampling, validation and checkpoints."
+    if any(run.is_cpu for run in runs):
+        note += " On a CPU, memory is that of the first process."
+    return Section("Speed and memory", _drawn(runs, panels), note)
+
+
+def _panel(runs: Sequence[Run], title: str, key: str, y: str, *, is_log: bool = False) -> Panel:
+    return Panel(title, "step", y, [run.curve(key) for run in runs], is_log=is_log)
+
+
+def _drawn(runs: Sequence[Run], panels: dict[str, Panel]) -> list[Block]:
+    """The panels that have a point, with one legend."""
+    looks = plots.looks_of([run.label for run in runs])
+    drawn = [_plot(name, panel, looks) for name, panel in panels.items() if any(panel.curves)]
+    return [Plots(drawn, looks)] if drawn else []
+
+
+def _plot(name: str, panel: Panel, looks: Sequence[Look], *, has_legend: bool = False) -> Plot:
+    plot = plots.draw(plots.small_figure(panel, looks), f"plot-{name}", panel.title, has_files=False)
+    return Plot(plot.name, plot.title, plot.svg, legend=looks if has_legend else ())
+
+
+def _smoothed(points: Points) -> Points:
+    """Means over the neighbours of each point, about a twentieth of all; few points stay as they are."""
+    reach = len(points) // 40
+    if reach == 0:
+        return points
+    means = []
+    for index, (step, _) in enumerate(points):
+        near = points[max(0, index - reach) : index + reach + 1]
+        means.append((step, sum(value for _, value in near) / len(near)))
+    return means
+
+
+def _faint(runs: Sequence[Run], key: str, smooth: Sequence[Points]) -> list[Points]:
+    """The single values, where the curve is another."""
+    curves = [run.curve(key) for run in runs]
+    return [[] if len(raw) < 40 else raw for raw in curves] if smooth else []
+
+
+def _samples(runs: Sequence[Run]) -> Section:
+    steps = _chosen_steps(runs)
+    drawn = [(run, [step for step in steps if step in run.pictures]) for run in runs]
+    num_pictures = sum(len(found) for _, found in drawn)
+    if not num_pictures:
+        return Section("Samples over time", [])
+    share = _PICTURE_BYTES // num_pictures
+    frames = [
+        Frames(run.label, {step: data_uri(run.pictures[step], most_bytes=share) for step in found})
+        for run, found in drawn
+    ]
+    all_steps = len(set(chain.from_iterable(run.pictures for run in runs)))
+    is_smaller = any(run.pictures[step].stat().st_size > share for run, found in drawn for step in found)
+    notes = [
+        "Move the slider, or use the arrow keys on it." if len(steps) > 1 else "",
+        f"The page has {len(steps)} of {all_steps:,} steps, samples/ of the runs all."
+        if len(steps) < all_steps
+        else "",
+        "Large pictures are scaled down." if is_smaller else "",
+    ]
+    return Section("Samples over time", [Slider(frames)], " ".join(filter(None, notes)))
+
+
+def _chosen_steps(runs: Sequence[Run]) -> list[int]:
+    """The steps that the slider offers: all; or, if these are too many pictures, some of those that all runs share."""
+    drawn = [set(run.pictures) for run in runs if run.pictures]
+    if not drawn:
+        return []
+    every, shared = set.union(*drawn), set.intersection(*drawn)
+    if sum(map(len, drawn)) <= _MOST_PICTURES:
+        return sorted(every)
+    later = {step for step in every if step > max(shared, default=0)}  # of the longest runs, or all
+    return _evenly(sorted(shared | later), max(1, _MOST_PICTURES // len(drawn)))
+
+
+def _evenly(values: Sequence[int], most: int) -> list[int]:
+    """At most this many of the values, including the first and the last; the last, if only one."""
+    if len(values) <= most:
+        return list(values)
+    if most == 1:
+        return [values[-1]]
+    return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]
+
+
+def _configuration(runs: Sequence[Run]) -> Section:
+    known = options()
+    names = list(dict.fromkeys([*known, *(name for run in runs for name in run.options)]))
+    defaults = {name: _plain(option.default) for name, option in known.items()}
+    rows, changed = [], []
+    for name in names:
+        values = [run.options.get(name, _ABSENT) for run in runs]
+        default = defaults.get(name, "unknown option")
+        rows.append([name, *(_shortened(setting_value(value)) for value in (*values, default))])
+        if any(value not in (default, _ABSENT) for value in values):
+            changed.append(rows[-1])
+    headers = ["option", *(run.label for run in runs), "default"]
+    return Section(
+        "Configuration",
+        [
+            Table(headers, changed, title="Differs from the default", most_rows=_MOST_OPTIONS),
+            Table(headers, rows, summary=f"All {len(rows)} options", most_rows=_MOST_OPTIONS),
+        ],
+        "As the run completed it: options that were left open have the values that it chose.",
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A default as config.json stores it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _shortened(text: str) -> str:
+    return plots.shorten(text, _LONGEST_VALUE)
+
+
+def _measured(value: float | None, form: str = "") -> str:
+    return UNKNOWN if value is None else form.format(value) if form else number(value)
+
+
+def _option(run: Run, name: str) -> str:
+    value = run.options.get(name)
+    return "" if value is None else _shortened(setting_value(value))
+
+
+def _version(run: Run, package: str) -> str:
+    return str(run.content["versions"].get(package) or "unknown")
+
+
+def _moment(run: Run, key: str) -> str:
+    return str(run.content.get(key) or "")[:16].replace("T", " ")
+
+
+def _classes(run: Run) -> str:
+    names = run.content.get("class_names")
+    return f"{len(names)}: {_shortened(listed(map(str, names), most=10))}" if isinstance(names, list) and names else ""
