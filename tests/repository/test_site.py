@@ -19,7 +19,7 @@ def build(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
     """Build the site of the repository in `folder`. A proxy that does not exist fails every access to the network."""
     for module in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(module)
-    dead = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+    dead = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(folder / "mkdocs.yml")]
     return subprocess.run(
         [*command, "--site-dir", str(site)],
