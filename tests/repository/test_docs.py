@@ -16,7 +16,7 @@ from torchditan.run.directory import STATES
 from torchditan.run.metrics import ALWAYS_KEYS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = [path for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")) if path.exists()]
+PAGES = [path for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")) if path.exists()]
 SECTIONS = {option.split(".")[0] for option in options()}
 
 

@@ -151,7 +151,8 @@ class Objective:
 
         Args:
             model: `forward(x_t, t, cond)`. With `features=names` it returns (prediction, {name: tokens (B, N, D)}).
-            batch, randomness: as in `inputs`.
+            batch: as in `inputs`.
+            randomness: as in `inputs`.
             teacher: the EMA model, if `uses_teacher`.
         """
         inputs = self.inputs(batch, randomness)

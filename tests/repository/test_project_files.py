@@ -1,0 +1,127 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""One version in every file, and workflows whose commands, files and versions exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchditan
+from torchditan.commands import COMMANDS
+from torchditan.config.loader import load_config
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+yaml = pytest.importorskip("yaml")
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
+FORMS = [path for path in (REPOSITORY / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
+
+
+def read(path: Path) -> dict[Any, Any]:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def test_every_file_states_the_version_of_the_package() -> None:
+    assert "version" not in PROJECT["project"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "torchditan.__version__"}
+    citation = read(REPOSITORY / "CITATION.cff")
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    version, date = re.findall(r"^## (\d\S*) \((\S+)\)", changelog, flags=re.MULTILINE)[0]
+    assert (citation["version"], str(citation["date-released"])) == (version, date)
+    assert version == torchditan.__version__
+
+
+def test_the_citation_has_what_its_format_requires() -> None:
+    citation = read(REPOSITORY / "CITATION.cff")
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["license"] == PROJECT["project"]["license"]
+    assert all("name" in author or "family-names" in author for author in citation["authors"])
+
+
+def steps(workflow: Path) -> list[dict[str, Any]]:
+    return [step for job in read(workflow)["jobs"].values() for step in job["steps"]]
+
+
+def commands(workflow: Path) -> list[list[str]]:
+    """Words of each command of a workflow, with `${{ ... }}` replaced by X."""
+    lines = [line for step in steps(workflow) if "run" in step for line in step["run"].splitlines()]
+    return [shlex.split(re.sub(r"\$\{\{.*?\}\}", "X", line), comments=True) for line in lines]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_is_well_formed(workflow: Path) -> None:
+    parsed = read(workflow)
+    assert True in parsed, "YAML reads the key `on` as true"
+    for name, job in parsed["jobs"].items():
+        assert {"runs-on", "steps", "timeout-minutes"} <= job.keys(), name
+        assert job["steps"][0]["uses"].startswith("actions/checkout@")
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step), step
+            assert "uses" not in step or re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"]), step
+        used = set(re.findall(r"\$\{\{ matrix\.(\w+) \}\}", str(job)))
+        assert used == set(job.get("strategy", {}).get("matrix", {})), name
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_commands_of_a_workflow_name_what_exists(workflow: Path) -> None:
+    made = {"dist/*.whl", "outputs/quickstart", "quickstart.safetensors"}  # by a step before
+    extras = PROJECT["project"]["optional-dependencies"]
+    for words in commands(workflow):
+        for word in words[1:]:
+            if extra := re.fullmatch(r"\.\[([\w,]+)\]", word):
+                assert set(extra[1].split(",")) <= extras.keys(), words
+            elif re.fullmatch(r"[\w./*-]*(?:/[\w.*-]+|\.(?:py|sh|toml|txt|md))", word) and word not in made:
+                assert (REPOSITORY / word).exists(), words
+        if words[0] == "torchditan" and not words[1].startswith("-"):
+            assert words[1] in COMMANDS, words
+        if words[:2] == ["torchditan", "train"]:
+            load_config(["--job.config_file", *words[2:]])
+
+
+def test_ci_runs_what_the_readme_and_the_local_script_run() -> None:
+    run = [" ".join(words) for words in commands(REPOSITORY / ".github" / "workflows" / "ci.yml")]
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert "pytest" in re.findall(r"^pip install -e '\.\[dev\]'.* && (.+)$", readme, flags=re.MULTILINE)
+    assert any(command.split()[0] == "pytest" for command in run)
+    script = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
+    local = re.findall(r"^((?:ruff|mypy|pytest)[^|\n]*?)(?: \|\|.*)?$", script, flags=re.MULTILINE)
+    assert len(local) >= 5
+    assert [command for command in local if command not in run] == []
+
+
+def test_ci_tests_the_ends_of_the_supported_ranges() -> None:
+    (torch,) = [line for line in PROJECT["project"]["dependencies"] if line.startswith("torch>")]
+    oldest, end = re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", torch).groups()
+    minor, python_end = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["project"]["requires-python"]).groups()
+    matrix = read(REPOSITORY / ".github" / "workflows" / "ci.yml")["jobs"]["test"]["strategy"]["matrix"]
+    assert matrix["torch"] == [f"2.{oldest}.*", f"2.{int(end) - 1}.*"]
+    assert matrix["python"] == [f"3.{minor}", f"3.{int(python_end) - 1}"]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.name)
+def test_an_issue_form_is_well_formed(form: Path) -> None:
+    parsed = read(form)
+    assert {"name", "description", "body"} <= parsed.keys()
+    fields = [field for field in parsed["body"] if field["type"] != "markdown"]
+    assert {field["type"] for field in fields} <= {"textarea", "input", "dropdown", "checkboxes"}
+    assert len({field["id"] for field in fields}) == len(fields)
+    assert all(field["attributes"]["label"] for field in fields)
+    named = re.findall(r"[\w/]+\.md", form.read_text(encoding="utf-8"))
+    assert [name for name in named if not (REPOSITORY / name).exists()] == []
+
+
+def test_there_are_workflows_and_forms() -> None:
+    assert WORKFLOWS
+    assert {form.name for form in FORMS} == {"bug.yml", "feature.yml"}

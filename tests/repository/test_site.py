@@ -1,0 +1,105 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""The site of docs/ builds without a warning, refers to nothing on the network, and a dead link fails its build."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def build(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Build the site of the repository in `folder`. A proxy that does not exist fails every access to the network."""
+    for module in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(module)
+    dead = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(folder / "mkdocs.yml")]
+    return subprocess.run(
+        [*command, "--site-dir", str(site)],
+        env={**os.environ, **dead, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    built = build(REPOSITORY, folder)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+def pages(site: Path) -> dict[str, str]:
+    return {path.relative_to(site).as_posix(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+
+
+@pytest.mark.slow
+def test_the_site_has_every_page_and_what_it_searches(site: Path) -> None:
+    docs = REPOSITORY / "docs"
+    expected = {path.relative_to(docs).with_suffix(".html").as_posix() for path in docs.rglob("*.md")}
+    assert expected <= pages(site).keys()
+    assert "learning rate" in (site / "search" / "search_index.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_api_page_has_signatures_and_docstrings(site: Path) -> None:
+    text = re.sub(r"<[^>]+>", "", pages(site)["api.html"])
+    for part in ("samples_per_class", "Per-sample loss", "Open a trained run"):
+        assert part in text, part
+    named = re.findall(r"^::: (\S+)", (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert [name for name in named if f'id="{name}"' not in pages(site)["api.html"]] == []
+
+
+@pytest.mark.slow
+def test_pages_load_nothing_from_the_network(site: Path) -> None:
+    loaded = r"<(?:script|img|iframe)[^>]* src=\"?(?:https?:)?//|<link[^>]* rel=\"?(?:stylesheet|preconnect)[^>]*//"
+    assert [name for name, text in pages(site).items() if re.search(loaded, text)] == []
+
+
+@pytest.mark.slow
+def test_lists_are_lists_and_tables_are_tables(site: Path) -> None:
+    """MkDocs needs an empty line between a paragraph and a list, which GitHub does not."""
+    wrong = {
+        name: found
+        for name, text in pages(site).items()
+        for found in re.findall(r"<p>[^<]*(?:<(?!/p>)[^<]*)*?\n(?:[-*] |1\. |\|)[^\n]*", text)
+    }
+    assert wrong == {}
+
+
+@pytest.mark.slow
+def test_links_out_of_docs_lead_to_the_repository(site: Path) -> None:
+    assert re.search(r'href="https://[^"]+/blob/HEAD/torchditan/registry\.py"', pages(site)["extending.html"])
+    assert re.search(r'href="https://[^"]+/blob/HEAD/README\.md#limits"', pages(site)["index.html"])
+    leaving = [name for name, text in pages(site).items() if re.search(r'href="(?:\.\./)+[^"]+\.(?:py|toml|md)"', text)]
+    assert leaving == []
+
+
+@pytest.mark.slow
+def test_dead_links_and_anchors_fail_the_build(tmp_path: Path) -> None:
+    for path in REPOSITORY.iterdir():
+        if path.name not in ("docs", "site"):
+            (tmp_path / path.name).symlink_to(path)
+    docs = Path(shutil.copytree(REPOSITORY / "docs", tmp_path / "docs"))
+    (docs / "api.md").write_text("# API\n", encoding="utf-8")  # what takes the time
+    good = build(tmp_path, tmp_path / "site")
+    assert good.returncode == 0, good.stderr
+
+    page = docs / "glossary.md"
+    dead = ["glossary.md#no-such-heading", "no_such_page.md", "../torchditan/no_such_file.py"]
+    links = [f"[dead]({link})" for link in dead]
+    page.write_text("\n\n".join([page.read_text(encoding="utf-8"), *links]), encoding="utf-8")
+    built = build(tmp_path, tmp_path / "site")
+    assert built.returncode != 0
+    warnings = [line for line in built.stderr.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == 3, warnings
+    assert all(any(link.rpartition("/")[2] in line for line in warnings) for link in dead), warnings
