@@ -267,7 +267,7 @@ class Guided(nn.Module):
 
 
 def test_the_guided_target_moves_away_from_the_null_label_inside_the_interval() -> None:
-    objective = MeanFlow(ClassLabels(10), Timesteps(kind="uniform"), label_dropout=0.25, guidance=True)
+    objective = MeanFlow(ClassLabels(10), Timesteps(kind="uniform"), label_dropout=0.25, guidance=8.0)
     numbers = draw(0, list(range(6)), (1, 2, 2), objective.numbers)
     numbers |= {"timestep": torch.full((6,), 0.2), "second_timestep": torch.full((6,), 0.2)}
     numbers |= {"label_dropout": torch.tensor([0.9, 0.9, 0.1, 0.9, 0.9, 0.1])}
@@ -365,7 +365,7 @@ def test_what_cannot_work_is_refused_in_one_line(flags: list[str], about: str, m
     ("text", "mentions"),
     [
         ("imf tangent=noise", ["model", "data"]),
-        ("imf guidance=2", ["true", "false"]),
+        ("imf guidance=1", ["true", "false", "above 1"]),
         ("imf speed=2", ["speed"]),
         ("imf velocity_head=yes", ["true", "false"]),
     ],
@@ -387,6 +387,17 @@ def test_a_model_without_room_for_the_interval_is_refused() -> None:
     guided = dataclasses.replace(diffusion, objective="imf guidance=true")
     with refused('diffusion.objective = "imf guidance=true"', "labels"):
         build_objective(guided, spec)
+
+
+def test_the_largest_scale_is_an_option() -> None:
+    diffusion, spec = spec_of("imf guidance=3")
+    objective = build_objective(diffusion, spec)
+    numbers = {**dict.fromkeys(GUIDANCE, torch.tensor([0.0, 0.5, 1.0]))}
+    assert isinstance(objective, MeanFlow)
+    strength = objective.guidance_of(Randomness(numbers))["guidance"]
+    torch.testing.assert_close(1 / (1 - strength), torch.tensor([1.0, 3**0.5, 3.0]))
+    with refused("sampling.guidance_scale = 4", "1 to 3"):
+        load_config(["--diffusion.objective=imf guidance=3", "--sampling.guidance_scale=4"])
 
 
 def test_a_guidance_scale_below_1_was_not_learned() -> None:

@@ -13,7 +13,7 @@ Notable:
   here;
 - each sample has the weight 1 / (its squared error + 0.01), where the squared error is a sum over its values. The log
   has the mean of the error without weights;
-- with `guidance=true` the model also gets 1 - 1 / scale and an interval of t, and learns the guided velocity
+- with `guidance=8` the model also gets 1 - 1 / scale and an interval of t, and learns the guided velocity
   v + (1 - 1 / scale) (v_label - v_null). Samples with guidance then take one evaluation per step. Training computes
   v_null for all samples, and v_label for those with h > 0; for the others it is the prediction itself.
 """
@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -48,7 +49,7 @@ HEAD = "velocity"
 INTERVAL = "interval"
 GUIDANCE = ("guidance", "guidance_start", "guidance_end")
 LARGEST_SCALE = 8.0
-"""Training draws guidance scales from 1 to this, uniform in their logarithm."""
+"""Of `guidance=true`, as in the paper."""
 _WEIGHT_OFFSET = 0.01
 
 
@@ -58,8 +59,9 @@ class MeanFlow(FlowMatching):
 
     tangent: str = field(default="model", kw_only=True)
     """Direction of the derivative: the `model`'s velocity, or that of the `data`, x - noise."""
-    guidance: bool = field(default=False, kw_only=True)
-    """Whether guidance scale and interval are conditions of the model."""
+    guidance: float = field(default=0.0, kw_only=True)
+    """The largest guidance scale to learn. Training draws scales from 1 to this, uniform in their logarithm. 0: scale
+    and interval are no conditions of the model."""
     velocity_head: tuple[str, int, int, int] | None = field(default=None, kw_only=True)
     """(feature, width, patch size, channels) of a head that predicts the velocity; None: it is u at h = 0."""
 
@@ -77,7 +79,7 @@ class MeanFlow(FlowMatching):
         spec: ModelSpec,
         tangent: str = "model",
         velocity_head: bool = False,
-        guidance: bool = False,
+        guidance: bool | float = False,
     ) -> MeanFlow:
         """Build it from its options.
 
@@ -85,22 +87,24 @@ class MeanFlow(FlowMatching):
             config, spec: as in `Objective.build`.
             tangent: model (improved MeanFlow) or data (MeanFlow).
             velocity_head: train a head of two layers for the model's own velocity, instead of u at h = 0.
-            guidance: give the guidance scale and interval to the model.
+            guidance: give the guidance scale and interval to the model: the largest scale to learn, or true for 8.
 
         Raises:
             ConfigError: values out of range, or guidance for a model without labels or captions.
         """
 
-        def refuse(option: str, value: Any, right: str) -> None:
+        def refuse(option: str, value: Any, right: str) -> NoReturn:
             raise option_error("diffusion.objective", f"{entry_name(config.objective)} {option}={value}", right)
 
         if tangent not in ("model", "data"):
             refuse("tangent", tangent, "must be model or data")
-        for option, value in (("velocity_head", velocity_head), ("guidance", guidance)):
-            if not isinstance(value, bool):
-                refuse(option, value, "must be true or false")
-        if guidance and isinstance(spec.conditioning, Unconditional):
-            refuse("guidance", "true", "needs labels or captions; leave it out")
+        if not isinstance(velocity_head, bool):
+            refuse("velocity_head", velocity_head, "must be true or false")
+        largest = _largest_scale(guidance)
+        if largest is None:
+            refuse("guidance", guidance, "must be true, false, or the largest scale to learn, a number above 1")
+        if largest and isinstance(spec.conditioning, Unconditional):
+            refuse("guidance", str(guidance).lower(), "needs labels or captions; leave it out")
         head = None
         if velocity_head and spec.can_have_heads:
             head = (spec.features[-1], spec.config.width, spec.config.patch_size, spec.sample_shape[0])
@@ -112,7 +116,7 @@ class MeanFlow(FlowMatching):
             plain.timesteps,
             plain.label_dropout,
             tangent=tangent,
-            guidance=guidance,
+            guidance=largest,
             velocity_head=head,
         )
 
@@ -133,13 +137,15 @@ class MeanFlow(FlowMatching):
         ):
             if attrgetter(option)(config) not in (None, right):
                 yield option, f"must be {json.dumps(right)}: {name} {why}"
-        if config.sampling.guidance_scale < 1 and cls.scalars(config.diffusion).keys() & {*GUIDANCE}:
-            yield "sampling.guidance_scale", f"is given to the model, which learns 1 to {LARGEST_SCALE:g}"
+        _, options = resolve(OBJECTIVES, "diffusion.objective", config.diffusion.objective)
+        largest = _largest_scale(options.get("guidance", False))
+        if largest and not 1 <= config.sampling.guidance_scale <= largest:
+            yield "sampling.guidance_scale", f"is given to the model; must be 1 to {largest:g}, which it learns"
 
     @classmethod
     def scalars(cls, config: Diffusion) -> Mapping[str, float]:
         _, options = resolve(OBJECTIVES, "diffusion.objective", config.objective)
-        return dict.fromkeys((INTERVAL, *(GUIDANCE if options.get("guidance") is True else ())), 1.0)
+        return dict.fromkeys((INTERVAL, *(GUIDANCE if _largest_scale(options.get("guidance", False)) else ())), 1.0)
 
     @property
     def numbers(self) -> Mapping[str, Kind]:
@@ -159,7 +165,7 @@ class MeanFlow(FlowMatching):
 
     @property
     def embeds_guidance(self) -> bool:
-        return self.guidance
+        return self.guidance > 0
 
     def inputs(self, batch: dict[str, torch.Tensor], randomness: Randomness) -> Inputs:
         """Those of flow matching, with h = 0 and a guidance scale of 1, whose target is x - noise."""
@@ -229,11 +235,11 @@ class MeanFlow(FlowMatching):
         return torch.minimum(first, second), h * (torch.arange(len(h), device=h.device) % 2)
 
     def guidance_of(self, randomness: Randomness) -> Condition:
-        """1 - 1 / scale, with a scale in [1, 8], and an interval that contains t = 1/2: (B,) float32 each."""
+        """1 - 1 / scale, with a scale in [1, guidance], and an interval that contains t = 1/2: (B,) float32 each."""
         if not self.guidance:
             return {}
         scale, start, end = (randomness[name] for name in GUIDANCE)
-        values = (1 - LARGEST_SCALE**-scale, start / 2, (1 + end) / 2)
+        values = (1 - self.guidance**-scale, start / 2, (1 + end) / 2)
         return dict(zip(GUIDANCE, values, strict=True))
 
     def predict(self, model: nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -287,6 +293,13 @@ class MeanFlow(FlowMatching):
 
     def num_evaluations(self, sampling: Sampling) -> int:
         return sampling.num_steps
+
+
+def _largest_scale(guidance: Any) -> float | None:
+    """The largest guidance scale to learn, 0 without guidance; None for a value that is neither."""
+    if isinstance(guidance, bool):
+        return LARGEST_SCALE if guidance else 0.0
+    return float(guidance) if isinstance(guidance, int | float) and 1 < guidance < math.inf else None
 
 
 def _unguided(t: torch.Tensor) -> Condition:
