@@ -69,7 +69,7 @@ def start(flags: list[str]) -> dict[str, float]:
     Trainer.open_stream = marking("first batch", Trainer.open_stream)  # type: ignore[method-assign]
     Trainer.train_step = first_step  # type: ignore[assignment]
     sys.argv = ["train.py", *flags]
-    import train
+    from torchditan.commands import train
 
     try:
         train.main()

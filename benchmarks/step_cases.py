@@ -22,7 +22,7 @@ from trainer_step import Step, build_trainer, fill_with_normal, num_parameters, 
 
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Model
-from torchditan.distributed.parallelize import precision_advice
+from torchditan.distributed.precision import multiplies_bfloat16
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.sampler import SampleRows
 from torchditan.models import ModelSpec, build_model_spec
@@ -114,7 +114,7 @@ class Choice:
 
 def lacks_bf16(device: torch.device) -> str | None:
     """Why bfloat16 is not worth measuring on this device; None if it is."""
-    return "this CPU has no bfloat16 products" if precision_advice("bfloat16", device) else None
+    return None if multiplies_bfloat16(device) else "this CPU has no bfloat16 products"
 
 
 def lacks_amx(device: torch.device) -> str | None:

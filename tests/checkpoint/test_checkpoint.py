@@ -258,7 +258,7 @@ sys.argv = ["train.py", *{arguments!r}]
 import resource
 import shutil
 import signal
-import train
+from torchditan.commands import train
 from torchditan.checkpoint import files as checkpoint_files
 from torchditan.supervision.exit_status import run_job
 

@@ -179,8 +179,9 @@ DIRECT = """
 import sys
 sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *sys.argv[1:]]
-import torch, train
+import torch
 from torchditan.checkpoint.post_hoc_ema import PostHocEMA
+from torchditan.commands import train
 from torchditan.optim.power_ema import PowerEMA
 from torchditan.supervision.exit_status import run_job
 
@@ -386,7 +387,7 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *sys.argv[1:]]
-import train
+from torchditan.commands import train
 from torchditan.periodic_tasks import PeriodicTasks
 from torchditan.supervision.exit_status import run_job
 

@@ -185,7 +185,7 @@ def test_a_second_signal_ends_a_rank_at_once_whatever_it_is_in(hang: str, tmp_pa
 WITHOUT_DATA = """
 import multiprocessing, os, signal, sys, threading, time
 import torch
-import train
+from torchditan.commands import train
 from torchditan import datasets
 from torchditan.data_stream.datasets import SequentialDataset
 from torchditan.supervision import preemption

@@ -45,7 +45,7 @@ RECORDING = """
 import json, os, sys
 sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *{arguments!r}]
-import train
+from torchditan.commands import train
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.supervision.exit_status import run_job
 
@@ -96,7 +96,7 @@ MEASURING = """
 import sys
 sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *{arguments!r}]
-import train
+from torchditan.commands import train
 from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.supervision.exit_status import run_job
 
@@ -327,7 +327,7 @@ WITH_A_FULL_DISK = """
 import errno, os, sys
 sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *{arguments!r}]
-import train
+from torchditan.commands import train
 from torchditan.supervision.exit_status import run_job
 from torchditan.weights import exported
 

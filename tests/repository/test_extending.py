@@ -780,7 +780,7 @@ def test_groups_share_out_parameters_decay_and_rate() -> None:
 
 
 def main(jobs: list[list[str]], folder: Path) -> None:
-    import train
+    from torchditan.commands import train
     from torchditan.supervision.exit_status import run_job
 
     add_to_the_repository(folder / f"added-{os.environ['RANK']}")

@@ -195,7 +195,7 @@ FOUR = [
 
 def main(jobs: list[list[str]]) -> None:
 
-    import train
+    from torchditan.commands import train
     from torchditan.supervision.exit_status import run_job
 
     for flags in jobs:
@@ -585,7 +585,7 @@ POISONED = """
 import os, sys
 sys.path.insert(0, {repository!r})
 sys.argv = ["train.py", *{arguments!r}]
-import train
+from torchditan.commands import train
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.optim.ema import local_tensor
 from torchditan.supervision.supervision import Supervision

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from torchditan.checkpoint.files import discard, discard_unfinished, list_checkpoints, step_of
 from torchditan.checkpoint.manager import CheckpointManager
 from torchditan.checkpoint.run_state import ModelState, RunState, Snapshot
 from torchditan.config.options import Config
+from torchditan.distributed.torch_versions import set_group_timeout
 from torchditan.models.saved_weights import saved_parameters
 from torchditan.optim.divergence import DivergenceGuard
 from torchditan.optim.power_ema import PowerEMA, num_snapshots
@@ -140,7 +140,8 @@ class SnapshotManager(CheckpointManager):
             discard_unfinished(folder)
 
     def save(self) -> None:
-        _set_pg_timeout(self.timeout, self.group)  # between steps, ranks wait for each other less long than for a disk
+        # Between steps, ranks wait for each other less long than for a disk.
+        set_group_timeout(self.group, self.timeout)
         super().save()
 
     def _publish(self, partial: Path, target: Path, snapshot: Snapshot, checksums: dict[str, list[Any]]) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchditan.config.errors import ConfigError
+from torchditan.distributed.torch_versions import set_group_timeout
 from torchditan.supervision.parent_death import check_launcher
 
 _jobs = itertools.count()
@@ -86,7 +87,7 @@ def set_timeout(timeout_seconds: int, *, but: dist.ProcessGroup | None = None) -
     dist.barrier()
     groups = [group for group in dist.distributed_c10d._world.pg_map if group not in (None, but)]
     for group in groups:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+        set_group_timeout(group, timedelta(seconds=timeout_seconds))
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
