@@ -124,7 +124,7 @@ def latents_card(
 def escape(text: str) -> str:
     """Text of others as one line of Markdown, without HTML, links, emphasis or headings of its own."""
     line = " ".join(text.split())
-    return re.sub(r"([\\`*_{}\[\]()#+!|~:@.>-])", r"\\\1", html.escape(line, quote=False).replace("&gt;", ">"))
+    return re.sub(r"([\\`*_{}\[\]()#+!|~:@-])", r"\\\1", html.escape(line, quote=False))
 
 
 def _code(text: Any) -> str:
