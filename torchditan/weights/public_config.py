@@ -59,7 +59,7 @@ def public_config(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str
 def is_private(text: str) -> bool:
     """Whether a text looks like an absolute path or a token, or has the name of the user or of the machine."""
     names = {socket.gethostname(), Path.home().name, _user()}
-    words = set(re.split(r"[^\w-]+", text)) | set(re.split(r"\W+", text))
+    words = {word for separators in (r"[^\w-]+", r"\W+", r"[\W_]+") for word in re.split(separators, text)}
     return (
         Path(text).is_absolute()
         or text.startswith("~")
