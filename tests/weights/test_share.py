@@ -45,7 +45,7 @@ SECRETS = {
     "metrics.wandb_project": "hidden-project",
     "cache.folder": "/home/alice_tester/hidden-cache",
     "text_encoder.path": "hidden-folder/encoder",
-    "sampling.prompts": '["hf_hidden0123456789abcdef"]',
+    "dataset.label_key": "hf_hidden0123456789abcdef",
     "checkpoint.folder": "hidden-checkpoints",
 }
 HIDDEN = (b"hidden", b"alice_tester", b"secret_place", b"secret_run")

@@ -252,7 +252,7 @@ def _limits(facts: Facts) -> str:
     lines = [
         "- It draws what its training data shows, with its gaps and its bias, and may repeat single images.",
         f"- It was trained at one size, {' x '.join(map(str, config['dataset']['image_size'] or ['unknown']))} pixels.",
-        "- Nobody has checked it for any use; a file of weights says nothing about the rights in the data.",
+        "- It was not checked for any particular use. The licence of the weights does not cover rights in the data.",
     ]
     if config["autoencoder"]["name"] is not None:
         lines.append("- Its samples are latents; the autoencoder that decodes them loses fine detail.")

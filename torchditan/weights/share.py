@@ -106,7 +106,10 @@ def share_model(
             notes.append(f"no folder for diffusers: {left_out}")
         has_samples = False
         if with_samples:
-            missing = _draw_samples(new, stored.config)
+            try:
+                missing = _draw_samples(new, stored.config)
+            except ConfigError as error:
+                raise ConfigError(f"{error}; or leave the picture out with --without_samples") from None
             has_samples = missing is None
             notes += [f"no {SAMPLES_FILE}: {missing}"] if missing else []
         facts = Facts(
