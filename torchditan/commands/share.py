@@ -53,7 +53,7 @@ def main() -> None:
     arguments = parse(sys.argv[1:])
 
     from torchditan.latents.shared import has_latents
-    from torchditan.run.hub import PREFIX, upload_folder
+    from torchditan.run.hub import PREFIX, Kind, upload_folder
     from torchditan.run.progress import report_progress
 
     source, folder = arguments.source, arguments.folder
@@ -70,7 +70,7 @@ def main() -> None:
             print(f"- the card says that --{name} is not stated")
     place: str | Path = folder
     if arguments.push is not None:
-        kind = "dataset" if is_latents else "model"
+        kind: Kind = "dataset" if is_latents else "model"
         with report_progress(f"uploading {folder} to {arguments.push}"):
             address = upload_folder(folder, arguments.push, kind=kind, message=f"torchditan share: {line}")
         print(f"uploaded: {address}")

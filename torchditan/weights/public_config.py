@@ -47,8 +47,8 @@ def public_config(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str
     if _is_on_hub(initial) or initial in shipped_models():
         public["checkpoint.initial_load_path"] = initial
         public["checkpoint.initial_load_convention"] = values["checkpoint.initial_load_convention"]
-    name = shipped_configuration(config)
-    public["metrics.experiment_name"] = Path(name).name if name else _default_name(public)
+    shipped = shipped_configuration(config)
+    public["metrics.experiment_name"] = Path(shipped).name if shipped else _default_name(public)
     for option, value in public.items():
         choices = options()[option].choices
         if any(is_private(text) for text in _texts(value) if text not in choices):
