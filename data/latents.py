@@ -6,6 +6,7 @@ Notable:
   `imagenet_ci8x8.safetensors`. Without `dataset.root_dir` it reads the public file in the working directory;
 - `read_batch` reads a batch as stored, which the device normalizes; a single item is normalized here;
 - a mirrored sample is the stored latent of the mirrored image, because an encoder does not commute with a mirror;
+- `hub:owner/name` as `dataset.root_dir` downloads shared latents, and a shared folder has its autoencoder with it;
 - held-out latents are normalized like the training latents, never by their own statistics.
 """
 
@@ -25,6 +26,7 @@ from torchditan.datasets.options import existing_path, refuse, refuse_crop
 from torchditan.latents import PUBLIC_FILE
 from torchditan.latents.index import INDEX_FILE, SETTINGS_FILE, fingerprint_of
 from torchditan.latents.shards import LatentShards, to_sample
+from torchditan.run.hub import is_on_hub
 
 Split = Literal["train", "validation"]
 
@@ -84,6 +86,9 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
         raise option_error("dataset.horizontal_flip", True, right)
     index = train_shards.index
     dataset = Latents(shards, name=config.dataset_name, shift=index.shift, scale=index.scale)
+    shared_autoencoder = root / "autoencoder"
+    if index.autoencoder_name == "patch" and index.autoencoder_path is None and shared_autoencoder.is_dir():
+        dataset.index = dataclasses.replace(dataset.index, autoencoder_path=str(shared_autoencoder.resolve()))
     if config.num_classes == 0:
         dataset.class_names, dataset.class_labels = [], None
     return dataset
@@ -91,6 +96,10 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
 
 def _find(config: options.Dataset) -> Path:
     """`dataset.root_dir`, or the public file in that folder or in the working directory."""
+    if config.root_dir is not None and is_on_hub(config.root_dir):
+        from torchditan.latents.shared import open_from_hub
+
+        return open_from_hub(config.root_dir)
     root = existing_path(config)
     return root / PUBLIC_FILE if (root / PUBLIC_FILE).is_file() else root
 

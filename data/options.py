@@ -8,6 +8,7 @@ from pathlib import Path
 from torchditan.config import options
 from torchditan.config.errors import option_error
 from torchditan.latents import PUBLIC_FILE
+from torchditan.run.hub import is_on_hub
 
 _LATENTS = (
     f"a folder that torchditan encode wrote, or the file {PUBLIC_FILE} (dataset fal/cosmos-imagenet on the "
@@ -51,7 +52,8 @@ def existing_path(config: options.Dataset, *, what: str | None = None) -> Path:
 
 def check_root(config: options.Dataset) -> None:
     """Check that the data of a dataset in `NEEDS` exists. train.py calls it before it imports torch."""
-    if config.dataset_name in NEEDS and config.hub_name is None and not config.streaming:
+    is_shared = config.dataset_name == "latents" and config.root_dir is not None and is_on_hub(config.root_dir)
+    if config.dataset_name in NEEDS and config.hub_name is None and not config.streaming and not is_shared:
         existing_path(config)
 
 

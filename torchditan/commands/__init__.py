@@ -35,6 +35,7 @@ COMMANDS = {
     "report": Command("torchditan.commands.report", "one page about runs, or about a grid"),
     "import": Command("torchditan.commands.convert_checkpoint", "a checkpoint of others becomes a run", ("import",)),
     "export": Command("torchditan.commands.convert_checkpoint", "the weights of a run, as one file", ("export",)),
+    "share": Command("torchditan.commands.share", "a model or latents as a folder for others, and on the hub"),
     "refit_time": Command(
         "torchditan.commands.convert_checkpoint",
         "weights for one-step training, by a new embedding of t",

@@ -62,9 +62,11 @@ def export_file(argv: list[str]) -> None:
         raise ConfigError(f"{arguments.out} exists; choose another name, or replace it with --overwrite")
 
     from torchditan.run.progress import report_progress
+    from torchditan.weights.imported_run import run_of
     from torchditan.weights.safetensors_files import DTYPES
 
     start = time.perf_counter()
+    arguments.source = run_of(arguments.source)
     options = {"step": arguments.step, "weights": arguments.weights, "dtype": DTYPES[arguments.dtype]}
     with report_progress(f"exporting {arguments.source}"):
         if is_folder:

@@ -509,6 +509,7 @@ def report(card: Card, repeated: Card | None) -> None:
 def main() -> None:
     from torchditan.config.command_line import check_run
     from torchditan.evaluation.card import arguments_of, read_card
+    from torchditan.weights.shared import is_shared
 
     argv = sys.argv[1:]
     args, flags = parse(argv)
@@ -521,7 +522,8 @@ def main() -> None:
         if args.num_samples is not None or args.samples_per_class is not None:
             stored = [text for text in stored if not text.startswith(("--num_samples=", "--class_balance="))]
         args, flags = parse([*stored, *argv])
-    check_run(args.run)
+    if args.run is not None and not is_shared(args.run):
+        check_run(args.run)
 
     import torch
     import torch.distributed as dist
@@ -529,8 +531,11 @@ def main() -> None:
     from torchditan.distributed.cpu_threads import configure_cpu
     from torchditan.distributed.process_group import Rank, check_devices, init_process_group
     from torchditan.supervision.exit_status import OutOfMemory, is_out_of_memory
+    from torchditan.weights.imported_run import run_of
 
     configure_cpu()
+    if args.run is not None:
+        args.run = run_of(args.run)
     torch.set_float32_matmul_precision(args.float32_matmul_precision)
     rank = Rank.from_environment()
     check_devices(rank)

@@ -27,6 +27,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this script, and the remaining `--sampling.*` flags for the configuration."""
     from torchditan.config.command_line import RunParser, add_float32_matmul_precision, check_output, check_run, count
     from torchditan.config.errors import option_error
+    from torchditan.weights.shared import is_shared
 
     parser = RunParser(__doc__)
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
@@ -46,7 +47,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--out", type=Path, help="PNG to write (default: samples/ of the run)")
     arguments, flags = parser.parse(argv)
-    check_run(arguments.run)
+    if not is_shared(arguments.run):
+        check_run(arguments.run)
     if arguments.out is not None:
         check_output("--out", arguments.out)
     if arguments.original and arguments.without_lora:
@@ -112,9 +114,11 @@ def main() -> None:
     from torchditan.evaluation.grid_picture import save_grid, stills
     from torchditan.evaluation.reconstruction import similarity
     from torchditan.run.progress import report_progress
+    from torchditan.weights.imported_run import run_of
     from torchditan.weights.trained_model import TrainedModel
 
     configure_cpu()
+    args.run = run_of(args.run)
     torch.set_float32_matmul_precision(args.float32_matmul_precision)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     with report_progress(f"loading {args.run}"):

@@ -69,7 +69,12 @@ class RunParser(ScriptParser):
         paths = ("autoencoder.path", "dataset.root_dir", "model.path", "text_encoder.path")
         super().__init__(description, options=("sampling", *paths))
         number = None if is_run_required else "?"
-        self.add_argument("run", type=Path, nargs=number, help="run directory, for example outputs/quickstart")
+        self.add_argument(
+            "run",
+            type=Path,
+            nargs=number,
+            help="run directory, such as outputs/quickstart, or a shared model (docs/sharing.md)",
+        )
         self.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
 
 

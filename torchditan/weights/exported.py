@@ -308,11 +308,19 @@ def _describe_checkpoint(checkpoint: Path, *, weights: Kind | None) -> StoredWei
 
 def _run_content(checkpoint: Path, config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The run's config.json, if the checkpoint or file of final weights is still in its run directory."""
+    run = run_of_weights(checkpoint, config)
+    return {} if run is None else read_config(run)
+
+
+def run_of_weights(checkpoint: Path, config: dict[str, dict[str, Any]]) -> Path | None:
+    """The run directory that still contains this checkpoint or file of final weights; None if there is none."""
     depth = len(Path(config["checkpoint"]["folder"]).parts)
     try:
-        return read_config(checkpoint.resolve().parents[depth])
+        run = checkpoint.resolve().parents[depth]
+        read_config(run)
     except (ConfigError, IndexError):
-        return {}
+        return None
+    return run
 
 
 def find_weights(path: Path, *, step: int | None = None) -> Path:

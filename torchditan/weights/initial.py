@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torchditan.registry import FAMILIES, FORMATS
 from torchditan.run.reading import similar_folder
 from torchditan.weights.exported import StoredWeights, describe_file, describe_weights, find_weights
 from torchditan.weights.safetensors_files import is_of_diffusers, is_pickle, open_file
+from torchditan.weights.shared import is_shared, open_shared, shipped_models
 
 _NUM_SHOWN = 3
 _OF_PREDICTION = ("objective", "prediction", "noise_schedule")
@@ -59,6 +61,8 @@ def load_initial_weights(model: nn.Module, path: str, *, config: Config) -> str:
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
     stored: StoredWeights = found[0]
+    if is_shared(path) and not stored.path.exists():  # downloaded by rank 0 on another machine
+        stored = replace(stored, path=open_shared(path).weights)
     differing = _other_options(stored, config)
     try:
         refuse_unknown_convention(stored, config)
@@ -102,13 +106,17 @@ def load_weights_file(model: nn.Module, path: Path, *, only_trained: bool = Fals
 
 
 def _describe(path: Path) -> StoredWeights:
+    if is_shared(path):
+        return describe_file(open_shared(path).weights)
     if path.is_file():
         if is_pickle(path):
             raise ConfigError(f"{path} is a PyTorch file, whose pickle may execute code; {_HOW_TO_IMPORT}")
         return describe_file(path)
     if not path.exists():
+        shipped = f", or one of the shipped models {', '.join(shipped_models())}" if shipped_models() else ""
         right = (
-            f"a .safetensors file, a run directory, or a checkpoint in one{similar_folder(path, mark='config.json')}"
+            "a .safetensors file, a run directory or a checkpoint in one, a shared folder, hub:owner/name"
+            f"{shipped}{similar_folder(path, mark='config.json')}"
         )
         raise ConfigError(f"{path} does not exist; must be {right}")
     if is_of_diffusers(path):

@@ -46,6 +46,7 @@ from torchditan.weights.exported import (
     read_weights_metadata,
 )
 from torchditan.weights.initial import load_initial_weights, load_weights_file
+from torchditan.weights.shared import is_shared, open_shared
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -393,7 +394,7 @@ class TrainedModel:
         given = self.config.checkpoint.initial_load_path
         if self.config.model.path is None and given is None:
             raise option_error("--original", True, "this run started from random weights; leave it out")
-        if given is not None and not self.config.lora.rank and not Path(given).exists():
+        if given is not None and not self.config.lora.rank and not Path(given).exists() and not is_shared(given):
             raise option_error("--original", True, f"the run started from {given}, which does not exist; leave it out")
 
     def restore_original(self) -> str:
@@ -455,8 +456,9 @@ def load(
     moved them too, give their new paths in `options`.
 
     Args:
-        run: the run directory, one of its checkpoints (`outputs/run/checkpoint/step-00000600`), or a file that
-            `torchditan export` wrote.
+        run: the run directory, one of its checkpoints (`outputs/run/checkpoint/step-00000600`), a file that
+            `torchditan export` wrote, or a shared model: a folder of `torchditan share`, `hub:owner/name` (also with
+            `@revision`), or the name of one that ships with the package.
         step: step of the checkpoint; None takes the newest complete one.
         weights: averaged or raw; None takes the averaged ones if the run kept them.
         device: where to put the model; None takes the GPU if there is one, else the CPU.
@@ -470,6 +472,12 @@ def load(
     """
     folder = Path(run).expanduser()
     flags = _plain(options or {})
+    if is_shared(folder):
+        shared = open_shared(folder)
+        flags = {**shared.places, **flags}
+        return TrainedModel.load_file(
+            shared.weights, step=step, weights=weights, device=device, dtype=dtype, flags=flags
+        )
     if folder.is_file():
         return TrainedModel.load_file(folder, step=step, weights=weights, device=device, dtype=dtype, flags=flags)
     checkpoint = re.fullmatch(r"step-0*(\d+)", folder.name)

@@ -1,0 +1,383 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""torchditan share: what the folder says and hides, who opens it, and which folders are refused."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tiny_runs
+import torch
+from cards import card
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from torchditan import load
+from torchditan.autoencoders.patch import PatchAutoencoder, PatchAutoencoderConfig, PatchNetwork
+from torchditan.config.errors import ConfigError
+from torchditan.config.loader import to_dict
+from torchditan.config.options import Config
+from torchditan.evaluation.card_tables import write_card
+from torchditan.latents.index import read_index
+from torchditan.latents.shards import LatentShards
+from torchditan.run.atomic_files import sha256_of
+from torchditan.weights import imported_run, shared
+from torchditan.weights.exported import export_weights
+from torchditan.weights.imported_run import run_of
+from torchditan.weights.model_card import Statements, escape
+from torchditan.weights.public_config import is_private, public_config, training_command
+from torchditan.weights.share import share_model
+from torchditan.weights.shared import is_shared, open_shared
+
+if TYPE_CHECKING:
+    from tests.conftest import Outcome, RunAlone, RunScript
+
+FEW = ["--sampling.num_steps=2", "--sampling.images_per_class=1", "--sampling.max_classes=3"]
+SECRETS = {
+    "job.description": "for hidden-customer, ask alice_tester",
+    "metrics.wandb_project": "hidden-project",
+    "cache.folder": "/home/alice_tester/hidden-cache",
+    "text_encoder.path": "hidden-folder/encoder",
+    "dataset.label_key": "hf_hidden0123456789abcdef",
+    "checkpoint.folder": "hidden-checkpoints",
+}
+HIDDEN = (b"hidden", b"alice_tester", b"secret_place", b"secret_run")
+
+
+@pytest.fixture(scope="module")
+def run(run_alone: RunAlone, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps on digits, with private values in many options. Tests only read it."""
+    folder = tmp_path_factory.mktemp("secret_place") / "secret_run"
+    secrets = [f"--{name}={value}" for name, value in SECRETS.items()]
+    flags = ["--training.steps=2", "--validation.num_images=8", *FEW, *secrets, *tiny_runs.KEEP]
+    run_alone("train.py", "--job.config_file=quickstart", *tiny_runs.job(folder, *flags))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def digits(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shared run. Tests only read it."""
+    folder = tmp_path_factory.mktemp("shared") / "digits"
+    share_model(run, folder, statements=Statements(license="cc0-1.0", note="<b>new</b> [x](http://x)"))
+    return folder
+
+
+@pytest.fixture
+def copied(digits: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(digits, tmp_path / "copied"))
+
+
+def refused(outcome: Outcome) -> str:
+    assert outcome.code == 2 and "Traceback" not in outcome.err, outcome.err
+    (line,) = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads((folder / "config.json").read_bytes())
+    change(content)
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+def test_the_folder_has_weights_configuration_card_and_picture(digits: Path, run: Path, tmp_path: Path) -> None:
+    assert sorted(path.name for path in digits.iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "samples.png",
+    ]
+    export_weights(run, tmp_path / "exported.safetensors")
+    ours, exported = load_file(digits / "model.safetensors"), load_file(tmp_path / "exported.safetensors")
+    assert ours.keys() == exported.keys() and all(torch.equal(ours[name], exported[name]) for name in ours)
+    content = json.loads((digits / "config.json").read_bytes())
+    with safe_open(digits / "model.safetensors", framework="pt") as file:
+        assert json.loads(file.metadata()["config"]) == content["config"]
+    assert (content["step"], content["images_seen"], content["weights"]) == (2, 16, "ema")
+    assert content["class_names"] == [str(label) for label in range(10)]
+    assert content["hardware"]["device"] == "cpu" and "hostname" not in content["hardware"]
+    text = (digits / "README.md").read_text()
+    assert text.startswith('---\nlibrary_name: "torchditan"\nlicense: "cc0-1.0"\n')
+    assert "<b>" not in text and "[x](" not in text and "&lt;b&gt;new" in text
+    assert "torchditan train quickstart --model.flavor=debugmodel" in text
+    assert "not stated" in text and "were not evaluated" in text
+
+
+def test_nothing_private_gets_into_the_folder(digits: Path, run: Path) -> None:
+    stored = (run / "config.json").read_bytes()
+    assert all(secret in stored for secret in HIDDEN)  # the run has them
+    names = [socket.gethostname(), str(Path.home()), str(run.parent), os.getcwd()]
+    for file in digits.rglob("*"):
+        content = file.read_bytes()
+        for text in [*HIDDEN, *(name.encode() for name in names if len(name) > 3)]:
+            assert text not in content, (file.name, text)
+
+
+def test_options_with_places_are_reset_and_public_names_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node17")
+    monkeypatch.setattr(getpass, "getuser", lambda: "alice")
+    values = {
+        "job.config_file": "/elsewhere/train_configs/recipes/imagenet256_pixels.toml",
+        "dataset.root_dir": "photos",
+        "dataset.trigger_word": "sk-abcdefghijklmnop",
+        "dataset.image_key": "of_alice",
+        "autoencoder.path": "stabilityai/sd-vae-ft-ema",
+        "model.path": "my/model",
+        "lora.assistant_path": "~/lora",
+        "evaluation.inception_weights": "w.pt",
+        "checkpoint.initial_load_path": "hub:me/base",
+        "metrics.experiment_name": "for_a_customer",
+    }
+    public = public_config(to_dict(Config().replace(values)))
+    assert public["autoencoder"]["path"] == "stabilityai/sd-vae-ft-ema"
+    assert public["checkpoint"]["initial_load_path"] == "hub:me/base"
+    assert (public["job"]["config_file"], public["dataset"]["root_dir"], public["model"]["path"]) == (None, None, None)
+    assert public["dataset"]["trigger_word"] is None and public["lora"]["assistant_path"] is None
+    assert public["evaluation"]["inception_weights"] is None
+    assert public["dataset"]["image_key"] == "image"
+    assert public["metrics"]["experiment_name"] == "imagenet256_pixels"
+    (tmp_path / "stabilityai/sd-vae-ft-ema").mkdir(parents=True)  # now a folder of the user's
+    assert public_config(to_dict(Config().replace(values)))["autoencoder"]["path"] is None
+    assert all(map(is_private, ["/data/x", "see /data/x/y", "C:\\x", "~/x", "by node17"]))
+    assert not any(map(is_private, ["DiT-S/2", "a photo of a fox", "euler", "module:name", "1/2"]))
+
+
+def test_the_command_has_no_private_value() -> None:
+    config = Config().replace({"dataset.root_dir": "photos", "training.steps": 5, "dataset.dataset_name": "folder"})
+    command = ["torchditan train", "my.toml", "--dataset.dataset_name", "folder", "--dataset.root_dir=photos"]
+    command += ["--training.steps", "5", "--metrics.wandb_project=x", "--job.dump_folder", "/scratch"]
+    content = {"config": to_dict(config.replace({"job.config_file": "/home/me/my.toml"})), "command": command}
+    right = "torchditan train CONFIG.toml --dataset.dataset_name folder --dataset.root_dir IMAGES --training.steps 5"
+    assert training_command(content) == right
+
+
+def test_a_shared_folder_draws_the_images_of_the_run(
+    digits: Path, run: Path, tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = load(run).sample(classes=[1, 2], seed=3)
+    assert torch.equal(load(digits).sample(classes=[1, 2], seed=3), expected)
+    first = run_script("torchditan", "generate", digits, "--classes=1", "--seed=3", "--out=a.png")
+    assert first.code == 0 and "is opened as the run outputs/models/digits-" in first.err
+    (imported,) = (tmp_path / "outputs/models").iterdir()
+    written = (imported / "config.json").stat().st_mtime_ns
+    assert run_script("torchditan", "generate", digits, "--classes=1", "--seed=3", "--out=b.png").code == 0
+    assert (imported / "config.json").stat().st_mtime_ns == written  # imported once
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert torch.equal(load(imported).sample(classes=[1, 2], seed=3), expected)
+
+
+def test_a_shared_folder_is_evaluated_swept_and_exported(digits: Path, tmp_path: Path, run_script: RunScript) -> None:
+    few = ["--num_samples=8", "--batch_size=8", "--metrics=classifier", "--epochs=1"]
+    assert run_script("torchditan", "evaluate", digits, *few, "--out=evaluated").code == 0
+    assert (tmp_path / "evaluated/card.json").is_file()
+    assert run_script("torchditan", "sweep", digits, "--num_steps", "1", "--dry_run").code == 0
+    assert run_script("torchditan", "export", digits, "out.safetensors").code == 0
+    ours, exported = load_file(digits / "model.safetensors"), load_file(tmp_path / "out.safetensors")
+    assert all(torch.equal(ours[name], exported[name]) for name in exported)
+
+
+def test_training_starts_from_a_shared_folder(digits: Path, tmp_path: Path, run_script: RunScript) -> None:
+    flags = tiny_runs.job(tmp_path / "more", "--training.steps=1", f"--checkpoint.initial_load_path={digits}")
+    trained = run_script("train.py", *flags)
+    assert trained.code == 0 and f"weights of {digits}, step 2 (ema)" in trained.out
+    flags = tiny_runs.job(tmp_path / "other", "--model.patch_size=1", f"--checkpoint.initial_load_path={digits}")
+    assert "holds another model" in refused(run_script("train.py", *flags))
+
+
+def test_a_shipped_model_is_opened_by_its_name_unless_a_path_has_it(
+    digits: Path, run: Path, tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(digits, tmp_path / "models/earth")
+    monkeypatch.setattr(shared, "SHIPPED", tmp_path / "models")
+    monkeypatch.chdir(tmp_path)
+    assert load("earth").step == 2
+    assert run_script("torchditan", "generate", "earth", "--classes=1", "--out=a.png").code == 0
+    flags = tiny_runs.job(tmp_path / "more", "--training.steps=1", "--checkpoint.initial_load_path=earth")
+    assert run_script("train.py", *flags).code == 0
+    (tmp_path / "earth").mkdir()
+    assert not is_shared("earth")
+    with pytest.raises(ConfigError, match=r"earth is not a run directory: it has no config\.json"):
+        load("earth")
+
+
+@pytest.mark.parametrize(
+    ("damage", "right"),
+    [
+        ("flip", "damaged: the SHA-256 of model.safetensors differs"),
+        ("truncate", "damaged: model.safetensors has"),
+        ("delete", "incomplete: model.safetensors is missing"),
+        ("link", "refused: model.safetensors is a link to another folder"),
+        ("newer", "was shared by torchditan 9.9 in format 2; this one reads up to 1: update"),
+        ("outside", "refused: config.json lists '../x'"),
+        ("pickle", "refused: config.json lists 'model.pt'"),
+        ("unlisted", "refused: config.json does not list autoencoder/config.json"),
+        ("no weights", "damaged: config.json lists no model.safetensors"),
+    ],
+)
+def test_a_damaged_or_hostile_folder_is_refused(copied: Path, damage: str, right: str, run_script: RunScript) -> None:
+    weights = copied / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    if damage == "flip":
+        content[-9] ^= 1
+        weights.write_bytes(content)
+    elif damage == "truncate":
+        weights.write_bytes(content[:-1])
+    elif damage == "delete":
+        weights.unlink()
+    elif damage == "link":
+        weights.rename(copied.parent / "outside.safetensors")
+        weights.symlink_to(copied.parent / "outside.safetensors")
+    elif damage == "newer":
+        edit(copied, lambda content: content.update(format_version=2, torchditan_version="9.9"))
+    elif damage in ("outside", "pickle"):
+        name = {"outside": "../x", "pickle": "model.pt"}[damage]
+        edit(copied, lambda content: content["files"].update({name: {"sha256": "", "size": 0}}))
+    elif damage == "unlisted":
+        (copied / "autoencoder").mkdir()
+        (copied / "autoencoder/config.json").write_text("{}")
+    else:
+        edit(copied, lambda content: content["files"].clear())
+    line = refused(run_script("torchditan", "generate", copied))
+    assert right in line and str(copied) in line
+    with pytest.raises(ConfigError, match="copied"):
+        load(copied)
+
+
+def test_a_folder_that_is_no_model_and_weights_of_another_architecture_are_refused(
+    copied: Path, tmp_path: Path, run_script: RunScript
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "is not a run directory: it has no config.json" in refused(run_script("torchditan", "generate", "empty"))
+    (tmp_path / "empty/README.md").write_text("# a card")
+    assert "no config.json" in refused(run_script("torchditan", "generate", "empty"))
+    with safe_open(copied / "model.safetensors", framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(copied / "model.safetensors")
+    tensors["blocks.0.more"] = torch.zeros(3)
+    save_file(tensors, copied / "model.safetensors", metadata)
+    weights = copied / "model.safetensors"
+    entry = {"sha256": sha256_of(weights), "size": weights.stat().st_size}
+    edit(copied, lambda content: content["files"].update({"model.safetensors": entry}))
+    assert "holds another model" in refused(run_script("torchditan", "generate", copied))
+    assert not (tmp_path / "outputs").exists() or not any((tmp_path / "outputs/models").iterdir())
+
+
+def test_two_processes_import_one_run(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    original = imported_run._import_shared
+
+    def slower(opened: Any, run: Path) -> None:
+        original(opened, run)  # the other process
+        original(opened, run)
+
+    monkeypatch.setattr(imported_run, "_import_shared", slower)
+    run = run_of(digits)
+    assert load(run).step == 2 and len(list(run.parent.iterdir())) == 1
+
+
+def test_the_card_has_the_figures_of_the_same_step(run: Path, tmp_path: Path, run_script: RunScript) -> None:
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    write_card(copied / "evaluation/other", card(step=600))
+    write_card(copied / "evaluation/this", card(step=2, created="2020-01-01T00:00:00+00:00"))
+    done = run_script("torchditan", "share", copied, "shared", "--without_samples")
+    assert done.code == 0 and "outputs/quickstart" not in (tmp_path / "shared/README.md").read_text()
+    text = (tmp_path / "shared/README.md").read_text()
+    assert "95% interval" in text and "samples.png" not in text and "3 x 2,600 samples" in text
+    assert not (tmp_path / "shared/samples.png").exists()
+
+
+def test_mistakes_in_sharing_are_one_line(run: Path, tmp_path: Path, run_script: RunScript) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.tex").touch()
+    assert "exists; choose another name" in refused(run_script("torchditan", "share", run, "mine"))
+    line = refused(run_script("torchditan", "share", run, "mine", "--overwrite"))
+    assert "was not written by torchditan share" in line and (tmp_path / "mine/thesis.tex").exists()
+    assert "--license" in refused(run_script("torchditan", "share", run, "x", "--license=My licence"))
+    assert "does not exist" in refused(run_script("torchditan", "share", "nothing", "x"))
+    assert not (tmp_path / "x").exists()
+    assert run_script("torchditan", "share", run, "x", "--without_samples", "--dtype=bfloat16").code == 0
+    assert run_script("torchditan", "share", run, "x", "--without_samples", "--overwrite").code == 0
+    assert "is shared already" in refused(run_script("torchditan", "share", "x", "y"))
+
+
+@pytest.fixture(scope="module")
+def patch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny autoencoder with a private note about its training."""
+    network = PatchNetwork(PatchAutoencoderConfig(image_channels=1, latent_channels=4, patch_size=2, width=8, depth=1))
+    network.init_weights(0)
+    autoencoder = PatchAutoencoder(network, device=torch.device("cpu"))
+    autoencoder.set_normalization(shift=torch.zeros(4), scale=torch.ones(4))
+    folder = tmp_path_factory.mktemp("secret_place") / "autoencoder"
+    autoencoder.save(folder, training={"data": "/home/alice_tester/hidden"})
+    return folder
+
+
+def test_an_autoencoder_of_ours_travels_with_its_model(
+    patch: Path, run_alone: RunAlone, tmp_path: Path, run_script: RunScript
+) -> None:
+    own = Path(shutil.copytree(patch, tmp_path / "secret_place/autoencoder"))
+    flags = ["--autoencoder.online", "--autoencoder.name=patch", f"--autoencoder.path={own}", "--model.patch_size=1"]
+    job = tiny_runs.job(tmp_path / "latent", *flags, "--training.steps=1", *FEW, *tiny_runs.KEEP)
+    run_alone("train.py", *job)
+    expected = load(tmp_path / "latent").sample(classes=[1])
+    assert run_script("torchditan", "share", "latent", "shared").code == 0
+    assert not any(secret in file.read_bytes() for file in (tmp_path / "shared").rglob("*.*") for secret in HIDDEN)
+    shutil.rmtree(tmp_path / "secret_place")
+    moved = Path(shutil.move(tmp_path / "shared", tmp_path / "moved"))
+    assert torch.equal(load(moved).sample(classes=[1]), expected)
+    run = run_of(moved)
+    shutil.rmtree(moved)
+    assert torch.equal(load(run).sample(classes=[1]), expected)
+
+
+def test_shared_latents_have_their_autoencoder_and_no_paths(patch: Path, tmp_path: Path, run_script: RunScript) -> None:
+    flags = ["--dataset.dataset_name=digits", "--autoencoder.name=patch", f"--autoencoder.path={patch}"]
+    assert run_script("torchditan", "encode", "encoded", *flags, "--shard_size=512").code == 0
+    done = run_script("torchditan", "share", "encoded", "shared", "--data_license=UCI")
+    assert done.code == 0, done.err
+    text = (tmp_path / "shared/README.md").read_text()
+    assert "train" in text and "UCI" in text and "autoencoder/" in text
+    for file in (tmp_path / "shared").rglob("*.*"):
+        assert not any(secret in file.read_bytes() for secret in HIDDEN), file
+    index = read_index(tmp_path / "shared/train")
+    original = LatentShards.open(tmp_path / "encoded/train")
+    assert index.autoencoder_path is None and index.shards == original.index.shards
+    job = tiny_runs.job(
+        tmp_path / "run",
+        "--dataset.dataset_name=latents",
+        f"--dataset.root_dir={tmp_path / 'shared'}",
+        "--model.patch_size=1",
+        "--training.steps=1",
+    )
+    assert run_script("train.py", *job).code == 0
+    stored = json.loads((tmp_path / "run/config.json").read_text())["config"]["autoencoder"]
+    assert stored["path"] == str(tmp_path / "shared/autoencoder")
+    assert "has no effect on latents" in refused(run_script("torchditan", "share", "encoded", "y", "--step=3"))
+    (tmp_path / "encoded/train/shard-00000.safetensors").unlink()
+    assert "shard-00000.safetensors is missing" in refused(run_script("torchditan", "share", "encoded", "z"))
+
+
+def test_a_model_that_diffusers_has_gets_its_folder(run_alone: RunAlone, tmp_path: Path, run_script: RunScript) -> None:
+    pytest.importorskip("diffusers")
+    official = ["--model.preset=official", "--diffusion.objective=ddpm", "--model.timestep_frequencies=diffusers"]
+    run_alone("train.py", *tiny_runs.job(tmp_path / "run", *official, "--training.steps=1", *FEW, *tiny_runs.KEEP))
+    done = run_script("torchditan", "share", "run", "shared")
+    assert done.code == 0 and "no folder for diffusers" not in done.out, done.out
+    assert (tmp_path / "shared/diffusers/config.json").is_file()
+    assert "`diffusers/` has the same weights" in (tmp_path / "shared/README.md").read_text()
+
+
+def test_open_shared_checks_before_it_returns(digits: Path) -> None:
+    opened = open_shared(digits)
+    assert opened.name == "digits" and opened.autoencoder is None and len(opened.digest) == 64
+
+
+def test_texts_of_others_cannot_write_markdown() -> None:
+    assert escape("a\n# b <i> [c](d) `e` **f**") == r"a \# b &lt;i&gt; \[c\]\(d\) \`e\` \*\*f\*\*"

@@ -1,0 +1,122 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Write a trained model to a folder that others can open, with its card, and upload it to the Hugging Face hub
+(docs/sharing.md). A folder of encoded latents is shared in the same way.
+
+torchditan share outputs/quickstart digits
+torchditan share outputs/quickstart digits --license cc-by-4.0 --data_license "UCI, CC BY 4.0" --push me/digits
+torchditan share latents/earth earth_latents --push me/earth_latents
+torchditan generate digits
+torchditan generate hub:me/digits
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Arguments of this script. Imports no torch."""
+    from torchditan.config.command_line import ScriptParser, check_run
+    from torchditan.config.errors import option_error
+    from torchditan.run.hub import check_upload
+
+    parser = ScriptParser(__doc__, options=())
+    parser.add_argument(
+        "source", type=Path, metavar="RUN", help="run directory, the folder of a checkpoint, or a folder of latents"
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="also upload the folder to the Hugging Face hub")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: float32)")
+    parser.add_argument("--license", metavar="ID", help="licence of the weights, as the hub names it: cc-by-4.0, mit")
+    parser.add_argument("--data_license", metavar="TEXT", help="licence or origin of the data")
+    parser.add_argument("--note", metavar="TEXT", help="a sentence for the card")
+    parser.add_argument("--without_samples", action="store_true", help="draw no samples.png")
+    parser.add_argument("--overwrite", action="store_true", help="replace a folder that this command wrote")
+    arguments, rest = parser.parse(argv)
+    for word in rest:
+        raise option_error("FOLDER", word, "is one argument too many; must be RUN FOLDER")
+    if arguments.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,63}", arguments.license):
+        raise option_error("--license", arguments.license, "must be an identifier of the hub: cc-by-4.0, mit, other")
+    check_run(arguments.source)
+    if arguments.push is not None:
+        check_upload(arguments.push)
+    return arguments
+
+
+def main() -> None:
+    arguments = parse(sys.argv[1:])
+
+    from torchditan.latents.shared import has_latents
+    from torchditan.run.hub import PREFIX, Kind, upload_folder
+    from torchditan.run.progress import report_progress
+
+    source, folder = arguments.source, arguments.folder
+    start = time.perf_counter()
+    is_latents = has_latents(source)
+    with report_progress(f"sharing {source}"):
+        line, notes = (share_latents if is_latents else share_model)(arguments)
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    print(f"{folder}: {line}, {size / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s")
+    for note in notes:
+        print(f"- {note}")
+    for name in ("license", "data_license"):
+        if getattr(arguments, name) is None:
+            print(f"- the card says that --{name} is not stated")
+    place: str | Path = folder
+    if arguments.push is not None:
+        kind: Kind = "dataset" if is_latents else "model"
+        with report_progress(f"uploading {folder} to {arguments.push}"):
+            address = upload_folder(folder, arguments.push, kind=kind, message=f"torchditan share: {line}")
+        print(f"uploaded: {address}")
+        place = f"{PREFIX}{arguments.push}"
+    if is_latents:
+        print(f"train: torchditan train CONFIG --dataset.dataset_name latents --dataset.root_dir {place}")
+    else:
+        print(f"generate: torchditan generate {place}")
+
+
+def share_model(arguments: argparse.Namespace) -> tuple[str, list[str]]:
+    """Returns what was shared, and notes."""
+    from torchditan.distributed.cpu_threads import configure_cpu
+    from torchditan.weights.model_card import Statements
+    from torchditan.weights.safetensors_files import DTYPES
+    from torchditan.weights.share import share_model
+
+    configure_cpu()
+    dtype = arguments.dtype or "float32"
+    shared = share_model(
+        arguments.source,
+        arguments.folder,
+        step=arguments.step,
+        weights=arguments.weights,
+        dtype=DTYPES[dtype],
+        statements=Statements(arguments.license, arguments.data_license, arguments.note, arguments.push),
+        with_samples=not arguments.without_samples,
+        overwrite=arguments.overwrite,
+    )
+    stored = shared.stored
+    return f"{stored.weights} weights of step {stored.step}, {dtype}", shared.notes
+
+
+def share_latents(arguments: argparse.Namespace) -> tuple[str, list[str]]:
+    """Returns what was shared, and notes."""
+    from torchditan.config.errors import option_error
+    from torchditan.latents.shared import share_latents
+    from torchditan.weights.model_card import Statements
+
+    for name in ("step", "weights", "dtype", "without_samples"):
+        if getattr(arguments, name):
+            raise option_error(f"--{name}", getattr(arguments, name), "has no effect on latents; leave it out")
+    splits, notes = share_latents(
+        arguments.source,
+        arguments.folder,
+        statements=Statements(arguments.license, arguments.data_license, arguments.note, arguments.push),
+        overwrite=arguments.overwrite,
+    )
+    return ", ".join(f"{count:,} latents ({name})" for name, count in splits.items()), notes

@@ -1,0 +1,158 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Shares encoded latents: a folder with shards, index and card, and its way back from the hub.
+
+Notable:
+- shards are hard links where the file system allows it, otherwise copies;
+- the index says nothing about this machine; a small autoencoder of ours travels along, in autoencoder/;
+- what comes from the hub is checked by size and SHA-256 once, after the download.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from torchditan.config.errors import ConfigError, option_error
+from torchditan.latents.index import INDEX_FILE, LatentIndex, index_to_json, read_index
+from torchditan.latents.shards import LABELS_FILE, size_problems
+from torchditan.run.atomic_files import new_folder, sha256_of, write_file
+from torchditan.run.directory import to_json
+from torchditan.run.hub import download_folder
+from torchditan.weights.model_card import Statements, latents_card
+from torchditan.weights.public_config import is_public_name
+from torchditan.weights.shared import AUTOENCODER, copy_autoencoder
+
+SPLITS = ("train", "validation")
+CARD = "README.md"
+_FILES = (INDEX_FILE, LABELS_FILE, "shard-*.safetensors")
+_AUTOENCODER_FILES = ("config.json", "model.safetensors")
+_CHECKED = ".torchditan_checked"
+"""In a downloaded snapshot: its files are those of the index."""
+
+
+def splits_of(folder: Path) -> dict[str, Path]:
+    """name -> folder of each finished split; a single split is called train."""
+    if (folder / INDEX_FILE).is_file():
+        return {"train": folder}
+    return {split: folder / split for split in SPLITS if (folder / split / INDEX_FILE).is_file()}
+
+
+def has_latents(folder: Path) -> bool:
+    """Whether `torchditan encode` wrote this folder, or `torchditan share`."""
+    return bool(splits_of(folder))
+
+
+def share_latents(
+    source: Path, folder: Path, *, statements: Statements, overwrite: bool = False
+) -> tuple[dict[str, int], list[str]]:
+    """Write latents to a folder to share.
+
+    Returns:
+        The number of latents of each split, and notes on what changed.
+
+    Raises:
+        ConfigError: a shard is missing or has another size, or `folder` exists or cannot be written.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        if not overwrite:
+            raise ConfigError(f"{folder} exists; choose another name, or replace a shared folder with --overwrite")
+        if not (has_latents(folder) and (folder / CARD).is_file()):
+            raise ConfigError(f"{folder} exists and was not written by torchditan share; choose another name")
+    if folder.resolve() == source.resolve():
+        raise ConfigError(f"{folder} is the folder of the latents; choose another name")
+    indices = {split: read_index(path) for split, path in splits_of(source).items()}
+    public = {split: _public(index) for split, index in indices.items()}
+    first = next(iter(indices))
+    autoencoder = _own_autoencoder(source, indices[first])
+    with new_folder(folder, replace=overwrite) as new:
+        for split, path in splits_of(source).items():
+            problems = size_problems(path, indices[split])
+            if problems:
+                raise ConfigError(f"{path}/{problems[0]}; encode the latents again")
+            target = new / path.relative_to(source)
+            target.mkdir(exist_ok=True)
+            labels = [LABELS_FILE] if (path / LABELS_FILE).is_file() else []
+            for file in [*(shard.file for shard in indices[split].shards), *labels]:
+                _link(path / file, target / file)
+            write_file(target / INDEX_FILE, to_json(index_to_json(public[split]), indent=2) + b"\n")
+        if autoencoder is not None:
+            copy_autoencoder(autoencoder, new / AUTOENCODER)
+        counts = {split: index.num_images for split, index in indices.items()}
+        text = latents_card(
+            json.loads(to_json(index_to_json(public[first]))),
+            statements,
+            name=folder.resolve().name,
+            splits=counts,
+            has_autoencoder=autoencoder is not None,
+        )
+        write_file(new / CARD, text.encode())
+    skipped = sum(index.num_skipped for index in indices.values())
+    notes = [f"{skipped} images could not be read when encoding; the index lists their numbers"] if skipped else []
+    return counts, notes
+
+
+def open_from_hub(place: str) -> Path:
+    """Download latents as `hub:owner/name`, once, and check them.
+
+    Raises:
+        ConfigError: they do not exist, cannot be fetched, are no latents, or are damaged.
+    """
+    patterns = [f"{folder}{file}" for folder in ("", "train/", "validation/") for file in _FILES]
+    patterns += [f"{AUTOENCODER}/{file}" for file in _AUTOENCODER_FILES]
+    folder = download_folder(place, kind="dataset", patterns=patterns)
+    splits = splits_of(folder)
+    if not splits:
+        raise option_error("dataset.root_dir", place, f"holds no latents (no {INDEX_FILE}), as torchditan share writes")
+    if not (folder / _CHECKED).exists():
+        for path in splits.values():
+            _check(path, read_index(path), place=place)
+        with suppress(OSError):  # a cache that others share may be read-only
+            (folder / _CHECKED).touch()
+    return folder
+
+
+def _check(path: Path, index: LatentIndex, *, place: str) -> None:
+    problems = size_problems(path, index)
+    if problems:
+        raise option_error("dataset.root_dir", place, f"is damaged: {problems[0]}; delete {path} and open it again")
+    for shard in index.shards:
+        if sha256_of(path / shard.file) != shard.sha256:
+            file = (path / shard.file).resolve()
+            right = (
+                f"is damaged: the SHA-256 of {shard.file} differs from {INDEX_FILE}; delete {file} and open it again"
+            )
+            raise option_error("dataset.root_dir", place, right)
+
+
+def _public(index: LatentIndex) -> LatentIndex:
+    """The index without what belongs to this machine: the place of the autoencoder, and the paths of bad images."""
+    shards = tuple(
+        dataclasses.replace(shard, skipped=tuple((number, "unreadable") for number, _ in shard.skipped))
+        for shard in index.shards
+    )
+    path = index.autoencoder_path if is_public_name(index.autoencoder_path) else None
+    return dataclasses.replace(index, autoencoder_path=path, shards=shards)
+
+
+def _own_autoencoder(source: Path, index: LatentIndex) -> Path | None:
+    """The folder of a small autoencoder of ours that exists only here."""
+    if index.autoencoder_name != "patch" or is_public_name(index.autoencoder_path):
+        return None
+    folder = Path(index.autoencoder_path).expanduser() if index.autoencoder_path else source / AUTOENCODER
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder}, the autoencoder of {source}, does not exist here; restore it to share the latents"
+        )
+    return folder
+
+
+def _link(source: Path, target: Path) -> None:
+    """A hard link, or a copy on another file system."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -1,0 +1,120 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Folders on the Hugging Face hub: download one as `hub:owner/name`, and upload one. huggingface_hub does the transfer.
+
+The token, the cache and the endpoint are those of huggingface_hub: HF_TOKEN, HF_HOME and so on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torchditan.config.errors import ConfigError
+from torchditan.config.optional_libraries import import_optional
+
+PREFIX = "hub:"
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,199}", re.ASCII)
+
+Kind = Literal["model", "dataset"]
+
+
+def is_on_hub(place: str | os.PathLike[str]) -> bool:
+    """Whether this is `hub:owner/name`. A path of this name wins."""
+    return os.fspath(place).startswith(PREFIX) and not Path(place).exists()
+
+
+def split_place(place: str) -> tuple[str, str | None]:
+    """`hub:owner/name@revision` -> (owner/name, revision or None).
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    name, at, revision = place.removeprefix(PREFIX).partition("@")
+    if not is_name(name) or (at and (not _REVISION.fullmatch(revision) or ".." in revision)):
+        raise ConfigError(f"{place} is not a place on the hub; must be hub:owner/name or hub:owner/name@revision")
+    return name, revision if at else None
+
+
+def is_name(text: str) -> bool:
+    """Whether this has the form owner/name."""
+    return _NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
+
+
+def download_folder(place: str, *, kind: Kind, patterns: Sequence[str]) -> Path:
+    """Download the files of a hub folder that match these patterns, once, and return the local folder.
+
+    Args:
+        place: `hub:owner/name`, or with `@revision` (a branch, tag or commit).
+        kind: of the repository.
+        patterns: names of files, with * for any text.
+
+    Raises:
+        ConfigError: it does not exist or cannot be fetched.
+    """
+    name, revision = split_place(place)
+    hub = _hub()
+    try:
+        return Path(hub.snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=list(patterns)))
+    except Exception as error:  # connection errors depend on the hub's version: OSError, httpx, requests
+        raise ConfigError(f"{place} {_why(error, what=kind)}") from error
+
+
+def check_upload(name: str) -> None:
+    """Check, before slow work, that an upload can start: the name, the library and a token.
+
+    Raises:
+        ConfigError: one of them is missing.
+    """
+    if not is_name(name):
+        raise ConfigError(f"--push {name} is not a name on the hub; must be owner/name")
+    if _hub().get_token() is None:
+        raise ConfigError(
+            f"--push {name} needs a token with write access: set HF_TOKEN, or log in with `hf auth login`"
+        )
+
+
+def upload_folder(folder: Path, name: str, *, kind: Kind, message: str) -> str:
+    """Create the repository if it does not exist, and upload all files of a folder as one commit.
+
+    Returns:
+        Address of the repository.
+
+    Raises:
+        ConfigError: the hub refuses it, or cannot be reached.
+    """
+    hub = _hub()
+    try:
+        api = hub.HfApi()
+        address = str(api.create_repo(name, repo_type=kind, exist_ok=True))
+        api.upload_folder(repo_id=name, repo_type=kind, folder_path=folder, commit_message=message)
+    except Exception as error:
+        raise ConfigError(f"--push {name} {_why(error, what=kind, is_upload=True)}; {folder} is complete") from error
+    return address
+
+
+def _hub() -> Any:
+    return import_optional("huggingface_hub", extra="share")
+
+
+def _why(error: Exception, *, what: str, is_upload: bool = False) -> str:
+    """Why a transfer failed, and what to do."""
+    errors: Any = import_optional("huggingface_hub.errors", extra="share")  # a lazy submodule, so it must be imported
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, errors.GatedRepoError):  # a subclass of RepositoryNotFoundError, so check it first
+        return "is gated: accept its terms on its page, then log in with `hf auth login` or set HF_TOKEN"
+    if is_upload and status in (401, 403):
+        return f"was refused ({status}): the token in HF_TOKEN or of `hf auth login` must have write access to it"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "has no such revision on the Hugging Face hub"
+    if isinstance(error, errors.RepositoryNotFoundError) or status == 401:
+        return f"was not found on the Hugging Face hub as a {what} (a private one needs HF_TOKEN)"
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        missing = "" if is_upload else "is not in the hub's cache, and "
+        return f"{missing}the Hugging Face hub cannot be reached (no network, or HF_HUB_OFFLINE is set)"
+    verb = "uploaded to" if is_upload else "fetched from"
+    return f"cannot be {verb} the Hugging Face hub ({type(error).__name__}: {first}); try again"

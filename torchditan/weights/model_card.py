@@ -1,0 +1,261 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""README.md of a shared model or of shared latents: a card in the format of the Hugging Face hub.
+
+Texts of the run or of the user (class names, notes) are escaped: they cannot add HTML, links or headings to the card.
+What is unknown is called so.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchditan.evaluation.card import Card
+from torchditan.evaluation.card_tables import columns, table
+from torchditan.run.hub import is_name
+
+NOT_STATED = "not stated by whoever shared it"
+_CLASSES_SHOWN = 50
+
+
+@dataclass(frozen=True)
+class Statements:
+    """What only the user knows about a shared folder."""
+
+    license: str | None = None
+    """Identifier of the licence of the weights, such as cc-by-4.0."""
+    data_license: str | None = None
+    """Licence of the data, or where it comes from."""
+    note: str | None = None
+    repository: str | None = None
+    """owner/name on the hub, if it is pushed there."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about a shared model."""
+
+    manifest: Mapping[str, Any]
+    """config.json of the folder."""
+    name: str
+    """Of the folder."""
+    command: str | None
+    metrics: Sequence[Mapping[str, Any]]
+    """Records of metrics.jsonl up to the step of the weights."""
+    evaluation: Card | None
+    is_imported: bool
+    has_samples: bool
+    has_diffusers: bool
+
+
+def model_card(facts: Facts, statements: Statements) -> str:
+    """The text of README.md."""
+    manifest = facts.manifest
+    config = manifest["config"]
+    place = statements.repository and f"hub:{statements.repository}"
+    title = statements.repository.split("/")[1] if statements.repository else facts.name
+    takes_prompts = config["model"]["text"] is not None or config["dataset"]["dataset_name"] == "captions"
+    hub_name = config["dataset"]["hub_name"]
+    front = {
+        "library_name": "torchditan",
+        "license": statements.license,
+        "pipeline_tag": "text-to-image" if takes_prompts else "unconditional-image-generation",
+        "tags": ["diffusion", "diffusion-transformer", config["diffusion"]["objective"]],
+        "datasets": [hub_name] if hub_name and is_name(hub_name) else None,
+    }
+    size = "x".join(map(str, config["dataset"]["image_size"] or ()))
+    sections = [
+        _front_matter(front),
+        f"# {escape(title)}",
+        f"A diffusion transformer that draws images of {size} pixels, trained with TorchDiTan"
+        f" ({_model(config)}; {manifest['weights']} weights of step {manifest['step']:,}).",
+        "![samples](samples.png)" if facts.has_samples else "",
+        escape(statements.note) if statements.note else "",
+        _opening(place or "FOLDER", is_placeholder=place is None, num_classes=len(manifest["class_names"])),
+        _data(facts, statements),
+        _training(facts),
+        _figures(facts.evaluation),
+        _licences(statements),
+        _limits(facts),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def latents_card(
+    index: Mapping[str, Any], statements: Statements, *, name: str, splits: Mapping[str, int], has_autoencoder: bool
+) -> str:
+    """README.md of shared latents.
+
+    Args:
+        index: index.json of the first split.
+        splits: name -> number of latents.
+        name: of the folder.
+        has_autoencoder: whether the folder has the autoencoder that decodes them.
+    """
+    place = f"hub:{statements.repository}" if statements.repository else "FOLDER"
+    front = {"license": statements.license, "tags": ["torchditan", "latents"]}
+    rows = [[split, f"{count:,}"] for split, count in splits.items()]
+    autoencoder = index["autoencoder"]
+    origin = "in the folder `autoencoder/`" if has_autoencoder else f"`{autoencoder['path'] or autoencoder['name']}`"
+    classes = _classes(index["class_names"])
+    sections = [
+        _front_matter(front),
+        f"# {escape(statements.repository.split('/')[1] if statements.repository else name)}",
+        f"Images of the dataset {_code(index['dataset'])}, encoded once with TorchDiTan, to train on without the "
+        "autoencoder.",
+        escape(statements.note) if statements.note else "",
+        columns(["split", "latents"], rows),
+        f"- latents: {' x '.join(map(str, index['latent_shape']))}, {index['dtype']}, of images of "
+        f"{' x '.join(map(str, index['image_size']))} pixels\n"
+        f"- autoencoder: {_code(autoencoder['name'])}, {_code(autoencoder['fingerprint'])}, {origin}\n"
+        f"- mirrored images: {'yes' if index['flipped'] else 'no'}",
+        f"Classes: {classes}" if classes else "",
+        "## Train on them\n\n```bash\n"
+        f"torchditan train CONFIG --dataset.dataset_name latents --dataset.root_dir {place}\n```",
+        _licences(statements),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def escape(text: str) -> str:
+    """Text of others as one line of Markdown, without HTML, links, emphasis or headings of its own."""
+    line = " ".join(text.split())
+    return re.sub(r"([\\`*_{}\[\]()#+!|~:@-])", r"\\\1", html.escape(line, quote=False))
+
+
+def _code(text: Any) -> str:
+    """A short value as code."""
+    return f"`{' '.join(str(text).replace('`', '').split())}`"
+
+
+def _front_matter(values: Mapping[str, Any]) -> str:
+    """YAML; JSON writes its texts and lists in a form that YAML reads."""
+    lines = [f"{name}: {json.dumps(value)}" for name, value in values.items() if value]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _model(config: Mapping[str, Any]) -> str:
+    return f"{config['model']['name']} {config['model']['flavor']}, patch size {config['model']['patch_size']}"
+
+
+def _opening(place: str, *, is_placeholder: bool, num_classes: int) -> str:
+    where = ", where FOLDER is this folder" if is_placeholder else ""
+    install = "torchditan[share]" if place.startswith("hub:") else "torchditan"
+    draw = "classes=[0, 1], seed=0" if num_classes > 1 else "seed=0"
+    return f"""## Open it
+
+Install TorchDiTan (`pip install '{install}'`){where}:
+
+```bash
+torchditan generate {place}
+torchditan train CONFIG --checkpoint.initial_load_path {place}
+```
+
+```python
+import torchditan
+
+model = torchditan.load("{place}")
+images = model.sample({draw})  # (N, C, H, W) uint8
+```"""
+
+
+def _data(facts: Facts, statements: Statements) -> str:
+    dataset = facts.manifest["config"]["dataset"]
+    classes = _classes(facts.manifest["class_names"])
+    known = facts.evaluation.reference if facts.evaluation else None
+    count = known.num_images if known and known.source == "train" else None
+    lines = [
+        f"- dataset: {_code(dataset['dataset_name'])}"
+        + (f" ({_code(dataset['hub_name'])} on the hub)" if dataset["hub_name"] else ""),
+        f"- fingerprint: {_code(dataset['fingerprint']) if dataset['fingerprint'] else 'none for this dataset'}",
+        f"- training images: {f'{count:,}' if count else 'number not recorded'}",
+        f"- image size: {' x '.join(map(str, dataset['image_size'] or ['unknown']))}",
+        f"- classes: {classes or 'none'}",
+        f"- origin and licence: {escape(statements.data_license) if statements.data_license else NOT_STATED}",
+    ]
+    return "\n".join(["## Data", "", *lines])
+
+
+def _classes(names: Sequence[str]) -> str:
+    shown = ", ".join(escape(name) for name in names[:_CLASSES_SHOWN])
+    return shown + (f" and {len(names) - _CLASSES_SHOWN} more" if len(names) > _CLASSES_SHOWN else "")
+
+
+def _training(facts: Facts) -> str:
+    manifest = facts.manifest
+    hardware, versions = manifest["hardware"], manifest["versions"] or {}
+    device = hardware.get("device_name") or "not recorded"
+    last = facts.metrics[-1] if facts.metrics else {}
+    seconds, flops = last.get("elapsed_s"), _flops(facts.metrics, hardware.get("device_count"))
+    number = hardware.get("device_count") or 1
+    lines = [
+        f"- hardware: {escape(str(device))}" + (f", {number} devices" if number > 1 else ""),
+        f"- time: {_duration(seconds) if seconds else 'not recorded'}",
+        f"- images seen: {manifest['images_seen']:,}",
+        f"- model FLOPs: {f'{flops:.2g}' if flops else 'not recorded'}",
+        f"- code: {', '.join(f'{name} {version}' for name, version in versions.items() if version)}"
+        + (f", commit {_code(manifest['git_commit'])}" if manifest["git_commit"] else ""),
+    ]
+    command = f"```bash\n{facts.command}\n```" if facts.command else "The command is not known."
+    if facts.is_imported:
+        command = "These weights were imported; how they were trained is not known here."
+    return "\n".join(["## Training", "", command, "", *lines, "", "`config.json` has every option."])
+
+
+def _flops(metrics: Iterable[Mapping[str, Any]], num_devices: int | None) -> float | None:
+    """Model FLOPs of all steps, from the rate of each record; None if one is missing."""
+    total, seen = 0.0, 0
+    for record in metrics:
+        rate, images, speed = (record.get(key) for key in ("tflops_per_device", "images_seen", "images_per_second"))
+        if not rate or not images or not speed or num_devices is None:
+            return None
+        total += (images - seen) / speed * rate * 1e12 * num_devices
+        seen = images
+    return total or None
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
+
+
+def _figures(card: Card | None) -> str:
+    if card is None:
+        return "## Figures\n\nThese weights were not evaluated (`torchditan evaluate` does)."
+    seeds = f"{len(card.seeds)} x " if len(card.seeds) > 1 else ""
+    sampling = card.sampling
+    how = f"{seeds}{card.num_samples:,} samples, {sampling.get('sampler')} {sampling.get('num_steps')} steps"
+    if "guidance_scale" in sampling:
+        how += f", guidance {sampling['guidance_scale']:g}"
+    against = {"train": "training images", "held_out": "held-out images", "file": "a file of reference images"}
+    return (
+        f"## Figures\n\n{table(card)}\n\n{how}, against {against[card.reference.source]}. Training again with another "
+        "seed changes them further."
+    )
+
+
+def _licences(statements: Statements) -> str:
+    of_weights = _code(statements.license) if statements.license else NOT_STATED
+    return (
+        f"## Licence\n\n- this folder: {of_weights}\n"
+        f"- the data: {escape(statements.data_license) if statements.data_license else NOT_STATED}"
+    )
+
+
+def _limits(facts: Facts) -> str:
+    config = facts.manifest["config"]
+    lines = [
+        "- It draws what its training data shows, with its gaps and its bias, and may repeat single images.",
+        f"- It was trained at one size, {' x '.join(map(str, config['dataset']['image_size'] or ['unknown']))} pixels.",
+        "- It was not checked for any particular use. The licence of the weights does not cover rights in the data.",
+    ]
+    if config["autoencoder"]["name"] is not None:
+        lines.append("- Its samples are latents; the autoencoder that decodes them loses fine detail.")
+    if facts.has_diffusers:
+        lines.append("- `diffusers/` has the same weights for diffusers.")
+    return "\n".join(["## Limits", "", *lines])

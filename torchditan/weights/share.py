@@ -1,0 +1,232 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Writes a trained model as a folder to share: weights, config.json, a model card and a picture of samples.
+
+Notable:
+- the folder is complete or does not exist; samples are drawn from the written files, which so prove that they open;
+- nothing private is written: public_config.py says what stays of the configuration, and the picture shows no images of
+  the dataset;
+- shared.py opens it. It checks the files that config.json lists; the card and the picture may be edited.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchditan.autoencoders import kind_of
+from torchditan.config.errors import ConfigError, option_error
+from torchditan.evaluation.card import CARD_FILE, Card, read_card
+from torchditan.evaluation.grid_picture import save_grid, stills
+from torchditan.evaluation.sampler import SampleRows
+from torchditan.run import provenance
+from torchditan.run.atomic_files import new_folder, sha256_of, write_file
+from torchditan.run.directory import to_json
+from torchditan.run.reading import read_config, read_metrics
+from torchditan.weights.diffusers_export import export_to_diffusers
+from torchditan.weights.exported import Kind, StoredWeights, open_weights, run_of_weights, write_stored
+from torchditan.weights.model_card import Facts, Statements, model_card
+from torchditan.weights.public_config import public_config, public_hardware, training_command
+from torchditan.weights.shared import (
+    AUTOENCODER,
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    LIBRARY,
+    READ,
+    WEIGHTS_FILE,
+    copy_autoencoder,
+    is_shared,
+    open_shared,
+)
+from torchditan.weights.trained_model import TrainedModel
+
+SAMPLES_FILE = "samples.png"
+CARD_OF_MODEL = "README.md"
+DIFFUSERS = "diffusers"
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Result of `share_model`."""
+
+    stored: StoredWeights
+    notes: list[str]
+    """What the folder lacks, and why; a line each."""
+
+
+def share_model(
+    source: Path,
+    folder: Path,
+    *,
+    step: int | None = None,
+    weights: Kind | None = None,
+    dtype: torch.dtype = torch.float32,
+    statements: Statements,
+    with_samples: bool = True,
+    overwrite: bool = False,
+) -> Shared:
+    """Write the weights of a run to a folder that others can open, with its card.
+
+    Args:
+        source: run directory, or the folder of a checkpoint.
+        folder: the folder to create.
+        step: of a run's checkpoint; None takes the newest.
+        weights: averaged or raw; None takes the averaged ones if the run kept them.
+        dtype: of the weights, float32 or bfloat16.
+        statements: what only the user knows, such as the licence.
+        with_samples: draw a picture of samples.
+        overwrite: replace `folder` if it is a shared model.
+
+    Raises:
+        ConfigError: there are no such weights, they belong to a LoRA, the autoencoder is missing, or `folder` exists or
+            cannot be written.
+    """
+    refuse_existing(folder, overwrite=overwrite)
+    if is_shared(source):
+        raise ConfigError(f"{source} is shared already; give a run, or import it with torchditan import")
+    stored, read = open_weights(source, step=step, weights=weights)
+    assert stored.config is not None
+    run = run_of_weights(stored.path, stored.config)
+    content = read_config(run) if run is not None else {"config": stored.config}
+    public = replace(stored, config=public_config(stored.config))
+    autoencoder = _own_autoencoder(stored.config)
+    notes = []
+    with new_folder(folder, replace=overwrite) as new:
+        write_stored(new / WEIGHTS_FILE, public, read, dtype=dtype)
+        if autoencoder is not None:
+            copy_autoencoder(autoencoder, new / AUTOENCODER)
+        files = {name: _entry(new / name) for name in READ if (new / name).exists()}
+        manifest = _manifest(public, content, files)
+        write_file(new / CONFIG_FILE, to_json(manifest, indent=2) + b"\n")
+        left_out = _export_to_diffusers(source, stored, new / DIFFUSERS, dtype=dtype)
+        if left_out is not None:
+            notes.append(f"no folder for diffusers: {left_out}")
+        has_samples = False
+        if with_samples:
+            try:
+                missing = _draw_samples(new, stored.config)
+            except ConfigError as error:
+                raise ConfigError(f"{error}; or leave the picture out with --without_samples") from None
+            has_samples = missing is None
+            notes += [f"no {SAMPLES_FILE}: {missing}"] if missing else []
+        facts = Facts(
+            manifest,
+            name=folder.resolve().name,
+            command=training_command(content),
+            metrics=[] if run is None else _metrics(run, stored.step),
+            evaluation=None if run is None else newest_card(run, stored),
+            is_imported="imported" in content,
+            has_samples=has_samples,
+            has_diffusers=left_out is None,
+        )
+        write_file(new / CARD_OF_MODEL, model_card(facts, statements).encode())
+    return Shared(stored, notes)
+
+
+def refuse_existing(folder: Path, *, overwrite: bool) -> None:
+    """Refuse to replace a folder; a shared one may be replaced with `overwrite`."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise ConfigError(f"{folder} is not a folder; choose another name")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise ConfigError(f"{folder} exists; choose another name, or replace a shared folder with --overwrite")
+    if not is_shared(folder):
+        raise ConfigError(f"{folder} exists and was not written by torchditan share; choose another name")
+
+
+def newest_card(run: Path, stored: StoredWeights) -> Card | None:
+    """The newest evaluation of these weights; None if there is none."""
+    cards = []
+    for file in run.glob(f"evaluation/**/{CARD_FILE}"):
+        try:
+            card = read_card(file)
+        except ConfigError:  # damaged, or of another version
+            continue
+        if card.step == stored.step and card.weights == stored.weights and card.images is None:
+            cards.append(card)
+    return max(cards, key=lambda card: card.created, default=None)
+
+
+def _manifest(public: StoredWeights, content: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the folder."""
+    return {
+        "library_name": LIBRARY,
+        "format_version": FORMAT_VERSION,
+        "torchditan_version": provenance.versions("torchditan")["torchditan"],
+        "files": files,
+        "step": public.step,
+        "images_seen": public.images_seen,
+        "weights": public.weights,
+        "class_names": public.class_names,
+        "config": public.config,
+        "git_commit": public.git_commit,
+        "versions": content.get("versions"),
+        "hardware": public_hardware(content),
+    }
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    return {"sha256": sha256_of(path), "size": path.stat().st_size}
+
+
+def _metrics(run: Path, step: int | None) -> list[dict[str, Any]]:
+    """The records of a run up to this step."""
+    return [record for record in read_metrics(run) if step is None or record.get("step", 0) <= step]
+
+
+def _own_autoencoder(config: dict[str, dict[str, Any]]) -> Path | None:
+    """The folder of the autoencoder, if it exists only on this machine and is ours to copy."""
+    section = config.get("autoencoder", {})
+    name, path = section.get("name"), section.get("path")
+    if name is None or path is None or kind_of(name) != "patch":
+        return None
+    folder = Path(path).expanduser()
+    if (folder / CONFIG_FILE).is_file():
+        return folder
+    if public_config(config)["autoencoder"]["path"] == path:  # one that ships with the package
+        return None
+    raise option_error("autoencoder.path", path, "does not exist here, so it cannot be shared; restore the folder")
+
+
+def _export_to_diffusers(source: Path, stored: StoredWeights, folder: Path, *, dtype: torch.dtype) -> str | None:
+    """Write the folder of diffusers. Returns why there is none."""
+    try:
+        export_to_diffusers(source, folder, step=stored.step, weights=stored.weights, dtype=dtype)
+    except ConfigError as error:
+        return str(error).removeprefix('--format = "diffusers": ').removesuffix("; must be torchditan")
+    for file in folder.rglob("*.json"):  # diffusers notes where a model came from
+        content = json.loads(file.read_bytes())
+        if isinstance(content, dict) and content.pop("_name_or_path", None) is not None:
+            write_file(file, to_json(content, indent=2) + b"\n")
+    return None
+
+
+def _draw_samples(folder: Path, config: dict[str, dict[str, Any]]) -> str | None:
+    """Draw the grid of the run's `[sampling]` options with the files of a shared folder. Returns why not.
+
+    Real images are not shown: they may be private.
+    """
+    shared = open_shared(folder)
+    own = {
+        f"{section}.path": config.get(section, {}).get("path") for section in ("model", "autoencoder", "text_encoder")
+    }
+    flags = {**{name: value for name, value in own.items() if value is not None}, **shared.places}
+    trained = TrainedModel.load_file(shared.weights, dtype=None, flags=flags)
+    sampling = trained.config.sampling
+    if trained.takes_prompts:
+        if not sampling.prompts:
+            return "the run has no sampling.prompts"
+        rows = trained.encode_prompts(sampling.prompts)
+    else:
+        labels = range(min(sampling.max_classes, max(1, trained.num_classes)))
+        rows = SampleRows.of_classes(list(labels), class_names=trained.class_names if trained.num_classes else [])
+    samples = trained.generate_rows(rows, samples_per_row=sampling.images_per_class, seed=0, batch_size=64)
+    title = f"step {trained.step}, {trained.weights} weights, {sampling.sampler} {sampling.num_steps} steps, "
+    title += f"guidance {sampling.guidance_scale:g}, seed 0"
+    pictures = stills(trained.to_pixels(samples))
+    save_grid(folder / SAMPLES_FILE, pictures, None, rows.names, title=title)
+    return None

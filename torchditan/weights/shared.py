@@ -1,0 +1,170 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Opens shared models: a folder that `torchditan share` wrote, one on the hub, or one that ships with the package.
+
+The folder may be a stranger's. Only config.json and the files of `READ` are read, none of them a pickle. Each must be a
+plain file inside the folder, with the size and the SHA-256 that config.json states. Importing this module needs no
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchditan.config.errors import ConfigError
+from torchditan.config.loader import TRAIN_CONFIGS
+from torchditan.run.atomic_files import sha256_of, write_file
+from torchditan.run.hub import download_folder, is_on_hub, split_place
+from torchditan.run.reading import check_folder
+
+LIBRARY = "torchditan"
+FORMAT_VERSION = 1
+"""Raised when an older reader would misunderstand a folder."""
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+AUTOENCODER = "autoencoder"
+"""Subfolder of an autoencoder that `torchditan autoencoder` trained."""
+READ = (WEIGHTS_FILE, f"{AUTOENCODER}/config.json", f"{AUTOENCODER}/model.safetensors")
+SHIPPED = TRAIN_CONFIGS / "models"
+"""Shared folders that ship with the package, by name."""
+
+
+@dataclass(frozen=True)
+class SharedModel:
+    """A shared folder whose files are complete."""
+
+    folder: Path
+    name: str
+    """Of the folder, the repository or the shipped model."""
+    digest: str
+    """SHA-256 of the weights."""
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / WEIGHTS_FILE
+
+    @property
+    def autoencoder(self) -> Path | None:
+        """Folder of the autoencoder that came with the model."""
+        folder = self.folder / AUTOENCODER
+        return folder if (folder / CONFIG_FILE).is_file() else None
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Options that name the parts in this folder."""
+        return {} if self.autoencoder is None else {"autoencoder.path": str(self.autoencoder.resolve())}
+
+
+def is_shared(place: str | os.PathLike[str]) -> bool:
+    """Whether this is a shared model: `hub:owner/name`, a shared folder, or the name of a shipped one.
+
+    A path that exists always wins over a name. Nothing is downloaded or checked.
+    """
+    path = Path(place)
+    if path.exists():
+        return _library(path) == LIBRARY
+    return is_on_hub(place) or os.fspath(place) in shipped_models()
+
+
+def shipped_models() -> list[str]:
+    """Names of the models that ship with the package."""
+    return sorted(file.parent.name for file in SHIPPED.glob(f"*/{CONFIG_FILE}"))
+
+
+def open_shared(place: str | os.PathLike[str]) -> SharedModel:
+    """Find a shared model, download it if it is on the hub, and check its files.
+
+    Raises:
+        ConfigError: it does not exist, cannot be fetched, is no shared model, is of a newer version, or a file is
+            missing, damaged or not allowed there.
+    """
+    text = os.fspath(place)
+    if is_on_hub(text):
+        folder = download_folder(text, kind="model", patterns=[CONFIG_FILE, *READ])
+        return _check(folder, shown=text, name=split_place(text)[0].split("/")[1])
+    if not Path(text).exists() and text in shipped_models():
+        return _check(SHIPPED / text, shown=text, name=text)
+    check_folder(Path(text), mark=CONFIG_FILE, what="a shared model")
+    return _check(Path(text), shown=text, name=Path(text).resolve().name)
+
+
+def copy_autoencoder(source: Path, target: Path) -> None:
+    """Copy what opens an autoencoder of ours, without the description of its training, which has paths."""
+    content = json.loads((source / CONFIG_FILE).read_bytes())
+    content["training"] = {}
+    write_file(target / WEIGHTS_FILE, (source / WEIGHTS_FILE).read_bytes())
+    write_file(target / CONFIG_FILE, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _check(folder: Path, *, shown: str, name: str) -> SharedModel:
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"{shown} is no model of TorchDiTan: it has no {CONFIG_FILE}")
+    manifest = _read(folder, CONFIG_FILE, shown=shown)
+    if not isinstance(manifest, dict) or manifest.get("library_name") != LIBRARY:
+        raise ConfigError(f"{shown} is no model of TorchDiTan: {CONFIG_FILE} was not written by torchditan share")
+    version = manifest.get("format_version")
+    if type(version) is not int:
+        raise ConfigError(f"{shown} is damaged: {CONFIG_FILE} has no format_version")
+    if version > FORMAT_VERSION:
+        made_by = str(manifest.get("torchditan_version"))[:20]
+        right = f"was shared by torchditan {made_by} in format {version}; this one reads up to {FORMAT_VERSION}: update"
+        raise ConfigError(f"{shown} {right}")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or WEIGHTS_FILE not in files:
+        raise ConfigError(f"{shown} is damaged: {CONFIG_FILE} lists no {WEIGHTS_FILE}")
+    for file, entry in files.items():
+        if file not in READ:
+            raise ConfigError(f"{shown} is refused: {CONFIG_FILE} lists {file!r}; must be one of {', '.join(READ)}")
+        _check_file(folder, file, entry, shown=shown)
+    for file in READ:  # one that is not listed would be read without a check
+        if file not in files and os.path.lexists(folder / file):
+            raise ConfigError(f"{shown} is refused: {CONFIG_FILE} does not list {file}")
+    return SharedModel(folder, name, str(files[WEIGHTS_FILE]["sha256"]))
+
+
+def _check_file(folder: Path, file: str, entry: Any, *, shown: str) -> None:
+    size, sha256 = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+    path = _inside(folder, file, shown=shown)
+    if not path.is_file():
+        raise ConfigError(f"{shown} is incomplete: {file} is missing; download or copy it again")
+    if (found := path.stat().st_size) != size:
+        raise ConfigError(f"{shown} is damaged: {file} has {found} bytes, not {size}; {_again(path)}")
+    if sha256_of(path) != sha256:
+        raise ConfigError(f"{shown} is damaged: the SHA-256 of {file} differs from {CONFIG_FILE}; {_again(path)}")
+
+
+def _again(path: Path) -> str:
+    is_cached = "snapshots" in path.parts and path.is_symlink()
+    return f"delete {path.resolve()} and open it again" if is_cached else "download or copy it again"
+
+
+def _inside(folder: Path, file: str, *, shown: str) -> Path:
+    """The path of a file, which must not lead out of the folder. The hub's cache links to its own blobs."""
+    places = [folder.resolve()]
+    if folder.parent.name == "snapshots":
+        places.append(folder.parent.resolve().parent / "blobs")
+    path = folder / file
+    if not any(path.resolve().is_relative_to(place) for place in places):
+        raise ConfigError(f"{shown} is refused: {file} is a link to another folder")
+    return path
+
+
+def _read(folder: Path, file: str, *, shown: str) -> Any:
+    try:
+        return json.loads(_inside(folder, file, shown=shown).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{shown} cannot be read: {file}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{shown} is damaged: {file} does not parse; download or copy it again") from None
+
+
+def _library(folder: Path) -> str | None:
+    """`library_name` in the folder's config.json."""
+    try:
+        content = json.loads((folder / CONFIG_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content.get("library_name") if isinstance(content, dict) else None
