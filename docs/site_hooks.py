@@ -3,28 +3,23 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 LINK = re.compile(r"\]\(((?:\.\./)+[^)#\s]*)(#[^)\s]*)?\)")
-LOG = logging.getLogger("mkdocs.hooks.site_hooks")  # a warning fails a strict build
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: object) -> str:
-    """Called by MkDocs for each page. Warns if a link outside docs/ leads nowhere."""
+    """Called by MkDocs for each page. A link to a file that does not exist stays as it is, and fails a strict build."""
     docs = Path(config["docs_dir"])
     repository = docs.parent
 
     def replace(link: re.Match[str]) -> str:
         target = Path(os.path.normpath((docs / page.file.src_uri).parent / link[1]))
-        if target.is_relative_to(docs):
-            return link[0]
-        if not target.is_relative_to(repository) or not target.exists():
-            LOG.warning("%s: %s does not exist", page.file.src_uri, link[1])
-            return link[0]
+        if target.is_relative_to(docs) or not target.is_relative_to(repository) or not target.exists():
+            return link[0]  # MkDocs checks it
         kind = "tree" if target.is_dir() else "blob"
         path = target.relative_to(repository).as_posix()
         return f"]({config['repo_url'].rstrip('/')}/{kind}/HEAD/{path}{link[2] or ''})"

@@ -53,7 +53,7 @@ def test_the_site_has_every_page_and_what_it_searches(site: Path) -> None:
 @pytest.mark.slow
 def test_the_api_page_has_signatures_and_docstrings(site: Path) -> None:
     text = re.sub(r"<[^>]+>", "", pages(site)["api.html"])
-    for part in ("samples_per_class", "Per-sample loss", "Open a trained run"):
+    for part in ("samples_per_class", "Per-sample loss", "Load a trained run"):
         assert part in text, part
     named = re.findall(r"^::: (\S+)", (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert [name for name in named if f'id="{name}"' not in pages(site)["api.html"]] == []
