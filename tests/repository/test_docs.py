@@ -54,7 +54,7 @@ def test_options_exist(page: Path) -> None:
     named = set(re.findall(r"--([a-z_0-9]+\.[a-z_0-9]+)", text))
     named |= {name for name in re.findall(r"`([a-z_0-9]+\.[a-z_0-9]+)[` ]", text) if name.split(".")[0] in SECTIONS}
     named = {name for name in named if name.split(".")[0] not in ("axes", "settings", "slurm")}  # of the grid runner
-    files = {name for name in named if name.endswith((".json", ".jsonl", ".py", ".toml"))}
+    files = {name for name in named if name.endswith((".json", ".jsonl", ".py", ".safetensors", ".toml"))}
     assert named - files - options().keys() - LEGACY_KEYS.keys() - RENAMED_KEYS.keys() - {"sampling.key"} == set()
 
 
