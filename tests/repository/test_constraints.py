@@ -32,7 +32,7 @@ def direct_dependencies() -> list[Requirement]:
     """Of the package and of the extras that `dev` installs, on Python 3.11."""
     extras = project()["optional-dependencies"]
     dev = {extra for text in extras["dev"] for extra in Requirement(text).extras} | {"dev"}
-    texts = [*project()["dependencies"], *(text for extra in dev for text in extras[extra])]
+    texts = [*project()["dependencies"], *(text for extra in sorted(dev) for text in extras[extra])]
     found = [one for one in map(Requirement, texts) if one.name != "torchditan"]
     return [one for one in found if one.marker is None or one.marker.evaluate({"python_version": "3.11"})]
 
