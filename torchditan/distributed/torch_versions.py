@@ -35,7 +35,7 @@ def check_torch() -> None:
     requirement = next((text for text in requirements if re.match(r"torch\s*[<>(]", text)), "")
     if not is_within(installed, requirement):
         tested = ",".join(sorted(re.findall(r"[<>]=?\s*[\d.]+", requirement), reverse=True))
-        right = f"must be {tested}, the versions that TorchDiTan is tested with: pip install 'torch{tested}'"
+        right = f"must be {tested}: pip install 'torch{tested}'"
         error = option_error("torch", installed, right)
         error.is_of_this_rank = True  # another machine may have another torch
         raise error
