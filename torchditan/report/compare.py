@@ -554,8 +554,9 @@ def read_run(folder: Path, label: str) -> Run:
 def _number(record: dict[str, Any], key: str) -> float | None:
     """A finite number from a line, or None."""
     value = record.get(key)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number and abs(value) <= sys.float_info.max else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    return value if abs(value) <= sys.float_info.max else None
 
 
 def _integer(value: Any) -> int | None:
