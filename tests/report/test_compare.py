@@ -483,7 +483,7 @@ def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
         (["--compare", "{a}", "{a}"], '--compare = "{a}"', ["twice"]),
         (["{b}", "--compare", "{a}", "{b}"], "--compare", ["{b}", "grid folders"]),
         (["--compare", "{a}", "{b}", "--out=out", "{b}"], "--compare", ["{b}", "grid folders"]),
-        (["{a}", "--labels", "x"], '--labels = "x"', ["--compare"]),
+        (["{a}/..", "--labels", "x"], '--labels = "x"', ["runs", "grids"]),
         (["--compare", "{a}", "{b}", "--labels", "x"], '--labels = "x"', ["2 names"]),
         (["--compare", "{a}", "{b}", "--out={a}/config.json"], '--out = "{a}/config.json"', ["writable folder"]),
         (["--compare"], "--compare", ["at least one"]),

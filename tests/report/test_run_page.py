@@ -268,7 +268,8 @@ def test_smoothing_keeps_the_ends_and_the_mean() -> None:
     ("arguments", "about", "mentions"),
     [
         (["one", "{runs}"], 'folder = "{runs}"', ["run directory", "{runs}/one"]),
-        (["one", "onee"], 'folder = "{runs}/onee"', ["exist", "{runs}/one?"]),
+        (["one", "onee"], "{runs}/onee", ["exist", "{runs}/one?"]),
+        (["onee"], "{runs}/onee", ["run directory", "grid folder", "{runs}/one?"]),
         (["one", "one"], 'run = "{runs}/one"', ["twice"]),
         (["one", "--labels", "a", "b"], '--labels = "a b"', ["1"]),
         (["one", "--metrics", "FID"], '--metrics = "FID"', ["grids"]),

@@ -24,7 +24,7 @@ from pathlib import Path
 
 def parse(argv: list[str]) -> argparse.Namespace:
     from torchditan.config.command_line import ScriptParser
-    from torchditan.config.errors import option_error
+    from torchditan.config.errors import ConfigError, option_error
     from torchditan.run.reading import similar_folder
 
     parser = ScriptParser(__doc__, options=())
@@ -47,13 +47,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.compare and args.folders:
         right = f"{args.folders[0]} is before --compare; give only grid folders, or all run directories after --compare"
         raise option_error("--compare", " ".join(map(str, args.compare)), right)
+    for folder in args.folders:
+        if not folder.exists():
+            hint = similar_folder(folder, mark="config.json") or similar_folder(folder, mark="grid.json")
+            what = "a run directory, a grid folder or a folder of run directories"
+            raise ConfigError(f"{folder} does not exist; must be {what}{hint}")
     args.runs = [] if args.compare else [folder for folder in args.folders if _is_run(folder)]
     if args.runs and len(args.runs) < len(args.folders):
         other = next(folder for folder in args.folders if folder not in args.runs)
-        if other.exists():
-            right = f"is not a run directory, but {args.runs[0]} is; name only runs, or only grids and folders of runs"
-        else:
-            right = f"does not exist; must be a run directory{similar_folder(other, mark='config.json')}"
+        right = f"is not a run directory, but {args.runs[0]} is; name only runs, or only grids and folders of runs"
         raise option_error("folder", str(other), right)
     if args.labels and not (args.compare or args.runs):
         raise option_error("--labels", " ".join(args.labels), "names runs; leave it out, or name runs, not grids")
@@ -61,7 +63,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         right = f"chooses figures of grids; leave out {'--compare' if args.compare else 'it, or name a grid'}"
         raise option_error("--metrics", " ".join(args.metrics), right)
     if not args.compare and not args.folders:
-        parser.error("the following arguments are required: folder")
+        parser.error("the following arguments are required: a run directory or a grid")
     return args
 
 

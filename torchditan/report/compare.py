@@ -554,7 +554,7 @@ def read_run(folder: Path, label: str) -> Run:
 def _number(record: dict[str, Any], key: str) -> float | None:
     """A finite number from a line, or None."""
     value = record.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     return value if abs(value) <= sys.float_info.max else None
 

@@ -237,7 +237,7 @@ def _table_of(folder: Path, rows: list[Row], axes: list[str]) -> pd.DataFrame:
 def _read_content(folder: Path) -> dict[str, Any]:
     """Read grid.json. Raises ConfigError if the folder is neither a grid folder nor a folder of runs."""
     file = folder / "grid.json"
-    check_folder(folder, mark="grid.json", what="a grid folder, or a folder of run directories")
+    check_folder(folder, mark="grid.json", what="a run directory, a grid folder or a folder of run directories")
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
