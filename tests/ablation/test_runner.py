@@ -58,7 +58,12 @@ def run_here(tmp_path: Path, train_script: Path) -> RunHere:
     """`run_here(grid)`: its rows; stand-ins do the work, nothing is printed."""
 
     def run(grid: Grid, **options: Any) -> Table:
-        settings = {"launcher": LocalLauncher(), "find_device": lambda: CPU, "board": quiet, "script": train_script}
+        settings = {
+            "launcher": LocalLauncher(),
+            "find_device": lambda: CPU,
+            "board": quiet,
+            "program": (str(train_script),),
+        }
         return run_grid(grid, path=tmp_path / "outputs" / grid.name, **{**settings, **options})
 
     return run
