@@ -282,7 +282,10 @@ def test_the_bar_never_mixes_with_lines(make, clock, monkeypatch):
     message, line, bar = screen(stream.getvalue())
     assert message == "wrote a grid"
     assert line.startswith("step  20/100")
-    assert bar == " 20% [####....................] step 20/100  ETA 0:00:40"
+    assert bar == " 20% [##........] step 20/100  ETA 0:00:40"
+    train(logger, clock, 1)
+    bar = screen(stream.getvalue())[-1]
+    assert bar == " 21% [##........] step 21/100  loss 0.5000  16 images/s  ETA 0:00:40"
     logger.close()
     assert screen(stream.getvalue())[-1] == ""
 

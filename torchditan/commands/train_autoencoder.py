@@ -140,13 +140,13 @@ class Progress:
         self.args, self.held_out = args, held_out.to(device)
         self.console, self.timer = Console(sys.stdout, color=False), StepTimer(device)
         self.total_loss = torch.zeros((), device=device)  # stays on the device: reading it would wait for the GPU
-        self.reported, self.eta = 0, "-:--:--"
+        self.reported, self.eta, self.figures = 0, "-:--:--", ""
 
     def count(self, step: int, *, loss: torch.Tensor, lr: float, network: PatchNetwork) -> None:
         self.total_loss += loss.detach()
         if step % self.args.log_freq == 0 or step == self.args.steps:
             self.report(step, lr=lr, network=network)
-        self.console.progress(step, self.args.steps, self.eta)
+        self.console.progress(step, self.args.steps, self.eta, figures=self.figures)
 
     def report(self, step: int, *, lr: float, network: PatchNetwork) -> None:
         from torchditan.config.errors import ConfigError
@@ -160,6 +160,7 @@ class Progress:
         speed = self.timer.read(steps=num_steps, images=num_steps * self.args.batch_size)
         seconds, images_per_second = speed["step_time_s"] or 0.0, speed["images_per_second"] or 0.0
         self.eta = str(timedelta(seconds=round(seconds * (self.args.steps - step))))
+        self.figures = f"loss {loss:.5f}  {images_per_second:,.0f} images/s  "
         self.console.line(
             f"step {step:>{len(str(self.args.steps))}}/{self.args.steps}  loss {loss:.5f}  held-out "
             f"{held_out_psnr:.2f} dB  lr {lr:.1e}  {images_per_second:,.0f} images/s  ETA {self.eta}"

@@ -227,7 +227,7 @@ class StepTimer:
 class Console:
     """Lines of text and, on a terminal, a progress bar below them that never mixes with the lines."""
 
-    _BAR_WIDTH = 24
+    _BAR_WIDTH = 10
     _REDRAW_S = 0.1
 
     def __init__(self, stream: TextIO, *, color: bool, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -247,14 +247,17 @@ class Console:
         self._stream.write(f"{self._erase()}{text}\n{self._bar}")
         self._stream.flush()
 
-    def progress(self, step: int, total_steps: int, eta: str) -> None:
-        """Redraw the bar, a few times per second at most; does nothing if the output is not a terminal."""
+    def progress(self, step: int, total_steps: int, eta: str, *, figures: str = "") -> None:
+        """Redraw the bar, a few times per second at most; does nothing if the output is not a terminal.
+
+        `figures` stands between step and time left: the last logged loss and speed.
+        """
         if not self.is_terminal or (self._clock() - self._drawn_at < self._REDRAW_S and step < total_steps):
             return
         self._drawn_at = self._clock()
         share = min(step / total_steps, 1.0)
         bar = "#" * int(share * self._BAR_WIDTH)
-        text = f"{share:4.0%} [{bar:.<{self._BAR_WIDTH}}] step {step:,}/{total_steps:,}  ETA {eta}"
+        text = f"{share:4.0%} [{bar:.<{self._BAR_WIDTH}}] step {step:,}/{total_steps:,}  {figures}ETA {eta}"
         text = text[: shutil.get_terminal_size().columns - 1]  # a wrapped bar could not be erased
         self._stream.write(f"{self._erase()}{text}")
         self._stream.flush()
@@ -309,6 +312,7 @@ class MetricsLogger:
         self._logged_images = images_seen
         self._first_step: tuple[int, float] | None = None  # start of the ETA measurement: (step, its end)
         self._console: Console | None = None
+        self._figures = ""  # of the last record, for the bar: reading the loss at every step would wait for the device
         self._tensorboard: Any = None
         self._wandb: Any = None
         if not run_directory.is_writer:
@@ -332,7 +336,7 @@ class MetricsLogger:
         if self._first_step is None:  # the first step compiles and warms up: a poor predictor
             self._first_step = (self._step, self._clock())
         if self._console is not None:
-            self._console.progress(self._step, self._total_steps, self._eta())
+            self._console.progress(self._step, self._total_steps, self._eta(), figures=self._figures)
 
     def log(
         self,
@@ -368,6 +372,8 @@ class MetricsLogger:
         record = {key: known.pop(key) for key in ALWAYS_KEYS} | known
         assert record.keys().isdisjoint(extra or {}), extra
         record.update(extra or {})
+        speed = record["images_per_second"]
+        self._figures = f"loss {loss:.4f}  " + ("" if speed is None else f"{speed:,.4g} images/s  ")
         self._report(record, max_loss=max_loss)
         return record
 
