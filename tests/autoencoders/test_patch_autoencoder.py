@@ -309,7 +309,7 @@ def test_a_finished_autoencoder_is_replaced_only_when_asked(folder: Path, run_sc
         (
             ["--dataset.image_size=8", "out"],
             "OUT",
-            ["train_autoencoder.py", "--dataset.dataset_name NAME"],
+            ["torchditan autoencoder OUT", "--dataset.dataset_name NAME"],
         ),
         (["out", "--steps=0"], "--steps", ["0", "1"]),
         (["out", "--lr=-1"], "--lr", ["-1", "0"]),

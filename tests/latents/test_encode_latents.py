@@ -558,7 +558,7 @@ def test_the_public_file_is_converted_exactly(run_script: RunScript, tmp_path: P
     ("arguments", "about", "mentions"),
     [
         ([], "", ["out"]),
-        (["--dtype=int8"], "OUT", ["encode_latents.py", "--dataset.dataset_name NAME"]),
+        (["--dtype=int8"], "OUT", ["torchditan encode OUT", "--dataset.dataset_name NAME"]),
         (["out", "--dtyp=int8"], "--dtyp", ["--dtype?"]),
         (["out", "--shard_size=0"], "--shard_size", ["0", "1"]),
         (["out", "--split=test"], '--split = "test"', ["train", "validation"]),

@@ -32,7 +32,7 @@ SPLITS = ("train", "validation")
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    """Arguments of this script, and the configuration from the `--dataset.*` and `--autoencoder.*` flags."""
+    """Arguments of this command, and the configuration from the `--dataset.*` and `--autoencoder.*` flags."""
     from torchditan.config.command_line import ScriptParser, count
     from torchditan.config.errors import ConfigError, option_error
     from torchditan.config.loader import override
@@ -52,7 +52,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--verify", action="store_true", help="read all of OUT and report every problem")
     if argv[:1] and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
         raise ConfigError(
-            "OUT, the folder to write, must come first: encode_latents.py OUT --dataset.dataset_name NAME"
+            "OUT, the folder to write, must come first: torchditan encode OUT --dataset.dataset_name NAME"
         )
     arguments, flags = parser.parse(argv)
     splits = (arguments.split or "train,validation").split(",")

@@ -47,7 +47,7 @@ TIMEOUT_S = 6 * 3600
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Arguments of this script, and the remaining flags for the run's configuration. Imports no torch.
+    """Arguments of this command, and the remaining flags for the run's configuration. Imports no torch.
 
     Raises:
         ConfigError: an option is wrong, or has no effect together with another one.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Arguments of this script, and the remaining `--sampling.*` flags for the configuration."""
+    """Arguments of this command, and the remaining `--sampling.*` flags for the configuration."""
     from torchditan.config.command_line import RunParser, add_float32_matmul_precision, check_output, check_run, count
     from torchditan.config.errors import option_error
     from torchditan.weights.shared import is_shared

@@ -28,7 +28,7 @@ HEADINGS = ("autoencoder", "latents", "fewer", "PSNR dB", "SSIM", "mean", "std",
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Arguments of this script, and the remaining `--dataset.*` and `--autoencoder.*` flags for the configuration."""
+    """Arguments of this command, and the remaining `--dataset.*` and `--autoencoder.*` flags for the configuration."""
     from torchditan.config.command_line import ScriptParser, check_output, count
 
     parser = ScriptParser(__doc__, options=("dataset", "autoencoder"))
@@ -55,7 +55,7 @@ def choose(config: AutoencoderConfig, compare: list[str] | None) -> list[Autoenc
 
     if config.online or config.sample_posterior:
         option = "online" if config.online else "sample_posterior"
-        raise option_error(f"autoencoder.{option}", True, "this script measures mean latents; leave it out")
+        raise option_error(f"autoencoder.{option}", True, "this command measures mean latents; leave it out")
     if compare is None:
         if config.name is None:
             raise option_error("autoencoder.name", None, "must be given, or several with --compare haar patch:earth")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Arguments of this script. Imports no torch."""
+    """Arguments of this command. Imports no torch."""
     from torchditan.config.command_line import ScriptParser, check_run
     from torchditan.config.errors import option_error
     from torchditan.run.hub import check_upload

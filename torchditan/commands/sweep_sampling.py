@@ -47,7 +47,7 @@ _NOT_IN_A_SWEEP = ("card", "images")
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Arguments of this script, and the options for torchditan evaluate.
+    """Arguments of this command, and the options for torchditan evaluate.
 
     Raises:
         ConfigError: no run is given, an axis has no value, or an option belongs elsewhere.

@@ -36,7 +36,7 @@ PICTURE = "reconstructions.png"
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Arguments of this script, and the remaining `--dataset.*` flags for the configuration."""
+    """Arguments of this command, and the remaining `--dataset.*` flags for the configuration."""
     from torchditan.config.command_line import ScriptParser, count, positive
     from torchditan.config.errors import ConfigError
 
@@ -74,7 +74,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--overwrite", action="store_true", help="replace an autoencoder in the folder")
     if argv[:1] and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
         raise ConfigError(
-            "OUT, the folder to write, must come first: train_autoencoder.py OUT --dataset.dataset_name NAME"
+            "OUT, the folder to write, must come first: torchditan autoencoder OUT --dataset.dataset_name NAME"
         )
     return parser.parse(argv)
 

@@ -60,8 +60,8 @@ class MeanFlow(FlowMatching):
     tangent: str = field(default="model", kw_only=True)
     """Direction of the derivative: the `model`'s velocity, or that of the `data`, x - noise."""
     guidance: float = field(default=0.0, kw_only=True)
-    """The largest guidance scale to learn. Training draws scales from 1 to this, uniform in their logarithm. 0: scale
-    and interval are no conditions of the model."""
+    """The largest guidance scale to learn. Training draws scales from 1 to this, uniform in their logarithm. 0: the
+    model gets neither scale nor interval."""
     velocity_head: tuple[str, int, int, int] | None = field(default=None, kw_only=True)
     """(feature, width, patch size, channels) of a head that predicts the velocity; None: it is u at h = 0."""
 
@@ -137,15 +137,19 @@ class MeanFlow(FlowMatching):
         ):
             if attrgetter(option)(config) not in (None, right):
                 yield option, f"must be {json.dumps(right)}: {name} {why}"
-        _, options = resolve(OBJECTIVES, "diffusion.objective", config.diffusion.objective)
-        largest = _largest_scale(options.get("guidance", False))
+        largest = cls.learned_scale(config.diffusion)
         if largest and not 1 <= config.sampling.guidance_scale <= largest:
             yield "sampling.guidance_scale", f"is given to the model; must be 1 to {largest:g}, which it learns"
 
     @classmethod
     def scalars(cls, config: Diffusion) -> Mapping[str, float]:
+        return dict.fromkeys((INTERVAL, *(GUIDANCE if cls.learned_scale(config) else ())), 1.0)
+
+    @classmethod
+    def learned_scale(cls, config: Diffusion) -> float | None:
+        """The largest guidance scale that the objective in `config` learns: as `_largest_scale`."""
         _, options = resolve(OBJECTIVES, "diffusion.objective", config.objective)
-        return dict.fromkeys((INTERVAL, *(GUIDANCE if _largest_scale(options.get("guidance", False)) else ())), 1.0)
+        return _largest_scale(options.get("guidance", False))
 
     @property
     def numbers(self) -> Mapping[str, Kind]:

@@ -65,7 +65,7 @@ def save_grid(
     Args:
         path: PNG to write.
         generated: (rows, k, C, H, W) float; pixels in [-1, 1] if C is 1 or 3, otherwise latents.
-        real: the same for real images, with a k of its own; None if there are no images to compare with.
+        real: real images in the same layout, where k may differ; None without real images.
         labels: the class of each row.
         title: of the picture.
         scale: integer enlargement; by default, images under 48 px are enlarged to 48 to 96 px.

@@ -99,7 +99,7 @@ def open_from_hub(place: str) -> Path:
     """Download latents as `hub:owner/name`, once, and check them.
 
     Raises:
-        ConfigError: they do not exist, cannot be fetched, are no latents, or are damaged.
+        ConfigError: the place does not exist, cannot be fetched, holds no latents, or is damaged.
     """
     patterns = [f"{folder}{file}" for folder in ("", "train/", "validation/") for file in _FILES]
     patterns += [f"{AUTOENCODER}/{file}" for file in _AUTOENCODER_FILES]

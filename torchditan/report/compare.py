@@ -61,7 +61,7 @@ class Run:
     """One run directory.
 
     `content` is its config.json, `status` its status.json (empty without that file), `records` its metrics by
-    ascending step, and `pictures` its sample grids by step. Lines of metrics.jsonl that are no record are counted.
+    ascending step, and `pictures` its sample grids by step. Unreadable lines of metrics.jsonl are counted.
     """
 
     label: str

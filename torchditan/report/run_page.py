@@ -39,7 +39,7 @@ from torchditan.report.plots import Panel, Points
 from torchditan.run.atomic_files import write_file
 
 PAGE_NAME = "report.html"
-_MOST_RUNS = 32  # more cannot be told apart by colours and dashes
+_MOST_RUNS = 32  # the colours and dashes of the plots distinguish no more
 _MOST_PICTURES = 40
 _PICTURE_BYTES = 6_000_000  # of all pictures; as base64 they take 8 MB
 _MOST_OPTIONS = 1000

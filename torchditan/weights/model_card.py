@@ -203,7 +203,7 @@ def _training(facts: Facts) -> str:
     command = f"```bash\n{facts.command}\n```" if facts.command else "The command is not known."
     if facts.is_imported:
         command = "These weights were imported; how they were trained is not known here."
-    return "\n".join(["## Training", "", command, "", *lines, "", "`config.json` has every option."])
+    return "\n".join(["## Training", "", command, "", *lines, "", "All options are in `config.json`."])
 
 
 def _flops(metrics: Iterable[Mapping[str, Any]], num_devices: int | None) -> float | None:

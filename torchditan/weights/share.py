@@ -81,7 +81,7 @@ def share_model(
         overwrite: replace `folder` if it is a shared model.
 
     Raises:
-        ConfigError: there are no such weights, they belong to a LoRA, the autoencoder is missing, or `folder` exists or
+        ConfigError: the weights do not exist or belong to a LoRA, the autoencoder is missing, or `folder` exists or
             cannot be written.
     """
     refuse_existing(folder, overwrite=overwrite)
