@@ -12,6 +12,5 @@ from torchditan.supervision.exit_status import reader_may_leave
 
 @reader_may_leave()
 def main() -> None:
-    parser = ScriptParser(__doc__, options=())
-    parser.parse(sys.argv[1:])
+    ScriptParser(__doc__, options=()).parse_args(sys.argv[1:])
     print(describe_configurations())
