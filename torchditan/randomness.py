@@ -49,7 +49,7 @@ class Randomness(dict[str, torch.Tensor]):
         return self["label_dropout"]
 
     def to(self, device: torch.device) -> Randomness:
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
 
     def pin_memory(self) -> Randomness:
         return self._map(torch.Tensor.pin_memory)

@@ -300,7 +300,8 @@ class Trainer:
             batch, randomness = next(batches)
         self.supervision.note(step, "forward and backward")
         self.tasks.unreadable.update(batch.pop("skipped").tolist())
-        batch = {key: tensor.to(self.device, non_blocking=True) for key, tensor in batch.items()}
+        is_pinned = self.device.type == "cuda"
+        batch = {key: tensor.to(self.device, non_blocking=is_pinned) for key, tensor in batch.items()}
         randomness = randomness.to(self.device)
         with self.logger.timer.encoding() if self.space.is_encoding else nullcontext():
             return self.space.prepare(batch, randomness.get("posterior")), randomness

@@ -338,6 +338,7 @@ def choose_metrics(subject: Subject) -> list[str]:
 def build_evaluator(subject: Subject, names: list[str], real: RealImages) -> Evaluator:
     """The metrics of this rank. Without a run, features of real images are not cached."""
     from torchditan.config.errors import option_error
+    from torchditan.distributed.precision import float64_device
     from torchditan.evaluation.evaluator import Evaluator, feature_cache_folder
     from torchditan.evaluation.metric import Evaluation
     from torchditan.evaluation.quality import Quality
@@ -350,7 +351,7 @@ def build_evaluator(subject: Subject, names: list[str], real: RealImages) -> Eva
         class_names=class_names,
         seed=args.seed,
         epochs=args.epochs,
-        device=str(subject.rank.device),
+        device=str(float64_device(subject.rank.device)),
         cache_folder=None if trained is None else feature_cache_folder(trained.config),
         inception_weights=args.inception_weights,
         reference=args.reference,

@@ -48,10 +48,17 @@ class Timesteps:
         """Uniform numbers (B,) float32 in [0, 1) -> timesteps (B,) float32 in [0, 1]."""
         t = uniform
         if self.kind == "logit_normal":
-            t = torch.sigmoid(self.mean + self.std * torch.special.ndtri(uniform))
+            t = torch.sigmoid(self.mean + self.std * _ndtri(uniform))
         return shift_timesteps(t, self.shift)
 
     def grid(self, num_steps: int, *, shift: float | None = None) -> list[float]:
         """num_steps + 1 timesteps from 0 (noise) to 1 (data), with this shift instead of that of training."""
         even = torch.linspace(0, 1, num_steps + 1, dtype=torch.float64)
         return shift_timesteps(even, self.shift if shift is None else shift).tolist()
+
+
+def _ndtri(uniform: torch.Tensor) -> torch.Tensor:
+    """The quantile function of the normal distribution, (B,) -> (B,). On the CPU instead of MPS, which lacks it."""
+    if uniform.device.type == "mps":
+        return torch.special.ndtri(uniform.cpu()).to(uniform.device)
+    return torch.special.ndtri(uniform)

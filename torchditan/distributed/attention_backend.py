@@ -48,3 +48,6 @@ def check_attention_backend(training: Training, *, device: torch.device) -> None
     if device.type == "cuda" and backend in ("cudnn", "flash") and precision == "float32":
         right = "computes no float32 (training.mixed_precision_param); must be efficient, math or default"
         raise option_error("training.attention_backend", backend, right)
+    if device.type == "cuda" and backend == "cudnn" and torch.version.hip is not None:
+        right = "is a library of NVIDIA, and this GPU is AMD's; must be flash, efficient, math or default"
+        raise option_error("training.attention_backend", backend, right)

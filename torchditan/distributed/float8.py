@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 16
 """The inner dimension and the columns of a float8 product must be multiples of this number of elements."""
+_AMD_ARCHITECTURES = ("gfx942", "gfx950", "gfx1200", "gfx1201")
+"""AMD's GPUs whose float8 products torch uses. torchao chooses their type: fnuz on gfx942, else OCP's."""
 
 
 def check_float8(config: Float8, *, device: torch.device) -> None:
@@ -42,16 +44,22 @@ def check_float8(config: Float8, *, device: torch.device) -> None:
         raise option_error(option, True, "needs torchao; pip install 'torchditan[float8]'")
     if config.emulate:
         return
-    supported = device.type == "cuda" and (
-        torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
-    )
-    if not supported:
+    if not _has_float8_products(device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-        right = (
-            f"{name} has no float8 products; needs compute capability 8.9 (H100, L40S, RTX 4090), or --float8.emulate "
-            "to compute them slowly"
-        )
+        needs = "compute capability 8.9 (H100, L40S, RTX 4090)"
+        if torch.version.hip is not None:
+            needs = f"one of {', '.join(_AMD_ARCHITECTURES)} (MI300, MI350, RX 9000)"
+        right = f"{name} has no float8 products; needs {needs}, or --float8.emulate to compute them slowly"
         raise option_error(option, True, right)
+
+
+def _has_float8_products(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    if torch.version.hip is None:
+        return torch.cuda.get_device_capability(device) >= (8, 9)
+    architecture: str = torch.cuda.get_device_properties(device).gcnArchName  # such as gfx942:sramecc+:xnack-
+    return architecture.split(":")[0] in _AMD_ARCHITECTURES
 
 
 def convert_to_float8(

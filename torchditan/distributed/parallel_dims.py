@@ -75,6 +75,8 @@ class ParallelDims:
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
         """1D (shard) mesh for FSDP and one process, 2D (replicate, shard) for DDP and HSDP."""
+        # torch has no mesh of Apple GPUs. One process in float32 does not use its mesh (parallelize.py).
+        device_type = "cpu" if device_type == "mps" else device_type
         if self.replicate == 1:
             return init_device_mesh(device_type, (self.num_shards,), mesh_dim_names=("shard",))
         return init_device_mesh(device_type, (self.replicate, self.num_shards), mesh_dim_names=("replicate", "shard"))

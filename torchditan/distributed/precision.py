@@ -12,7 +12,7 @@ _CPU_PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
 def multiplies_bfloat16(device: torch.device) -> bool:
     """Whether the device multiplies in bfloat16; others emulate it, which is slower than float32.
 
-    Apple's GPUs are not asked, and count as devices that do not.
+    Apple's GPUs count as devices that do not: TorchDiTan trains in float32 there (mps.py).
     """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -25,6 +25,11 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 def precision_for(device: torch.device) -> str:
     """What "auto" means on this device: bfloat16 or float32."""
     return "bfloat16" if multiplies_bfloat16(device) else "float32"
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """Where to compute in float64: this device, or the CPU instead of an Apple GPU, which has no float64."""
+    return torch.device("cpu") if device.type == "mps" else device
 
 
 def precision_advice(precision: str, device: torch.device) -> str | None:

@@ -39,10 +39,10 @@ class Rank:
 
     @property
     def device(self) -> torch.device:
-        """This rank's GPU if the machine has one, else the CPU."""
+        """This rank's GPU if the machine has one (of NVIDIA or AMD: cuda; of Apple: mps), else the CPU."""
         if torch.cuda.is_available():
             return torch.device("cuda", self.local_rank)
-        return torch.device("cpu")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
 def init_process_group(rank: Rank, *, timeout_seconds: int) -> None:
@@ -69,11 +69,14 @@ def init_process_group(rank: Rank, *, timeout_seconds: int) -> None:
 
 
 def check_devices(rank: Rank) -> None:
-    """Refuse more ranks on this machine than GPUs.
+    """Refuse more ranks on this machine than GPUs, and several ranks on an Apple GPU.
 
     Raises:
         ConfigError: no GPU is left for this rank.
     """
+    if rank.device.type == "mps" and rank.world_size > 1:
+        right = "an Apple GPU (mps) has no communication between ranks; must be 1"
+        raise ConfigError(f"--nproc_per_node, ranks in all = {rank.world_size}: {right}")
     num_devices = torch.cuda.device_count()
     if rank.device.type == "cuda" and rank.local_rank >= num_devices:
         right = f"this machine has {num_devices} GPU(s); must be at most that"
@@ -82,8 +85,8 @@ def check_devices(rank: Rank) -> None:
 
 def set_timeout(timeout_seconds: int, *, but: dist.ProcessGroup | None = None) -> None:
     """Set the timeout of all collectives except those of group `but`, after the slow first step of every rank."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
     dist.barrier()
     groups = [group for group in dist.distributed_c10d._world.pg_map if group not in (None, but)]
     for group in groups:
@@ -126,13 +129,15 @@ def gather_on_rank_0(mine: list[Any]) -> Iterator[list[Any]]:
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
     """Sum of a tensor over all ranks, in place."""
-    dist.all_reduce(value)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(value)
     return value
 
 
 def max_over_ranks(value: torch.Tensor) -> torch.Tensor:
     """Elementwise maximum of a tensor over all ranks, in place."""
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return value
 
 

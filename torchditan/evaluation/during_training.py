@@ -12,6 +12,7 @@ from torch import nn
 
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import ImageDataset
+from torchditan.distributed.precision import float64_device
 from torchditan.evaluation.drawing import draw_pictures, plan_samples
 from torchditan.evaluation.evaluator import Evaluator, RealImages, feature_cache_folder, numbers_of
 from torchditan.evaluation.metric import Evaluation, ToPixels
@@ -54,7 +55,7 @@ class TrainingEvaluation:
         evaluation = Evaluation(
             class_names=dataset.class_names if num_classes else [],
             seed=options.seed,
-            device=str(device),
+            device=str(float64_device(device)),
             cache_folder=feature_cache_folder(config),
             inception_weights=None if options.inception_weights is None else Path(options.inception_weights),
         )

@@ -19,6 +19,7 @@ from torch import nn
 
 from torchditan.data_stream.datasets import Batch, GroupedDataset, ImageDataset, read_image
 from torchditan.diffusion.objectives import Objective, split
+from torchditan.distributed.precision import float64_device
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Permutation, Randomness, draw, normal
 
@@ -71,8 +72,9 @@ def validation_losses(
     stratified = stratified_timesteps(count * -(-_NUM_BINS // count)).view(-1, count)  # (passes, count)
     if uniform is None:
         stratified = stratified[:0]
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    bins = torch.zeros(2, _NUM_BINS, dtype=torch.float64, device=device)  # sum and number of the losses
+    sums_on = float64_device(device)
+    total = torch.zeros((), dtype=torch.float64, device=sums_on)
+    bins = torch.zeros(2, _NUM_BINS, dtype=torch.float64, device=sums_on)  # sum and number of the losses
     for rows, real in _batches(dataset, count, batch_size=batch_size):
         batch = _read(dataset, [row * len(dataset) // count for row in rows], corrupt_images, device)
         batch["index"] = torch.tensor(rows, device=device)
@@ -88,12 +90,13 @@ def validation_losses(
         batch = space.prepare(batch)
         with torch.compiler.set_stance("force_eager"):
             losses = split(objective.validation_loss(model, batch, randomness, teacher))[1]["loss"]
-            total += losses[real].double().sum()
+            total += losses[real].to(sums_on).double().sum()
             for timesteps in stratified:
                 randomness = Randomness(randomness, timestep=timesteps[rows].to(device))
                 assert uniform is not None
                 losses = split(uniform.validation_loss(model, batch, randomness, teacher))[1]["loss"]
-                bins += _sums_in_bins(losses, uniform.model_time(uniform.inputs(batch, randomness).t), real)
+                times = uniform.model_time(uniform.inputs(batch, randomness).t)
+                bins += _sums_in_bins(losses.to(sums_on), times.to(sums_on), real.to(sums_on))
     dist.all_reduce(total)
     dist.all_reduce(bins)
     means = {key: sum_ / number for key, sum_, number in zip(BIN_KEYS, *bins.tolist(), strict=True) if number}

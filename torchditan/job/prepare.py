@@ -152,6 +152,10 @@ def _build_evaluation(
 def _check_machine(config: Config, rank: Rank, *, num_shards: int) -> None:
     """Check that the devices and the installation support these settings."""
     check_devices(rank)
+    if rank.device.type == "mps":
+        from torchditan.distributed.mps import check_mps
+
+        check_mps(config)
     if config.float8.enable_float8_linear:
         from torchditan.distributed.float8 import check_float8
 

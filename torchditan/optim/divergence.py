@@ -6,7 +6,8 @@ Notable:
   mean loss. The fused optimizer then skips the update. For other optimizers (AdamW8bit) the host reads the decision
   first, which makes it wait for the device in every step;
 - with a fused optimizer the host reads the decision of a step after it has enqueued the next one, so that the device
-  never idles. Before weights are saved or sampled from, the host waits for it.
+  never idles. Before weights are saved or sampled from, the host waits for it;
+- an Apple GPU has one queue, so the host reads the decision of each step at once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from torchditan.distributed.precision import float64_device
 
 _WINDOW = 100
 """Number of steps that the running mean of the loss covers."""
@@ -47,12 +50,13 @@ class LossSpikes:
 
     def __init__(self, factor: float, device: torch.device) -> None:
         self.factor = factor
+        device = float64_device(device)
         self._mean = torch.zeros((), dtype=torch.float64, device=device)
         self._steps = torch.zeros((), dtype=torch.int64, device=device)
 
     def judge(self, loss: torch.Tensor) -> torch.Tensor:
         """Whether the loss () of a step, averaged over all ranks, is a spike: bool (). If not, it enters the mean."""
-        loss = loss.double()
+        loss = loss.to(self._mean.device).double()
         spikes = (self._steps >= _MIN_STEPS) & (loss > self.factor * self._mean)
         is_usual = ~spikes & loss.isfinite()
         steps = self._steps + is_usual
@@ -89,14 +93,14 @@ class DivergenceGuard:
         If `is_overflow` () is true, the update is skipped without an error.
 
         Raises:
-            DivergenceError: an earlier step diverged (on a CPU, this step).
+            DivergenceError: an earlier step diverged (on a CPU or an Apple GPU, this step).
         """
         not_finite = (~torch.isfinite(grad_norm)).float()
         verdict = not_finite if is_spike is None else torch.stack([not_finite, is_spike.to(not_finite)])  # () or (2,)
         found_inf = verdict.max()
         if is_overflow is not None:
             verdict = verdict * ~is_overflow
-        if self.is_fused:
+        if self.is_fused and grad_norm.device.type != "mps":  # torch's fused kernels for MPS ignore found_inf
             setattr(self.optimizer, "found_inf", found_inf)  # noqa: B010  the fused kernels read it; it is not declared
             self.optimizer.step()
         elif not found_inf.item():  # the host waits for the device once per step
@@ -115,7 +119,7 @@ class DivergenceGuard:
         self._pending = None
 
     def _copy_to_host(self, step: int, verdict: torch.Tensor) -> tuple[int, torch.Tensor, torch.cuda.Event | None]:
-        if verdict.device.type == "cpu":
+        if verdict.device.type != "cuda":
             return step, verdict, None
         host = torch.empty_like(verdict, device="cpu", pin_memory=True).copy_(verdict, non_blocking=True)
         event = torch.cuda.Event()

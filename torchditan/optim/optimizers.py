@@ -220,7 +220,7 @@ def norm_over_ranks(shards: Sequence[torch.Tensor], *, like: Sequence[torch.Tens
         shards: local tensors.
         like: tensors that are sharded as these, all alike: DTensors, or plain ones of one process.
     """
-    norm = torch.nn.utils.get_total_norm(shards, foreach=True)
+    norm = torch.nn.utils.get_total_norm(shards)  # by foreach kernels, where the device has them
     if not like or not isinstance(like[0], DTensor):
         return norm
     mesh = like[0].device_mesh

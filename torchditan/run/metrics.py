@@ -85,6 +85,8 @@ class PeakMemory:
 
     CUDA: memory that the allocator handed out (allocated), also as percent of the device's memory, and memory that it
     held (reserved), which includes cached memory.
+    MPS: memory that the Metal driver held for this process when it was read, since Metal counts no peak; it includes
+    cached memory; percent of the recommended maximum.
     CPU: resident memory of this process since it started, because the system cannot reset it; no reserved memory;
     percent of the host's memory.
     """
@@ -96,6 +98,8 @@ class PeakMemory:
         self._allocated = self._reserved = self._active = 0
         if device.type == "cuda":
             self._capacity = torch.cuda.get_device_properties(device).total_memory
+        elif device.type == "mps":
+            self._capacity = torch.mps.recommended_max_memory()
         else:
             self._capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -124,6 +128,8 @@ class PeakMemory:
             self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self.device))
             active = torch.cuda.memory_stats(self.device).get("active_bytes.all.peak", 0)
             self._active = max(self._active, active)
+        elif self.device.type == "mps":
+            self._allocated = self._active = max(self._allocated, torch.mps.driver_allocated_memory())
         else:
             unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
             self._allocated = self._active = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -220,8 +226,7 @@ class StepTimer:
         return seconds
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        torch.get_device_module(self.device).synchronize()  # on a CPU it returns at once
 
 
 class Console:

@@ -547,16 +547,18 @@ def _check_names(sampling: Mapping[str, Any]) -> None:
 
 
 def _device(given: torch.device | str | None) -> torch.device:
-    """Raises ConfigError if the device is neither a CPU nor a GPU of CUDA, or this machine does not have it."""
+    """Raises ConfigError if the device is no CPU, cuda (NVIDIA or AMD) or mps (Apple), or this machine lacks it."""
     if given is None:
         return Rank(0, 0, 1).device
-    right = "must be cpu, cuda or cuda:N"
+    right = "must be cpu, cuda, cuda:N or mps"
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError):
         raise option_error("device", str(given), right) from None
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda", "mps"):
         raise option_error("device", str(given), right)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise option_error("device", str(given), "this machine has no Apple GPU; must be cpu or cuda")
     num_gpus = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise option_error("device", str(given), f"this machine has {num_gpus} CUDA devices")
