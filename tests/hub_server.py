@@ -23,6 +23,7 @@ class FakeHub:
     """Repositories by "models/owner/name": their files at their only commit."""
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    private: set[str] = field(default_factory=set)
     objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     sent: dict[str, bytes] = field(default_factory=dict)
@@ -106,6 +107,8 @@ class Handler(BaseHTTPRequestHandler):
             kind = asked.get("type", "model")
             name = f"{asked['organization']}/{asked['name']}"
             self.hub.repositories.setdefault(f"{kind}s/{name}", {})
+            if asked.get("private") or asked.get("visibility") == "private":  # hubs of before and after 1.0
+                self.hub.private.add(f"{kind}s/{name}")
             prefix = "" if kind == "model" else f"{kind}s/"
             return self.answer({"url": f"{self.hub.url}/{prefix}{name}"})
         if path == "/api/validate-yaml":

@@ -80,6 +80,7 @@ def test_every_step_of_the_path_works_in_an_empty_folder(installed: Path, tmp_pa
         return done.stdout
 
     assert "quickstart" in run("torchditan", "list")
+    run("torchditan", "generate", "earth", "--sampling.num_steps=2", "--out=earth.png")
     run("torchditan", "train", "quickstart", *TINY)
     assert "resumed at step 3" in run("torchditan", "train", "quickstart", *TINY, "--training.steps=4")
     run("torchditan", "generate", "outputs/quickstart")

@@ -87,6 +87,7 @@ def test_a_pushed_model_is_opened_with_an_empty_cache(
 ) -> None:
     share(command, run)
     files = hub.repositories[MODEL]
+    assert not hub.private
     assert {"README.md", "config.json", "model.safetensors", "samples.png"} <= set(files)
     assert all(files[name] == (tmp_path / "a/digits" / name).read_bytes() for name in files)
     assert b"hub:me/digits" in files["README.md"] and b'license: "cc0-1.0"' in files["README.md"]
@@ -137,6 +138,7 @@ def test_mistakes_with_the_hub_are_one_line(run: Path, hub: FakeHub, command: Co
     assert "must be hub:owner/name" in one_error(command("generate", "hub:me/../x"))
 
     assert "needs a token" in one_error(command("share", run, "digits", "--push=me/digits"))
+    assert "give --push" in one_error(command("share", run, "digits", "--private"))
     assert "must be owner/name" in one_error(command("share", run, "digits", "--push=digits", token=hub_server.TOKEN))
     refused = command("share", run, "digits", "--push=me/digits", "--without_samples", token="hf_" + "w" * 20)
     assert "was refused (401)" in one_error(refused) and hub.repositories == {}
@@ -153,7 +155,8 @@ def test_latents_on_the_hub_train_a_model(hub: FakeHub, command: Command, tmp_pa
     words = ["--dataset.dataset_name=digits", "--autoencoder.name=haar", "--autoencoder.downsampling=2"]
     encoded = command("encode", "latents", *words, "--shard_size=512")
     assert encoded.returncode == 0, encoded.stderr
-    done = command("share", "latents", "digits", "--push=me/latents", token=hub_server.TOKEN)
+    done = command("share", "latents", "digits", "--push=me/latents", "--private", token=hub_server.TOKEN)
+    assert hub.private == {"datasets/me/latents"}
     assert done.returncode == 0, done.stderr
     files = hub.repositories["datasets/me/latents"]
     assert {"README.md", "train/index.json", f"train/{LABELS_FILE}", "validation/index.json"} <= set(files)

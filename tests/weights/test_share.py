@@ -207,6 +207,24 @@ def test_a_shipped_model_is_opened_by_its_name_unless_a_path_has_it(
         load("earth")
 
 
+def test_the_model_that_ships_draws_its_classes_and_has_a_card(
+    tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "`torchditan generate earth`" in run_script("torchditan", "list").out
+    model = load("earth")
+    samples = model.sample(classes=["forest", "ice", "coast"], samples_per_class=2, num_steps=4, seed=0)
+    assert samples.shape == (6, 3, 32, 32)
+    forest, ice, coast = samples.float().unflatten(0, (3, 2)).mean(dim=(1, 3, 4))  # mean colours (R, G, B)
+    assert forest.max() < 60 and ice.min() > 200 and coast[2] > coast[0]
+    outcome = run_script("torchditan", "generate", "earth", "--classes=ice", "--sampling.num_steps=2", "--out=ice.png")
+    assert outcome.code == 0 and (tmp_path / "ice.png").exists(), outcome.err
+    card = (shared.SHIPPED / "earth/README.md").read_text(encoding="utf-8")
+    for line in ('license: "bsd-3-clause"', "torchditan train earth", "| FD-EffNetLite0", "95% interval"):
+        assert line in card
+    assert sum(file.stat().st_size for file in (shared.SHIPPED / "earth").iterdir()) < 5e6
+
+
 @pytest.mark.parametrize(
     ("damage", "right"),
     [

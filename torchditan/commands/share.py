@@ -30,6 +30,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create")
     parser.add_argument("--push", metavar="OWNER/NAME", help="also upload the folder to the Hugging Face hub")
+    parser.add_argument(
+        "--private",
+        action="store_true",
+        help="create a private repository (default: as your account is set)",
+    )
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: float32)")
@@ -46,6 +51,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     check_run(arguments.source)
     if arguments.push is not None:
         check_upload(arguments.push)
+    elif arguments.private:
+        raise option_error("--private", True, "is for an upload; give --push OWNER/NAME too")
     return arguments
 
 
@@ -72,7 +79,13 @@ def main() -> None:
     if arguments.push is not None:
         kind: Kind = "dataset" if is_latents else "model"
         with report_progress(f"uploading {folder} to {arguments.push}"):
-            address = upload_folder(folder, arguments.push, kind=kind, message=f"torchditan share: {line}")
+            address = upload_folder(
+                folder,
+                arguments.push,
+                kind=kind,
+                message=f"torchditan share: {line}",
+                is_private=arguments.private or None,
+            )
         print(f"uploaded: {address}")
         place = f"{PREFIX}{arguments.push}"
     if is_latents:

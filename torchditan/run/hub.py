@@ -77,8 +77,10 @@ def check_upload(name: str) -> None:
         )
 
 
-def upload_folder(folder: Path, name: str, *, kind: Kind, message: str) -> str:
+def upload_folder(folder: Path, name: str, *, kind: Kind, message: str, is_private: bool | None) -> str:
     """Create the repository if it does not exist, and upload all files of a folder as one commit.
+
+    `is_private` None leaves that to the owner's settings. A repository that exists stays as it is.
 
     Returns:
         Address of the repository.
@@ -89,7 +91,7 @@ def upload_folder(folder: Path, name: str, *, kind: Kind, message: str) -> str:
     hub = _hub()
     try:
         api = hub.HfApi()
-        address = str(api.create_repo(name, repo_type=kind, exist_ok=True))
+        address = str(api.create_repo(name, repo_type=kind, private=is_private, exist_ok=True))
         api.upload_folder(repo_id=name, repo_type=kind, folder_path=folder, commit_message=message)
     except Exception as error:
         raise ConfigError(f"--push {name} {_why(error, what=kind, is_upload=True)}; {folder} is complete") from error
