@@ -193,7 +193,10 @@ METRICS = Registry(
 TEXT_ENCODERS = Registry(
     "torchditan.text_encoders",
     {
+        "auto": "torchditan.finetune.captions.encode:AutomaticEncoder",
         "pipeline": "torchditan.finetune.captions.encode:PipelineEncoders",
+        "transformers": "torchditan.finetune.captions.single_encoder:SingleEncoder",
+        "wordllama": "torchditan.finetune.captions.static_embeddings:StaticEmbeddings",
     },
     base="torchditan.finetune.captions.encode:TextEncoder",
 )

@@ -91,10 +91,13 @@ def share_of_right_colour(samples: torch.Tensor) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("encoder", ["pipeline", "wordllama"])
 @pytest.mark.parametrize("text", ["in_context", "cross_attention"])
 def test_the_colour_drawn_is_the_one_the_prompt_names(
-    text: str, balls: Path, flux: Path, tmp_path: Path, run_script: RunScript
+    text: str, encoder: str, balls: Path, flux: Path, tmp_path: Path, run_script: RunScript
 ) -> None:
+    if encoder == "wordllama":
+        pytest.importorskip("wordllama")
     run = tmp_path / text
     flags = [
         f"--model.text={text}",
@@ -103,6 +106,8 @@ def test_the_colour_drawn_is_the_one_the_prompt_names(
         "--optimizer.beta2=0.99",
     ]
     flags += ["--ema.decay=0.95", "--checkpoint.enable_checkpoint", "--sampling.num_steps=20"]
+    if encoder == "wordllama":
+        flags.append("--text_encoder.path=none")
     outcome = run_script("train.py", *job(run, balls, flux, *flags, "--metrics.enable_sampling=false"))
     assert outcome.code == 0, outcome.err
     trained = TrainedModel.load(run, device=torch.device("cpu"))
@@ -115,7 +120,7 @@ def test_the_colour_drawn_is_the_one_the_prompt_names(
     drawn = run_script("scripts/generate.py", run, "--prompts", "a blue ball", f"--out={picture}")
     assert drawn.code == 0, drawn.err
     assert picture.is_file()
-    print(f"{text}: of each prompt in its colour, by guidance scale: {shares}")
+    print(f"{text}, {encoder}: of each prompt in its colour, by guidance scale: {shares}")
     assert np.mean(shares[0.0]) < 0.6  # without a caption a third by chance, whichever colours the model likes
     assert min(shares[1.0]) >= 0.75
     assert min(shares[3.0]) >= 0.9
@@ -212,7 +217,7 @@ def test_the_dummy_takes_the_place_of_captions_of_any_size(tmp_path: Path, run_s
             'model.text = "in_context": digits has no captions; leave it out, or set --dataset.dataset_name captions',
         ),
         (
-            ["--model.text=cross_attention", "--text_encoder.path=none"],
+            ["--model.text=cross_attention", "--text_encoder.name=pipeline", "--text_encoder.path=none"],
             "text_encoder.path = none: must be given: a saved pipeline",
         ),
     ],

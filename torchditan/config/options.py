@@ -443,12 +443,15 @@ class Sampling:
 class TextEncoder:
     """The text encoders, which encode captions once before training. The cache stores the embeddings."""
 
-    name: Annotated[str, TEXT_ENCODERS] = "pipeline"
-    """The encoders of a diffusers pipeline, or an encoder of your own (docs/extending.md)."""
+    name: Annotated[str, TEXT_ENCODERS] = "auto"
+    """What encodes captions: auto (what is at path; wordllama without one), the encoders of a diffusers pipeline, one
+    encoder of transformers, wordllama (static embeddings, no download), or your own (docs/extending.md)."""
     path: str | None = None
-    """Folder or hub name of the pipeline that has the text encoders. Default: model.path."""
+    """Folder or hub name of a diffusers pipeline, or of an encoder that transformers opens (FLAN-T5, T5Gemma, CLIP's
+    text model, Qwen3). A published model's default: model.path."""
     max_length: int | None = None
-    """Tokens per caption. Default: the model's."""
+    """Tokens per caption. Default: as many as the pipeline's model takes; 128 for an encoder, or fewer if it reads
+    fewer; 64 for wordllama."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute precision of the text encoders."""
 

@@ -27,7 +27,7 @@ from torchditan.distributed.process_group import Rank
 from torchditan.finetune.published import PublishedModel, family_of
 from torchditan.finetune.published.base import require
 from torchditan.finetune.published.stored_weights import HOW_TO_GET, fetch, is_hub_name
-from torchditan.registry import FAMILIES, TEXT_ENCODERS, build, resolve
+from torchditan.registry import FAMILIES, TEXT_ENCODERS, build, registered, resolve
 from torchditan.run.progress import report_progress
 from torchditan.run.tensor_cache import TensorCache, hash_of, identity_of_files
 
@@ -127,7 +127,7 @@ class PipelineEncoders(TextEncoder):
         parts = [path.name for path in self.folder.iterdir() if is_text_part(path.name)]
         left_out |= {name: None for name in parts if name.startswith("image_") != of_images}
         dtype = torch.float32 if of_images else self.dtype  # image encoders take float32 images
-        _silence_libraries()
+        silence_libraries("diffusers", "transformers")
         try:
             pipeline = pipeline_class.from_pretrained(self.folder, torch_dtype=dtype, **left_out)
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError) as error:
@@ -137,9 +137,46 @@ class PipelineEncoders(TextEncoder):
         return pipeline.to(device)
 
 
-def _silence_libraries() -> None:
+class AutomaticEncoder(TextEncoder):
+    """What is at `text_encoder.path`: a pipeline or a single encoder. Without a path it is wordllama."""
+
+    @classmethod
+    def find(cls, config: Config, *, memory: Path) -> TextEncoder:
+        if config.model.name in FAMILIES:
+            kind = "pipeline"
+        elif (place := config.text_encoder.path) is None:
+            kind = "wordllama"
+        else:
+            kind = "pipeline" if _is_pipeline(place) else "transformers"
+        found: TextEncoder = registered(TEXT_ENCODERS, kind).find(config, memory=memory)
+        return found
+
+    def open(self, device: torch.device) -> Callable[[list[str]], dict[str, torch.Tensor]]:
+        raise AssertionError("`find` returns another encoder")
+
+
+def _is_pipeline(place: str) -> bool:
+    folder = Path(place).expanduser()
+    if is_hub_name(place):
+        patterns = ["model_index.json", "config.json"]
+        folder = fetch(place, patterns=patterns, what="text encoders", option="text_encoder.path")
+    return not (folder / "config.json").is_file()  # if it is neither, the refusal of a pipeline says more
+
+
+def check_own_model(config: Config) -> None:
+    """Refuse an encoder of another origin for a published model.
+
+    Raises:
+        ConfigError: the model is a published one.
+    """
+    if config.model.name in FAMILIES:
+        right = f"{config.model.name} reads the embeddings of its own pipeline; must be pipeline or auto"
+        raise option_error("text_encoder.name", config.text_encoder.name, right)
+
+
+def silence_libraries(*names: str) -> None:
     """Their progress bars and warnings appear for every file and caption; ours is one line."""
-    for name in ("diffusers", "transformers"):
+    for name in names:
         logging = require(f"{name}.utils.logging")
         logging.set_verbosity_error()
         logging.disable_progress_bar()

@@ -1,0 +1,119 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""One text encoder of transformers: FLAN-T5, T5Gemma, CLIP's text model, Qwen3 and others.
+
+Notable:
+- the embeddings are the last hidden states, and the mask is the tokenizer's. Of a model with encoder and decoder only
+  the encoder is opened;
+- only safetensors are read, and no code of the folder runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchditan.config.errors import option_error
+from torchditan.config.options import Config
+from torchditan.finetune.captions.encode import TextEncoder, check_own_model, silence_libraries
+from torchditan.finetune.published.base import require
+from torchditan.finetune.published.stored_weights import HOW_TO_GET, fetch, is_hub_name
+from torchditan.run.tensor_cache import hash_of, identity_of_files
+
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt"]
+"""Files of a hub repository that are downloaded: configuration, weights, tokenizer."""
+_MAX_LENGTH = 128
+"""Default number of tokens, unless the encoder reads fewer."""
+
+
+class SingleEncoder(TextEncoder):
+    """The encoder in a folder that transformers saved, with its tokenizer.
+
+    Args:
+        folder: the saved encoder.
+        max_length: tokens of a caption.
+        dtype: of the encoder and of the stored embeddings.
+        memory: folder in which checksums of large files are remembered.
+    """
+
+    def __init__(self, folder: Path, *, max_length: int | None, dtype: torch.dtype, memory: Path) -> None:
+        self.folder = folder
+        self.max_length = max_length
+        self.dtype = dtype
+        length, files = max_length or f"at most {_MAX_LENGTH}", identity_of_files(folder, memory=memory)
+        self.identity = hash_of("transformers", str(length), str(dtype), files)[:16]
+
+    @classmethod
+    def find(cls, config: Config, *, memory: Path) -> SingleEncoder:
+        check_own_model(config)
+        given = config.text_encoder
+        if given.path is None:
+            right = "must be given: a folder or hub name of an encoder that transformers opens, such as a FLAN-T5"
+            raise option_error("text_encoder.path", None, right)
+        require("transformers")
+        folder = Path(given.path).expanduser()
+        if is_hub_name(given.path):
+            folder = fetch(given.path, patterns=_FILES, what="text encoder", option="text_encoder.path")
+        if not folder.exists():
+            raise option_error("text_encoder.path", given.path, f"does not exist; {HOW_TO_GET}")
+        try:
+            content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            content = None
+        if not isinstance(content, dict) or "model_type" not in content:
+            right = "is no encoder of transformers (its config.json names no model_type)"
+            raise option_error("text_encoder.path", given.path, right)
+        return cls(folder, max_length=given.max_length, dtype=getattr(torch, given.dtype), memory=memory)
+
+    def open(self, device: torch.device) -> Callable[[list[str]], dict[str, torch.Tensor]]:
+        silence_libraries("transformers")
+        tokenizer, model = self._open()
+        most = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or _MAX_LENGTH)
+        length = self.max_length or min(most, _MAX_LENGTH)
+        if length > tokenizer.model_max_length:
+            right = f"must be at most {tokenizer.model_max_length}, the tokens that this encoder reads"
+            raise option_error("text_encoder.max_length", length, right)
+        tokenizer.padding_side = "right"
+        if tokenizer.pad_token is None:  # decoders such as Qwen's early versions
+            tokenizer.pad_token = tokenizer.eos_token
+        model = model.to(device).eval().requires_grad_(False)
+
+        def encode(captions: list[str]) -> dict[str, torch.Tensor]:
+            read = tokenizer(captions, max_length=length, padding="max_length", truncation=True, return_tensors="pt")
+            ids, mask = read["input_ids"].to(device), read["attention_mask"].to(device)
+            embeds = model(input_ids=ids, attention_mask=mask).last_hidden_state  # (n, L, D)
+            mask = mask.bool()
+            mask[:, 0] = True  # some tokenizers read nothing in the empty caption
+            return {"prompt_embeds": embeds, "prompt_attention_mask": mask}
+
+        return encode
+
+    def _open(self) -> tuple[Any, Any]:
+        """The tokenizer and the model.
+
+        Raises:
+            ConfigError: transformers cannot open them, or the model reads no text.
+        """
+        transformers = require("transformers")
+        options: dict[str, Any] = {"dtype": self.dtype, "use_safetensors": True, "local_files_only": True}
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+            settings = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
+            settings = getattr(settings, "text_config", settings) if settings.model_type == "clip" else settings
+            known = type(settings) in transformers.AutoModelForTextEncoding._model_mapping
+            if known:
+                settings.is_encoder_decoder = False  # T5Gemma asks for it, T5 does it itself
+            opener = transformers.AutoModelForTextEncoding if known else transformers.AutoModel
+            model, info = opener.from_pretrained(self.folder, config=settings, output_loading_info=True, **options)
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, ImportError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise option_error("text_encoder.path", str(self.folder), f"cannot be opened: {reason}") from error
+        if missing := sorted(info["missing_keys"]):  # transformers would draw them at random
+            right = f"lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them"
+            raise option_error("text_encoder.path", str(self.folder), right)
+        if model.config.is_encoder_decoder and hasattr(model, "get_encoder"):
+            model = model.get_encoder()
+        return tokenizer, model

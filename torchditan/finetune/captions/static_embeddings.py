@@ -1,0 +1,77 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Static embeddings of tokens, from the package wordllama: a text encoder of 16 MB that needs no download.
+
+Notable:
+- the package holds a table of 32,000 tokens x 256 numbers (MIT licence) and the tokenizer of Llama 2. Only these two
+  files are read; the package is not imported;
+- each token has the same embedding wherever it stands: "a cat on a mat" and "a mat on a cat" have the same rows in
+  another order.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from torchditan.config.errors import option_error
+from torchditan.config.optional_libraries import import_optional
+from torchditan.config.options import Config
+from torchditan.finetune.captions.encode import TextEncoder, check_own_model
+from torchditan.run.atomic_files import sha256_of
+from torchditan.run.tensor_cache import hash_of
+
+_WEIGHTS = "weights/l2_supercat_256.safetensors"
+_TOKENIZER = "tokenizers/l2_supercat_tokenizer_config.json"
+_MAX_LENGTH = 64
+
+
+class StaticEmbeddings(TextEncoder):
+    """Looks up the tokens of a caption in a table.
+
+    Args:
+        folder: of the package wordllama.
+        max_length: tokens of a caption, the first of which marks its beginning.
+        dtype: of the embeddings.
+    """
+
+    def __init__(self, folder: Path, *, max_length: int, dtype: torch.dtype) -> None:
+        self.folder = folder
+        self.max_length = max_length
+        self.dtype = dtype
+        contents = [sha256_of(folder / file) for file in (_WEIGHTS, _TOKENIZER)]
+        self.identity = hash_of("wordllama", str(max_length), str(dtype), *contents)[:16]
+
+    @classmethod
+    def find(cls, config: Config, *, memory: Path) -> StaticEmbeddings:
+        check_own_model(config)
+        given = config.text_encoder
+        if given.path is not None:
+            raise option_error("text_encoder.path", given.path, "wordllama is a package; leave it out")
+        found = importlib.util.find_spec("wordllama")
+        places = [] if found is None else list(found.submodule_search_locations or [])
+        if not places or not all(Path(places[0], file).is_file() for file in (_WEIGHTS, _TOKENIZER)):
+            right = "needs wordllama 0.4: pip install 'torchditan[text]'; or give another encoder as text_encoder.path"
+            raise option_error("text_encoder.name", "wordllama", right)
+        import_optional("tokenizers", extra="text")
+        return cls(Path(places[0]), max_length=given.max_length or _MAX_LENGTH, dtype=getattr(torch, given.dtype))
+
+    def open(self, device: torch.device) -> Callable[[list[str]], dict[str, torch.Tensor]]:
+        tokenizers: Any = import_optional("tokenizers", extra="text")
+        tokenizer = tokenizers.Tokenizer.from_file(str(self.folder / _TOKENIZER))
+        tokenizer.enable_truncation(self.max_length)
+        tokenizer.enable_padding(length=self.max_length)
+        (table,) = load_file(self.folder / _WEIGHTS).values()  # (tokens, 256) float16
+        table = table.to(device, self.dtype)
+
+        def encode(captions: list[str]) -> dict[str, torch.Tensor]:
+            encoded = tokenizer.encode_batch(captions)
+            ids = torch.tensor([one.ids for one in encoded], device=device)  # (n, L)
+            mask = torch.tensor([one.attention_mask for one in encoded], device=device).bool()
+            return {"prompt_embeds": table[ids] * mask[..., None], "prompt_attention_mask": mask}
+
+        return encode
