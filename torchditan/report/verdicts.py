@@ -197,7 +197,9 @@ def seeds_needed(mean: float, std: float, *, level: float) -> int | None:
     number = np.arange(2, MOST_SEEDS + 1)
     critical = stdtrit(number - 1, 1 - level / 2)
     centre = abs(mean) * np.sqrt(number) / std
-    power = 1 - nctdtr(number - 1, centre, critical) + nctdtr(number - 1, centre, -critical)
+    lower = nctdtr(number - 1, centre, -critical)
+    # scipy gives NaN for some tails below 1e-16, at other numbers in each version.
+    power = 1 - nctdtr(number - 1, centre, critical) + np.nan_to_num(lower)
     enough = np.flatnonzero(power >= POWER)
     return int(number[enough[0]]) if len(enough) else None
 
