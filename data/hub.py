@@ -146,7 +146,7 @@ def require(module: str, *, package: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"the package {package} is missing: pip install -e '.[{extra}]'") from error
+        raise ConfigError(f"the package {package} is missing: pip install 'torchditan[{extra}]'") from error
 
 
 def open_hub(

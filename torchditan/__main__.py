@@ -21,7 +21,7 @@ def usage() -> str:
             f"torchditan {__version__}: trains diffusion transformers, from a laptop CPU to nodes of GPUs",
             "",
             "  torchditan train quickstart                  digits, in minutes on two CPU cores",
-            "  torchditan generate outputs/quickstart       draws more of them",
+            "  torchditan generate outputs/quickstart       draws from it",
             "  torchrun --nproc_per_node 8 -m torchditan train imagenet_pixels --dataset.root_dir /data/imagenet",
             "",
             "commands:",

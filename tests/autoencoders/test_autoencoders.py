@@ -700,7 +700,7 @@ def test_images_of_other_channels_than_the_model_are_one_line(tmp_path: Path) ->
 def test_diffusers_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(kl(), tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "diffusers", None)
-    refuse(r"package diffusers .*missing: pip install -e '.\[diffusers\]'", "diffusers", path=path)
+    refuse(r"package diffusers .*missing: pip install 'torchditan\[diffusers\]'", "diffusers", path=path)
 
 
 # The hub

@@ -313,7 +313,7 @@ def test_the_first_line_and_a_missing_folder_need_no_torch(
 def test_a_missing_run_needs_no_torch(script: str, tmp_path: Path) -> None:
     result = run_python(START, tmp_path, str(REPOSITORY / "scripts" / script), "gone")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "error: gone does not exist; must be a run directory\n"
+    assert result.stderr == "error: gone does not exist; must be a run directory or a shared model (docs/sharing.md)\n"
 
 
 def test_resolved_config_survives_json() -> None:

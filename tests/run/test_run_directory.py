@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from torchditan.config.errors import ConfigError
 from torchditan.run import directory as run_directory
@@ -263,6 +264,16 @@ def test_a_run_without_metrics_reads_as_empty(tmp_path):
 def test_a_folder_that_is_no_run_is_named(tmp_path):
     with pytest.raises(ConfigError, match="is not a run directory"):
         read_config(tmp_path)
+
+
+def test_a_place_next_to_a_run_names_what_is_there(tmp_path):
+    (tmp_path / "outputs/a").mkdir(parents=True)
+    (tmp_path / "outputs/a/config.json").write_text("{}")
+    (tmp_path / "a.safetensors").write_bytes(b"")
+    with refused(f"{tmp_path}/outputs is not a run directory: it has no config.json; it contains {tmp_path}/outputs/a"):
+        read_config(tmp_path / "outputs")
+    with refused(f"{tmp_path}/a.safetensors is a file", f"torchditan import {tmp_path}/a.safetensors outputs/a"):
+        read_config(tmp_path / "a.safetensors")
 
 
 def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

@@ -213,6 +213,8 @@ def test_the_model_that_ships_draws_its_classes_and_has_a_card(
     monkeypatch.chdir(tmp_path)
     assert "`torchditan generate earth`" in run_script("torchditan", "list").out
     model = load("earth")
+    with pytest.raises(ConfigError, match=r'classes = "lake": this run has no class lake; .*desert.* 0 to 6'):
+        model.sample(classes="lake")
     samples = model.sample(classes=["forest", "ice", "coast"], samples_per_class=2, num_steps=4, seed=0)
     assert samples.shape == (6, 3, 32, 32)
     forest, ice, coast = samples.float().unflatten(0, (3, 2)).mean(dim=(1, 3, 4))  # mean colours (R, G, B)

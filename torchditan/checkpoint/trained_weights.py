@@ -32,8 +32,8 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     checkpoints = {step_of(path): path for path in [*list_checkpoints(folder), *([kept] if kept else [])]}
     if not checkpoints:
         raise ConfigError(
-            f"{folder} holds no checkpoint: the run has not finished, or it was configured to keep no weights "
-            "(checkpoint.save_final = false); train with --checkpoint.enable_checkpoint"
+            f"{folder} holds no checkpoint: the run has not saved one yet (Ctrl-C in its training saves), or it was "
+            "configured to keep no weights (checkpoint.save_final = false); train with --checkpoint.enable_checkpoint"
         )
     if step is not None and step not in checkpoints:
         raise option_error("--step", step, f"no such checkpoint in {folder}; there are {sorted(checkpoints)}")

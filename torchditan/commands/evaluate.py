@@ -324,7 +324,7 @@ def choose_metrics(subject: Subject) -> list[str]:
     elif subject.num_training * num_values > MAX_CLASSIFIER_VALUES:
         missing["classifier"] = "would keep all training images in memory; ask for it with --metrics"
     if not has_effnet:
-        missing["effnet"] = "needs pip install -e '.[evaluation]'"
+        missing["effnet"] = "needs pip install 'torchditan[evaluation]'"
     elif subject.num_images <= NUM_FEATURES:
         missing["effnet"] = f"needs more than {NUM_FEATURES} samples, not {subject.num_images}"
     for name, why in missing.items():

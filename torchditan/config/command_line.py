@@ -81,7 +81,7 @@ class RunParser(ScriptParser):
 def check_run(run: Path | None) -> None:
     """Refuse a run that does not exist, before a script imports torch."""
     if run is not None and not run.exists():
-        check_folder(run, mark="config.json", what="a run directory")
+        check_folder(run, mark="config.json", what="a run directory or a shared model (docs/sharing.md)")
 
 
 def add_float32_matmul_precision(parser: ScriptParser) -> None:

@@ -25,4 +25,4 @@ def import_optional(module: str, *, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = module.split(".")[0]
-        raise ConfigError(f"the package {package} is missing: pip install -e '.[{extra}]'") from error
+        raise ConfigError(f"the package {package} is missing: pip install 'torchditan[{extra}]'") from error

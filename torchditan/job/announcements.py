@@ -96,7 +96,7 @@ def closing(
         return [*messages, f"no weights were kept: {_NOT_SAVED}"]
     messages.append(f"weights: {weights}")
     if (command := _command_to_generate(job)) is not None:
-        messages.append(f"generate from them: {command}")
+        messages.append(f"draw others: {command}")
     return messages
 
 
@@ -158,8 +158,8 @@ def _describe_model(job: Job, model: nn.Module) -> str:
 
 
 def _command_to_generate(job: Job) -> str | None:
-    """The command that samples from this run's weights; None for models that need a first frame."""
-    command = f"torchditan generate {shlex.quote(str(job.run_directory.path))}"
+    """The command that draws other samples than the run's grids did; None for models that need a first frame."""
+    command = f"torchditan generate {shlex.quote(str(job.run_directory.path))} --seed 1"
     conditioning = job.spec.conditioning
     if not isinstance(conditioning, TextEmbeddings):
         return command

@@ -198,7 +198,9 @@ def check_steps(config: Config, run: StoredRun) -> None:
     if when is None:
         return
     weights = f" from its weights: --checkpoint.initial_load_path {path}" if checkpoints else ":"
-    right = f"{path} was started with {before}, and {when}; start a new run{weights} --metrics.experiment_name NAME"
+    right = (
+        f"{path} was last started with {before}, and {when}; start a new run{weights} --metrics.experiment_name NAME"
+    )
     raise option_error("training.steps", steps, right)
 
 

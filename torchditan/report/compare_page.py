@@ -344,8 +344,12 @@ def steps_text(run: Run) -> str:
     return f"{run.steps:,}" if run.steps == run.planned_steps else f"{run.steps:,} of {planned}"
 
 
+def state_name(run: Run) -> str:
+    return _STATES.get(run.state, run.state)
+
+
 def state_text(run: Run) -> str:
-    return _STATES.get(run.state, run.state) + (", resumed" if run.was_resumed else "")
+    return state_name(run) + (", resumed" if run.was_resumed else "")
 
 
 def _version(run: Run, package: str) -> str:

@@ -19,7 +19,7 @@ from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.loader import options
 from torchditan.report import plots
 from torchditan.report.compare import Run, Setting, differing_settings, read_runs
-from torchditan.report.compare_page import KINDS, state_text, steps_text
+from torchditan.report.compare_page import KINDS, state_name, state_text, steps_text
 from torchditan.report.labels import UNKNOWN, commit_name, count, duration, listed, number, setting_value
 from torchditan.report.page import (
     Block,
@@ -92,10 +92,11 @@ def run_page(runs: Sequence[Run]) -> Page:
 
 
 def _facts(run: Run, *, is_alone: bool) -> Iterable[str]:
-    start, state = ("", state_text(run).capitalize()) if is_alone else (f"{run.label}: ", state_text(run))
+    start, state = ("", state_name(run).capitalize()) if is_alone else (f"{run.label}: ", state_name(run))
     images = run.last("images_seen")
     parts = [
         f"{state} at step {steps_text(run)}" if run.steps is not None else state,
+        "resumed before" if run.was_resumed else "",
         f"{images:,.0f} images" if images is not None else "",
         duration(run.elapsed_s) if run.elapsed_s is not None else "",
     ]

@@ -27,10 +27,12 @@ def check_folder(path: Path, *, mark: str, what: str) -> None:
     if not path.is_dir():
         hint = f"; did you mean {path.parent}?" if (path.parent / mark).is_file() else ""
         if path.suffix in (".safetensors", ".pt", ".pth", ".bin"):
-            hint = "; torchditan import creates a run from such a file"
+            hint = f"; torchditan import {path} outputs/{path.stem} creates a run from it"
         raise ConfigError(f"{path} is a file; must be {what}{hint}")
     if not (path / mark).exists():
-        raise ConfigError(f"{path} is not {what}: it has no {mark}")
+        inside = [str(child) for child in _children(path) if (child / mark).is_file()]
+        hint = f"; it contains {', '.join(inside[:3])}{', ...' if inside[3:] else ''}" if inside else ""
+        raise ConfigError(f"{path} is not {what}: it has no {mark}{hint}")
 
 
 def similar_folder(path: Path, *, mark: str) -> str:

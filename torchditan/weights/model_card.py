@@ -143,12 +143,13 @@ def _model(config: Mapping[str, Any]) -> str:
 
 
 def _opening(place: str, *, is_placeholder: bool, num_classes: int) -> str:
-    where = ", where FOLDER is this folder" if is_placeholder else ""
-    install = "torchditan[share]" if place.startswith("hub:") else "torchditan"
+    where = "; FOLDER is this folder" if is_placeholder else ""
+    share = ", and `pip install 'torchditan[share]'` in its environment" if place.startswith("hub:") else ""
     draw = "classes=[0, 1], seed=0" if num_classes > 1 else "seed=0"
     return f"""## Open it
 
-Install TorchDiTan (`pip install '{install}'`){where}:
+Install TorchDiTan as its README says{share}. CONFIG is a configuration with this model,
+such as that of the training below{where}.
 
 ```bash
 torchditan generate {place}

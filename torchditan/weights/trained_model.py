@@ -51,6 +51,8 @@ from torchditan.weights.shared import is_shared, open_shared
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+_MOST_NAMES = 20
+"""Names of classes in a message."""
 _ARGUMENTS = ("classes", "prompts", "samples_per_class", "num_samples", "seed", "batch_size")
 _REPLACEABLE = ("sampling", "autoencoder", "text_encoder", "cache.folder", "dataset.root_dir", "model.path")
 
@@ -338,7 +340,9 @@ class TrainedModel:
         Raises:
             ConfigError: the run has no such class. The message names `option` and shows `shown`, or else the classes.
         """
-        right = f"must be names, or integers from 0 to {self.num_classes - 1}"
+        names = self.class_names[:_MOST_NAMES]
+        listed = f"{', '.join(names)}{', ...' if self.class_names[_MOST_NAMES:] else ''}" if names else "names"
+        right = f"must be of {listed}, or integers from 0 to {self.num_classes - 1}"
         # Scalars of numpy and torch are integers too, and have an __iter__ that fails.
         is_one = isinstance(classes, str) or not isinstance(classes, Iterable) or getattr(classes, "ndim", 1) == 0
         given = [cast("int | str", classes)] if is_one else list(cast("Iterable[int | str]", classes))
