@@ -79,3 +79,12 @@ def test_a_published_model_brings_its_pipeline_but_not_its_single_file() -> None
     found = brought(PIPELINE, model=model, lora=lora, dataset=Dataset(dataset_name="captions"))
     assert found["model.path"][1] == [name for name in PIPELINE if name not in PIPELINE[1:3]]
     assert found["lora.assistant_path"][0] == "some/adapter"
+
+
+def test_a_single_text_encoder_brings_its_weights_once_and_its_tokenizer() -> None:
+    """The root of google/flan-t5-base, with a folder of another format."""
+    good = ["config.json", "model.safetensors", "special_tokens_map.json", "spiece.model", "tokenizer.json"]
+    good.append("tokenizer_config.json")
+    other = ["flax_model.msgpack", "pytorch_model.bin", "tf_model.h5", "README.md", "onnx/model.safetensors"]
+    found = brought([*good, *other], text_encoder=TextEncoder(path="some/t5"), dataset=Dataset(dataset_name="captions"))
+    assert sorted(found["text_encoder.path"][1]) == good

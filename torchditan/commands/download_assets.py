@@ -31,6 +31,7 @@ def parse(argv: list[str]) -> Config:
 def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
     """(option, hub name, file patterns) of everything that is on the hub and not in a local folder."""
     from torchditan.finetune.captions.encode import TEXT_PARTS
+    from torchditan.finetune.captions.single_encoder import FILES
     from torchditan.finetune.published import family
     from torchditan.finetune.published.stored_weights import is_hub_name
     from torchditan.registry import FAMILIES
@@ -49,7 +50,8 @@ def wanted(config: Config) -> list[tuple[str, str, list[str]]]:
         subfolder = family(config.model.name).subfolder
         patterns = [f"{subfolder}/*.json", f"{subfolder}/*.safetensors"]
         add("model.path", config.model.path, [*patterns, *([] if config.text_encoder.path else whole)])
-    add("text_encoder.path", config.text_encoder.path, whole)
+    single = FILES if config.model.name not in FAMILIES else []
+    add("text_encoder.path", config.text_encoder.path, [*whole, *single])
     add("autoencoder.path", *files_of_autoencoder(config.autoencoder))
     add("lora.assistant_path", config.lora.assistant_path, ["*.safetensors"])
     return found

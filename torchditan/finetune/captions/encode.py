@@ -160,7 +160,8 @@ def _is_pipeline(place: str) -> bool:
     if is_hub_name(place):
         patterns = ["model_index.json", "config.json"]
         folder = fetch(place, patterns=patterns, what="text encoders", option="text_encoder.path")
-    return not (folder / "config.json").is_file()  # if it is neither, the refusal of a pipeline says more
+    # If it is neither, the refusal of a pipeline says more.
+    return (folder / "model_index.json").is_file() or not (folder / "config.json").is_file()
 
 
 def check_own_model(config: Config) -> None:

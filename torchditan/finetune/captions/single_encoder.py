@@ -23,8 +23,11 @@ from torchditan.finetune.published.base import require
 from torchditan.finetune.published.stored_weights import HOW_TO_GET, fetch, is_hub_name
 from torchditan.run.tensor_cache import hash_of, identity_of_files
 
-_FILES = ["*.json", "*.safetensors", "*.model", "*.txt"]
-"""Files of a hub repository that are downloaded: configuration, weights, tokenizer."""
+FILES = [
+    *("config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "spiece.model", "vocab*", "merges.txt"),
+]
+"""Files of a hub repository that are downloaded: configuration, weights, tokenizer; none of the folders in it."""
 _MAX_LENGTH = 128
 """Default number of tokens, unless the encoder reads fewer."""
 
@@ -56,7 +59,7 @@ class SingleEncoder(TextEncoder):
         require("transformers")
         folder = Path(given.path).expanduser()
         if is_hub_name(given.path):
-            folder = fetch(given.path, patterns=_FILES, what="text encoder", option="text_encoder.path")
+            folder = fetch(given.path, patterns=FILES, what="text encoder", option="text_encoder.path")
         if not folder.exists():
             raise option_error("text_encoder.path", given.path, f"does not exist; {HOW_TO_GET}")
         try:
