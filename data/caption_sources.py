@@ -22,9 +22,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from torchditan.config import options
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error, some
+from torchditan.config.optional_libraries import import_optional
 from torchditan.datasets.hub import _load as load_hub
-from torchditan.datasets.hub import require
 from torchditan.datasets.images import IMAGE_SUFFIXES, Encoded, corrupt_image
 from torchditan.datasets.videos import VIDEO_SUFFIXES
 
@@ -163,12 +163,6 @@ def _kind(is_video: bool) -> str:
     return "video" if is_video else "image"
 
 
-def some(names: Iterable[str]) -> str:
-    """The first three names."""
-    names = sorted(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def _clean(text: str, *, where: str, refusal: Refusal) -> str:
     """A caption in one line, without surrounding white space."""
     text = " ".join(text.split())
@@ -197,7 +191,8 @@ def _pair(
         by_stem[stem] = name
     alone = captions.keys() - by_stem.keys()
     if alone:
-        right = f"no {_kind(is_video)} belongs to the caption {some(f'{stem}.txt' for stem in alone)}; add or remove"
+        texts = some(sorted(f"{stem}.txt" for stem in alone))
+        right = f"no {_kind(is_video)} belongs to the caption {texts}; add or remove"
         raise refusal(right)
     return [Entry(name, captions.get(stem), content) for stem, name, content in pictures]
 
@@ -336,8 +331,8 @@ def _members(path: Path, *, refusal: Refusal) -> list[tuple[str, TarMember]]:
 
 
 def _read_parquet(root: Path, paths: list[Path], config: options.Dataset, *, refusal: Refusal) -> list[Entry]:
-    parquet = require("pyarrow.parquet", package="pyarrow", extra="hub")
-    pyarrow = require("pyarrow", package="pyarrow", extra="hub")
+    parquet = import_optional("pyarrow.parquet", extra="hub")
+    pyarrow = import_optional("pyarrow", extra="hub")
     entries = []
     for path in paths:
         try:
@@ -353,7 +348,7 @@ def read_hub(config: options.Dataset) -> list[Entry]:
     """The training split of `dataset.hub_name`."""
     assert config.hub_name is not None
     rows = load_hub(config.hub_name, split="train", streaming=False)
-    datasets = require("datasets", package="datasets", extra="hub")
+    datasets = import_optional("datasets", extra="hub")
     feature = rows.features.get(config.image_key)
     if isinstance(feature, datasets.Image):
         rows = rows.cast_column(config.image_key, datasets.Image(decode=False))
@@ -363,7 +358,7 @@ def read_hub(config: options.Dataset) -> list[Entry]:
 
 def _read_table(table: Any, config: options.Dataset, *, where: str, refusal: Refusal) -> list[Entry]:
     """Read the rows of an Arrow table. `where` names it in errors."""
-    types = require("pyarrow", package="pyarrow", extra="hub").types
+    types = import_optional("pyarrow", extra="hub").types
     if config.num_frames is not None:
         right = "parquet files and hub datasets contain images; leave it out, or use files with --dataset.root_dir"
         raise option_error("dataset.num_frames", config.num_frames, right)

@@ -24,10 +24,10 @@ import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from torchditan.config import options
-from torchditan.config.errors import option_error
+from torchditan.config.errors import option_error, some
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
 from torchditan.datasets.buckets import Size, bucket_sizes, nearest_bucket
-from torchditan.datasets.caption_sources import Entry, File, Frames, read_bytes, read_entries, read_hub, some
+from torchditan.datasets.caption_sources import Entry, File, Frames, read_bytes, read_entries, read_hub
 from torchditan.datasets.file_check import damage_of
 from torchditan.datasets.folder import HELD_OUT_SHARE, Split, find_validation
 from torchditan.datasets.images import _FORMATS, DECODE_ERRORS, Crop, Encoded, corrupt_image, fit, load_sample
@@ -265,5 +265,5 @@ def _refuse_bare(config: options.Dataset, entries: list[Entry]) -> None:
     bare = [entry.name for entry in entries if entry.caption is None]
     if bare and config.trigger_word is None:
         option = "root_dir" if config.hub_name is None else "hub_name"
-        right = f"no caption belongs to {some(bare)}; write one (a.txt for a.png), or set dataset.trigger_word"
+        right = f"no caption belongs to {some(sorted(bare))}; write one (a.txt for a.png), or set dataset.trigger_word"
         raise option_error(f"dataset.{option}", getattr(config, option), right)

@@ -15,8 +15,9 @@ import torch
 
 from torchditan.config import options
 from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import ImageDataset
-from torchditan.datasets.hub import open_hub, require
+from torchditan.datasets.hub import open_hub
 from torchditan.datasets.images import corrupt_image, load_sample, to_sample
 from torchditan.datasets.options import NEEDS, existing_path, photo_channels, refuse_crop
 
@@ -121,8 +122,8 @@ def _nothing_found(root: Path, pattern: str) -> ConfigError:
 
 def _read_parquet(config: options.Dataset, files: list[Path], *, split: Split, channels: int) -> Cifar10Parquet:
     """Files with `test` or `val` in their name are the validation split. A single file is only for training."""
-    pyarrow_parquet = require("pyarrow.parquet", package="pyarrow", extra="hub")
-    pyarrow = require("pyarrow", package="pyarrow", extra="hub")
+    pyarrow_parquet = import_optional("pyarrow.parquet", extra="hub")
+    pyarrow = import_optional("pyarrow", extra="hub")
     held_out = [path for path in files if "test" in path.name or "val" in path.name]
     chosen = held_out if split == "validation" else [p for p in files if p not in held_out] or files
     if not chosen:

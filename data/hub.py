@@ -19,6 +19,7 @@ import torch
 
 from torchditan.config import options
 from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import CorruptImageError, ImageDataset, SequentialDataset
 from torchditan.datasets.images import Crop, corrupt_image, load_sample
 
@@ -141,14 +142,6 @@ class StreamShard(torch.utils.data.IterableDataset):
         self.row, self.skipped = state["row"], state["skipped"]
 
 
-def require(module: str, *, package: str, extra: str) -> Any:
-    """Import an optional library, or raise an error with the command that installs it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"the package {package} is missing: pip install 'torchditan[{extra}]'") from error
-
-
 def open_hub(
     config: options.Dataset,
     *,
@@ -197,13 +190,13 @@ def open_hub(
         "crop": config.crop,
     }
     if config.streaming:
-        require("torchdata", package="torchdata", extra="hub")
+        import_optional("torchdata", extra="hub")
         return StreamingImages(**arguments, corrupt_images=config.corrupt_images)
     return HubImages(**arguments)
 
 
 def _load(hub_name: str, *, split: Literal["train", "validation"], streaming: bool) -> Any:
-    datasets = require("datasets", package="datasets", extra="hub")
+    datasets = import_optional("datasets", extra="hub")
     for split_name in SPLIT_NAMES[split]:
         try:
             return datasets.load_dataset(hub_name, split=split_name, streaming=streaming)

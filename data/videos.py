@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image
 
+from torchditan.config.optional_libraries import import_optional
 from torchditan.data_stream.datasets import CorruptImageError
-from torchditan.datasets.hub import require
 from torchditan.datasets.images import Encoded
 
 VIDEO_SUFFIXES = frozenset([".gif", ".mov", ".mp4", ".webm"])
@@ -30,7 +30,7 @@ def open_video(content: Encoded, *, where: str) -> Iterator[Image.Image]:
     Raises:
         CorruptImageError: the video cannot be decoded up to the requested frame.
     """
-    av = require("av", package="av", extra="finetune")
+    av = import_optional("av", extra="finetune")
     try:
         with content.open() as file, av.open(file) as container:
             if not container.streams.video:

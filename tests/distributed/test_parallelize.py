@@ -54,6 +54,24 @@ def built(apply: Any, mesh: DeviceMesh, *, checkpointing: Any = "none", **option
     return model
 
 
+def test_a_block_is_checkpointed_only_where_gradients_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling keeps nothing anyway, and torch 2.11 cannot checkpoint in forward mode, which MeanFlow needs."""
+    spec, calls = spec_of(), []
+
+    def checkpoint(forward: Any, *args: Any, use_reentrant: bool, preserve_rng_state: bool) -> Any:
+        calls.append(forward)
+        return forward(*args)
+
+    monkeypatch.setattr("torchditan.distributed.activation_checkpoint.checkpoint", checkpoint)
+    model = spec.build()
+    apply_activation_checkpoint(spec.blocks(model), mode="full")
+    with torch.no_grad():
+        loss_of(model, 0)
+    assert not calls
+    loss_of(model, 0)
+    assert len(calls) == DEPTH
+
+
 @torch.no_grad()
 def randomise_zeros(model: nn.Module) -> None:
     """adaLN-zero starts blocks as the identity, which would hide most gradients."""

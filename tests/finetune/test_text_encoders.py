@@ -100,6 +100,28 @@ def test_an_encoder_of_transformers_gives_its_last_hidden_states(
             torch.testing.assert_close(row[: len(expected)], expected.detach(), atol=1e-5, rtol=1e-5)
 
 
+def test_an_empty_caption_without_tokens_and_a_tokenizer_without_limits(tmp_path: Path) -> None:
+    """Qwen's tokenizers read nothing in the empty caption. Attention to nothing would be NaN."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<unk>": 1, "ball": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>")
+    assert tokenizer("")["input_ids"] == []
+    torch.manual_seed(0)
+    for name, model in (("qwen", qwen3()[0]), ("clip", tiny_pipelines.clip(16, projects=False))):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    found = encode(["", "ball"], f"--text_encoder.path={tmp_path / 'qwen'}", memory=tmp_path)
+    assert found["prompt_embeds"].shape == (2, 128, 16) and found["prompt_embeds"].isfinite().all()
+    assert found["prompt_attention_mask"].sum(1).tolist() == [1, 1]
+    clip = f"--text_encoder.path={tmp_path / 'clip'}"
+    assert encode(["ball"], clip, memory=tmp_path)["prompt_embeds"].shape == (1, 77, 16)  # its positions
+    with refused("text_encoder.max_length = 78: must be at most 77"):
+        encode(["ball"], clip, "--text_encoder.max_length=78", memory=tmp_path)
+
+
 def test_wordllama_gives_the_rows_of_its_table(tmp_path: Path) -> None:
     wordllama = pytest.importorskip("wordllama")
     folder = Path(wordllama.__file__).parent / "tokenizers"
@@ -147,9 +169,12 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         find(single)
     with refused(f'text_encoder.path = "{tmp_path / "absent"}": does not exist'):
         find(single, f"{path}{tmp_path / 'absent'}")
-    with refused("text_encoder.path", "is not a saved pipeline"):
-        find(f"{path}{tmp_path / 'empty'}")
-    with refused("text_encoder.path", "is no encoder of transformers"):
+    for name in ("empty", "other/config.json"):
+        with refused(f'text_encoder.path = "{tmp_path / name}": is neither', "pipeline", "transformers"):
+            find(f"{path}{tmp_path / name}")
+    with refused(f'text_encoder.path = "{tmp_path / "absent"}": does not exist'):
+        find(f"{path}{tmp_path / 'absent'}")
+    with refused("text_encoder.path", "is not a model that transformers saved"):
         find(f"{path}{tmp_path / 'other'}")
     with refused("text_encoder.path", "wordllama is a package"):
         find("--text_encoder.name=wordllama", f"{path}{tmp_path}")

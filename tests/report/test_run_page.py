@@ -91,6 +91,13 @@ def test_a_run_has_one_page_in_its_folder(runs: Path, run_script: RunScript) -> 
     assert ">optimizer.beta1<" in page
 
 
+def test_a_resumed_run_is_said_to_have_been_resumed_and_at_which_step_it_is(runs: Path, run_script: RunScript) -> None:
+    """The step of the resume is not recorded, so the page does not name one."""
+    change_config(runs / "one", lambda content: content.update(started="2030-01-01T00:00:00+00:00"))
+    assert "Completed at step 6, resumed before, 48 images" in page_of(run_script, runs / "one")
+    assert "resumed before" not in page_of(run_script, runs / "two")
+
+
 def test_several_runs_are_side_by_side_with_what_differs(runs: Path, run_script: RunScript) -> None:
     page = page_of(run_script, runs / "one", runs / "two", "--labels", "slow", "fast")
     assert (runs / "report.html").exists()

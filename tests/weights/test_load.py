@@ -217,7 +217,7 @@ def test_an_autoencoder_that_moved_is_given_its_new_path(moved: dict[str, Path])
         ({"classes": 4}, "classes = [4]", ["0 to 3"]),
         ({"classes": [0, -1]}, "classes = [0, -1]", ["0 to 3"]),
         ({"classes": ["owl", "dig"]}, 'classes = "dig"', ["no class dig", "dog?"]),
-        ({"classes": "flower"}, 'classes = "flower"', ["cat, dog, owl, yak", "0 to 3"]),
+        ({"classes": "flower"}, 'classes = "flower"', ["names", "cat, dog, owl, yak", "0 to 3"]),
         ({"classes": 1.5}, "classes = 1.5", ["integers"]),
         ({"classes": []}, "classes = []", ["0 to 3"]),
         ({"classes": torch.tensor(1.5)}, 'classes = "tensor(1.5000)"', ["integers", "0 to 3"]),

@@ -306,6 +306,7 @@ class Subject:
 def choose_metrics(subject: Subject) -> list[str]:
     """`--metrics`, or the default ones that can be computed; one line names the others."""
     from torchditan.config.errors import ConfigError
+    from torchditan.config.optional_libraries import how_to_install
     from torchditan.evaluation.efficientnet_lite import NUM_FEATURES, PACKAGE
 
     if subject.args.metrics is not None:
@@ -324,7 +325,7 @@ def choose_metrics(subject: Subject) -> list[str]:
     elif subject.num_training * num_values > MAX_CLASSIFIER_VALUES:
         missing["classifier"] = "would keep all training images in memory; ask for it with --metrics"
     if not has_effnet:
-        missing["effnet"] = "needs pip install 'torchditan[evaluation]'"
+        missing["effnet"] = f"needs {how_to_install('evaluation')}"
     elif subject.num_images <= NUM_FEATURES:
         missing["effnet"] = f"needs more than {NUM_FEATURES} samples, not {subject.num_images}"
     for name, why in missing.items():

@@ -48,7 +48,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise option_error("FOLDER", word, "is one argument too many; must be RUN FOLDER")
     if arguments.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,63}", arguments.license):
         raise option_error("--license", arguments.license, "must be an identifier of the hub: cc-by-4.0, mit, other")
-    check_run(arguments.source)
+    check_run(arguments.source, what="a run directory or a folder of latents")
     if arguments.push is not None:
         check_upload(arguments.push)
     elif arguments.private:

@@ -78,10 +78,10 @@ class RunParser(ScriptParser):
         self.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
 
 
-def check_run(run: Path | None) -> None:
-    """Refuse a run that does not exist, before a script imports torch."""
+def check_run(run: Path | None, *, what: str = "a run directory or a shared model (docs/sharing.md)") -> None:
+    """Refuse a run that does not exist, before a command imports torch. `what` may stand in its place."""
     if run is not None and not run.exists():
-        check_folder(run, mark="config.json", what="a run directory or a shared model (docs/sharing.md)")
+        check_folder(run, mark="config.json", what=what)
 
 
 def add_float32_matmul_precision(parser: ScriptParser) -> None:

@@ -24,6 +24,12 @@ def option_error(option: str, value: Any, right: str) -> ConfigError:
     return ConfigError(f"{option} = {shown}: {right}")
 
 
+def some(names: Iterable[str], *, most: int = 3) -> str:
+    """`a, b, c and 4 more`: the first of these names."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def nearest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The choice most similar to `name`, ignoring case, or None if none is similar."""
     by_lower = {choice.lower(): choice for choice in choices}

@@ -11,8 +11,13 @@ from types import ModuleType
 from torchditan.config.errors import ConfigError
 
 
-def import_optional(module: str, *, extra: str) -> ModuleType:
-    """Import a module of an optional package.
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra, in any folder: pip finds its packages in the installed metadata."""
+    return f"pip install 'torchditan[{extra}]'"
+
+
+def import_optional(module: str, *, extra: str, package: str | None = None) -> ModuleType:
+    """Import a module of an optional package. `package` is its name on PyPI; by default the module's.
 
     Raises:
         ConfigError: the package is missing; the message contains the extra that installs it.
@@ -24,5 +29,5 @@ def import_optional(module: str, *, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        package = module.split(".")[0]
-        raise ConfigError(f"the package {package} is missing: pip install 'torchditan[{extra}]'") from error
+        name = package or module.split(".")[0]
+        raise ConfigError(f"the package {name} is missing: {how_to_install(extra)}") from error

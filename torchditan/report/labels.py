@@ -17,6 +17,7 @@ from torchditan.ablation.grid import (
     PATCH_SIZE,
     PRECISION,
 )
+from torchditan.config.errors import some
 from torchditan.evaluation.card_tables import rounded
 from torchditan.report.grid_results import parallel_mode
 
@@ -88,8 +89,7 @@ def count(number: int, noun: str) -> str:
 
 def listed(values: Iterable[str], *, most: int = 4) -> str:
     """The distinct values that are not empty, at most this many."""
-    found = [value for value in dict.fromkeys(values) if value]
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+    return some(filter(None, dict.fromkeys(values)), most=most)
 
 
 def commit_name(commit: str | None) -> str:

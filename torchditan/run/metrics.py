@@ -85,8 +85,8 @@ class PeakMemory:
 
     CUDA: memory that the allocator handed out (allocated), also as percent of the device's memory, and memory that it
     held (reserved), which includes cached memory.
-    MPS: memory that the Metal driver held for this process when it was read, since Metal counts no peak; it includes
-    cached memory; percent of the recommended maximum.
+    MPS: memory that the Metal driver held for this process when it was read, because Metal counts no peak. It includes
+    cached memory. The percentage is that of the memory that Metal recommends as a limit.
     CPU: resident memory of this process since it started, because the system cannot reset it; no reserved memory;
     percent of the host's memory.
     """

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchditan.config.errors import ConfigError, nearest
+from torchditan.config.errors import ConfigError, nearest, some
 
 
 def check_folder(path: Path, *, mark: str, what: str) -> None:
@@ -31,7 +31,7 @@ def check_folder(path: Path, *, mark: str, what: str) -> None:
         raise ConfigError(f"{path} is a file; must be {what}{hint}")
     if not (path / mark).exists():
         inside = [str(child) for child in _children(path) if (child / mark).is_file()]
-        hint = f"; it contains {', '.join(inside[:3])}{', ...' if inside[3:] else ''}" if inside else ""
+        hint = f"; it contains {some(inside)}" if inside else ""
         raise ConfigError(f"{path} is not {what}: it has no {mark}{hint}")
 
 

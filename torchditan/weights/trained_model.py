@@ -21,7 +21,7 @@ from torch import nn
 
 from torchditan.checkpoint.loading import read_progress
 from torchditan.checkpoint.trained_weights import find_checkpoint, load_weights
-from torchditan.config.errors import ConfigError, did_you_mean, option_error
+from torchditan.config.errors import ConfigError, did_you_mean, option_error, some
 from torchditan.config.loader import from_dict, override
 from torchditan.config.options import Config
 from torchditan.diffusion.objectives import Objective, build_objective
@@ -340,9 +340,8 @@ class TrainedModel:
         Raises:
             ConfigError: the run has no such class. The message names `option` and shows `shown`, or else the classes.
         """
-        names = self.class_names[:_MOST_NAMES]
-        listed = f"{', '.join(names)}{', ...' if self.class_names[_MOST_NAMES:] else ''}" if names else "names"
-        right = f"must be of {listed}, or integers from 0 to {self.num_classes - 1}"
+        names = f" ({some(self.class_names, most=_MOST_NAMES)})" if self.class_names else ""
+        right = f"must be names{names}, or integers from 0 to {self.num_classes - 1}"
         # Scalars of numpy and torch are integers too, and have an __iter__ that fails.
         is_one = isinstance(classes, str) or not isinstance(classes, Iterable) or getattr(classes, "ndim", 1) == 0
         given = [cast("int | str", classes)] if is_one else list(cast("Iterable[int | str]", classes))
@@ -551,7 +550,7 @@ def _check_names(sampling: Mapping[str, Any]) -> None:
 
 
 def _device(given: torch.device | str | None) -> torch.device:
-    """Raises ConfigError if the device is no CPU, cuda (NVIDIA or AMD) or mps (Apple), or this machine lacks it."""
+    """Raises ConfigError unless the device is cpu, cuda (NVIDIA or AMD) or mps (Apple), and this machine has it."""
     if given is None:
         return Rank(0, 0, 1).device
     right = "must be cpu, cuda, cuda:N or mps"

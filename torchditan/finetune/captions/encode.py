@@ -156,12 +156,23 @@ class AutomaticEncoder(TextEncoder):
 
 
 def _is_pipeline(place: str) -> bool:
+    """Whether a pipeline is there; False if an encoder is, or nothing.
+
+    Raises:
+        ConfigError: what is there is neither.
+    """
     folder = Path(place).expanduser()
     if is_hub_name(place):
         patterns = ["model_index.json", "config.json"]
         folder = fetch(place, patterns=patterns, what="text encoders", option="text_encoder.path")
-    # If it is neither, the refusal of a pipeline says more.
-    return (folder / "model_index.json").is_file() or not (folder / "config.json").is_file()
+    if (folder / "model_index.json").is_file():
+        return True
+    if folder.exists() and not (folder / "config.json").is_file():
+        right = (
+            "is neither a pipeline that diffusers saved (model_index.json) nor a model of transformers (config.json)"
+        )
+        raise option_error("text_encoder.path", place, right)
+    return False
 
 
 def check_own_model(config: Config) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from torchditan.config.errors import option_error
+from torchditan.config.optional_libraries import import_optional
 from torchditan.config.options import Config
 from torchditan.finetune.captions.encode import TextEncoder, check_own_model, silence_libraries
-from torchditan.finetune.published.base import require
-from torchditan.finetune.published.stored_weights import HOW_TO_GET, fetch, is_hub_name
+from torchditan.finetune.published.stored_weights import fetch, is_hub_name
 from torchditan.run.tensor_cache import hash_of, identity_of_files
 
 FILES = [
@@ -56,28 +56,30 @@ class SingleEncoder(TextEncoder):
         if given.path is None:
             right = "must be given: a folder or hub name of an encoder that transformers opens, such as a FLAN-T5"
             raise option_error("text_encoder.path", None, right)
-        require("transformers")
+        import_optional("transformers", extra="text")
         folder = Path(given.path).expanduser()
         if is_hub_name(given.path):
             folder = fetch(given.path, patterns=FILES, what="text encoder", option="text_encoder.path")
         if not folder.exists():
-            raise option_error("text_encoder.path", given.path, f"does not exist; {HOW_TO_GET}")
+            right = "does not exist; must be a folder that transformers saved or a hub name: google/flan-t5-base"
+            raise option_error("text_encoder.path", given.path, right)
         try:
             content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             content = None
         if not isinstance(content, dict) or "model_type" not in content:
-            right = "is no encoder of transformers (its config.json names no model_type)"
+            right = "is not a model that transformers saved (its config.json names no model_type)"
             raise option_error("text_encoder.path", given.path, right)
         return cls(folder, max_length=given.max_length, dtype=getattr(torch, given.dtype), memory=memory)
 
     def open(self, device: torch.device) -> Callable[[list[str]], dict[str, torch.Tensor]]:
         silence_libraries("transformers")
         tokenizer, model = self._open()
-        most = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or _MAX_LENGTH)
+        positions = getattr(model.config, "max_position_embeddings", None)  # None: relative ones, as in T5
+        most = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
         length = self.max_length or min(most, _MAX_LENGTH)
-        if length > tokenizer.model_max_length:
-            right = f"must be at most {tokenizer.model_max_length}, the tokens that this encoder reads"
+        if length > most:
+            right = f"must be at most {most}, the tokens that this encoder reads"
             raise option_error("text_encoder.max_length", length, right)
         tokenizer.padding_side = "right"
         if tokenizer.pad_token is None:  # decoders such as Qwen's early versions
@@ -87,10 +89,9 @@ class SingleEncoder(TextEncoder):
         def encode(captions: list[str]) -> dict[str, torch.Tensor]:
             read = tokenizer(captions, max_length=length, padding="max_length", truncation=True, return_tensors="pt")
             ids, mask = read["input_ids"].to(device), read["attention_mask"].to(device)
+            mask[:, 0] = 1  # some tokenizers read nothing in the empty caption, and attention to nothing is NaN
             embeds = model(input_ids=ids, attention_mask=mask).last_hidden_state  # (n, L, D)
-            mask = mask.bool()
-            mask[:, 0] = True  # some tokenizers read nothing in the empty caption
-            return {"prompt_embeds": embeds, "prompt_attention_mask": mask}
+            return {"prompt_embeds": embeds, "prompt_attention_mask": mask.bool()}
 
         return encode
 
@@ -100,7 +101,7 @@ class SingleEncoder(TextEncoder):
         Raises:
             ConfigError: transformers cannot open them, or the model reads no text.
         """
-        transformers = require("transformers")
+        transformers: Any = import_optional("transformers", extra="text")
         options: dict[str, Any] = {"dtype": self.dtype, "use_safetensors": True, "local_files_only": True}
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)

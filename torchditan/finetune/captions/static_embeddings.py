@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from torchditan.config.errors import option_error
-from torchditan.config.optional_libraries import import_optional
+from torchditan.config.optional_libraries import how_to_install, import_optional
 from torchditan.config.options import Config
 from torchditan.finetune.captions.encode import TextEncoder, check_own_model
 from torchditan.run.atomic_files import sha256_of
@@ -55,7 +55,7 @@ class StaticEmbeddings(TextEncoder):
         found = importlib.util.find_spec("wordllama")
         places = [] if found is None else list(found.submodule_search_locations or [])
         if not places or not all(Path(places[0], file).is_file() for file in (_WEIGHTS, _TOKENIZER)):
-            right = "needs wordllama 0.4: pip install 'torchditan[text]'; or give another encoder as text_encoder.path"
+            right = f"needs wordllama 0.4: {how_to_install('text')}; or give another encoder as text_encoder.path"
             raise option_error("text_encoder.name", "wordllama", right)
         import_optional("tokenizers", extra="text")
         return cls(Path(places[0]), max_length=given.max_length or _MAX_LENGTH, dtype=getattr(torch, given.dtype))
