@@ -34,7 +34,7 @@ from step_cases import PATCH_SIZE, SAMPLE_SHAPES, Case, Group, build_spec, build
 from trainer_step import Step
 
 from torchditan.distributed.cpu_threads import configure_cpu
-from torchditan.distributed.process_group import Rank, init_process_group
+from torchditan.distributed.process_group import Rank, from_rank_0, init_process_group
 from torchditan.models.flops import ModelFlops, count_model_flops
 from torchditan.models.peak_flops import peak_flops
 from torchditan.supervision.exit_status import verdict_of
@@ -195,7 +195,9 @@ def measure(group: Group, settings: Settings) -> list[Row]:
     peak = peak_flops(torch.cuda.get_device_name()) if device.type == "cuda" else None
     resident_before = resident_memory("VmRSS")
     steps: dict[Case, Step] = {}
-    with process_group(rank), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    own = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # another rank may still close its run
+    with process_group(rank), own, contextlib.ExitStack() as stack:
+        folder = from_rank_0(own.name)  # a run has one folder
         rows = {case: new_row(case, group) for case in group.cases}  # after the number of threads is set
         for number, (case, row) in enumerate(rows.items()):
             try:

@@ -10,6 +10,8 @@ May import: config, data_stream, evaluation, latents, models, randomness, regist
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -36,10 +38,15 @@ DATASETS = Registry(
         "imagenet_dummy": "torchditan.datasets.latents:build",  # an old name; see config/legacy_keys.py
         "imagenet_hub": "torchditan.datasets.imagenet:build_hub",
         "latents": "torchditan.datasets.latents:build",
+        "scenes": "torchditan.datasets.scenes:build",
+        "webdataset": "torchditan.datasets.webdataset:build",
     },
 )
 """`dataset.dataset_name`: functions `build` as above."""
-INDEXED = ("captions", "digits", "dummy", "earth", "emoji", "folder", "imagenet", "imagenet_dummy", "latents")
+INDEXED = (
+    *("captions", "digits", "dummy", "earth", "emoji", "folder", "imagenet", "imagenet_dummy", "latents", "scenes"),
+    "webdataset",
+)
 """Datasets of this package that never stream: refused before their data is opened."""
 CAPTION_OPTIONS = (
     "caption_key",
@@ -55,7 +62,11 @@ CAPTION_OPTIONS = (
 
 
 def build_dataset(
-    config: Dataset, *, split: Literal["train", "validation"], input_channels: int | None = None
+    config: Dataset,
+    *,
+    split: Literal["train", "validation"],
+    input_channels: int | None = None,
+    cache_folder: Path | None = None,
 ) -> ImageDataset:
     """Build the dataset of `config` and check it against the options. The dataset fills in options that are left open.
 
@@ -64,6 +75,8 @@ def build_dataset(
             additional ones are named "class 12".
         split: a dataset without splits holds out some images for validation.
         input_channels: `model.input_channels`; 1 converts photos to grey.
+        cache_folder: given to a function `build` with a parameter of this name, which may keep there what is slow to
+            find; None keeps nothing.
 
     Returns:
         An ImageDataset, or with `streaming` a SequentialDataset.
@@ -80,6 +93,11 @@ def build_dataset(
         raise option_error("dataset.streaming", True, f"{name} is not read from the hub; must be false")
     if name not in ("captions", "dummy"):
         _refuse_caption_options(config)
+    if config.remote_cache_gib is not None and name != "dummy" and "://" not in (config.root_dir or ""):
+        right = "dataset.root_dir is not an address (s3://...) of tar shards; leave it out"
+        raise option_error("dataset.remote_cache_gib", config.remote_cache_gib, right)
+    if "cache_folder" in inspect.signature(function).parameters:
+        given["cache_folder"] = cache_folder
     dataset = build(function, "dataset.dataset_name", name, config, split=split, input_channels=input_channels, **given)
     check_contract(dataset, name=name)
     if config.streaming != isinstance(dataset, SequentialDataset):

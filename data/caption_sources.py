@@ -3,7 +3,7 @@
 
 Notable:
 - each source is read once into a list of `Entry`, sorted by name, the same on every machine. Images are opened in
-  place when they are needed, including members of tar files;
+  place when they are needed; tars.py reads tar shards;
 - inconsistent sources (a caption without an image, two images with one name, a path outside the folder) are refused
   here, in one line.
 """
@@ -13,19 +13,22 @@ from __future__ import annotations
 import functools
 import io
 import json
+import math
 import os
 import re
-import tarfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from torchditan.config import options
 from torchditan.config.errors import ConfigError, option_error, some
 from torchditan.config.optional_libraries import import_optional
+from torchditan.config.prompts import is_unicode
 from torchditan.datasets.hub import _load as load_hub
 from torchditan.datasets.images import IMAGE_SUFFIXES, Encoded, corrupt_image
+from torchditan.datasets.options import is_tar_address
+from torchditan.datasets.tars import Members, Shard, TarMember, json_object, kind_of, open_shards, warn_once
 from torchditan.datasets.videos import VIDEO_SUFFIXES
 
 METADATA_FILE = "metadata.jsonl"
@@ -39,18 +42,6 @@ class File:
 
     def open(self) -> BinaryIO:
         return self.path.open("rb")
-
-
-@dataclass(frozen=True)
-class TarMember:
-    """A file inside an uncompressed tar, read in place."""
-
-    path: Path
-    offset: int
-    size: int
-
-    def open(self) -> BinaryIO:
-        return io.BufferedReader(_Part(self.path.open("rb", buffering=0), self.offset, self.size))
 
 
 @dataclass(frozen=True)
@@ -89,60 +80,35 @@ class Entry:
     content: Encoded | Frames
     repeats: int = 1
     """Number of times that an epoch shows it."""
+    others: tuple[str, ...] = ()
+    """Further captions."""
+    weights: tuple[float, ...] = ()
+    """How often training draws `caption` and each of `others`, relative to each other. (): equally often."""
 
 
-class _Part(io.RawIOBase):
-    """`size` bytes of an open file, starting at `offset`."""
+class Captions(NamedTuple):
+    """What a source says of one image."""
 
-    def __init__(self, file: Any, offset: int, size: int) -> None:
-        self.file, self.offset, self.size = file, offset, size
-        self.place = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.place = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence])
-        return self.place
-
-    def tell(self) -> int:
-        return self.place
-
-    def readinto(self, buffer: Any) -> int:
-        count = min(len(buffer), max(0, self.size - self.place))
-        self.file.seek(self.offset + self.place)
-        data = self.file.read(count)
-        buffer[: len(data)] = data
-        self.place += len(data)
-        return len(data)
-
-    def readall(self) -> bytes:
-        self.file.seek(self.offset + self.place)
-        data = self.file.read(max(0, self.size - self.place))
-        self.place += len(data)
-        return data
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
+    first: str
+    others: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
 
 
-def read_entries(root: Path, *, config: options.Dataset) -> list[Entry]:
-    """Read all entries under `root`, a folder or a file; sorted by name.
+def read_entries(place: str, *, config: options.Dataset, cache_folder: Path | None) -> list[Entry]:
+    """Read all entries of a folder, a file or an address of tar shards; sorted by name.
+
+    `cache_folder` keeps the index of tar shards.
 
     Raises:
         ConfigError: the source is empty or inconsistent.
     """
+    root = Path(place).expanduser()
     refusal = _refusal_of(root)
     suffix = root.suffix if root.is_file() else ""
-    tars = [root] if suffix == ".tar" else sorted(root.glob("*.tar"))
+    if is_tar_address(place) or suffix == ".tar" or any(root.glob("*.tar")):
+        return _read_tars(place, config=config, cache_folder=cache_folder)
     tables = [root] if suffix == ".parquet" else sorted(root.rglob("*.parquet"))
-    if tars:
-        entries = _read_tars(tars, is_video=config.num_frames is not None, refusal=refusal)
-    elif tables:
+    if tables:
         entries = _read_parquet(root, tables, config, refusal=refusal)
     elif (root / METADATA_FILE).is_file():
         entries = _read_metadata(root, config, refusal=refusal)
@@ -166,6 +132,8 @@ def _kind(is_video: bool) -> str:
 def _clean(text: str, *, where: str, refusal: Refusal) -> str:
     """A caption in one line, without surrounding white space."""
     text = " ".join(text.split())
+    if not is_unicode(text):
+        raise refusal(f"the caption of {where} is not Unicode text: half of a character is missing")
     if not text:
         raise refusal(f"the caption of {where} is empty; write one, or remove it")
     return text
@@ -180,7 +148,11 @@ def _decode(data: bytes, *, where: str, refusal: Refusal) -> str:
 
 
 def _pair(
-    pictures: list[tuple[str, str, Encoded | Frames]], captions: dict[str, str], *, is_video: bool, refusal: Refusal
+    pictures: list[tuple[str, str, Encoded | Frames]],
+    captions: dict[str, Captions],
+    *,
+    is_video: bool,
+    refusal: Refusal,
 ) -> list[Entry]:
     """Match pictures (name without extension, name, content) with captions by name."""
     by_stem: dict[str, str] = {}
@@ -194,7 +166,15 @@ def _pair(
         texts = some(sorted(f"{stem}.txt" for stem in alone))
         right = f"no {_kind(is_video)} belongs to the caption {texts}; add or remove"
         raise refusal(right)
-    return [Entry(name, captions.get(stem), content) for stem, name, content in pictures]
+    entries = []
+    for stem, name, content in pictures:
+        given = captions.get(stem)
+        entries.append(
+            Entry(name, None, content)
+            if given is None
+            else Entry(name, given.first, content, others=given.others, weights=given.weights)
+        )
+    return entries
 
 
 def _walk(root: Path) -> Iterable[tuple[str, Path, list[str]]]:
@@ -207,7 +187,7 @@ def _walk(root: Path) -> Iterable[tuple[str, Path, list[str]]]:
 
 def _read_folder(root: Path, *, is_video: bool, refusal: Refusal) -> list[Entry]:
     pictures: list[tuple[str, str, Encoded | Frames]] = []
-    captions: dict[str, str] = {}
+    captions: dict[str, Captions] = {}
     suffixes = VIDEO_SUFFIXES if is_video else IMAGE_SUFFIXES
     for prefix, folder, names in _walk(root):
         found = [name for name in names if os.path.splitext(name)[1].lower() in suffixes]
@@ -221,7 +201,7 @@ def _read_folder(root: Path, *, is_video: bool, refusal: Refusal) -> list[Entry]
             stem, suffix = os.path.splitext(name)
             if suffix.lower() == ".txt":
                 text = (folder / name).read_bytes()
-                captions[prefix + stem] = _decode(text, where=prefix + name, refusal=refusal)
+                captions[prefix + stem] = Captions(_decode(text, where=prefix + name, refusal=refusal))
     entries = _pair(pictures, captions, is_video=is_video, refusal=refusal)
     return [Entry(entry.name, entry.caption, entry.content, _repeats(entry.name, refusal=refusal)) for entry in entries]
 
@@ -257,17 +237,35 @@ def _read_metadata(root: Path, config: options.Dataset, *, refusal: Refusal) -> 
         if config.caption_key not in row:
             right = f"{where} has no such column; must be one of {', '.join(row)}"
             raise option_error("dataset.caption_key", config.caption_key, right)
-        caption, repeats = row[config.caption_key], row.get("repeats", 1)
-        if not isinstance(caption, str):
-            raise refusal(f"{where}: {config.caption_key} must be text")
+        captions = _captions_in(row, config.caption_key, where=where, refusal=refusal)
+        repeats = row.get("repeats", 1)
         if type(repeats) is not int or repeats < 1:
             raise refusal(f"{where}: repeats must be an integer of at least 1")
         name = PurePosixPath(row["file_name"]).as_posix()
         if name in entries:
             raise refusal(f"{where}: {name} is listed twice; use repeats to show it more often")
         content = _find_listed(root, name, where=where, is_video=config.num_frames is not None, refusal=refusal)
-        entries[name] = Entry(name, _clean(caption, where=where, refusal=refusal), content, repeats)
+        entries[name] = Entry(name, captions.first, content, repeats, captions.others, captions.weights)
     return list(entries.values())
+
+
+def _captions_in(row: dict[str, Any], key: str, *, where: str, refusal: Refusal) -> Captions:
+    """The captions in a JSON object: text, or a list of texts, for which `weights` may be given."""
+    texts = row[key] if isinstance(row[key], list) else [row[key]]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise refusal(f"{where}: {key} must be text, or a list of texts")
+    first, *others = (_clean(text, where=where, refusal=refusal) for text in texts)
+    return Captions(first, tuple(others), _weights(row.get("weights"), len(texts), where=where, refusal=refusal))
+
+
+def _weights(given: Any, count: int, *, where: str, refusal: Refusal) -> tuple[float, ...]:
+    """The weights of this number of captions; () if none are given."""
+    if given is None:
+        return ()
+    is_right = isinstance(given, list) and len(given) == count
+    if not is_right or not all(type(weight) in (int, float) and 0 < weight < math.inf for weight in given):
+        raise refusal(f"{where}: weights must be a list of {count} positive numbers, one for each caption")
+    return tuple(given)
 
 
 def _read_line(line: str, *, where: str, refusal: Refusal) -> dict[str, Any]:
@@ -298,36 +296,69 @@ def _find_listed(root: Path, name: str, *, where: str, is_video: bool, refusal: 
     return File(path)
 
 
-def _read_tars(paths: list[Path], *, is_video: bool, refusal: Refusal) -> list[Entry]:
-    """Shards of `key.jpg` with `key.txt`, as WebDataset writes them. A key ends at the first dot of the file name."""
+def _read_tars(root: str, *, config: options.Dataset, cache_folder: Path | None) -> list[Entry]:
+    """Read the entries of WebDataset shards, `key.jpg` with `key.txt`, or with `dataset.caption_key` in `key.json`.
+
+    Sorted by name. With `dataset.corrupt_images` "skip", a line names what is missing.
+
+    Raises:
+        ConfigError: there are none, or captions, images or ends of shards are missing.
+    """
+    refusal = functools.partial(option_error, "dataset.root_dir", root)
+    is_video = config.num_frames is not None
     pictures: list[tuple[str, str, Encoded | Frames]] = []
-    captions: dict[str, str] = {}
-    for path in paths:
-        for name, member in _members(path, refusal=refusal):
-            folder, _, base = f"{path.name}/{name}".rpartition("/")
-            if base.startswith("."):
-                continue
-            key, suffix = f"{folder}/{base.split('.')[0]}", os.path.splitext(base)[1].lower()
-            if suffix in (VIDEO_SUFFIXES if is_video else IMAGE_SUFFIXES):
-                pictures.append((key, f"{path.name}/{name}", member))
-            elif suffix == ".txt":
-                with member.open() as file:
-                    captions[key] = _decode(file.read(), where=f"{path.name}/{name}", refusal=refusal)
-    return _pair(pictures, captions, is_video=is_video, refusal=refusal)
+    captions: dict[str, Captions] = {}
+    skipped: list[str] = []
+    for shard in open_shards(root, cache_folder=cache_folder, blocks_gib=config.remote_cache_gib):
+        if shard.damage is not None:
+            skipped.append(f"{shard.place.name} is {shard.damage}")
+        for suffix, members in shard.members.items():
+            if kind_of(suffix) in (VIDEO_SUFFIXES if is_video else IMAGE_SUFFIXES):
+                pictures += _pictures_of(shard, suffix, members)
+        captions |= _captions_of(shard, config.caption_key, refusal=refusal)
+    if skipped and config.corrupt_images == "error":
+        right = "; repair or remove such shards, or read what they have with --dataset.corrupt_images skip"
+        raise refusal(f"{some(skipped)}{right}")
+    if config.corrupt_images == "skip":
+        stems = {stem for stem, _, _ in pictures}
+        skipped += [f"{stem} has no {_kind(is_video)}" for stem in captions if stem not in stems]
+        captions = {stem: caption for stem, caption in captions.items() if stem in stems}
+        if config.trigger_word is None:
+            skipped += [f"{name} has no caption" for stem, name, _ in pictures if stem not in captions]
+            pictures = [picture for picture in pictures if picture[0] in captions]
+    if skipped:
+        warn_once(f"warning: {root}: {some(skipped)}")
+    entries = _pair(pictures, captions, is_video=is_video, refusal=refusal)
+    if not entries:
+        raise refusal(f"holds no {_kind(is_video)}s with captions")
+    return sorted(entries, key=lambda entry: entry.name)
 
 
-def _members(path: Path, *, refusal: Refusal) -> list[tuple[str, TarMember]]:
-    """(name, place) of every file in an uncompressed tar."""
-    try:
-        with tarfile.open(path, "r:") as tar:
-            members = [member for member in tar if member.isreg() and not member.issparse()]
-    except (tarfile.TarError, OSError) as error:
-        raise refusal(f"{path.name} is not a readable, uncompressed tar ({error})") from error
-    size = path.stat().st_size
-    for member in members:
-        if member.offset_data + member.size > size:
-            raise refusal(f"{path.name} is truncated: {member.name} is incomplete")
-    return [(member.name, TarMember(path, member.offset_data, member.size)) for member in members]
+def _pictures_of(shard: Shard, suffix: str, members: Members) -> Iterator[tuple[str, str, TarMember]]:
+    for number, (key, offset, size) in enumerate(zip(members.keys, members.offsets, members.sizes, strict=True)):
+        stem = f"{shard.place.name}/{shard.keys[key]}"
+        damage = members.damages.get(str(number))
+        yield stem, f"{stem}{suffix}", TarMember(shard.place.file, offset, size, damage)
+
+
+def _captions_of(shard: Shard, caption_key: str, *, refusal: Refusal) -> dict[str, Captions]:
+    captions: dict[str, Captions] = {}
+    for kind, suffix in sorted((kind_of(suffix), suffix) for suffix in shard.members):  # .txt after .json
+        members = shard.members[suffix]
+        for key, text in zip(members.keys, members.texts, strict=False):
+            stem = f"{shard.place.name}/{shard.keys[key]}"
+            where = f"{stem}{suffix}"
+            if kind == ".txt":
+                content = text.encode("utf-8", "surrogateescape")
+                captions[stem] = Captions(_decode(content, where=where, refusal=refusal))
+            elif kind == ".json":
+                try:
+                    row = json_object(text)
+                except ValueError as error:
+                    raise refusal(f"{where} is not a JSON object ({error})") from None
+                if row.get(caption_key) is not None:
+                    captions[stem] = _captions_in(row, caption_key, where=where, refusal=refusal)
+    return captions
 
 
 def _read_parquet(root: Path, paths: list[Path], config: options.Dataset, *, refusal: Refusal) -> list[Entry]:
@@ -337,8 +368,9 @@ def _read_parquet(root: Path, paths: list[Path], config: options.Dataset, *, ref
     for path in paths:
         try:
             table = parquet.read_table(path, memory_map=True)
-        except pyarrow.ArrowInvalid as error:
-            raise refusal(f"{path.name} is not a readable parquet file ({str(error).splitlines()[0]})") from error
+        except (pyarrow.ArrowException, OSError, ValueError) as error:  # of damage in a page of data, OSError
+            why = str(error).partition("\n")[0]
+            raise refusal(f"{path.name} is not a readable parquet file ({why})") from error
         where = path.name if path == root else path.relative_to(root).as_posix()
         entries += _read_table(table, config, where=where, refusal=refusal)
     return entries
@@ -370,15 +402,19 @@ def _read_table(table: Any, config: options.Dataset, *, where: str, refusal: Ref
     has_bytes = types.is_struct(image_type) and image_type.get_field_index("bytes") >= 0
     if not has_bytes and not types.is_binary(image_type) and not types.is_large_binary(image_type):
         raise option_error("dataset.image_key", config.image_key, f"holds {image_type} in {where}; must be images")
-    if not types.is_string(caption_type) and not types.is_large_string(caption_type):
+    has_lists = types.is_list(caption_type) or types.is_large_list(caption_type)
+    text_type = caption_type.value_type if has_lists else caption_type
+    if not types.is_string(text_type) and not types.is_large_string(text_type):
         raise option_error("dataset.caption_key", config.caption_key, f"holds {caption_type} in {where}; must be text")
-    images, captions = table.column(config.image_key), table.column(config.caption_key).to_pylist()
-    width = len(str(len(captions)))
+    images, rows = table.column(config.image_key), table.column(config.caption_key).to_pylist()
+    width = len(str(len(rows)))
     entries = []
-    for row, caption in enumerate(captions):
+    for row, given in enumerate(rows):
         name = f"{where}, row {row:0{width}}"
-        text = None if caption is None else _clean(caption, where=name, refusal=refusal)
-        entries.append(Entry(name, text, Cell(images, row)))
+        texts = given or [] if has_lists or given is None else [given]
+        captions = [_clean(text or "", where=name, refusal=refusal) for text in texts]
+        caption = captions[0] if captions else None
+        entries.append(Entry(name, caption, Cell(images, row), others=tuple(captions[1:])))
     return entries
 
 

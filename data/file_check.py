@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -43,13 +44,18 @@ def damage_of(path: str) -> str | None:
             os.close(file)
     except OSError as error:
         return error.strerror or str(error)
+    return damage_in(path, start=start, end=end, size=size)
+
+
+def damage_in(source: str | BinaryIO, *, start: bytes, end: bytes, size: int) -> str | None:
+    """Why an image cannot be read, from its first and last 12 bytes; it is decoded only if these do not tell."""
     is_marked = any(start.startswith(header) for header, _ in _MARKS) or start[:4] + start[8:] == b"RIFFWEBP"
     if any(start.startswith(header) and end.endswith(mark) for header, mark in _MARKS):
         return None
     if is_marked and start[:4] == b"RIFF" and size >= 8 + int.from_bytes(start[4:8], "little"):
         return None
     try:
-        with Image.open(path, formats=_FORMATS) as image:
+        with Image.open(source, formats=_FORMATS) as image:
             if is_marked:
                 image.draft(None, (1, 1))  # a JPEG, at an eighth of its size
                 image.load()

@@ -57,7 +57,7 @@ class ImageFolder(ImageDataset):
             self._refuse_empty_classes()
         self.paths = np.array([os.fsencode(path) for path in paths], dtype=bytes)
         if validation_root is None:
-            self._keep(_held_out(self.paths) == (split == "validation"))
+            self._keep(held_out(self.paths) == (split == "validation"))
         # Depends on the paths in the folder, not on image content: a moved folder is the same data.
         self.fingerprint = f"paths-{hashlib.sha256(self.paths.tobytes()).hexdigest()[:16]}"
 
@@ -143,13 +143,13 @@ def _list_images(root: Path) -> tuple[list[str], Counter[str]]:
     return sorted(paths), others
 
 
-def _held_out(paths: np.ndarray) -> np.ndarray:
+def held_out(paths: np.ndarray) -> np.ndarray:
     """(N,) bool, the HELD_OUT_SHARE of the paths with the lowest checksums; at least one of two or more."""
     count = max(round(HELD_OUT_SHARE * len(paths)), min(1, len(paths) - 1))
     checksums = np.array([zlib.crc32(path.replace(os.sep.encode(), b"/")) for path in paths.tolist()])
-    held_out = np.zeros(len(paths), dtype=bool)
-    held_out[np.argsort(checksums, kind="stable")[: max(count, 0)]] = True
-    return held_out
+    chosen = np.zeros(len(paths), dtype=bool)
+    chosen[np.argsort(checksums, kind="stable")[: max(count, 0)]] = True
+    return chosen
 
 
 def build(config: options.Dataset, *, split: Split, input_channels: int | None = None) -> ImageFolder:

@@ -39,12 +39,16 @@ class HubRows:
     horizontal_flip: bool
     crop: Crop
 
-    def to_item(self, row: dict[str, Any], *, where: str, number: int = 0) -> dict[str, Any]:
+    def encoded(self, row: dict[str, Any], *, where: str) -> bytes:
         image = row[self.image_key]  # {"bytes", "path"}, undecoded
         if image is None or image["bytes"] is None:
             raise corrupt_image(where, "no data")
-        where = f"{where} ({image['path']})" if image["path"] else where
-        sample = load_sample(image["bytes"], sample_shape=self.sample_shape, where=where, crop=self.crop, number=number)
+        return bytes(image["bytes"])
+
+    def to_item(self, row: dict[str, Any], *, where: str, number: int = 0) -> dict[str, Any]:
+        data, path = self.encoded(row, where=where), row[self.image_key]["path"]
+        where = f"{where} ({path})" if path else where
+        sample = load_sample(data, sample_shape=self.sample_shape, where=where, crop=self.crop, number=number)
         item: dict[str, Any] = {"sample": torch.from_numpy(sample)}
         if self.label_key is not None:
             item["class_label"] = int(row[self.label_key])
@@ -62,6 +66,14 @@ class HubImages(HubRows, ImageDataset):
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def content_of(self, index: int) -> bytes:
+        """The encoded image.
+
+        Raises:
+            CorruptImageError: there is none.
+        """
+        return self.encoded(self.rows[index], where=f"{self.name}, row {index}")
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.to_item(self.rows[index], where=f"{self.name}, row {index}", number=index)

@@ -21,6 +21,7 @@ NEEDS = {
     "imagenet": "a folder with train/ and val/, one subfolder per class in each",
     "imagenet_dummy": _LATENTS,
     "latents": _LATENTS,
+    "webdataset": "a folder of .tar shards, one of them, a pattern such as a-{00..99}.tar, or an address (s3://...)",
 }
 """Content of `dataset.root_dir`, for datasets whose folder train.py checks before it imports torch."""
 DEFAULT_ROOTS = {"imagenet_dummy": PUBLIC_FILE, "latents": PUBLIC_FILE}
@@ -40,6 +41,13 @@ def photo_channels(config: options.Dataset, input_channels: int | None) -> int:
     return input_channels or 3
 
 
+def is_tar_address(root_dir: str | None) -> bool:
+    """Whether `dataset.root_dir` is a pattern (`a-{00..99}.tar`) or an address (`s3://...`) of shards, not a path."""
+    if root_dir is None or Path(root_dir).expanduser().exists():
+        return False
+    return "://" in root_dir or ("{" in root_dir and root_dir.endswith(".tar"))
+
+
 def existing_path(config: options.Dataset, *, what: str | None = None) -> Path:
     """`dataset.root_dir`, which must exist. `what` describes the expected content of a dataset that `NEEDS` lacks."""
     name, given = config.dataset_name, config.root_dir
@@ -52,8 +60,10 @@ def existing_path(config: options.Dataset, *, what: str | None = None) -> Path:
 
 def check_root(config: options.Dataset) -> None:
     """Check that the data of a dataset in `NEEDS` exists. train.py calls it before it imports torch."""
-    is_shared = config.dataset_name == "latents" and config.root_dir is not None and is_on_hub(config.root_dir)
-    if config.dataset_name in NEEDS and config.hub_name is None and not config.streaming and not is_shared:
+    is_elsewhere = config.dataset_name == "latents" and config.root_dir is not None and is_on_hub(config.root_dir)
+    if config.dataset_name in ("captions", "webdataset"):
+        is_elsewhere = is_tar_address(config.root_dir)
+    if config.dataset_name in NEEDS and config.hub_name is None and not config.streaming and not is_elsewhere:
         existing_path(config)
 
 

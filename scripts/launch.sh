@@ -10,6 +10,7 @@
 # NGPU: processes on this machine (default: its GPUs, or 1). CONFIG_FILE: a path, or a name in train_configs/.
 # LOG_RANK: local ranks to print, "0,1". MAX_RESTARTS: how often torchrun restarts the ranks after a failure (0).
 # Several machines: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT on each; under srun, SLURM provides the first two.
+# NNODES=1:2 continues on one of two machines; RDZV_CONF: further settings of the rendezvous. See docs/clusters.md.
 # REQUEUE=0: do not requeue an interrupted SLURM job. OUT_OF_MEMORY_CODE: exit code instead of 3.
 set -euo pipefail
 
@@ -23,15 +24,19 @@ refuse() {
   exit 2
 }
 
-for name in NGPU NNODES; do
-  [[ ${!name} =~ ^[1-9][0-9]*$ ]] || refuse "$name = \"${!name}\": must be an integer of at least 1"
-done
-if ((NNODES > 1)); then
+[[ $NGPU =~ ^[1-9][0-9]*$ ]] || refuse "NGPU = \"$NGPU\": must be an integer of at least 1"
+[[ $NNODES =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] && ((${NNODES%:*} <= ${NNODES#*:})) ||
+  refuse "NNODES = \"$NNODES\": must be an integer of at least 1, or a range such as 1:2"
+max_nodes=${NNODES#*:}
+if ((max_nodes > 1)); then
   [[ -n ${MASTER_ADDR:-} ]] || refuse "MASTER_ADDR = none: must name the first of the $NNODES machines (NNODES)"
-  [[ $NODE_RANK =~ ^[0-9]+$ ]] && ((NODE_RANK < NNODES)) ||
-    refuse "NODE_RANK = \"$NODE_RANK\": must be 0 on the first machine, up to $((NNODES - 1))"
+  [[ $NODE_RANK =~ ^[0-9]+$ ]] && ((NODE_RANK < max_nodes)) ||
+    refuse "NODE_RANK = \"$NODE_RANK\": must be 0 on the first machine, up to $((max_nodes - 1))"
   meeting=(--nnodes="$NNODES" --rdzv_id="${SLURM_JOB_ID:-torchditan}"
-    --rdzv_endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}" --rdzv_conf="is_host=$((NODE_RANK == 0))")
+    --rdzv_endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}"
+    --rdzv_conf="is_host=$((NODE_RANK == 0))${RDZV_CONF:+,$RDZV_CONF}")
+  # torchrun announces the address of its shared store only once, so a machine that joins later would never learn it.
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 else
   meeting=(--rdzv_endpoint=localhost:0)
 fi
@@ -96,7 +101,8 @@ set -m
 # SLURM sends SIGUSR1 to every process of a step, which would end torchrun. Ignored signals stay ignored after exec.
 (
   trap '' USR1
-  exec torchrun --nproc_per_node="$NGPU" --rdzv_backend=c10d "${meeting[@]}" --max-restarts="${MAX_RESTARTS:-0}" \
+  # torchrun prints what the ranks print; into a file, it would keep the last lines.
+  PYTHONUNBUFFERED=1 exec torchrun --nproc_per_node="$NGPU" --rdzv_backend=c10d "${meeting[@]}" --max-restarts="${MAX_RESTARTS:-0}" \
     --local-ranks-filter="${LOG_RANK:-0}" --role=rank --tee=3 \
     "$repository/train.py" ${CONFIG_FILE:+"--job.config_file=$CONFIG_FILE"} "$@"
 ) </dev/null &

@@ -51,6 +51,7 @@ def card(**changes: Any) -> Card:
             "guidance_scale": 2.0,
             "guidance_interval": [0.1, 0.9],
             "guidance_channels": None,
+            "negative_prompt": "",
         },
         model_evaluations=90,
         commit="a" * 40,

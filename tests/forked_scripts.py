@@ -42,7 +42,7 @@ def run_forked(
     for file in files:
         file.touch()
     process = multiprocessing.get_context("forkserver").Process(
-        target=_launch, args=(arguments, world_size, env, cwd, files)
+        target=launch, args=(arguments, world_size, env, cwd, files)
     )
     process.start()
     try:
@@ -59,7 +59,8 @@ def run_forked(
     return subprocess.CompletedProcess(arguments, process.exitcode, stdout, stderr)
 
 
-def _launch(arguments: list[str], world_size: int | None, env: dict[str, str], cwd: Path, files: list[Path]) -> None:
+def launch(arguments: list[str], world_size: int | None, env: dict[str, str], cwd: Path, files: list[Path]) -> None:
+    """Run a script in this process, a fork, with or without torchrun's agent. `files` take stdout and stderr."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for descriptor, file in enumerate(files, start=1):
@@ -67,6 +68,8 @@ def _launch(arguments: list[str], world_size: int | None, env: dict[str, str], c
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    # A fork of this server would start loader workers from another server, which survives a SIGKILL of the rank.
+    multiprocessing.set_start_method(None, force=True)
     if world_size is None:
         _run_script(arguments)
         return

@@ -109,6 +109,7 @@ BLOCKS = Registry(
     "torchditan.blocks",
     {
         "dit": "torchditan.models.dit:DiTBlock",
+        "joint": "torchditan.models.joint_block:JointBlock",
         "value_residual": "torchditan.ingredients.value_residual:ValueResidualBlock",
     },
     base="torchditan.models.dit:Block",
@@ -185,6 +186,7 @@ METRICS = Registry(
         "classifier": "torchditan.evaluation.classifier:ClassifierAccuracy",
         "effnet": "torchditan.evaluation.quality:EffNetQuality",
         "inception": "torchditan.evaluation.quality:InceptionQuality",
+        "prompts": "torchditan.datasets.scene_prompts:ScenePrompts",
     },
 )
 """`--metrics` of torchditan evaluate: classes that follow `evaluation.metric.Metric`. Subclasses of

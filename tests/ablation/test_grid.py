@@ -271,7 +271,7 @@ def test_an_axis_that_cannot_be_is_one_line(line: str, message: str | None, tmp_
             SMALL + "[settings]\ntraining.speed = 1",
             "settings: training.speed is not an option; did you mean training.seed?",
         ),
-        ("steps = = 4", "small.toml: Invalid value (at line 1, column 9)"),
+        ("steps = = 4", "small.toml, line 1, column 9: Invalid value"),
         ("axes = 3", "axes must be a table, [axes]"),
     ],
 )

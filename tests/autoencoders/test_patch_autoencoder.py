@@ -199,7 +199,8 @@ def swap_weights(config: PatchAutoencoderConfig) -> Callable[[Path], None]:
         (edit(lambda content: content.update(version=2)), "config.json has version 2, possibly of a newer TorchDiTan"),
         (
             edit(lambda content: content["architecture"].update(width="wide")),
-            "architecture in config.json must be image_channels, latent_channels, patch_size, width, depth, each a pos",
+            "architecture in config.json must be image_channels, latent_channels, patch_size, width, depth, "
+            "each an integer from 1 to 1024",
         ),
         (edit(lambda content: content["architecture"].pop("depth")), "architecture in config.json must be "),
         (

@@ -313,7 +313,18 @@ def test_the_first_line_and_a_missing_folder_need_no_torch(
 def test_a_missing_run_needs_no_torch(script: str, tmp_path: Path) -> None:
     result = run_python(START, tmp_path, str(REPOSITORY / "scripts" / script), "gone")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "error: gone does not exist; must be a run directory or a shared model (docs/sharing.md)\n"
+    what = (
+        "a run directory or a shared model, such as outputs/quickstart, or earth, a model that ships with the package"
+    )
+    assert result.stderr == f"error: gone does not exist; must be {what}\n"
+
+
+def test_a_command_without_its_run_names_examples(tmp_path: Path) -> None:
+    result = run_python(START, tmp_path, str(REPOSITORY / "scripts" / "generate.py"))
+    assert result.returncode == 2
+    assert result.stderr.startswith(
+        "error: the following arguments are required: run, such as outputs/quickstart, or earth"
+    )
 
 
 def test_resolved_config_survives_json() -> None:

@@ -93,6 +93,29 @@ def test_a_list_in_metadata(tmp_path: Path) -> None:
     assert open_captions(tmp_path, caption_key="prompt").captions == ["eins", "zwei", "zwei"]
 
 
+def test_several_captions_of_an_image_have_weights(tmp_path: Path) -> None:
+    lines = [
+        {
+            "file_name": "a.png",
+            "text": ["a dog", " [trigger]\n in snow", "a dog"],
+            "weights": [3, 4, 1.0],
+            "repeats": 2,
+        },
+        {"file_name": "deep/b.webp", "text": ["one, two, three", "four"]},
+    ]
+    write(tmp_path, {**PAIRS, "metadata.jsonl": "\n".join(map(json.dumps, lines))})
+    dataset = open_captions(tmp_path, trigger_word="sks")
+    assert dataset.captions == ["sks, a dog", "sks, a dog", "sks, one, two, three"]
+    assert dataset[0]["caption"] == "sks, a dog"
+    assert dataset.caption_variants(0) == dataset.caption_variants(1) == ["sks, a dog", "sks in snow"]
+    assert dataset.caption_weights(0) == [0.5, 0.5]
+    shuffled = open_captions(tmp_path, trigger_word="sks", shuffle_tags=50)
+    *variants, last = shuffled.caption_variants(2)
+    assert len(variants) == 6 and last == "sks, four"
+    assert shuffled.caption_weights(2) == pytest.approx([*[1 / 12] * 6, 1 / 2])  # each caption gets half
+    assert open_captions(write(tmp_path / "one", PAIRS)).caption_weights(0) == [1.0]
+
+
 def write_tar(path: Path, files: dict[str, bytes | str]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as tar:
@@ -152,6 +175,23 @@ def test_parquet_files(tmp_path: Path, bare: bool) -> None:
     assert names(dataset) == ["data/0.parquet, row 0", "data/0.parquet, row 1", "data/1.parquet, row 0"]
     assert (greys(dataset), dataset.captions) == ([10, 20, 10], ["one", "two", "three"])
     assert dataset.content_key(0) == dataset.content_key(2) != dataset.content_key(1)
+
+
+def test_a_column_of_lists_has_several_captions(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", [["a dog", "ein Hund"], ["一只猫"], None])
+    dataset = open_captions(tmp_path, trigger_word="sks")
+    assert dataset.caption_variants(0) == ["sks, a dog", "sks, ein Hund"] and dataset.caption_weights(0) == [0.5, 0.5]
+    assert dataset.captions[1:] == ["sks, 一只猫", "sks"]
+
+
+def test_names_of_files_and_captions_in_any_script(tmp_path: Path) -> None:
+    files = {"собака/猫🐶.png": encode(1), "собака/猫🐶.txt": "一只猫 🐶", "أحمر.png": encode(2), "أحمر.txt": "كلب"}
+    write(tmp_path, files)
+    not_utf8 = "caf\udce9"  # as Python reads a name in Latin-1
+    write(tmp_path, {f"{not_utf8}.png": encode(3), f"{not_utf8}.txt": "café"})
+    dataset = open_captions(tmp_path)
+    found = dict(zip(names(dataset), dataset.captions, strict=True))
+    assert found == {f"{not_utf8}.png": "café", "собака/猫🐶.png": "一只猫 🐶", "أحمر.png": "كلب"}
 
 
 def test_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,6 +454,15 @@ MISTAKES: list[tuple[str, Callable[[Path], Path], dict[str, Any]]] = [
     (r"caption_key = .text.: metadata.jsonl, line 1 .*column; .*file_name, caption",
      metadata('{"file_name": "a.png", "caption": "x"}'), {}),
     (r"metadata.jsonl, line 1: text .*text", metadata(row(text=None)), {}),
+    (r"metadata.jsonl, line 1: text .*list of texts", metadata(row(text=[])), {}),
+    (r"metadata.jsonl, line 1: text .*list of texts", metadata(row(text=["a", 1])), {}),
+    (r"metadata.jsonl, line 1: weights .*list of 2 positive", metadata(row(text=["a", "b"], weights=[1])), {}),
+    (r"metadata.jsonl, line 1: weights .*list of 2 positive", metadata(row(text=["a", "b"], weights=[1, 0])), {}),
+    (r"metadata.jsonl, line 1: weights .*list of 1 positive", metadata(row(weights=2)), {}),
+    (r"metadata.jsonl, line 1: weights .*list of 1 positive", metadata(row(weights=[True])), {}),
+    (r"metadata.jsonl, line 1: weights .*list of 1 positive", metadata(row(weights=[float("nan")])), {}),
+    (r"caption .*metadata.jsonl, line 1 .*Unicode", metadata(row(text="half \ud83d")), {}),
+    (r"caption .*metadata.jsonl, line 1 .*empty", metadata(row(text=["a", " "])), {}),
     (r"caption .*metadata.jsonl, line 1 .*empty", metadata(row(text="")), {}),
     (r"line 1: repeats .*integer .*least 1", metadata(row(repeats=0)), {}),
     (r"line 2: a.png .*listed twice", metadata(row(), row()), {}),
@@ -424,7 +473,8 @@ MISTAKES: list[tuple[str, Callable[[Path], Path], dict[str, Any]]] = [
     (r"line 1: .*folder deep .*frames",
      lambda root: write(root, {"deep/x.txt": "", "metadata.jsonl": row(file_name="deep")}), {"num_frames": 2}),
     (r"a.tar .*readable, uncompressed tar", lambda root: write(root, {"a.tar": b"no tar" * 200}), {}),
-    (r"a.tar (is cut short|is .*readable)", lambda root: cut(write_tar(root / "a.tar", PAIRS), 800), {}),
+    (r"a.tar is truncated or damaged after .*a.png; .*--dataset.corrupt_images skip",
+     lambda root: cut(write_tar(root / "a.tar", PAIRS), 800), {}),
     (r"image belongs to .*caption a.tar/x.txt", lambda root: write_tar(root / "a.tar", {"x.txt": "x"}), {}),
     (r"a.parquet .*readable parquet", lambda root: write(root, {"a.parquet": b"no"}), {}),
     (r"image_key = .picture.: .*columns .*a.parquet: image, text, number",
@@ -434,6 +484,8 @@ MISTAKES: list[tuple[str, Callable[[Path], Path], dict[str, Any]]] = [
     (r"image_key = .text.: .*string in a.parquet; .*images",
      lambda root: write_parquet(root / "a.parquet", ["x"]), {"image_key": "text"}),
     (r"caption belongs to a.parquet, row 1;", lambda root: write_parquet(root / "a.parquet", ["x", None]), {}),
+    (r"caption .*a.parquet, row 0 .*empty",
+     lambda root: write_parquet(root / "a.parquet", [["x", None]]), {}),
     (r"caption .*a.parquet, row 1 .*empty", lambda root: write_parquet(root / "a.parquet", ["x", " "]), {}),
     (r"dataset.num_frames = 2: parquet files .*hub datasets .*images",
      lambda root: write_parquet(root / "a.parquet", ["x"]), {"num_frames": 2}),

@@ -3,17 +3,25 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from refusals import refused
 
+from torchditan.autoencoders import open_autoencoder
 from torchditan.config.errors import ConfigError
-from torchditan.config.options import Dataset
+from torchditan.config.loader import load_config
+from torchditan.config.options import Autoencoder, Dataset
+from torchditan.data_stream.datasets import CaptionedPixels
 from torchditan.datasets import build_dataset
 from torchditan.datasets.earth import CROPS_PER_CLASS
+from torchditan.job.prepare import _reads_captions
+from torchditan.latents.encoding import describe_encoding
 
 
 @functools.cache
@@ -115,6 +123,21 @@ def test_every_emoji_has_a_caption_and_a_group() -> None:
     index = emoji.captions.index("honey pot")
     assert emoji.class_names[emoji[index]["class_label"]] == "Food & Drink"
     assert len(emoji.class_names) == 9
+
+
+def test_emoji_train_models_of_classes_and_models_of_text_and_can_be_encoded() -> None:
+    emoji = open_dataset("emoji", "validation")
+    assert isinstance(emoji, CaptionedPixels)
+    assert emoji[3]["caption"] == emoji.caption_of(3) == emoji.captions[3]
+    for flags, reads in (([], False), (["--model.text=joint"], True)):
+        assert _reads_captions(load_config(["--dataset.dataset_name=emoji", *flags]), emoji) is reads
+    haar = open_autoencoder(Autoencoder(name="haar"), device=torch.device("cpu"))
+    settings: dict[str, Any] = {"crop": "center", "dtype": "bf16", "flipped": False, "posterior": False}
+    describe_encoding(emoji, haar, split="validation", shard_size=64, **settings)
+    emoji = copy.copy(emoji)
+    emoji.class_names = []  # without classes, captions could not be encoded with the images
+    with refused('dataset.dataset_name = "emoji"', "cannot be encoded"):
+        describe_encoding(emoji, haar, split="validation", shard_size=64, **settings)
 
 
 def test_emoji_are_drawn_on_white() -> None:

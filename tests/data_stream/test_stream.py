@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -363,10 +364,32 @@ class Streamed(Numbers):
         return InOrder(range(rank, 16, world_size))
 
 
-def streamed(rank: int = 0, world_size: int = 1, *, num_workers: int = 0, pin_memory: bool = False) -> SequentialStream:
+class OfWorker(InOrder):
+    """Worker 0 has 4 samples, worker 1 has 12."""
+
+    def __iter__(self) -> Any:
+        worker = torch.utils.data.get_worker_info()
+        assert worker is not None
+        self.numbers = range(4) if worker.id == 0 else range(4, 16)
+        return super().__iter__()
+
+
+class StreamedUnevenly(Streamed):
+    def iterate(self, *, rank: int, world_size: int) -> InOrder:
+        return OfWorker(range(0))
+
+
+def streamed(
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    dataset: Streamed | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> SequentialStream:
     plan = BatchPlan(batch_size=4, global_batch_size=4 * world_size, rank=rank, world_size=world_size)
     return SequentialStream(
-        Streamed(),
+        dataset or Streamed(),
         plan=plan,
         seed=0,
         num_classes=2,
@@ -377,8 +400,6 @@ def streamed(rank: int = 0, world_size: int = 1, *, num_workers: int = 0, pin_me
 
 
 def test_a_streamed_source_resumes_where_it_was_and_its_state_is_json(tmp_path: Path) -> None:
-    import json
-
     pytest.importorskip("torchdata")
     stream = streamed()
     batches = stream.batches(0)
@@ -403,6 +424,62 @@ def test_a_streamed_source_resumes_from_its_very_end() -> None:
     ((again, _),) = itertools.islice(resumed.batches(16), 1)
     assert again["index"].tolist() == [16, 17, 18, 19]
     assert sorted(again["class_label"].tolist()) == sorted(whole[0]["class_label"].tolist())
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 3, 4])
+def test_a_streamed_source_resumes_after_one_of_its_workers_has_ended(num_before: int) -> None:
+    pytest.importorskip("torchdata")
+    stream = streamed(dataset=StreamedUnevenly(), num_workers=2)
+    batches = stream.batches(0)
+    for _ in range(num_before):
+        next(batches)
+    resumed = streamed(dataset=StreamedUnevenly(), num_workers=2)
+    resumed.load_state_dict(stream.state_dict())
+    tail = resumed.batches(4 * num_before)
+    for _ in range(5):  # past the end of the source
+        assert_same(by_position([next(batches)[0]]), by_position([next(tail)[0]]))
+
+
+class OwnIterator(InOrder):
+    """Each iteration begins at the start; a state is loaded into the running one."""
+
+    is_running = False
+
+    def __iter__(self) -> Any:
+        self.done, self.is_running = 0, True
+        return self
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert self.is_running
+        super().load_state_dict(state)
+
+    def __next__(self) -> Any:
+        if self.done == len(self.numbers):
+            raise StopIteration
+        self.done += 1
+        return Numbers(100)[self.numbers[self.done - 1]]
+
+
+class StreamedByItself(Streamed):
+    def iterate(self, *, rank: int, world_size: int) -> InOrder:
+        return OwnIterator(range(16))
+
+
+@pytest.mark.parametrize("dataset", [Streamed(), StreamedByItself()])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_streamed_source_loads_its_states_of_any_age(dataset: Streamed, is_old: bool) -> None:
+    pytest.importorskip("torchdata")
+    stream = streamed(dataset=dataset)
+    batches = stream.batches(0)
+    next(batches)
+    state = json.loads(json.dumps(stream.state_dict()))
+    if is_old:  # from before the end was part of the state
+        fetched = state["loader"]["fetcher_state"]
+        fetched["dataset_iter_state"] = fetched["dataset_iter_state"]["iterator"]
+        state["loader"]["dataset_state"] = state["loader"]["dataset_state"] or None
+    resumed = streamed(dataset=dataset)
+    resumed.load_state_dict(state)
+    assert_same(by_position([next(batches)[0]]), by_position([next(resumed.batches(4))[0]]))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torchditan.config.loader import load_config
 from torchditan.config.options import Compile, Model
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
-from torchditan.distributed.compilation import cache_folder, check_compile, compile_model
+from torchditan.distributed.compilation import check_compile, compile_model, compiled_folder
 from torchditan.distributed.parallelize import drop_gathered_weights, parallelize
 from torchditan.models import build_model_spec
 
@@ -187,10 +187,10 @@ def test_what_cannot_be_compiled_together_is_refused() -> None:
 
 
 def test_the_cache_of_compiled_code_is_that_of_the_dump_folder_and_the_device(tmp_path: Path) -> None:
-    folder = cache_folder(load_config([f"--job.dump_folder={tmp_path}"]), device=CPU)
+    folder = compiled_folder(load_config([f"--job.dump_folder={tmp_path}"]), device=CPU)
     assert folder.parent == tmp_path / "cache" / "compiled"
     assert folder.name and folder.name == folder.name.lower() and " " not in folder.name
-    assert cache_folder(load_config(["--cache.folder=/elsewhere"]), device=CPU).parts[:3] == (
+    assert compiled_folder(load_config(["--cache.folder=/elsewhere"]), device=CPU).parts[:3] == (
         "/",
         "elsewhere",
         "compiled",

@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {  # 16 patches, unless the image has another
     "text in context, 21 tokens": {**TEXT, "text": "in_context", "pooled_width": 6},
     "text in context with its condition, 22 tokens": {**TEXT, "text": "in_context", "conditioning": "in_context"},
     "cross-attention": {**TEXT, "text": "cross_attention"},
+    "text with blocks of its own, 21 tokens": {**TEXT, "text": "in_context", "text_blocks": 1},
     "5 tokens, none on the last of 4 ranks": {"image_size": (2, 10)},
 }
 
@@ -191,6 +192,8 @@ def test_a_model_that_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch
     load_config([f"{SPLIT}=4", "--model.flavor=DiT-S", "--model.overrides=num_heads=8"])
     with refused("training.context_parallel_degree = 2", "sd3", "1"):
         load_config([f"{SPLIT}=2", "--model.name=sd3", "--model.flavor=debugmodel"])
+    with refused("training.context_parallel_degree = 2", "joint", "mixes_only_in_attention"):
+        load_config([f"{SPLIT}=2", "--model.flavor=DiT-S", "--model.text=joint"])
     with refused("training.context_parallel_degree = 0", "1"):
         load_config([f"{SPLIT}=0"])
     monkeypatch.setitem(BLOCKS, "dit", f"{__name__}:OwnBlock")

@@ -299,7 +299,9 @@ def test_the_markdown_says_what_was_evaluated_and_how_to_repeat_it() -> None:
     assert lines[0] == "# my runs/a|b, step 600, ema weights, 3 x 2600 samples"
     (command,) = [line for line in lines if line.startswith("    ")]
     assert command.startswith("    torchditan evaluate 'my runs/a|b' --metrics effnet classifier --step=600 ")
-    assert command.endswith(" --sampling.guidance_interval=0.1,0.9 --sampling.guidance_channels=none")
+    assert command.endswith(
+        " --sampling.guidance_interval=0.1,0.9 --sampling.guidance_channels=none --sampling.negative_prompt="
+    )
     assert "`torchditan evaluate --card 'x y/card.json'`" in lines[-1]
     assert "a\\|b" in "\n".join(lines[1:]), "escaped inside a table"
     rows = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in lines if line.startswith("|")}
@@ -522,6 +524,7 @@ def test_a_run_directory_fills_in_its_part_of_a_card(tmp_path: Path) -> None:
         "guidance_scale": 2.0,
         "guidance_interval": [0.0, 1.0],
         "guidance_channels": None,
+        "negative_prompt": "",
     }
     assert found.autoencoder_path is None
     assert found.training_precision == "bfloat16"

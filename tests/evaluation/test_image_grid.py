@@ -141,3 +141,13 @@ def test_columns_over_steps_are_of_the_same_prompts(tmp_path, texts):
     texts.clear()
     add_to_steps(tmp_path, red, ["a cat", "a dog"], step=20, title="run")
     assert {name for name in texts if name.startswith("step")} == {"step 5", "step 20"}
+
+
+def test_a_label_that_the_font_lacks_becomes_the_number_of_its_row(tmp_path, texts):
+    labels = ["a dog", "собака", "一只狗", "🐶", "Bär"]
+    save_grid(tmp_path / "a.png", torch.zeros(5, 1, 3, 8, 8), None, labels, title="прогон, step 3")
+    assert list(texts) == ["??????, step 3", "a dog", "row 2", "row 3", "row 4", "row 5", "generated"]
+    stored = (tmp_path / "a.labels.txt").read_text(encoding="utf-8")
+    assert stored == "row 1: a dog\nrow 2: собака\nrow 3: 一只狗\nrow 4: 🐶\nrow 5: Bär\n"
+    save_grid(tmp_path / "b.png", torch.zeros(1, 1, 3, 8, 8), None, ["a dog"], title="step 3")
+    assert not (tmp_path / "b.labels.txt").exists()

@@ -90,7 +90,7 @@ def test_figures_are_those_of_the_features_with_their_names_and_halves() -> None
         expected, _ = compare_with_halves(generated.pool[order[half::2]], train.pool)
         assert [results[f"{name}-Pixels"].halves[half] for name in names] == pytest.approx(list(expected))
     floor = results["held-out FD-Pixels"]
-    assert floor == (pytest.approx(distance(held_out.pool), rel=1e-9), 20, None, "Pixels")
+    assert floor == (pytest.approx(distance(held_out.pool), rel=1e-9), 20, None, "Pixels", None)
     assert 0 <= results["copies: closest 1%-Pixels"].value <= results["copies: closer than held-out-Pixels"].value
 
 

@@ -59,7 +59,7 @@ class Store:
 
     def says(self, rank: int, **record: Any) -> None:
         """What `rank` tells the others."""
-        known = {"rank": rank, "host": "elsewhere", "pid": 1, "started": "1", "beat": 1, "time": time.time()}
+        known = {"rank": rank, "host": "elsewhere", "pid": 1, "started": "1", "beat": 1, "time": 0.0}
         known |= {"step": 7, "place": "forward and backward", "seconds": 6.0, "began": 10, "leaving": None}
         self.records[f"watch/{rank}"] = {**known, **self.records.get(f"watch/{rank}", {}), **record}
 
@@ -148,11 +148,31 @@ def test_a_rank_that_said_it_leaves_is_not_lost(
 
 
 def test_a_rank_that_gives_no_sign_is_named_with_the_collective(watch: MakeWatch, store: Store) -> None:
-    store.says(1, time=time.time() - 9)
+    store.says(1, time=-9.0)  # seconds since the ranks connected: the clocks of two machines may differ
     assert watch().explain_lost_rank(TIMED_OUT) == (
         f"lost rank 1: no sign of it for 9 s (stopped, or its machine is gone), {SEEN}; rank 0 waited for it in "
         "gloo:all_reduce"
     )
+
+
+def fail() -> None:
+    raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("does", [fail, lambda: time.sleep(60)])
+def test_rank_0_is_named_where_its_store_fails_or_never_answers(
+    does: Callable[[], None], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.2)
+    store.says(0)
+    monkeypatch.setattr(dist, "all_gather_object", lambda records, own: records.__setitem__(slice(None), [own, own]))
+    own = RankWatch(Rank(rank=1, local_rank=0, world_size=2), timeout_seconds=5)
+    for request in ("get", "multi_get", "set"):
+        monkeypatch.setattr(store, request, lambda *_: does())
+    gone = "its store does not answer (killed, or its machine is gone or cut off)"
+    began = time.monotonic()
+    assert own.explain_lost_rank(CLOSED) == f"lost rank 0: {gone}; rank 1 waited for it in gloo:all_reduce"
+    assert time.monotonic() - began < 10
 
 
 def beating(store: Store, stop: threading.Event) -> threading.Thread:

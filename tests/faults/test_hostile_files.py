@@ -13,13 +13,17 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import sys
+import tarfile
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cards
 import numpy as np
 import pyarrow
 import pytest
@@ -29,6 +33,8 @@ from pyarrow import parquet
 from refusals import assert_refused, refused
 from torch import Tensor, nn
 
+from torchditan import load
+from torchditan.ablation.grid import load_grid
 from torchditan.autoencoders import open_autoencoder
 from torchditan.autoencoders.published import CLASSES
 from torchditan.autoencoders.torchscript import _OPERATIONS
@@ -37,6 +43,10 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config, to_dict
 from torchditan.config.options import Autoencoder, Dataset
 from torchditan.datasets import build_dataset
+from torchditan.evaluation.card_tables import comparison, markdown
+from torchditan.evaluation.grid_picture import save_grid
+from torchditan.evaluation.sample_batches import read_statistics
+from torchditan.run.reading import read_config, read_metrics, read_status
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -640,3 +650,132 @@ def test_the_checkpoint_that_was_not_touched_goes_on(checkpoint: Path, run_scrip
     sign(checkpoint)
     code, _, errors = run_script("train.py", *SMALL, "--training.steps=2")
     assert (code, errors) == (0, "")
+
+
+# What fuzz.py found
+
+
+def test_a_damaged_number_of_a_checkpoint_is_one_line_for_load(checkpoint: Path) -> None:
+    write_progress({"step": "1"})(checkpoint)
+    sign(checkpoint)
+    refuse(lambda: load("outputs/run"), str(checkpoint), "progress.json", "step")
+
+
+def npy(descr: str, shape: str, data: bytes = b"") -> bytes:
+    header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + data
+
+
+@pytest.mark.parametrize(
+    ("name", "descr", "shape"),
+    [
+        ("extractor", "'|S1000000000'", "()"),
+        ("extractor", "'<M8[s]'", "()"),
+        ("mu", "'<f8'", "(4000000000,)"),
+        ("mu", "'|V8'", "(4,)"),
+        ("mu", "'|O'", "(4,)"),
+        ("mu", "'<f8'", "(" * 200),
+        ("mu", "'<f8'", "(-4,)"),
+        ("mu", "'<f8'", f"({10**30},)"),
+        ("sigma", "'<f8'", "(30000, 30000)"),
+        ("count", "'<i8'", "(4,)"),
+    ],
+)
+def test_statistics_take_no_more_memory_than_their_file(name: str, descr: str, shape: str) -> None:
+    arrays = {"extractor": npy("'<U1'", "()", b"E\0\0\0"), "count": npy("'<i8'", "()", bytes(8))}
+    arrays |= {"mu": npy("'<f8'", "(2,)", bytes(16)), "sigma": npy("'<f8'", "(2, 2)", bytes(32))}
+
+    def save(file: str) -> Path:
+        with zipfile.ZipFile(file, "w") as archive:
+            for key, data in arrays.items():
+                archive.writestr(f"{key}.npy", data)
+        return Path(file)
+
+    assert read_statistics(save("whole.npz"), extractor="E")[0] is not None
+    arrays[name] = npy(descr, shape, bytes(64))
+    tracemalloc.start()
+    refuse(lambda: read_statistics(save("hostile.npz"), extractor="E"), "hostile.npz", ".npz", "statistics")
+    assert tracemalloc.get_traced_memory()[1] < 10e6
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[training]\nsteps = " + "1" * 5_000])
+def test_toml_beyond_measure_is_one_line(text: str) -> None:
+    write("job.toml", text)
+    refuse(lambda: load_config(["--job.config_file=job.toml"]), "", "job.toml")
+    refuse(lambda: load_grid("./job.toml"), "", "job.toml")
+
+
+@pytest.mark.parametrize(("line", "about"), [("base = []", "base = []"), ("exclude = [1]", "exclude = [1]")])
+def test_a_grid_with_other_types_is_one_line(line: str, about: str) -> None:
+    write("grid.toml", line)
+    refuse(lambda: load_grid("./grid.toml"), about)
+
+
+def test_a_card_adds_no_markup_and_no_escapes_to_a_comparison() -> None:
+    hostile = "\x1b[2J <img src=x onerror=ran()> [a](javascript:ran())"
+    text = comparison([cards.card(), cards.card(run=hostile, precision=hostile)])
+    text += markdown(cards.card(run=hostile, training_hardware=hostile), Path("card.json"))
+    shown = re.sub(r"\n\n    torchditan .*", "", text)  # a block of code
+    assert "onerror" in shown and "<img" not in shown and "](javascript" not in shown and "\x1b" not in text
+
+
+def test_a_long_caption_does_not_widen_a_picture() -> None:
+    save_grid(Path("grid.png"), torch.zeros(1, 1, 3, 8, 8), None, ["a" * 100_000], title="b" * 100_000)
+    with Image.open("grid.png") as picture:
+        assert picture.width < 4_000
+    assert "a" * 100_000 in Path("grid.labels.txt").read_text()
+
+
+@pytest.mark.parametrize("architecture", [{"depth": 1 << 28}, {"width": 10**400}, {"patch_size": 1 << 20}])
+def test_an_autoencoder_beyond_measure_is_not_built(architecture: dict[str, int]) -> None:
+    earth = Path(__file__).parent.parent.parent / "train_configs" / "autoencoders" / "earth"
+    shutil.copytree(earth, "earth2")
+    content = json.loads(Path("earth2/config.json").read_text())
+    content["architecture"] |= architecture
+    Path("earth2/config.json").write_text(json.dumps(content))
+    refuse(lambda: open_as("patch", "earth2"), 'autoencoder.path = "earth2"', "architecture", "1024")
+
+
+def test_a_parquet_file_that_is_damaged_inside_is_one_line() -> None:
+    table = pyarrow.table({"image": [{"bytes": b"abc" * 9_000, "path": "x"}], "label": [0]})
+    parquet.write_table(table, "train.parquet", compression="gzip")
+    data = Path("train.parquet").read_bytes()
+    write("train.parquet", data.replace(b"\x1f\x8b", b"\xff\xff"))
+    refuse(lambda: open_dataset("cifar10", root_dir="train.parquet"), 'dataset.root_dir = "train.parquet"', "readable")
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
+@pytest.mark.parametrize("size", [1 << 33, 1 << 62])
+def test_a_tar_header_of_an_endless_member_takes_no_memory(kind: bytes, size: int) -> None:
+    info = tarfile.TarInfo("0.png")
+    info.type, info.size = kind, size
+    write("tars/0.tar", info.tobuf(tarfile.GNU_FORMAT) + bytes(2_048))
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match=r"0\.tar|0\.png"):
+        open_dataset("webdataset", root_dir="tars", image_size=[8])[0]
+    assert tracemalloc.get_traced_memory()[1] < 10e6
+    tracemalloc.stop()
+
+
+def test_a_chain_of_tar_headers_is_one_line() -> None:
+    info = tarfile.TarInfo("0.png")
+    info.type = tarfile.XHDTYPE
+    write("tars/0.tar", info.tobuf(tarfile.GNU_FORMAT) * 3_000 + bytes(2_048))
+    with pytest.raises(ConfigError, match=r"0\.tar"):
+        open_dataset("webdataset", root_dir="tars", image_size=[8])[0]
+
+
+@pytest.mark.parametrize("content", ["[1]", "3", '{"state": 3}', "{", "[" * 100_000])
+def test_a_status_that_is_none_counts_as_missing(content: str) -> None:
+    write("run/status.json", content)
+    assert read_status("run") is None
+    write("run/metrics.jsonl", f'{content}\n{{"step": "1"}}\n{{"step": 2, "loss": 1{"0" * 400}, "lr": 3}}\n')
+    assert read_metrics("run") == [{"step": 2, "loss": None, "lr": 3}]
+
+
+@pytest.mark.parametrize("change", [{"hardware": 3}, {"versions": [1]}, {"class_names": "a"}, {"git_commit": {}}])
+def test_values_of_other_types_in_a_run_count_as_null(change: dict[str, Any]) -> None:
+    write("run/config.json", json.dumps({"config": {}, **change}))
+    (name,) = change
+    assert read_config("run")[name] is None

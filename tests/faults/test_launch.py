@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from refusals import assert_refused
 
+from torchditan.run.rank_status import RANKS_VARIABLE, read_rank_statuses, write_rank_status
 from torchditan.run.reading import read_metrics, read_status
 from torchditan.supervision.exit_status import Verdict, judge_ranks
 
@@ -35,6 +36,7 @@ OURS = (
     "MAX_RESTARTS",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "RDZV_CONF",
     "REQUEUE",
 )
 
@@ -48,6 +50,7 @@ def end(number, frame):
         rank.terminate()
     sys.exit(1)
 signal.signal(signal.SIGTERM, end)
+open("torchrun.log", "w").write("\\n".join([*sys.argv, os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "")]))
 open("torchrun.pid", "w").write(str(os.getpid()))
 time.sleep(float(os.environ.get("RANKS_START_AFTER", 0)))
 for rank in range(num_ranks):
@@ -251,7 +254,9 @@ def test_a_slurm_job_that_ended_otherwise_is_not_requeued(start: Start, tmp_path
     [
         ({"NGPU": "two"}, 'NGPU = "two"', ["1", "integer"]),
         ({"NNODES": "0"}, 'NNODES = "0"', ["1", "integer"]),
+        ({"NNODES": "2:1"}, 'NNODES = "2:1"', ["1:2"]),
         ({"NNODES": "2"}, "MASTER_ADDR = none", ["NNODES"]),
+        ({"NNODES": "1:2"}, "MASTER_ADDR = none", ["NNODES"]),
         (
             {"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"},
             'NODE_RANK = "2"',
@@ -265,6 +270,26 @@ def test_variables_that_cannot_be_are_refused_in_one_line(
     process = start(**variables)
     assert_refused(process.communicate()[1], about, mentions)
     assert process.returncode == 2
+
+
+def test_several_machines_meet_by_address_and_may_be_a_range(start: Start, tmp_path: Path) -> None:
+    machines = {"NNODES": "1:2", "NODE_RANK": "1", "MASTER_ADDR": "first", "RDZV_CONF": "join_timeout=9"}
+    assert end_of(start(RANKS="complete", **machines))[0] == 0
+    words = (tmp_path / "torchrun.log").read_text().splitlines()
+    assert {"--nnodes=1:2", "--rdzv_endpoint=first:29500", "--rdzv_conf=is_host=0,join_timeout=9"} <= set(words)
+    assert words[-1] == "1"  # otherwise a machine that joins later never learns the address of rank 0
+
+
+def test_a_rank_that_restarts_under_another_number_replaces_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RANKS_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("RANK", "1")
+    write_rank_status("running")
+    monkeypatch.setenv("RANK", "0")
+    write_rank_status("completed")
+    assert [(status["rank"], status["state"]) for status in read_rank_statuses(tmp_path)] == [(0, "completed")]
 
 
 def test_the_slurm_script_launches_on_every_node_and_passes_its_arguments_on(tmp_path: Path) -> None:

@@ -256,7 +256,8 @@ def test_mochi(hides, monkeypatch):
         assert torch.equal(t, torch.full((2,), 1 - sigma))  # it grows towards data, as ours
         with torch.no_grad():
             ours = model(call.arguments["hidden_states"], t, cond)
-        assert torch.equal(ours, call.output)
+        # It removes hidden tokens where we mask them: another order of sums on some CPUs (1.3e-6 there, 0 elsewhere).
+        assert torch.allclose(ours, call.output, rtol=0, atol=1e-5 if hides else 0)
 
 
 def test_sdxl():

@@ -92,7 +92,7 @@ def share_of_right_colour(samples: torch.Tensor) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoder", ["pipeline", "wordllama"])
-@pytest.mark.parametrize("text", ["in_context", "cross_attention"])
+@pytest.mark.parametrize("text", ["in_context", "cross_attention", "joint"])
 def test_the_colour_drawn_is_the_one_the_prompt_names(
     text: str, encoder: str, balls: Path, flux: Path, tmp_path: Path, run_script: RunScript
 ) -> None:
@@ -130,7 +130,7 @@ ALONE = ["--training.steps=6", "--training.batch_size=8"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["in_context", "cross_attention"])
+@pytest.mark.parametrize("text", ["in_context", "cross_attention", "joint"])
 def test_two_ranks_follow_the_curve_of_one(
     text: str, balls: Path, mochi: Path, tmp_path: Path, run_script: RunScript, run_distributed: RunDistributed
 ) -> None:
@@ -211,7 +211,7 @@ def test_the_dummy_takes_the_place_of_captions_of_any_size(tmp_path: Path, run_s
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "model.text = none: must be in_context or cross_attention to train on captions"),
+        ([], "model.text = none: must be in_context, cross_attention or joint to train on captions"),
         (
             ["--dataset.dataset_name=digits", "--model.text=in_context", "--dataset.root_dir=none"],
             'model.text = "in_context": digits has no captions; leave it out, or set --dataset.dataset_name captions',

@@ -515,6 +515,18 @@ def test_mirrored_latents_are_stored_of_training_images_where_the_dataset_allows
     assert not (tmp_path / "b" / "validation").exists()
 
 
+def test_tars_hold_the_same_latents(run_script: RunScript, tmp_path: Path) -> None:
+    for name in ("safetensors", "webdataset"):
+        outcome = run_script(SCRIPT, name, *DIGITS, "--shard_size=500", f"--format={name}")
+        assert outcome.code == 0, outcome.err
+    one, other = (LatentShards.open(tmp_path / name / "train") for name in ("safetensors", "webdataset"))
+    rows, flips = np.arange(len(one)), np.zeros(len(one), dtype=bool)
+    assert torch.equal(one.read(rows, flips)["latent"], other.read(rows, flips)["latent"])
+    assert np.array_equal(np.asarray(one.labels), np.asarray(other.labels))
+    assert len(list((tmp_path / "webdataset" / "train").glob("*.tar"))) == 3
+    assert run_script(SCRIPT, "webdataset", "--verify").code == 0
+
+
 def test_a_corrupt_file_is_counted_whatever_corrupt_images_says(run_script: RunScript, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for number in range(4):

@@ -10,19 +10,21 @@ import re
 import resource
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from refusals import refused
+from safetensors.torch import load, save, save_file
 
 from torchditan.config.errors import ConfigError
 from torchditan.latents import index as latent_index
-from torchditan.latents.index import Encoding, LatentIndex, index_to_json, read_index
+from torchditan.latents.index import Encoding, LatentIndex, fingerprint_of, index_from_json, index_to_json, read_index
 from torchditan.latents.shards import LatentShards, to_sample, verify
 from torchditan.latents.writer import LatentWriter, Shard, shard_file
 
@@ -82,10 +84,12 @@ COUNTS = (4, 0, 3, 4)
 """Latents of four shards: in the second no image was readable, in the third one was not."""
 
 
+@pytest.mark.parametrize("shard_format", ["safetensors", "webdataset"])
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_any_batch_is_read_as_it_was_written(tmp_path: Path, dtype: str) -> None:
+def test_any_batch_is_read_as_it_was_written(tmp_path: Path, dtype: str, shard_format: str) -> None:
     written = [make(count, number, dtype=dtype) for number, count in enumerate(COUNTS)]
-    write(tmp_path, written, dtype=dtype)
+    write(tmp_path, written, dtype=dtype, shard_format=shard_format)
+    assert verify(tmp_path) == []
     shards = LatentShards.open(tmp_path)
     assert len(shards) == 11
     draws = np.random.default_rng(0)
@@ -406,6 +410,47 @@ def test_verify_names_labels_without_a_class(tmp_path: Path) -> None:
     write(tmp_path, [make(4, 0)], class_names=("a", "b"))
     (found,) = verify(tmp_path)
     assert found.endswith("labels.npy has labels outside 0 to 1, its classes")
+
+
+def test_a_tar_has_a_file_and_a_label_for_each_image(tmp_path: Path) -> None:
+    index = write(tmp_path, [make(4, 0, dtype="int8")], dtype="int8", shard_format="webdataset")
+    tensors = make(4, 0, dtype="int8")
+    with tarfile.open(tmp_path / "shard-00000.tar") as tar:
+        members = {member.name: cast(Any, tar.extractfile(member)).read() for member in tar}
+    keys = [f"{number:09d}" for number in tensors["index"].tolist()]
+    assert list(members) == [f"{key}{suffix}" for key in keys for suffix in (".safetensors", ".cls")]
+    found = load(members[f"{keys[2]}.safetensors"])
+    expected = {name: tensor[2] for name, tensor in tensors.items() if name not in ("index", "labels", "scale")}
+    expected["scale"] = tensors["scale"]
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert int(members[f"{keys[2]}.cls"]) == tensors["labels"][2]
+    assert index_to_json(index)["shard_format"] == "webdataset"
+
+
+def test_the_format_changes_no_folder_from_before_it(tmp_path: Path) -> None:
+    index = write(tmp_path, [make(4, 0)])
+    values = json.loads((tmp_path / "index.json").read_bytes())
+    assert "shard_format" not in values
+    assert fingerprint_of(index_from_json(values, where=tmp_path)) == fingerprint_of(index)
+
+
+@pytest.mark.parametrize("formats", [("safetensors", "webdataset"), ("webdataset", "safetensors")])
+def test_a_folder_keeps_its_format(tmp_path: Path, formats: tuple[str, str]) -> None:
+    write(tmp_path, [make(4, 0)], shard_format=formats[0])
+    with refused(str(tmp_path), f"shard_format is {formats[0]} there and {formats[1]} here"):
+        write(tmp_path, [make(4, 0)], shard_format=formats[1])
+
+
+@pytest.mark.parametrize("place", [0, 130, 512, 520, 512 * 9])
+def test_a_tar_of_something_else_is_refused(tmp_path: Path, place: int) -> None:
+    write(tmp_path, [make(4, 0)], shard_format="webdataset")
+    path = tmp_path / "shard-00000.tar"
+    data = bytearray(path.read_bytes())
+    data[place : place + 40] = (b"\xff" if place else b"\0") * 40
+    path.write_bytes(data)
+    shards = LatentShards.open(tmp_path)
+    with refused(str(path)):
+        shards.read(np.arange(4), np.zeros(4, dtype=bool))
 
 
 def append(path: Path, data: bytes) -> None:

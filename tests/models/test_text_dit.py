@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The native DiT that reads text: padding is not seen, tokens are a set, and what it shares with others is the same."""
+"""The native DiT that reads text: padding is not seen, words have an order, and the rest is as without text."""
 
 from __future__ import annotations
 
@@ -24,15 +24,22 @@ from torchditan.models import ModelSpec, TextEmbeddings, build_model_spec
 from torchditan.models.dit import PRESETS, DiT, DiTConfig, rope_table
 from torchditan.models.flops import count_model_flops
 
-WAYS = ["in_context", "cross_attention"]
-KINDS = [("in_context", "adaln"), ("in_context", "in_context"), ("cross_attention", "adaln")]
+WAYS = ["in_context", "cross_attention", "joint"]
+KINDS = [
+    ("in_context", "adaln"),
+    ("in_context", "in_context"),
+    ("cross_attention", "adaln"),
+    ("joint", "adaln"),
+    ("joint", "in_context"),
+]
 """(text, conditioning) that go together."""
 TOKENS, WIDTH, POOLED = 5, 12, 7
 
 
 def tiny_config(text: str | None = "in_context", conditioning: str = "adaln", **options: Any) -> DiTConfig:
     sizes = {"depth": 2, "width": 32, "num_heads": 2, "patch_size": 2, "input_channels": 3, "image_size": (8, 8)}
-    of_text = {"text_tokens": TOKENS, "text_width": WIDTH, "pooled_width": POOLED}
+    of_text = {"text_tokens": TOKENS, "text_width": WIDTH, "pooled_width": POOLED, "text_blocks": 1}
+    of_text["block"] = "joint" if text == "joint" else "dit"
     return DiTConfig(num_classes=0, text=text, conditioning=conditioning, **{**sizes, **of_text, **options})  # type: ignore[arg-type]
 
 
@@ -57,7 +64,8 @@ def test_every_parameter_learns_from_any_size_of_image(text, conditioning, prese
         assert prediction.shape == (3, config.output_channels, *size)
         prediction.square().mean().backward()
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        assert [name for name, p in trainable.items() if not p.grad.abs().sum() > 0] == []
+        unread = "blocks.1.text."  # nothing reads the text of the last joint block
+        assert [name for name, p in trainable.items() if not p.grad.abs().sum() > 0 and unread not in name] == []
 
 
 @pytest.mark.parametrize(("text", "conditioning"), KINDS)
@@ -94,8 +102,9 @@ def test_a_caption_that_is_all_padding_shows_its_first_token(text, conditioning)
 
 
 @pytest.mark.parametrize(("text", "conditioning"), KINDS)
-def test_text_and_pooled_vector_change_the_prediction_and_the_order_of_tokens_does_not(text, conditioning):
-    config = tiny_config(text, conditioning)
+@pytest.mark.parametrize("positions", [True, False])
+def test_text_and_pooled_vector_change_the_prediction_and_positions_give_tokens_an_order(text, conditioning, positions):
+    config = tiny_config(text, conditioning, text_positions=positions)
     model = random_model(config, DiT)
     x_t, t, cond = inputs(config)
     prediction = model(x_t, t, cond)
@@ -103,8 +112,11 @@ def test_text_and_pooled_vector_change_the_prediction_and_the_order_of_tokens_do
         changed = model(x_t, t, cond | {name: value.flip(0)})
         assert (changed - prediction).abs().amax(dim=(1, 2, 3))[[0, 2]].min() > 1e-3, name
         torch.testing.assert_close(changed[1], prediction[1])
-    turned = cond | {"prompt_embeds": cond["prompt_embeds"].roll(1, dims=1)}
-    torch.testing.assert_close(model(x_t, t, turned), prediction, atol=1e-5, rtol=1e-4)
+    turned = model(x_t, t, cond | {"prompt_embeds": cond["prompt_embeds"].roll(1, dims=1)})
+    if positions:
+        assert (turned - prediction).abs().amax(dim=(1, 2, 3)).min() > 1e-3
+    else:
+        torch.testing.assert_close(turned, prediction, atol=1e-5, rtol=1e-4)
     scaled = {name: 100 * value for name, value in cond.items()}  # another encoder's habit
     torch.testing.assert_close(model(x_t, t, scaled), prediction, atol=1e-4, rtol=1e-3)
 
@@ -119,7 +131,7 @@ def test_text_before_the_patches_is_not_turned():
     assert tiny_config("cross_attention").num_context_tokens == 0
 
 
-@pytest.mark.parametrize("text", WAYS)
+@pytest.mark.parametrize("text", ["in_context", "cross_attention"])
 def test_text_changes_no_weight_of_the_model_without_it(text):
     plain, reading = DiT(tiny_config(None, pooled_width=0)), DiT(tiny_config(text))
     plain.init_weights(3)
@@ -130,7 +142,44 @@ def test_text_changes_no_weight_of_the_model_without_it(text):
         assert torch.equal(added.pop(name), weight), name
     kinds = {name.split(".")[2] if name.startswith("blocks") else name.split(".")[0] for name in added}
     own = {"cross_attn", "norm_cross"} if text == "cross_attention" else set()
-    assert kinds == {"text_embedder", "pooled_embedder", *own}
+    assert kinds == {"text_embedder", "text_blocks", "pooled_embedder", *own}
+
+
+@pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
+def test_joint_blocks_with_equal_streams_are_the_block_of_tokens_in_context(conditioning):
+    joint = random_model(tiny_config("joint", conditioning), DiT)
+    alike = DiT(tiny_config("in_context", conditioning))
+    weights = {name: weight for name, weight in joint.state_dict().items() if ".patches." not in name}
+    alike.load_state_dict({name.replace(".text.", "."): weight for name, weight in weights.items()})
+    as_text = {name.replace(".text.", ".patches."): weight for name, weight in weights.items() if ".text." in name}
+    joint.load_state_dict({**weights, **as_text})
+    x_t, t, cond = inputs(joint.config)
+    cond["prompt_attention_mask"] = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 1, 0, 1]]).bool()
+    torch.testing.assert_close(joint(x_t, t, cond), alike(x_t, t, cond), atol=1e-5, rtol=1e-4)
+
+
+def test_blocks_of_the_text_let_words_read_each_other_and_not_padding():
+    model = random_model(tiny_config("cross_attention", text_blocks=2), DiT)
+    embeds = torch.randn(1, TOKENS, WIDTH)
+    mask = torch.tensor([[1, 1, 1, 0, 0]]).bool()
+    read, _ = model.read_text({"prompt_embeds": embeds, "prompt_attention_mask": mask})
+    for place, moves in ((2, True), (3, False)):
+        other = embeds.clone()
+        other[:, place] += 1
+        changed, _ = model.read_text({"prompt_embeds": other, "prompt_attention_mask": mask})
+        assert ((changed - read)[:, 0].abs().max() > 1e-3).item() is moves
+
+
+@pytest.mark.parametrize("width", [0, 3])
+def test_a_bottleneck_splits_the_patch_embedding_in_two(width):
+    model = random_model(tiny_config(patch_bottleneck=width), DiT)
+    x = torch.randn(2, 3, 8, 8)
+    tokens = model.x_embedder(x)
+    if width:
+        narrow = torch.nn.functional.conv2d(x, model.x_embedder.proj.weight, stride=2).flatten(2).mT  # (2, 16, 3)
+        torch.testing.assert_close(tokens, model.x_embedder.expand(narrow))
+        assert model.x_embedder.proj.bias is None
+    assert tokens.shape == (2, 16, 32)
 
 
 @pytest.mark.parametrize("text", WAYS)
@@ -171,7 +220,7 @@ def test_bfloat16_weights_follow_float32_closely(text, conditioning):
 
 
 def spec_of(text: str = "in_context", **options: Any) -> ModelSpec:
-    sizes = {"text_tokens": TOKENS, "text_width": WIDTH, "pooled_width": POOLED} | options
+    sizes = {"text_tokens": TOKENS, "text_width": WIDTH, "pooled_width": POOLED, "text_blocks": 2} | options
     model = Model(flavor="debugmodel", text=text, **sizes)  # type: ignore[arg-type]
     return build_model_spec(model, sample_shape=(4, 16, 16), num_classes=0)
 
@@ -179,16 +228,23 @@ def spec_of(text: str = "in_context", **options: Any) -> ModelSpec:
 def closed_form_macs(text: str, conditioning: str, *, length: int, text_width: int, pooled: int) -> dict[str, int]:
     """Forward multiply-adds of the debugmodel with a GELU MLP on 16 x 16 x 4, by hand."""
     depth, width, tokens, patch = 3, 64, 64, 2 * 2 * 4
-    read = length if text == "in_context" else 0
+    read = length if text in ("in_context", "joint") else 0
     context = read + (conditioning == "in_context")
     cross = text == "cross_attention"
     in_blocks = 12 * width**2  # of each token that the blocks see: qkv 3, projection 1, MLP 4 + 4
     timestep = 256 * width + width**2
     return {
         "per_token": depth * (in_blocks + 2 * cross * width**2) + 2 * patch * width,
-        "attention": depth * (2 * (tokens + context) ** 2 + 2 * cross * tokens * length) * width,
-        "per_condition": depth * (context * in_blocks + 2 * cross * length * width**2) + length * text_width * width,
-        "per_image": timestep + pooled * width + (conditioning == "adaln") * (depth * 6 + 2) * width**2,
+        "attention": (depth * (2 * (tokens + context) ** 2 + 2 * cross * tokens * length) + 2 * 2 * length**2) * width,
+        "per_condition": (
+            depth * (context * in_blocks + 2 * cross * length * width**2)
+            + length * (text_width * width + 2 * in_blocks)  # two blocks of the text alone
+        ),
+        "per_image": (
+            timestep
+            + pooled * width
+            + (conditioning == "adaln") * (depth * 6 * (2 if text == "joint" else 1) + 2) * width**2
+        ),
     }
 
 
@@ -288,9 +344,17 @@ class Captions(ImageDataset):
 def test_sizes_that_are_left_open_are_those_of_the_captions():
     config = Config(model=Model(text="in_context"))
     sizes = text_sizes_of(Captions(), config)  # type: ignore[arg-type]
-    assert sizes == {"model.text_tokens": TOKENS, "model.text_width": WIDTH, "model.pooled_width": POOLED}
+    assert sizes == {
+        "model.text_tokens": TOKENS,
+        "model.text_width": WIDTH,
+        "model.pooled_width": POOLED,
+        "model.text_blocks": None,
+    }
     completed = config.fill_in(sizes)  # as a run that is continued has them
     assert text_sizes_of(Captions(), completed) == sizes  # type: ignore[arg-type]
+    static = Captions()
+    static.text_blocks = 2
+    assert text_sizes_of(static, config)["model.text_blocks"] == 2
     sizes = text_sizes_of(Captions(pooled=None), config)  # type: ignore[arg-type]
     assert config.fill_in(sizes).model.pooled_width is None
 
@@ -320,7 +384,10 @@ def test_embeddings_of_another_size_are_refused_in_one_line(options, pooled, mes
             ["--model.preset=official", "--model.learn_sigma=false", "--dataset.aspect_buckets"],
             "dataset.aspect_buckets = true: sincos positions are a table for one size; set --model.position rope",
         ),
-        (["--model.text=cross"], 'model.text = "cross": must be one of in_context, cross_attention'),
+        (["--model.text=cross"], 'model.text = "cross": must be one of in_context, cross_attention, joint'),
+        (["--model.text_blocks=2"], "model.text_blocks = 2: has no effect without model.text; leave it out"),
+        (["--model.text=joint", "--model.text_blocks=-1"], "model.text_blocks = -1: must be 0 or more"),
+        (["--model.patch_bottleneck=0"], "model.patch_bottleneck = 0: must be at least 1"),
         (
             ["--model.name=flux", "--model.flavor=debugmodel", "--model.text=in_context"],
             'model.text = "in_context": flux defines its own; leave it out',
@@ -342,6 +409,18 @@ def test_options_that_cannot_be_are_refused_in_one_line(flags, message):
         (
             {"text": "cross_attention", "conditioning": "in_context", "text_tokens": 4, "text_width": 8},
             'model.text = "cross_attention": needs adaLN for the timestep; must be in_context with',
+        ),
+        (
+            {"text": "joint", "conditioning": "adaln_single", "text_tokens": 4, "text_width": 8},
+            'model.conditioning = "adaln_single": the block joint does not support it; must be one of adaln, in_con',
+        ),
+        (
+            {"text": "joint", "block": "value_residual", "text_tokens": 4, "text_width": 8},
+            'model.block = "value_residual": does not support --model.text joint; leave it out',
+        ),
+        (
+            {"text": "in_context", "block": "joint", "text_tokens": 4, "text_width": 8},
+            'model.block = "joint": needs captions as tokens; set --model.text joint, or leave it out',
         ),
     ],
 )

@@ -44,3 +44,11 @@ def test_memory_and_lower_bounds_are_those_of_the_planner(
 ) -> None:
     expected = row(recipe, flavor, device, num_devices, batch_size)
     assert expected in PAGE.read_text(encoding="utf-8").splitlines(), expected
+
+
+@pytest.mark.parametrize("recipe", ["sit_b2", "jit_b16", "meanflow_cifar10"])
+def test_the_step_of_a_published_recipe_is_that_of_the_planner(recipe: str) -> None:
+    plan = plan_run(load_config(["--job.config_file", f"recipes/{recipe}"]), device="h100", num_devices=8)
+    assert plan.fits and plan.min_step_time_s is not None
+    line = next(line for line in PAGE.read_text(encoding="utf-8").splitlines() if f"[`recipes/{recipe}`]" in line)
+    assert line.endswith(f"| not run | {1e3 * plan.min_step_time_s:.1f} ms |"), line

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from ledger_rows import Row, row
 from refusals import assert_refused
 from scipy.stats import ttest_rel
-from test_analysis import Row, row, section, write_grid, write_losses
+from test_analysis import section, write_grid, write_losses
 
 from torchditan.ablation.grid import COMPILE
 from torchditan.ablation.ledger import QUALITY

@@ -117,13 +117,14 @@ CONFIGURATIONS = [
 @pytest.mark.parametrize("file", sorted(CONFIGURATIONS), ids=lambda file: file.stem)
 def test_every_configuration_trains_a_step(file: Path, tmp_path: Path, run_script: RunScript) -> None:
     """With a small model on random samples: the options of each file go together."""
-    flags = ["--dataset.dataset_name=dummy", "--dataset.image_size=16", "--model.flavor=debugmodel"]
+    with file.open("rb") as stream:
+        tables = tomllib.load(stream)
+    size = max(16, tables["model"].get("patch_size", 1))
+    flags = ["--dataset.dataset_name=dummy", f"--dataset.image_size={size}", "--model.flavor=debugmodel"]
     flags += ["--training.steps=1", "--training.batch_size=2", "--training.global_batch_size=2"]
     flags += ["--validation.num_images=2", "--sampling.num_steps=1", "--sampling.max_classes=1"]
     flags += ["--compile.backend=eager"]  # graphs without the minute of a cold compile
     flags += ["--dataset.num_workers=0", f"--job.dump_folder={tmp_path}"]
-    with file.open("rb") as stream:
-        tables = tomllib.load(stream)
     if tables["model"].get("path"):  # a published model: weights are drawn, and its latents have 16 channels
         for module in ("diffusers", "peft", "torchao"):
             pytest.importorskip(module)

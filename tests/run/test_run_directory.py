@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,16 @@ def test_unwritable_place_is_a_users_mistake(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"job\.dump_folder"):
         RunDirectory(tmp_path / "file" / "x", is_writer=True).open(CONFIG, trajectory=TRAJECTORY)
+
+
+def test_a_restart_waits_for_the_lock_of_a_lost_machine(run, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    releasing = threading.Timer(0.3, run.close)
+    releasing.start()
+    again = RunDirectory(run.path, is_writer=True)
+    again.open(CONFIG, trajectory=TRAJECTORY)
+    again.close()
+    releasing.join()
 
 
 def test_second_run_in_the_same_folder_is_refused_naming_the_process(run):

@@ -368,6 +368,7 @@ def test_export_then_import_gives_the_same_tensors(imported: Path, tmp_path: Pat
         ({"model.position": "rope_sincos"}, ["model.position sincos (rope_sincos here)"]),
         ({"model.timestep_scale": 1.0}, ["model.timestep_scale 1000.0 (1.0 here)"]),
         ({"model.timestep_frequencies": "dit"}, ["model.timestep_frequencies diffusers (dit here)"]),
+        ({"model.patch_bottleneck": 4}, ["model.patch_bottleneck 0 (4 here)"]),
         ({"diffusion.objective": "flow_matching"}, ["diffusion.objective ddpm (flow_matching here)"]),
         ({"model.sample_size": [8, 12]}, ["square samples (8 x 12 here)"]),
         ({"dataset.num_classes": 1001}, ["at most 1000 classes (1001 here)"]),

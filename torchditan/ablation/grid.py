@@ -22,7 +22,6 @@ import itertools
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,16 +29,19 @@ from typing import Any
 
 from torchditan.config.errors import ConfigError, did_you_mean, option_error
 from torchditan.config.legacy_keys import adopt_file, adopt_legacy
-from torchditan.config.loader import TRAIN_CONFIGS, build_config, find_config, options, read_toml, value_of_text
+from torchditan.config.loader import (
+    TRAIN_CONFIGS,
+    build_config,
+    find_config,
+    options,
+    parse_toml,
+    read_toml,
+    value_of_text,
+)
 from torchditan.config.options import Config, flatten
 from torchditan.config.rules import missing_for_effect, validate
 from torchditan.config.trajectory import flatten_tree
 from torchditan.finetune.resolutions import MODEL, RESOLUTION, published_options, resolution_numbers, resolution_of
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 FLAVOR, PATCH_SIZE, BATCH_SIZE = "model.flavor", "model.patch_size", "training.batch_size"
 CHECKPOINTING, COMPILE = "activation_checkpoint.mode", "training.compile"
@@ -290,6 +292,11 @@ def load_grid(
     if unknown:
         hint = did_you_mean(unknown[0], known) or f"; there are {', '.join(known)}"
         raise ConfigError(f"{path}: {unknown[0]} is not a key of a grid{hint}")
+    if not isinstance(tables.get("base", ""), str):
+        raise option_error("base", tables["base"], "must be a configuration file, or a name in train_configs/")
+    rules = tables.get("exclude", [])
+    if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
+        raise option_error("exclude", rules, "must be tables, [[exclude]]")
     overrides = dict(overrides or {})
     scalars = {key: overrides.pop(key) for key in list(overrides) if key in _KEYS}
     tables |= scalars
@@ -301,7 +308,7 @@ def load_grid(
         base=tables.get("base"),
         axes={**file_axes, **(axes or {})},
         settings={**_flatten_table(path, "settings", tables), **overrides},
-        exclude=[flatten_tree(rule) for rule in tables.get("exclude", [])],
+        exclude=[flatten_tree(rule) for rule in rules],
         **{key: tables[key] for key in _KEYS[1:] if tables.get(key) is not None},
     )
     _check_numbers(grid)
@@ -322,12 +329,10 @@ def _find_grid(name: str) -> Path:
 def _read_tables(path: Path) -> dict[str, Any]:
     """Parse the file as TOML; `read_toml` of a job accepts only sections."""
     try:
-        tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         raise ConfigError(f"{path} cannot be read as a grid file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    return tables
+    return parse_toml(text, path=path)
 
 
 def _read_base(name: str | None) -> dict[str, Any]:

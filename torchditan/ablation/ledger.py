@@ -82,6 +82,8 @@ QUALITY: dict[str, bool] = {
     "recall": True,
     "coverage": True,
     "accuracy_generated": True,
+    "prompts seen: all": True,
+    "prompts held-out: all": True,
 }
 """Figures of validation and evaluation, as metrics.jsonl names them, and whether higher is better."""
 
@@ -124,12 +126,12 @@ def measure(records: Sequence[Mapping[str, Any]], *, window: int, num_devices: i
     for key in ("peak_memory_gib", "peak_reserved_gib"):
         peaks = [record[key] for record in records if record.get(key) is not None]
         row[key] = max(peaks, default=None)
-    losses = [record["loss"] for record in last]
+    losses: list[Any] = [record.get("loss") for record in last]
     row["loss_last"] = losses[-1]
     row["loss_mean"] = None if None in losses else statistics.fmean(losses)
     if "images_per_second_mean" in row:
         row["images_per_second_per_device_mean"] = row["images_per_second_mean"] / num_devices
-    if "step_time_s_mean" in row:
+    if "step_time_s_mean" in row and records[0].get("step_time_s") is not None:
         row["compile_s"] = max(0.0, records[0]["step_time_s"] - row["step_time_s_mean"])
     # Both tasks run after the last step, whatever their frequency.
     figures = {name: last[-1].get(name) for name in QUALITY}

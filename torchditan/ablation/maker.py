@@ -18,7 +18,7 @@ from torchditan.ablation.device import Device
 from torchditan.ablation.grid import BATCH_SIZE, Grid, Run, as_flags
 from torchditan.ablation.launch import RANKS_FOLDER, TRAIN, Job, Outcome, Tick, end_processes, execute
 from torchditan.ablation.ledger import SCHEMA_VERSION, Row, columns, measure
-from torchditan.config.errors import ConfigError
+from torchditan.config.errors import ConfigError, shorten
 from torchditan.run import provenance
 from torchditan.run.reading import read_config, read_metrics
 
@@ -113,7 +113,7 @@ class Maker:
         row = {
             **self.skipped_row(run, reason or "", device=device),
             "status": status,
-            "reason": None if reason is None else _shortened(reason),
+            "reason": None if reason is None else shorten(reason, most=_LONGEST_REASON),
             **measured,
             "start_up_s": outcome.start_up_s,
             "elapsed_s": outcome.elapsed_s,
@@ -132,7 +132,7 @@ class Maker:
             "run_name": run.name,
             "repeat": run.repeat,
             "status": "skipped",
-            "reason": _shortened(reason),
+            "reason": shorten(reason, most=_LONGEST_REASON),
             **run.axes,
             BATCH_SIZE: None if batch_size == "auto" else batch_size,
             "num_devices": run.num_devices,
@@ -155,23 +155,20 @@ def _versions() -> Row:
     }
 
 
-def _shortened(reason: str) -> str:
-    return reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}..."
-
-
 def provenance_of(folder: Path) -> Row:
     """Code and machine that the run recorded; empty if it failed before that."""
     try:
         stored = read_config(folder)
     except ConfigError:
         return {}
+    versions, hardware = stored.get("versions") or {}, stored.get("hardware") or {}
     return {
-        "git_commit": stored["git_commit"],
-        "torch_version": stored["versions"]["torch"],
-        "python_version": stored["versions"]["python"],
-        "device": stored["hardware"]["device_name"],
-        "device_type": stored["hardware"]["device"],
-        "host": stored["hardware"]["hostname"],
+        "git_commit": stored.get("git_commit"),
+        "torch_version": versions.get("torch"),
+        "python_version": versions.get("python"),
+        "device": hardware.get("device_name"),
+        "device_type": hardware.get("device"),
+        "host": hardware.get("hostname"),
     }
 
 

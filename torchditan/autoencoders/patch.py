@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,8 @@ VERSION = 1
 """Version of config.json; raised when an older reader would misunderstand it."""
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+_LARGEST = 1_024
+"""Channels, pixels or blocks in a config.json: the network is built before its weights are read."""
 NAMED = TRAIN_CONFIGS / "autoencoders"
 """Where an autoencoder is looked up by its bare name."""
 
@@ -260,7 +261,7 @@ def _read_config(folder: Path, *, option_value: str) -> dict[str, Any]:
         raise wrong(f"{CONFIG_FILE} {right}")
     if not _is_architecture(content.get("architecture")):
         keys = ", ".join(field.name for field in dataclasses.fields(PatchAutoencoderConfig))
-        raise wrong(f"architecture in {CONFIG_FILE} must be {keys}, each a positive integer")
+        raise wrong(f"architecture in {CONFIG_FILE} must be {keys}, each an integer from 1 to {_LARGEST}")
     channels = content["architecture"]["latent_channels"]
     normalization = content.get("normalization")
     if not _is_normalization(normalization, channels):
@@ -270,7 +271,8 @@ def _read_config(folder: Path, *, option_value: str) -> dict[str, Any]:
 
 def _is_architecture(value: Any) -> bool:
     names = {field.name for field in dataclasses.fields(PatchAutoencoderConfig)}
-    return isinstance(value, dict) and value.keys() == names and all(type(v) is int and v > 0 for v in value.values())
+    is_complete = isinstance(value, dict) and value.keys() == names
+    return is_complete and all(type(v) is int and 0 < v <= _LARGEST for v in value.values())
 
 
 def _is_normalization(value: Any, channels: int) -> bool:
@@ -278,7 +280,7 @@ def _is_normalization(value: Any, channels: int) -> bool:
         return (
             isinstance(values, list)
             and len(values) == channels
-            and all(type(v) in (int, float) and math.isfinite(v) for v in values)
+            and all(type(v) in (int, float) and abs(v) < 1e30 for v in values)
         )
 
     return (

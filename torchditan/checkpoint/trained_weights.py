@@ -16,7 +16,7 @@ from torchditan.checkpoint.files import (
     step_of,
 )
 from torchditan.checkpoint.loading import detached, load_safely
-from torchditan.config.errors import ConfigError, option_error
+from torchditan.config.errors import ConfigError, option_error, printable
 from torchditan.models.saved_weights import checkpoint_keys, required_names, saved_weights
 
 
@@ -46,7 +46,7 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
             damages.append(f"{checkpoints[number]} is not used: {error}")
             continue
         for damage in damages:
-            print(f"warning: {damage}; {checkpoints[number].name} is", file=sys.stderr)
+            print(printable(f"warning: {damage}; {checkpoints[number].name} is"), file=sys.stderr)
         return checkpoints[number]
     others = f"; there are {sorted(checkpoints)}" if step is not None and len(checkpoints) > 1 else ""
     raise ConfigError(f"no checkpoint can be used: {'; '.join(damages)}{others}")

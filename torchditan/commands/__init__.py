@@ -30,6 +30,7 @@ COMMANDS = {
     "sweep": Command("torchditan.commands.sweep_sampling", "sample quality over guidance, steps and samplers"),
     "compare": Command("torchditan.commands.compare_cards", "evaluation cards side by side, and the spread over seeds"),
     "encode": Command("torchditan.commands.encode_latents", "encode a dataset as latents, once"),
+    "pack": Command("torchditan.commands.pack", "pack a dataset into WebDataset shards"),
     "plan": Command("torchditan.planner.__main__", "memory and time of a configuration on a device, without it"),
     "ablate": Command("torchditan.ablation.__main__", "run a grid of options, and measure each"),
     "report": Command("torchditan.commands.report", "one page about runs, or about a grid"),

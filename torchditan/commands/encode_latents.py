@@ -48,6 +48,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--posterior", action="store_true", help="also store the log-variance")
     parser.add_argument("--batch_size", type=count, default=64, help="images in one forward pass (default: 64)")
     parser.add_argument("--shard_size", type=count, default=4096, help="images per shard (default: 4096)")
+    parser.add_argument(
+        "--format",
+        choices=("safetensors", "webdataset"),
+        default="safetensors",
+        help="one file per shard, or a tar with a safetensors file per image (default: safetensors)",
+    )
     parser.add_argument("--convert", type=Path, metavar="FILE", help="convert the public ImageNet file to shards")
     parser.add_argument("--verify", action="store_true", help="read all of OUT and report every problem")
     if argv[:1] and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
@@ -100,6 +106,7 @@ def summary(folder: Path, index: LatentIndex, *, encoded: int, seconds: float) -
 def open_dataset(config: Config, *, split: Any, is_asked_for: bool) -> ImageDataset | None:
     """One split; None if the dataset lacks it and the user did not request it."""
     from torchditan.config.errors import ConfigError, option_error
+    from torchditan.config.options import cache_folder
     from torchditan.datasets import build_dataset
 
     if config.dataset.dataset_name in ("latents", "imagenet_dummy"):
@@ -109,7 +116,7 @@ def open_dataset(config: Config, *, split: Any, is_asked_for: bool) -> ImageData
         right = "cannot be encoded, because shards need numbered images; leave it out to download the dataset"
         raise option_error("dataset.streaming", True, right)
     try:
-        return build_dataset(config.dataset, split=split)
+        return build_dataset(config.dataset, split=split, cache_folder=cache_folder(config))
     except ConfigError as error:
         if split == "train" or is_asked_for:
             raise
@@ -148,6 +155,7 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
             flipped=flip and not arguments.no_flip and split == "train",  # held-out images are never mirrored
             posterior=arguments.posterior,
             shard_size=arguments.shard_size,
+            shard_format=arguments.format,
         )
         writer = LatentWriter(arguments.out / split, encoding)
 
@@ -177,7 +185,8 @@ def convert_file(arguments: argparse.Namespace, rank: Rank) -> None:
         raise option_error("--convert", str(arguments.convert), "is not a file; must be imagenet_ci8x8.safetensors")
     source = LatentShards.open(arguments.convert)
     writer = LatentWriter(
-        arguments.out / split, describe_conversion(source, split=split, shard_size=arguments.shard_size)
+        arguments.out / split,
+        describe_conversion(source, split=split, shard_size=arguments.shard_size, shard_format=arguments.format),
     )
     run_split(writer, partial(convert, source, writer, rank=rank), rank=rank)
 

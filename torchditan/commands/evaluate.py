@@ -5,6 +5,7 @@ torchditan evaluate outputs/quickstart
 torchditan evaluate outputs/imagenet --metrics inception --num_samples 50000 --reference VIRTUAL_imagenet256.npz
 torchditan evaluate --images samples.npz --reference reference.npz --metrics inception
 torchditan evaluate --card outputs/quickstart/evaluation/.../card.json
+torchditan evaluate outputs/scenes --metrics prompts
 torchrun --nproc_per_node 8 -m torchditan evaluate outputs/imagenet --num_samples 50000
 """
 
@@ -35,9 +36,11 @@ DEFAULT_METRICS = ("effnet", "classifier")
 """Those that the run and the number of samples allow."""
 NUM_SAMPLES = 2600
 """More than twice the 1,280 features of EfficientNet-Lite0, so that both halves have a full-rank covariance."""
+NUM_OF_PROMPTS = 400
+"""Samples by default if prompts are judged, half of them of each kind."""
 OF_SAMPLES = (
     *("samples_per_class", "num_samples", "step", "weights", "class_balance", "save_images", "rounding", "seeds"),
-    "float32_matmul_precision",
+    *("float32_matmul_precision", "prompts"),
 )
 """Options without effect on the images of a file."""
 MAX_CLASSIFIER_VALUES = 1 << 30
@@ -61,6 +64,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         nargs="+",
         metavar="NAME",
         help=f"what to compute, any of {', '.join(METRICS)} (default: {' and '.join(DEFAULT_METRICS)}, if possible)",
+    )
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        help="texts to draw in turn, or @FILE (default: those of the metric prompts, or training captions)",
     )
     samples = parser.add_mutually_exclusive_group()
     samples.add_argument(
@@ -106,7 +114,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def check(args: argparse.Namespace, flags: list[str], parser: RunParser) -> None:
-    from torchditan.config.command_line import check_output
+    from torchditan.config.command_line import RUN_EXAMPLES, check_output
     from torchditan.config.errors import ConfigError, did_you_mean, option_error
     from torchditan.registry import METRICS, entry_name
 
@@ -116,7 +124,7 @@ def check(args: argparse.Namespace, flags: list[str], parser: RunParser) -> None
             right = f"must be one of {', '.join(METRICS)}, or module:name{hint or did_you_mean(name, METRICS)}"
             raise option_error("--metrics", name, right)
     if args.run is None and args.images is None and args.card is None:
-        raise ConfigError("the following arguments are required: run, a run directory such as outputs/quickstart")
+        raise ConfigError(f"the following arguments are required: run, {RUN_EXAMPLES}")
     if args.without_data and args.reference is None:
         raise option_error("--without_data", True, "needs a --reference to compare with")
     if args.run is None and args.images is not None and args.reference is None:
@@ -146,31 +154,48 @@ def note(text: str) -> None:
 
 
 def open_run(args: argparse.Namespace, flags: list[str], rank: Rank) -> TrainedModel:
-    from torchditan.config.errors import ConfigError
+    from torchditan.config.errors import option_error
+    from torchditan.config.prompts import read_prompts
     from torchditan.run.progress import report_progress
     from torchditan.weights.trained_model import TrainedModel
 
     with report_progress(f"loading {args.run}"):
         trained = TrainedModel.load(args.run, step=args.step, weights=args.weights, device=rank.device, flags=flags)
-    if trained.takes_prompts:
-        raise ConfigError(f"{args.run} was trained on captions; must be a run on classes, or one without labels")
+    if args.prompts is not None and not trained.takes_prompts:
+        raise option_error("--prompts", args.prompts, "this run was not trained on captions; leave it out")
+    if trained.takes_prompts and args.samples_per_class is not None:
+        right = "has no effect on samples of captions; leave it out, or give --num_samples"
+        raise option_error("--samples_per_class", args.samples_per_class, right)
+    if trained.takes_prompts and args.reference is not None and is_judged_by_prompts(args, trained):
+        right = "has no effect on samples that are compared with their prompts; leave it out"
+        raise option_error("--reference", str(args.reference), right)
+    if args.prompts is not None:
+        args.prompts = read_prompts("--prompts", args.prompts)
     return trained
 
 
 def open_real_images(args: argparse.Namespace, trained: TrainedModel | None, decode: ToPixels) -> RealImages:
-    """Training and held-out images of the run; none if they are not needed and not there."""
+    """Training and held-out images of the run; none for metrics of prompts, or if they are not needed and not there.
+
+    Raises:
+        ConfigError: they cannot be read, or a model of captions does not draw such pictures.
+    """
     from torchditan.config.errors import ConfigError
-    from torchditan.config.options import dataset_channels
+    from torchditan.config.options import cache_folder, dataset_channels
     from torchditan.datasets import build_dataset
     from torchditan.evaluation.evaluator import RealImages
 
-    if trained is None or args.without_data:
+    if trained is None or args.without_data or (trained.takes_prompts and is_judged_by_prompts(args, trained)):
         return RealImages({}, to_pixels=decode, has_labels=False)
+    if trained.takes_prompts:
+        check_pictures_of_captions(args, trained)
     config, channels = trained.config, dataset_channels(trained.config)
     splits: dict[Source, Any] = {"train": "train", "held_out": "validation"}
     try:
         datasets = {
-            source: build_dataset(config.dataset, split=split, input_channels=channels)
+            source: build_dataset(
+                config.dataset, split=split, input_channels=channels, cache_folder=cache_folder(config)
+            )
             for source, split in splits.items()
         }
     except ConfigError as error:
@@ -184,6 +209,26 @@ def open_real_images(args: argparse.Namespace, trained: TrainedModel | None, dec
         has_labels=trained.num_classes > 0,
         corrupt_images=config.dataset.corrupt_images,
     )
+
+
+def is_judged_by_prompts(args: argparse.Namespace, trained: TrainedModel) -> bool:
+    """Whether a metric of prompts was chosen, or is the only one for the dataset of this model of captions."""
+    from torchditan.registry import METRICS, registered, resolve
+
+    if trained.config.dataset.dataset_name == registered(METRICS, "prompts").needs_dataset:  # without end
+        return True
+    return any(hasattr(resolve(METRICS, "--metrics", name)[0], "needs_dataset") for name in args.metrics or [])
+
+
+def check_pictures_of_captions(args: argparse.Namespace, trained: TrainedModel) -> None:
+    """Refuse models of captions whose samples are not pictures of one size, as the dataset has them."""
+    from torchditan.config.errors import ConfigError
+    from torchditan.registry import FAMILIES
+
+    config = trained.config
+    if config.model.name in FAMILIES or trained.is_latent or config.dataset.aspect_buckets:
+        right = "must be a run of model.name dit on pixels of one size; others are compared during training"
+        raise ConfigError(f"{args.run} was trained on captions; {right} (docs/finetune.md, Validation)")
 
 
 class Subject:
@@ -206,7 +251,9 @@ class Subject:
             assert trained is not None
             self.num_classes = trained.num_classes
             self.image_size = trained.image_size
-            self.num_images = args.num_samples or (self.num_training if self.has_few_real_images else NUM_SAMPLES)
+            default = self.num_training if self.has_few_real_images else NUM_SAMPLES
+            is_judged = trained.takes_prompts and is_judged_by_prompts(args, trained)
+            self.num_images = args.num_samples or (NUM_OF_PROMPTS if is_judged else default)
             if args.samples_per_class is not None:
                 self.num_images = args.samples_per_class * max(1, self.num_classes)
             self.seeds = list(range(args.seed, args.seed + args.seeds))
@@ -224,22 +271,26 @@ class Subject:
 
         return self.args.reference is None and 0 < self.num_training <= NUM_FEATURES
 
-    def pictures(self, seed: int, *, class_counts: list[int] | None) -> Iterator[Pictures]:
+    def pictures(self, seed: int, evaluator: Evaluator) -> Iterator[Pictures]:
         """This rank's part."""
-        from torchditan.evaluation.drawing import draw_pictures, plan_samples
+        from torchditan.evaluation.drawing import draw_pictures, plan_prompts, plan_samples
         from torchditan.evaluation.sample_parts import SampleParts
 
         args, trained = self.args, self.trained
         if args.images is not None:
             return self._pictures_of_file()
         assert trained is not None
-        plan = plan_samples(
-            self.num_images,
-            num_classes=self.num_classes,
-            class_balance=args.class_balance,
-            class_counts=class_counts,
-            seed=seed,
-        )
+        if trained.takes_prompts:
+            prompts = evaluator.prompts(args.prompts or [], num_samples=self.num_images)
+            plan = plan_prompts(self.num_images, prompts, trained.encode_prompts(prompts))
+        else:
+            plan = plan_samples(
+                self.num_images,
+                num_classes=self.num_classes,
+                class_balance=args.class_balance,
+                class_counts=evaluator.class_counts,
+                seed=seed,
+            )
         self.parts[seed] = SampleParts(self.folder / "parts", plan, seed=seed, settings=self._settings())
         return draw_pictures(
             trained.sampler,
@@ -288,7 +339,7 @@ class Subject:
         """Says what is evaluated, and ends in a hash of all settings: no two evaluations share a folder."""
         args, trained = self.args, self.trained
         reference = None if args.reference is None else str(args.reference.resolve())
-        shared = [args.metrics, reference, args.epochs]
+        shared = [args.metrics, reference, args.epochs, *([args.prompts] if args.prompts else [])]
         if args.images is not None:
             run = None if args.run is None else str(args.run.resolve())
             number = hashlib.sha256(json.dumps([*shared, run]).encode()).hexdigest()[:6]
@@ -311,6 +362,9 @@ def choose_metrics(subject: Subject) -> list[str]:
 
     if subject.args.metrics is not None:
         return subject.args.metrics
+    trained = subject.trained
+    if trained is not None and trained.takes_prompts and is_judged_by_prompts(subject.args, trained):
+        return ["prompts"]
     has_effnet = importlib.util.find_spec(PACKAGE) is not None
     if has_effnet and subject.has_few_real_images:
         note(
@@ -367,6 +421,7 @@ def build_evaluator(subject: Subject, names: list[str], real: RealImages) -> Eva
         num_samples=subject.num_images,
         image_size=subject.image_size,
         without_labels=None if subject.num_classes else unlabelled,
+        prompts_of=trained.config.dataset.dataset_name if trained is not None and trained.takes_prompts else None,
     )
     if args.save_reference is not None and not any(isinstance(metric, Quality) for metric in evaluator.metrics):
         raise option_error("--save_reference", str(args.save_reference), "needs --metrics effnet or inception")
@@ -396,9 +451,8 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
         for source, shown in evaluator.shown.items()
         if source != "generated"
     }
-    if args.reference is None:
-        reference = sets["train"]
-    else:
+    reference = sets.get("train")
+    if args.reference is not None:
         reference = ImageSet(source="file", path=str(args.reference), content=sha256_of(args.reference))
     if repeated is not None:
         check_repeatable(args.card, repeated, origin, reference=reference)
@@ -408,7 +462,7 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
     results, samples, seconds = [], [], {"reading": time.perf_counter() - started, "drawing": 0.0, "comparing": 0.0}
     for seed in subject.seeds:
         start = time.perf_counter()
-        samples.append(evaluator.show(subject.pictures(seed, class_counts=evaluator.class_counts)).content)
+        samples.append(evaluator.show(subject.pictures(seed, evaluator)).content)
         drawn = time.perf_counter()
         results.append(evaluator.compute())
         seconds["drawing"] += drawn - start
@@ -417,12 +471,14 @@ def evaluate(args: argparse.Namespace, flags: list[str], rank: Rank, repeated: C
         return None
     figures, other = card_figures(results, num_images=subject.num_images)
     is_run = args.images is None
+    is_of_classes = trained is not None and not trained.takes_prompts
     card = Card(
         **vars(origin),
         **environment_of(rank.device),
         seeds=subject.seeds,
         num_samples=subject.num_images,
-        class_balance=args.class_balance if is_run else None,
+        class_balance=args.class_balance if is_run and is_of_classes else None,
+        prompts=args.prompts or [],
         rounding=args.rounding if is_run else None,
         batch_size=args.batch_size if is_run else None,
         ranks=rank.world_size,

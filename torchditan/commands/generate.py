@@ -6,6 +6,7 @@ torchditan generate outputs/photos --classes owl,flower
 torchditan generate outputs/quickstart --classes 3,5 --sampling.guidance_scale 4 --sampling.sampler heun
 torchditan generate outputs/flux_schnell_lora --prompts "TOK on the moon" "TOK, watercolour" --dtype bfloat16
 torchditan generate outputs/sd3_medium_full --prompts "a red fox" --original
+torchditan generate outputs/text_to_image --prompts @prompts.txt --sampling.negative_prompt "blurred"
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
     parser = RunParser(__doc__)
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights (default: ema if the run has them)")
-    parser.add_argument("--prompts", nargs="+", help="texts to draw (default: those of sampling.prompts)")
+    parser.add_argument(
+        "--prompts", nargs="+", help="texts to draw, or @FILE with one per line (default: sampling.prompts)"
+    )
     parser.add_argument(
         "--classes", help="labels or names, such as 3,5 or owl (default: the first sampling.max_classes)"
     )
@@ -74,7 +77,8 @@ def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[Sample
         ConfigError: `--classes` for a model of captions, or `--prompts` for a model of classes.
     """
     from torchditan.config.errors import ConfigError, option_error
-    from torchditan.config.options import dataset_channels
+    from torchditan.config.options import cache_folder, dataset_channels
+    from torchditan.config.prompts import read_prompts
     from torchditan.evaluation.sample_grids import real_samples
     from torchditan.evaluation.sampler import SampleRows
 
@@ -82,7 +86,7 @@ def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[Sample
     if trained.takes_prompts:
         if args.classes is not None:
             raise option_error("--classes", args.classes, "this run was trained on captions; give --prompts")
-        prompts = args.prompts or config.sampling.prompts
+        prompts = read_prompts("--prompts", args.prompts or []) or config.sampling.prompts
         if not prompts:
             raise option_error("--prompts", None, "must be given: this run's configuration has no sampling.prompts")
         return trained.encode_prompts(prompts), None
@@ -95,7 +99,8 @@ def choose_rows(trained: TrainedModel, args: argparse.Namespace) -> tuple[Sample
     if args.classes is not None:
         labels = parse_labels(args.classes, trained)
     try:
-        dataset = build_dataset(config.dataset, split="train", input_channels=dataset_channels(config))
+        places: dict[str, Any] = {"input_channels": dataset_channels(config), "cache_folder": cache_folder(config)}
+        dataset = build_dataset(config.dataset, split="train", **places)
     except ConfigError as error:
         print(f"note: without the training data, the picture shows no real images: {error}", file=sys.stderr)
         return SampleRows.of_classes(labels, class_names=trained.class_names), None

@@ -136,6 +136,7 @@ def main() -> None:
     import torch
 
     from torchditan.autoencoders import open_autoencoder
+    from torchditan.config.options import cache_folder
     from torchditan.datasets import build_dataset
     from torchditan.distributed.cpu_threads import configure_cpu
     from torchditan.distributed.process_group import Rank
@@ -145,7 +146,7 @@ def main() -> None:
 
     configure_cpu()
     device = Rank(0, 0, 1).device
-    dataset = build_dataset(config.dataset, split="validation")
+    dataset = build_dataset(config.dataset, split="validation", cache_folder=cache_folder(config))
     check_pictures(dataset)
     pictures = picture_batches(
         dataset,

@@ -158,11 +158,11 @@ def points_of(label: str, config: Config, args: argparse.Namespace) -> list[Poin
         except ConfigError as error:
             raise ConfigError(str(error).replace(f"sampling.{axis}", f"--{axis}")) from None
         values[axis] = [getattr(changed.sampling, axis) for changed in given or [config]]
-    is_conditional = bool(config.dataset.num_classes)
+    is_conditional = bool(config.dataset.num_classes) or config.model.text is not None
     if not is_conditional:
         for axis in ("guidance_scale", "guidance_interval"):
             if getattr(args, axis):
-                right = f"has no effect on {label}, which was trained without classes; leave it out"
+                right = f"has no effect on {label}, which was trained without classes or captions; leave it out"
                 raise option_error(f"--{axis}", " ".join(getattr(args, axis)), right)
         values |= {"guidance_scale": [1.0], "guidance_interval": [list(WHOLE_INTERVAL)]}
     has_ema = config.ema.enable
@@ -248,6 +248,7 @@ def _prepare() -> None:
 def judge_point(ranks: Path, returncode: int, *, num_ranks: int, log: Path) -> Verdict:
     """How the process of a point ended."""
     from torchditan.ablation.launch import last_line
+    from torchditan.config.errors import shorten
     from torchditan.run.rank_status import read_rank_statuses
     from torchditan.supervision.exit_status import Verdict, judge_ranks
 
@@ -259,7 +260,7 @@ def judge_point(ranks: Path, returncode: int, *, num_ranks: int, log: Path) -> V
         killed = f"ended by {signal.Signals(-returncode).name}{why}"
     verdict = judge_ranks(read_rank_statuses(ranks), num_ranks=num_ranks, killed=killed)
     reason = verdict.reason.removeprefix("rank 0: ") if num_ranks == 1 else verdict.reason
-    return verdict._replace(reason=reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}...")
+    return verdict._replace(reason=shorten(reason, most=_LONGEST_REASON))
 
 
 class Sweep:

@@ -95,15 +95,16 @@ def check_out(out: Path, *, overwrite: bool) -> None:
 def build_datasets(config: Config, *, patch_size: int) -> tuple[ImageDataset, ImageDataset]:
     """Training and held-out pictures, of a size that is a multiple of the patch size."""
     from torchditan.config.errors import option_error
+    from torchditan.config.options import cache_folder
     from torchditan.datasets import build_dataset
     from torchditan.evaluation.reconstruction import check_pictures
 
-    training = build_dataset(config.dataset, split="train")
+    training = build_dataset(config.dataset, split="train", cache_folder=cache_folder(config))
     check_pictures(training)
     _, *size = training.sample_shape
     if any(side % patch_size for side in size):
         raise option_error("dataset.image_size", size, f"must be a multiple of --patch_size = {patch_size}")
-    return training, build_dataset(config.dataset, split="validation")
+    return training, build_dataset(config.dataset, split="validation", cache_folder=cache_folder(config))
 
 
 def build_stream(

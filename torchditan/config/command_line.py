@@ -77,8 +77,15 @@ class RunParser(ScriptParser):
         )
         self.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
 
+    def error(self, message: str) -> NoReturn:
+        is_alone = message.endswith("required: run")
+        super().error(f"{message}, {RUN_EXAMPLES}" if is_alone else message)
 
-def check_run(run: Path | None, *, what: str = "a run directory or a shared model (docs/sharing.md)") -> None:
+
+RUN_EXAMPLES = "such as outputs/quickstart, or earth, a model that ships with the package"
+
+
+def check_run(run: Path | None, *, what: str = f"a run directory or a shared model, {RUN_EXAMPLES}") -> None:
     """Refuse a run that does not exist, before a command imports torch. `what` may stand in its place."""
     if run is not None and not run.exists():
         check_folder(run, mark="config.json", what=what)

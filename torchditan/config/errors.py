@@ -5,22 +5,57 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_SECRET = re.compile(
+    r"""(?P<before>://|:/(?=[^\s/@]*:))[^\s/"']+(?P<after>@)"""
+    r"""|(?P<key>[?&](?:X-Amz-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|sig|(?:access_)?token)=)[^\s&"']+"""
+    r"""|(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{30,}|AKIA[0-9A-Z]{16}|gh[a-z]_[A-Za-z0-9]{36,}|glpat-[\w-]{20,})""",
+    re.IGNORECASE,
+)
+"""User name and password in an address (as a path, it has one slash), the key in its query, and tokens of services
+that mark theirs."""
+_LONGEST = 4_000
+
 
 class ConfigError(ValueError):
-    """A user error, in one line that includes how to fix it. `train.py` exits with code 2."""
+    """A user error, in one line that includes how to fix it. `train.py` exits with code 2.
+
+    The text may quote a stranger's file, so it is made `printable`, and is cut after 4,000 characters. Tokens, and
+    passwords in addresses, are left out.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shorten(printable(message), most=_LONGEST))
 
     is_of_this_rank = False
     """True if a rank found it before the ranks were connected, so that no other rank can report it."""
 
 
+def printable(text: str) -> str:
+    """The text with escapes in place of characters that control a terminal or change the direction of writing, and
+    without tokens and the passwords of addresses."""
+    text = _SECRET.sub(lambda match: f"{match['before'] or match['key'] or ''}***{match['after'] or ''}", text)
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def shorten(text: str, *, most: int) -> str:
+    """The text, or its beginning and three dots: at most so many characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def has_secret(text: str) -> bool:
+    """Whether a text contains a token, or an address with a password or a key: `s3://key:secret@bucket`."""
+    return _SECRET.search(text) is not None
+
+
 def option_error(option: str, value: Any, right: str) -> ConfigError:
     """The format of every user error: `training.steps = 0: must be at least 1`."""
     shown = "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
-    if len(shown) > 120:
-        shown = shown[:117] + "..."
+    shown = shorten(printable(shown), most=120)  # printable first: half of a password is not found
     return ConfigError(f"{option} = {shown}: {right}")
 
 

@@ -31,6 +31,7 @@ from torchditan.config import options as config_module
 from torchditan.config.errors import ConfigError, did_you_mean, nearest, option_error
 from torchditan.config.legacy_keys import LEGACY_KEYS, RENAMED_KEYS, adopt_file, adopt_keys, adopt_legacy, adopt_names
 from torchditan.config.options import FLAVOR_NAMES, Config, Diffusion, flatten
+from torchditan.config.prompts import has_file, read_prompts
 from torchditan.config.rules import validate, validate_parts, validate_values
 from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree, refuse_untrusted_plug_ins, values_of_older_run
 from torchditan.registry import FAMILIES, OBJECTIVES, Registries, Registry, entry_name, resolve
@@ -44,6 +45,8 @@ else:
 
 TRAIN_CONFIGS = (Path(__file__).parents[1] / "train_configs").resolve()
 """In a checkout a link to the folder train_configs/."""
+
+_PROMPTS = "sampling.prompts"
 
 USAGE = "torchditan train NAME [--section.key value ...]"
 
@@ -142,22 +145,30 @@ def parse_config(argv: list[str]) -> Config:
     values, ignored, read_otherwise = adopt_legacy(given)
     if values.get("checkpoint.enable_checkpoint") is False:  # given, not left open
         values.setdefault("checkpoint.save_final", False)
-    typed = _coerce_all(values)
+    typed, defaults = _coerce_all(values), flatten(Config())
+    from_file = has_file(typed.get(_PROMPTS, []))
+    typed = _with_prompts(typed)
     values = {
-        **flatten(Config()),
+        **defaults,
         **_defaults_of_objective(typed),
         **typed,
         "job.config_file": None if path is None else str(path),
     }
     values.update(_defaults_from_others(values))
     stored = _stored_sections(values)
-    kept = {name: value for name, value in values_of_older_run(stored).items() if name not in typed}
+    older = values_of_older_run(stored)
+    kept = {name: value for name, value in older.items() if name not in typed and values[name] != value}
+    begun = stored.get("sampling", {}).get("prompts")
+    if from_file and begun and begun != values[_PROMPTS]:
+        values[_PROMPTS] = begun
+        notes.append(f"{_PROMPTS}: the run keeps the {len(begun)} prompts that it began with; its file has others now")
     values, read_as_meant = adopt_names({**values, **kept}, given=given, stored=stored)
     config = Config().replace(values)
     notes += [*read_otherwise, *read_as_meant]
     notes += [
         f"{name} = {json.dumps(value)}, the behavior of this run from before the option existed"
         for name, value in kept.items()
+        if value != defaults[name]
     ]
     validate_values(config)
     if os.environ.get("RANK", "0") == "0":
@@ -166,6 +177,11 @@ def parse_config(argv: list[str]) -> Config:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
     return config
+
+
+def _with_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with the prompts in a file in place of its name."""
+    return {name: read_prompts(name, value) if name == _PROMPTS else value for name, value in values.items()}
 
 
 def _call_configuration(text: str) -> dict[str, Any]:
@@ -423,12 +439,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
         raise option_error("job.config_file", str(path), f"cannot be read: {reason}") from None
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(_parse_error(path, text, str(error))) from None
     values = {}
-    for section, keys in tables.items():
+    for section, keys in parse_toml(text, path=path).items():
         if not isinstance(keys, dict):
             raise _outside_section(section, keys)
         if not keys and section not in _sections():
@@ -436,6 +448,20 @@ def read_toml(path: Path) -> dict[str, Any]:
             raise ConfigError(f"[{section}] is not a section{hint or '; must be one of ' + ', '.join(_sections())}")
         values.update({f"{section}.{key}": value for key, value in keys.items()})
     return values
+
+
+def parse_toml(text: str, *, path: Path) -> dict[str, Any]:
+    """The tables in the text of a TOML file.
+
+    Raises:
+        ConfigError: it does not parse; the message has file, line and column.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(_parse_error(path, text, str(error))) from None
+    except (ValueError, RecursionError):  # thousands of digits or brackets
+        raise ConfigError(f"{path} does not parse: a number is too long, or brackets are nested too deeply") from None
 
 
 def _sections() -> list[str]:
@@ -508,10 +534,11 @@ def _arity(option: Option) -> dict[str, Any]:
     return {"nargs": "?", "const": "true"} if option.kind is bool else {}
 
 
-def _metavar(option: Option) -> str:
+def _metavar(option: Option) -> str | tuple[str, str]:
     if option.choices:
         of_yours = ["module:name"] if option.takes_plug_ins else []
-        return "|".join([*(["INT"] if option.kind is int else []), *option.choices, *of_yours])
+        names = "|".join([*(["INT"] if option.kind is int else []), *option.choices, *of_yours])
+        return (names, "more") if option.is_list else names  # argparse shows "a|b [more ...]"
     return {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}[option.kind]
 
 
@@ -598,7 +625,7 @@ def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
 
 def override(config: Config, flags: Sequence[str] | Mapping[str, Any], *, sections: Sequence[str]) -> Config:
     """Replace options of these sections, or of these names, by flags or by values. Raises ConfigError for others."""
-    values = flags if isinstance(flags, Mapping) else _parse_flags(list(flags))
+    values = flags if isinstance(flags, Mapping) else _with_prompts(_coerce_all(_parse_flags(list(flags))))
     changed = build_config({**flatten(config), **values})
     for name in values:
         if name not in sections and name.split(".")[0] not in sections:

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from torchditan.registry import (
@@ -91,8 +92,15 @@ class Model:
     """Frequencies of that embedding: the paper's (dit), or the slightly different ones of diffusers' DiT."""
     learn_sigma: bool | None = None
     """Predict a variance in addition to the mean (twice the output channels). Default: the preset's."""
-    text: Literal["in_context", "cross_attention"] | None = None
-    """Read captions: as tokens before the patches, or by cross-attention in every block (docs/text_to_image.md)."""
+    patch_bottleneck: int | None = None
+    """Embed patches by two linear layers with this width between them, such as 128 for JiT. Default: one layer."""
+    text: Literal["in_context", "cross_attention", "joint"] | None = None
+    """Read captions: as tokens before the patches, in joint blocks with weights of their own, or by cross-attention in
+    every block (docs/text_to_image.md)."""
+    text_positions: bool = True
+    """Add sin-cos positions to the tokens of a caption, so that the order of words counts."""
+    text_blocks: int | None = None
+    """Number of blocks that only the tokens of a caption pass, before the others. Default: 2 for wordllama, else 0."""
     text_tokens: int | None = None
     """Number of tokens in a caption's embeddings; filled in from the captions."""
     text_width: int | None = None
@@ -106,9 +114,11 @@ class Dataset:
     """The images to train on. data/ registers the datasets."""
 
     dataset_name: str = "digits"
-    """Name of the dataset: digits, earth, emoji, cifar10, imagenet, imagenet_hub, folder, captions, latents, dummy."""
+    """Name of the dataset: digits, earth, emoji, scenes, cifar10, imagenet, imagenet_hub, folder, captions, webdataset,
+    latents, dummy."""
     root_dir: str | None = None
-    """Folder or file of the images, for datasets that do not come with a Python package."""
+    """Folder or file of the images, for datasets that do not come with a Python package. Tar shards may be a pattern
+    (`a-{000..099}.tar`) or an address (`s3://...`)."""
     hub_name: str | None = None
     """Hugging Face dataset to read instead of root_dir, if the dataset supports it."""
     streaming: bool = False
@@ -128,7 +138,7 @@ class Dataset:
     image_key: str = "image"
     """Column of the images in parquet files and hub datasets."""
     label_key: str = "label"
-    """Column of the labels in parquet files and hub datasets."""
+    """Column of the labels in parquet files and hub datasets; key of the labels in `.json` members of tar shards."""
     fingerprint: str | None = None
     """Identity of latents, captions or a folder of images; filled in. A run refuses to resume with other data."""
     corrupt_images: Literal["error", "skip"] = "error"
@@ -138,7 +148,7 @@ class Dataset:
     dummy_size: int = 10000
     """Number of samples in the dummy dataset."""
     caption_key: str = "text"
-    """Column of the captions in metadata.jsonl, parquet files and hub datasets (captions)."""
+    """Column of the captions in metadata.jsonl, parquet files and hub datasets; key in `.json` members (captions)."""
     trigger_word: str | None = None
     """Replaces `[trigger]` in captions; captions without `[trigger]` start with it (captions)."""
     shuffle_tags: int = 0
@@ -153,6 +163,8 @@ class Dataset:
     """Number of images held out for validation. Default: 2 percent if there are 20 or more (captions)."""
     num_frames: int | None = None
     """Read the first num_frames frames of videos instead of images (captions)."""
+    remote_cache_gib: float | None = None
+    """Most GiB of blocks of remote tar shards in cache.folder; above it, the oldest are deleted. Default: no limit."""
 
 
 @dataclass(frozen=True)
@@ -432,7 +444,10 @@ class Sampling:
     use_ema: bool = True
     """Sample from the EMA weights if the run has them."""
     prompts: list[str] = field(default_factory=list)
-    """Prompts to sample, one grid row each. Default: the first held-out captions, or else training captions."""
+    """Prompts to sample, one grid row each; `@prompts.txt` stands for the lines of a file (docs/text_to_image.md).
+    Default: the first held-out captions, or else training captions."""
+    negative_prompt: str = ""
+    """Guidance moves samples away from this text. Default: the empty caption."""
     at_start: bool = False
     """Also draw a grid before the first step."""
     embedded_guidance: float = 3.5
@@ -458,7 +473,7 @@ class TextEncoder:
 
 @dataclass(frozen=True)
 class Cache:
-    """Cache of the latents and text embeddings of captioned images, which are encoded once."""
+    """Cache of what is slow to find: latents and embeddings of captioned images, the members of tar shards."""
 
     folder: str | None = None
     """Folder of the cache; runs share it. Default: <dump_folder>/cache."""
@@ -523,7 +538,7 @@ class Evaluation:
     freq: int = 0
     """Steps between two evaluations, and one at the last step; 0 disables them."""
     metrics: list[Annotated[str, METRICS]] = field(default_factory=lambda: ["effnet"])
-    """What to compute: effnet, inception or classifier."""
+    """What to compute: effnet, inception or classifier; prompts for a model of captions of the dataset scenes."""
     num_samples: int = 2600
     """Samples per evaluation. FD-EffNetLite0 needs more than 1,280, and FID more than 2,048."""
     class_balance: Literal["data", "balanced", "random"] = "data"
@@ -632,6 +647,11 @@ def dataset_channels(config: Config) -> int | None:
     if config.autoencoder.online:
         return 3 if config.dataset.dataset_name == "dummy" else None
     return config.model.input_channels
+
+
+def cache_folder(config: Config) -> Path:
+    """`cache.folder`, or its default."""
+    return Path(config.cache.folder or Path(config.job.dump_folder) / "cache").expanduser()
 
 
 def flatten(config: Config) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import pkgutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from operator import attrgetter
 from pathlib import PurePath
 from typing import Any
 
-from torchditan.config.errors import did_you_mean, option_error
+from torchditan.config.errors import did_you_mean, has_secret, option_error
 from torchditan.config.options import FLAVORS_OF, Config, flatten
 from torchditan.registry import (
     ARCHITECTURES,
@@ -50,7 +50,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be at least 1",
         lambda value: value >= 1,
-        "model.patch_size model.input_channels model.text_tokens model.text_width "
+        "model.patch_size model.patch_bottleneck model.input_channels model.text_tokens model.text_width "
         "model.pooled_width autoencoder.downsampling dataset.prefetch_factor dataset.dummy_size "
         "dataset.bucket_step dataset.num_frames diffusion.timestep_shift_base "
         "training.batch_size training.global_batch_size training.steps training.gc_freq "
@@ -69,8 +69,8 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be 0 or more",
         lambda value: value >= 0,
-        "dataset.num_classes dataset.num_workers dataset.shuffle_tags dataset.held_out training.max_norm optimizer.lr "
-        "optimizer.weight_decay optimizer.adamw_lr "
+        "model.text_blocks dataset.num_classes dataset.num_workers dataset.shuffle_tags dataset.held_out "
+        "training.max_norm optimizer.lr optimizer.weight_decay optimizer.adamw_lr "
         "lr_scheduler.warmup_steps checkpoint.keep_latest_k metrics.sample_freq sampling.guidance_scale lora.rank "
         "diffusion.embedded_guidance sampling.embedded_guidance "
         "validation.freq evaluation.freq evaluation.seed comm.trace_buf_size",
@@ -79,7 +79,8 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "must be greater than 0",
         lambda value: value > 0,
         "model.rope_theta model.timestep_scale diffusion.logit_normal_std diffusion.timestep_shift "
-        "sampling.timestep_shift diffusion.min_snr_gamma optimizer.eps autotune.memory_limit_gib lora.alpha",
+        "sampling.timestep_shift diffusion.min_snr_gamma optimizer.eps autotune.memory_limit_gib lora.alpha "
+        "dataset.remote_cache_gib",
     ),
     (
         "must not be empty",
@@ -144,6 +145,7 @@ def validate(config: Config) -> None:
 def validate_values(config: Config) -> None:
     """The rules that do not import torch."""
     values = flatten(config)
+    _refuse_secrets(values)
     for right, is_right, options in _RULES:
         for option in options.split():
             if values[option] not in (None, "auto") and not is_right(values[option]):
@@ -156,6 +158,16 @@ def validate_values(config: Config) -> None:
     _validate_evaluation(config)
     _validate_guidance_interval(config)
     _validate_activation_checkpoint(config)
+
+
+def _refuse_secrets(values: Mapping[str, Any]) -> None:
+    for option, value in values.items():
+        if any(isinstance(text, str) and has_secret(text) for text in (value if isinstance(value, list) else [value])):
+            right = (
+                "has a password, a key or a token, which the run would store; leave it out and set environment "
+                "variables (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, HF_TOKEN), or fsspec's configuration"
+            )
+            raise option_error(option, value, right)
 
 
 def validate_parts(config: Config, *, is_training: bool = True) -> None:
@@ -202,14 +214,14 @@ _WITHOUT_EFFECT: list[tuple[Callable[[Config], bool], str, str]] = [
     ),
     (
         lambda config: config.model.name not in FAMILIES and config.model.text is None,
-        "model.text_tokens model.text_width model.pooled_width sampling.prompts",
-        "has no effect without model.text; set --model.text in_context or cross_attention, or leave it out",
+        "model.text_tokens model.text_width model.pooled_width sampling.prompts sampling.negative_prompt",
+        "has no effect without model.text; set --model.text in_context, cross_attention or joint, or leave it out",
     ),
     (
         lambda config: config.model.name in FAMILIES,
         "model.preset model.block model.patch_size model.conditioning model.norm_type model.qk_norm model.mlp "
-        "model.position model.rope_theta model.timestep_scale model.timestep_frequencies model.learn_sigma model.text "
-        "model.text_tokens model.text_width model.pooled_width",
+        "model.position model.rope_theta model.timestep_scale model.timestep_frequencies model.learn_sigma "
+        "model.patch_bottleneck model.text model.text_tokens model.text_width model.pooled_width",
         "{name} defines its own; leave it out",
     ),
     (
@@ -329,6 +341,11 @@ _IDLE: list[tuple[Callable[[Config, str | None], bool], str, str]] = [
         "checkpoint.enable_checkpoint",
     ),
     (lambda config, _: not config.metrics.enable_sampling, "metrics.sample_freq", "metrics.enable_sampling"),
+    (
+        lambda config, _: config.sampling.guidance_scale == 1,
+        "sampling.negative_prompt",
+        "a sampling.guidance_scale other than 1",
+    ),
     (lambda config, _: not config.metrics.enable_tensorboard, "metrics.save_tb_folder", "metrics.enable_tensorboard"),
     (lambda config, _: not config.metrics.enable_wandb, "metrics.wandb_project", "metrics.enable_wandb"),
     (
@@ -363,6 +380,9 @@ def _refuse_without_effect(config: Config, table: list[tuple[Callable[[Config], 
 
 
 def _validate_own_model(config: Config) -> None:
+    if config.model.text_blocks and config.model.text is None:
+        right = "has no effect without model.text; leave it out"
+        raise option_error("model.text_blocks", config.model.text_blocks, right)
     position = config.model.position or ("sincos" if config.model.preset == "official" else "rope")
     if config.dataset.aspect_buckets and position != "rope":
         right = f"{position} positions are a table for one size; set --model.position rope, or leave it out"
@@ -401,8 +421,9 @@ def _validate_streaming(config: Config) -> None:
 def _validate_evaluation(config: Config) -> None:
     if not config.evaluation.metrics:
         raise option_error("evaluation.metrics", [], f"must be one or more of {', '.join(METRICS)}")
-    if config.evaluation.freq and (config.model.text is not None or config.model.name in FAMILIES):
-        right = "draws samples of classes, and this model reads captions; must be 0"
+    is_judged = config.model.text is not None and config.evaluation.metrics == ["prompts"]
+    if config.evaluation.freq and not is_judged and (config.model.text is not None or config.model.name in FAMILIES):
+        right = "draws samples of classes, and this model reads captions; must be 0, or evaluation.metrics prompts"
         raise option_error("evaluation.freq", config.evaluation.freq, right)
 
 

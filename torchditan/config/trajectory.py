@@ -22,7 +22,12 @@ from torchditan.config.errors import option_error
 from torchditan.config.options import Config, flatten
 from torchditan.registry import FAMILIES, entry_name
 
-VALUES_BEFORE: dict[str, Any] = {}
+VALUES_BEFORE: dict[str, Any] = {
+    "model.patch_bottleneck": None,
+    "model.text_positions": False,
+    "model.text_blocks": 0,
+    "sampling.negative_prompt": "",
+}
 """Options of [sampling] or a trajectory section that are newer than some runs, each with the behavior of all runs from
 before the option existed.
 
@@ -46,6 +51,7 @@ _NOT_TRAJECTORY = (
     "dataset.root_dir",  # a moved dataset is the same data
     "dataset.num_workers",
     "dataset.prefetch_factor",
+    "dataset.remote_cache_gib",
     "autoencoder.path",  # a moved decoder is the same decoder; its fingerprint is compared
     "dataset.corrupt_images",  # a run that stopped at a corrupt image can resume and skip it
 )

@@ -42,12 +42,14 @@ class DatasetDescription:
     fingerprint: str | None = None
     """Identity of the data. A run stores it and refuses to continue with data of another identity."""
 
-    # Only our datasets of latents and captions set the three attributes below. Their types belong to optional parts,
+    # Only our datasets of latents and captions set the attributes below. Their types belong to optional parts,
     # which the stream never imports.
     index: Any = None
     """`torchditan.latents.index.LatentIndex`, if the samples are stored latents."""
     null_tensors: dict[str, torch.Tensor] | None = None
     """Embeddings of the empty caption, if items contain caption embeddings: one sample of each, under the same name."""
+    text_blocks: int | None = None
+    """Default of `model.text_blocks` for these captions."""
     prompts: Any = None
     """`torchditan.evaluation.sampler.SampleRows` that sample grids show instead of classes."""
 
@@ -186,9 +188,30 @@ class CaptionSource(Protocol):
 
     def caption_variants(self, index: int) -> list[str]: ...
 
+    def caption_weights(self, index: int) -> list[float]: ...
+
     def shape_of(self, index: int) -> tuple[int, ...]: ...
 
     def content_key(self, index: int) -> str: ...
+
+
+@runtime_checkable
+class CaptionedPixels(Protocol):
+    """Pixels of one shape with captions as text, which are embedded when an item is read: there may be too many to
+    encode. If it also has classes, it is read in this way only for a model of text."""
+
+    name: str
+    sample_shape: tuple[int, ...]
+    class_names: list[str]
+    fingerprint: str | None
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """`sample` and `caption`."""
+        ...
+
+    def caption_of(self, index: int) -> str: ...
 
 
 def read_image(

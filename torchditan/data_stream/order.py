@@ -77,7 +77,7 @@ class OrderedDataset:
         groups = dataset.groups() if isinstance(dataset, GroupedDataset) else []
         self.groups = groups if len(groups) > 1 else None
         """Indices of the samples of each shape; None if all samples share one shape."""
-        self._group_of = np.zeros(len(dataset), dtype=np.int64)
+        self._group_of = np.zeros(0 if self.groups is None else len(dataset), dtype=np.int64)
         for number, group in enumerate(self.groups or []):
             self._group_of[group] = number
 

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.data_stream.datasets import Batch, SequentialDataset
@@ -14,6 +15,56 @@ from torchditan.data_stream.loader import Collate
 from torchditan.data_stream.order import BatchPlan
 from torchditan.data_stream.workers import init_worker, run_ahead, start_workers
 from torchditan.randomness import NOISE_TIMESTEP_DROPOUT, Kind, Randomness, draw, uniform
+
+
+class _Pass(IterableDataset):
+    """A source whose iterators remember their end.
+
+    When a run resumes, torchdata also asks the workers that had ended before the others. A source whose state at its
+    end is that of its start would begin again there.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.iterator: Any = None
+
+    def __iter__(self) -> _PassIterator:
+        self.iterator = iter(self.source)
+        return _PassIterator(self.iterator)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the source; empty if the source is its own iterator, whose state is loaded after `iter`."""
+        return {} if self.iterator is self.source else self.source.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self.source.load_state_dict(state)
+
+
+class _PassIterator(Iterator[Any]):
+    def __init__(self, iterator: Any) -> None:
+        self.iterator = iterator
+        self.is_over = False
+
+    def __next__(self) -> Any:
+        if self.is_over:
+            raise StopIteration
+        try:
+            return next(self.iterator)
+        except StopIteration:
+            self.is_over = True
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        has_state = hasattr(self.iterator, "state_dict")
+        return {"is_over": self.is_over, "iterator": self.iterator.state_dict() if has_state else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "is_over" not in state:  # a checkpoint from before this class
+            state = {"is_over": False, "iterator": state}
+        self.is_over = state["is_over"]
+        if state["iterator"] is not None:
+            self.iterator.load_state_dict(state["iterator"])
 
 
 class SequentialStream:
@@ -78,8 +129,9 @@ class SequentialStream:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         while True:
+            source = self.dataset.iterate(rank=self.plan.rank, world_size=self.plan.world_size)
             self._loader = StatefulDataLoader(
-                self.dataset.iterate(rank=self.plan.rank, world_size=self.plan.world_size),
+                _Pass(source) if hasattr(source, "state_dict") else source,
                 batch_size=self.plan.batch_size,
                 collate_fn=self.collate,
                 drop_last=True,

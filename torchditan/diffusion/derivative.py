@@ -8,7 +8,8 @@ Notable:
 - attention is computed by products and a softmax (`SDPBackend.MATH`), because the fused kernels have no forward
   derivative. That takes B heads N^2 values of memory in one block at a time;
 - torch would also multiply the input of a linear layer by the zero tangent of its weight: three products instead of
-  two. `_ConstantWeights` leaves it out.
+  two. `_ForwardMode` leaves it out;
+- on a GPU the derivative of a norm in bfloat16 is float32, which the next product refuses. `_ForwardMode` rounds it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,18 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+_NORMS = (F.rms_norm, F.layer_norm)
 
-class _ConstantWeights(TorchFunctionMode):
-    """Linear layers with constant weights: the tangent of W x + b is W dx."""
+
+class _ForwardMode(TorchFunctionMode):
+    """Linear layers with constant weights: the tangent of W x + b is W dx. Tangents of norms have the norm's dtype."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func in _NORMS:
+            primal, tangent = forward_ad.unpack_dual(func(*args, **(kwargs or {})))
+            return primal if tangent is None else forward_ad.make_dual(primal, tangent.to(primal.dtype))
         if func is not F.linear:
             return func(*args, **(kwargs or {}))
         x, weight = args[:2]
@@ -56,7 +62,7 @@ def derivative(
     (x_t, t, cond), (dx_t, dt, dcond) = inputs, tangents
     with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
         dual = {name: forward_ad.make_dual(cond[name], tangent) for name, tangent in dcond.items()}
-        with _ConstantWeights():
+        with _ForwardMode():
             output = model(forward_ad.make_dual(x_t, dx_t), forward_ad.make_dual(t, dt), {**cond, **dual})
         prediction, change = forward_ad.unpack_dual(output)
         assert change is not None, "the model dropped the tangent"

@@ -23,7 +23,7 @@ import torch._inductor
 from torch import nn
 
 from torchditan.config.errors import option_error
-from torchditan.config.options import Compile, Config
+from torchditan.config.options import Compile, Config, cache_folder
 from torchditan.run import provenance
 
 
@@ -70,7 +70,7 @@ def _why_not_one_graph(config: Config, num_shards: int, has_teacher: bool) -> st
     return None
 
 
-def cache_folder(config: Config, *, device: torch.device) -> Path:
+def compiled_folder(config: Config, *, device: torch.device) -> Path:
     """Folder of compiled code, shared by the runs of a dump folder. CPUs with other instructions have another one."""
-    folder = Path(config.cache.folder or Path(config.job.dump_folder) / "cache").expanduser()
-    return folder / "compiled" / re.sub(r"[^A-Za-z0-9]+", "-", provenance.device_name(str(device))).strip("-").lower()
+    name = re.sub(r"[^A-Za-z0-9]+", "-", provenance.device_name(str(device))).strip("-").lower()
+    return cache_folder(config) / "compiled" / name

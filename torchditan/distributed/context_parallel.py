@@ -33,6 +33,7 @@ from torch import nn
 
 from torchditan.config.errors import option_error
 from torchditan.config.options import Config, Model
+from torchditan.models import block_name
 from torchditan.models.dit import FLAVORS, Attention, DiT, flavor_size
 from torchditan.registry import BLOCKS, FAMILIES, registered
 
@@ -63,7 +64,7 @@ def split_tokens(model: nn.Module, *, degree: int, rank: int, group_name: str | 
     whole: Any = model  # mypy does not let an instance replace its methods
     whole.run_blocks = partial(tokens.run_blocks, model.run_blocks)
     whole.predict_patches = partial(tokens.predict_patches, model.predict_patches, model)
-    for module in model.modules():
+    for module in model.blocks.modules():
         if isinstance(module, Attention):
             attention: Any = module
             attention.mix_tokens = partial(tokens.mix_tokens, module.mix_tokens)
@@ -172,8 +173,9 @@ def option_mistakes(config: Config) -> Iterator[tuple[str, str]]:
     if model.name in FAMILIES:
         yield OPTION, f"splits the tokens of native models only; must be 1 with {model.name}"
         return
-    if not registered(BLOCKS, model.block).mixes_only_in_attention:
-        yield OPTION, f"the block {model.block} does not declare mixes_only_in_attention; must be 1"
+    block = block_name(model)
+    if not registered(BLOCKS, block).mixes_only_in_attention:
+        yield OPTION, f"the block {block} does not declare mixes_only_in_attention; must be 1"
     heads = _num_heads(model)
     if heads is not None and heads % degree:
         divisors = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)

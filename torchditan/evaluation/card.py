@@ -45,7 +45,7 @@ _SAMPLING_BEFORE = {key.removeprefix(_SECTION): VALUES_BEFORE[key] for key in VA
 _NOT_EVALUATED = (
     *("images_per_class", "max_classes", "prompts", "at_start"),  # of sample grids
     "use_ema",  # of grids during training; a card has `weights`
-    "embedded_guidance",  # of models of captions, which torchditan evaluate refuses
+    "embedded_guidance",  # of published models, which torchditan evaluate refuses
 )
 
 
@@ -147,7 +147,9 @@ class Card(Origin):
     num_samples: int
     """Of each seed."""
     class_balance: Literal["data", "balanced", "random"] | None
-    """How the classes of samples were chosen; None for a file of images, as for rounding and batch_size."""
+    """How the classes of samples were chosen; None for prompts, and for a file of images as rounding and batch_size."""
+    prompts: list[str] = field(default_factory=list)
+    """`--prompts`, if they were given."""
     rounding: Literal["nearest", "down"] | None
     batch_size: int | None
     """Samples drawn together, which changes their last bits."""
@@ -156,7 +158,8 @@ class Card(Origin):
     metrics: list[str]
     epochs: int = 20
     """Of metrics that train a model."""
-    reference: ImageSet
+    reference: ImageSet | None
+    """None for metrics of prompts, which compare with no images."""
     reference_run: str | None = None
     """For a file of images, the run whose real images it was compared with, as it was given; None without one."""
     held_out: ImageSet | None = None
@@ -231,9 +234,9 @@ class _DamagedError(ValueError):
 
 def _check(card: Card) -> None:
     """What the types of the entries do not say."""
-    for text in (card.run or "", card.reference_run or "", *card.metrics):
+    for text in (card.run or "", card.reference_run or "", *card.metrics, *card.prompts):
         if text.startswith("-"):  # `arguments_of` passes it as a word
-            raise _DamagedError(f"{text} is an option; must be a run or a metric")
+            raise _DamagedError(f"{text} is an option; must be a run, a metric or a prompt")
     first = card.seeds[0] if card.seeds else 0
     if card.seeds != list(range(first, first + max(1, len(card.seeds)))):
         raise _DamagedError(f"seeds = {card.seeds}: must be consecutive integers")
@@ -282,6 +285,7 @@ def settings_of(card: Card) -> dict[str, Any]:
     """Every setting that can change a figure, by name: data, extractors and checkpoint first."""
     data = card.data or Data(name="", fingerprint=None)
     held_out = card.held_out or ImageSet(source="held_out")
+    reference = card.reference or ImageSet(source="train")
     checkpoint = {
         "weights": card.weights,
         "step": card.step,
@@ -302,10 +306,10 @@ def settings_of(card: Card) -> dict[str, Any]:
         "data.fingerprint": data.fingerprint,
         "data.image_size": data.image_size,
         "data.num_classes": data.num_classes,
-        "reference": card.reference.path or card.reference.source,
-        "reference.content": card.reference.content,
-        "reference.num_images": card.reference.num_images,
-        "reference.is_decoded": card.reference.is_decoded,
+        "reference": None if card.reference is None else reference.path or reference.source,
+        "reference.content": reference.content,
+        "reference.num_images": reference.num_images,
+        "reference.is_decoded": None if card.reference is None else reference.is_decoded,
         "held_out.content": held_out.content,
         "held_out.num_images": held_out.num_images,
         **{f"extractors.{name}": content for name, content in card.extractors.items()},
@@ -313,6 +317,7 @@ def settings_of(card: Card) -> dict[str, Any]:
         **{f"sampling.{key}": value for key, value in card.sampling.items()},
         "model_evaluations": card.model_evaluations,
         "metrics": card.metrics,
+        "prompts": card.prompts or None,
         "seeds": card.seeds,
         "num_samples": card.num_samples,
         "class_balance": card.class_balance,
@@ -333,7 +338,7 @@ def arguments_of(card: Card) -> list[str]:
         "step": card.step,
         "weights": card.weights,
         "images": card.images.path if card.images else None,
-        "reference": card.reference.path,
+        "reference": card.reference.path if card.reference else None,
         "inception_weights": card.inception_weights,
         "num_samples": card.num_samples if card.images is None else None,
         "seed": card.seeds[0],
@@ -348,6 +353,7 @@ def arguments_of(card: Card) -> list[str]:
     run = card.run if card.images is None else card.reference_run
     arguments = [] if run is None else [run]
     arguments += ["--metrics", *card.metrics]
+    arguments += ["--prompts", *card.prompts] if card.prompts else []
     arguments += [f"--{name}={value}" for name, value in given.items() if value is not None]
     return arguments + [f"--sampling.{key}={_flag(value)}" for key, value in card.sampling.items()]
 
@@ -388,10 +394,11 @@ def t_quantile(degrees: int) -> float:
 def card_figure(figures: Sequence[Figure]) -> CardFigure:
     """One figure of all sampling seeds. Its interval covers the choice of noise and classes, and no retraining.
 
-    Two or more seeds give the 95% interval of their mean. One seed gives half of the difference between the halves of
-    its images. For halves a and b, |a - b| / 2 estimates the standard error of (a + b) / 2 with one degree of freedom:
-    the interval covers the mean over many seeds with a probability of 50%, and can be narrow by chance. Fréchet
-    distances of halves are higher than that of all images, but by the same amount, so it cancels.
+    Two or more seeds give the 95% interval of their mean. One seed gives the figure's own interval, or else half of the
+    difference between the halves of its images. For halves a and b, |a - b| / 2 estimates the standard error of
+    (a + b) / 2 with one degree of freedom: the interval covers the mean over many seeds with a probability of 50%, and
+    can be narrow by chance. Fréchet distances of halves are higher than that of all images, but by the same amount, so
+    it cancels.
 
     Args:
         figures: the same figure of each seed, of equally many images.
@@ -401,10 +408,14 @@ def card_figure(figures: Sequence[Figure]) -> CardFigure:
     values = [figure.value for figure in figures]
     value: float | None = None
     half_width: float | None = None
+    ends: tuple[float, float] | None = None
     label = None
     if all(map(math.isfinite, values)):
         value = statistics.fmean(values) if len(set(values)) > 1 else values[0]
-        if len(values) == 1 and first.halves is not None:
+        if len(values) == 1 and first.interval is not None:
+            ends = first.interval
+            label = "sampling only: 95%, one seed"
+        elif len(values) == 1 and first.halves is not None:
             half_width = abs(first.halves[0] - first.halves[1]) / 2
             label = "sampling only: two halves, about 50%"
         elif len(set(values)) > 1:
@@ -414,10 +425,12 @@ def card_figure(figures: Sequence[Figure]) -> CardFigure:
             label = f"equal for all {len(values)} seeds"
     if half_width is not None and not math.isfinite(half_width):
         half_width = label = None
+    if value is not None and half_width is not None:
+        ends = (value - half_width, value + half_width)
     return CardFigure(
         value=value,
-        low=None if value is None or half_width is None else value - half_width,
-        high=None if value is None or half_width is None else value + half_width,
+        low=None if ends is None else ends[0],
+        high=None if ends is None else ends[1],
         interval=label,
         num_images=first.num_images,
         extractor=first.extractor,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchditan.config.errors import option_error
+from torchditan.config.errors import option_error, printable
 from torchditan.evaluation.card import (
     CARD_FILE,
     Card,
@@ -59,7 +59,7 @@ def markdown(card: Card, path: Path) -> str:
     facts = [[name, shown(name, value)] for name, value in about.items() if value is not None]
     return "\n".join(
         [
-            f"# {title(card)}\n",
+            f"# {_escape(title(card))}\n",
             table(card),
             "\nRetraining changes figures further: `torchditan compare` states the spread over training seeds.",
             "\n## Settings that change figures\n",
@@ -67,7 +67,7 @@ def markdown(card: Card, path: Path) -> str:
             "\n## More about this evaluation\n",
             columns(["fact", "value"], facts),
             "\n## Repeat it\n",
-            "    " + shlex.join(["torchditan", "evaluate", *arguments_of(card)]),
+            "    " + one_line(shlex.join(["torchditan", "evaluate", *arguments_of(card)])),
             f"\n`torchditan evaluate --card {shlex.quote(str(path))}` repeats it and lists what differs.",
             "",
         ]
@@ -94,7 +94,7 @@ def table(card: Card) -> str:
                 [name, value_text(figure), interval_text(figure), str(figure.num_images), figure.extractor or ""]
             )
     labels = dict.fromkeys(figure.interval for figure in card.figures.values() if has_interval(figure))
-    notes = [f"\nIntervals: {label}." for label in labels]
+    notes = [f"\nIntervals: {_escape(label)}." for label in labels if label]
     header = ["figure", "value", f"{confidence(card.figures.values())} interval".strip(), "N", "extractor"]
     return "\n".join([columns(header, rows), *notes])
 
@@ -195,12 +195,17 @@ def shown(name: str, value: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
+
+
+def _escape(text: str) -> str:
+    """One line of Markdown, without HTML and links of its own. A card may be a stranger's."""
+    return one_line(text).replace("<", "&lt;").replace("](", "]\\(")
 
 
 def columns(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table whose columns are aligned, so it also reads well in a terminal."""
-    cells = [[one_line(cell).replace("|", "\\|") for cell in row] for row in (heading, *rows)]
+    cells = [[_escape(cell).replace("|", "\\|") for cell in row] for row in (heading, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]
     lines.insert(1, ["-" * width for width in widths])
@@ -225,9 +230,10 @@ def check_repeatable(path: Path, card: Card, origin: Origin, *, reference: Image
         ConfigError: one of them differs.
     """
     mistake = _other_origin(card, origin)
-    if mistake is None and reference is not None and reference.content != card.reference.content:
-        there, here = (shown(".content", images.content) for images in (card.reference, reference))
-        num_images = f"{card.reference.num_images} images ({there}), here are {reference.num_images} ({here})"
+    there_images = card.reference or ImageSet(source="train")
+    if mistake is None and reference is not None and reference.content != there_images.content:
+        there, here = (shown(".content", images.content) for images in (there_images, reference))
+        num_images = f"{there_images.num_images} images ({there}), here are {reference.num_images} ({here})"
         mistake = f"is a card of other data: it was compared with {num_images}; must be a card of these images"
     if mistake is not None:
         raise option_error("--card", str(path), mistake)
@@ -329,7 +335,7 @@ def card_columns(cards: Sequence[Card]) -> str:
     heading = [""]
     heading += [f"{name} (± {of})" if of else name for name, of in zip(headings(cards), confidences, strict=True)]
     labels = {figure.interval: None for card in cards for figure in card.figures.values() if has_interval(figure)}
-    return "\n".join([columns(heading, rows), *(f"\nIntervals: {label}." for label in labels)])
+    return "\n".join([columns(heading, rows), *(f"\nIntervals: {_escape(label)}." for label in labels if label)])
 
 
 def differing_settings(cards: Sequence[Card]) -> list[str]:
@@ -365,7 +371,7 @@ def training_spread(cards: Sequence[Card]) -> str:
     if len(set(seeds)) == 1:
         return ""
     if other := [name for name in differing_settings(cards) if name not in _OF_A_SEED]:
-        return f"No spread over training seeds: the cards also differ in {', '.join(other)}."
+        return f"No spread over training seeds: the cards also differ in {_escape(', '.join(other))}."
     if len(set(seeds)) < len(cards):
         return "No spread over training seeds: two cards have the same training seed."
     rows = []

@@ -24,7 +24,7 @@ from torchditan.distributed.process_group import rank_and_world_size
 from torchditan.evaluation.metric import Pictures, ToPixels
 from torchditan.evaluation.reconstruction import Rounding, to_8_bit
 from torchditan.evaluation.sample_parts import SampleParts
-from torchditan.evaluation.sampler import SamplePlan, Sampler, noise_number
+from torchditan.evaluation.sampler import SamplePlan, Sampler, SampleRows, noise_number
 from torchditan.randomness import Permutation, uniform
 
 ClassBalance = Literal["data", "balanced", "random"]
@@ -82,6 +82,24 @@ def plan_samples(
         noise_numbers=[noise_number(*pair) for pair in zip(labels.tolist(), numbers.tolist(), strict=True)],
         conditions={"class_label": torch.arange(num_classes)},
         rows=torch.from_numpy(labels),
+    )
+
+
+def plan_prompts(num_samples: int, prompts: Sequence[str], rows: SampleRows) -> SamplePlan:
+    """Samples of all prompts in turn: sample n is sample n // R of prompt n % R, as torchditan generate draws it.
+
+    Args:
+        num_samples: N.
+        prompts: R texts.
+        rows: their conditions.
+    """
+    numbers, places = np.divmod(np.arange(num_samples), len(prompts))
+    return SamplePlan(
+        noise_numbers=[noise_number(*pair) for pair in zip(places.tolist(), numbers.tolist(), strict=True)],
+        conditions=rows.tensors,
+        rows=torch.from_numpy(places),
+        texts=list(prompts),
+        negative=rows.negative,
     )
 
 
@@ -165,7 +183,8 @@ def _missing_batches(num_samples: int, finished: set[range], *, batch_size: int)
 
 def _pictures(plan: SamplePlan, numbers: Sequence[int], images: Tensor) -> Pictures:
     chosen = torch.tensor(numbers, dtype=torch.int64)
-    return Pictures(images, None if plan.labels is None else plan.labels[chosen], chosen, "generated")
+    labels = None if plan.labels is None else plan.labels[chosen]
+    return Pictures(images, labels, chosen, "generated", plan.prompts_of(numbers))
 
 
 def _of_all_ranks(values: list[range], world_size: int) -> list[range]:

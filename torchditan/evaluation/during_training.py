@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,10 +14,10 @@ from torch import nn
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.distributed.precision import float64_device
-from torchditan.evaluation.drawing import draw_pictures, plan_samples
+from torchditan.evaluation.drawing import draw_pictures, plan_prompts, plan_samples
 from torchditan.evaluation.evaluator import Evaluator, RealImages, feature_cache_folder, numbers_of
 from torchditan.evaluation.metric import Evaluation, ToPixels
-from torchditan.evaluation.sampler import Sampler
+from torchditan.evaluation.sampler import SamplePlan, Sampler
 from torchditan.latents.latent_space import decode_with, open_decoder
 from torchditan.latents.sample_space import SampleSpace
 
@@ -44,10 +45,12 @@ class TrainingEvaluation:
         device: torch.device,
     ) -> None:
         self.config = config
+        self.dataset = dataset
         options, num_classes = config.evaluation, config.dataset.num_classes or 0
+        self.reads_captions = config.model.text is not None
         self.to_pixels = _open_decoder(config, space, device)
         real = RealImages(
-            {"train": dataset, "held_out": held_out},
+            {} if self.reads_captions else {"train": dataset, "held_out": held_out},
             to_pixels=space.real_to_pixels if config.autoencoder.online else self.to_pixels,
             has_labels=num_classes > 0,
             corrupt_images=config.dataset.corrupt_images,
@@ -67,6 +70,7 @@ class TrainingEvaluation:
             num_samples=options.num_samples,
             image_size=(space.sample_shape[-2] * factor, space.sample_shape[-1] * factor),
             without_labels=None if num_classes else "needs labels, and this run has none; leave it out",
+            prompts_of=dataset.name if self.reads_captions else None,
             option="evaluation.metrics",
         )
 
@@ -76,19 +80,26 @@ class TrainingEvaluation:
         """Draw samples with the model and return the figures by name. All ranks call it and get the same ones."""
         options = self.config.evaluation
         self.evaluator.read_real_images()
-        plan = plan_samples(
-            options.num_samples,
-            num_classes=self.config.dataset.num_classes or 0,
-            class_balance=options.class_balance,
-            class_counts=self.evaluator.class_counts,
-            seed=options.seed,
-        )
+        plan = self._plan()
         batch_size = self.config.metrics.sample_batch_size
         pictures = draw_pictures(
             sampler, model, plan, seed=options.seed, batch_size=batch_size, to_pixels=self.to_pixels, say=say
         )
         self.evaluator.show(pictures)
         return numbers_of(self.evaluator.compute())
+
+    def _plan(self) -> SamplePlan:
+        options = self.config.evaluation
+        if self.reads_captions:
+            prompts = self.evaluator.prompts([], num_samples=options.num_samples)
+            return plan_prompts(options.num_samples, prompts, cast(Any, self.dataset).rows_of(prompts))
+        return plan_samples(
+            options.num_samples,
+            num_classes=self.config.dataset.num_classes or 0,
+            class_balance=options.class_balance,
+            class_counts=self.evaluator.class_counts,
+            seed=options.seed,
+        )
 
 
 def _open_decoder(config: Config, space: SampleSpace, device: torch.device) -> ToPixels:

@@ -16,13 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.config.options import Config
-from torchditan.data_stream.datasets import ImageDataset
+from torchditan.config.options import Config, cache_folder
+from torchditan.data_stream.datasets import CaptionedPixels, ImageDataset
 from torchditan.distributed.float32_products import ieee_float32
 from torchditan.distributed.process_group import from_rank_0, gather_on_rank_0, rank_and_world_size
-from torchditan.evaluation.metric import Evaluation, Figure, Metric, Pictures, Source, ToPixels, batches_of
+from torchditan.evaluation.metric import (
+    Evaluation,
+    Figure,
+    Metric,
+    Pictures,
+    PromptMetric,
+    Source,
+    ToPixels,
+    batches_of,
+)
 from torchditan.evaluation.reconstruction import to_8_bit
+from torchditan.randomness import Permutation
 from torchditan.registry import METRICS, build, resolve
 from torchditan.run.progress import report_progress
 
@@ -68,6 +80,7 @@ class Evaluator:
         real: the real images.
         num_samples, image_size: number of generated pictures, and their (H, W).
         without_labels: why the generated pictures have no classes; None if they have.
+        prompts_of: the captioned dataset whose prompts the generated pictures have; None if they have none.
         option: the one that names the metrics.
 
     Raises:
@@ -83,6 +96,7 @@ class Evaluator:
         num_samples: int,
         image_size: tuple[int, int],
         without_labels: str | None,
+        prompts_of: str | None = None,
         option: str = "--metrics",
     ) -> None:
         found = [(*resolve(METRICS, option, name), name) for name in metrics]
@@ -90,6 +104,12 @@ class Evaluator:
         for cls, _, name in found:
             if missing := [attribute for attribute in needed if not hasattr(cls, attribute)]:
                 raise option_error(option, name, f"lacks {', '.join(missing)} of torchditan.evaluation.metric.Metric")
+            judged = getattr(cls, "needs_dataset", None)
+            if judged != prompts_of and judged is not None:
+                raise option_error(option, name, f"needs samples of a model of the dataset {judged}; leave it out")
+            if judged is None and prompts_of is not None and "train" not in real.datasets:
+                right = f"compares with real images, which are not read here for captions of {prompts_of}; leave it out"
+                raise option_error(option, name, right)
             if cls.needs_labels and without_labels is not None:
                 raise option_error(option, name, without_labels)
         self.metrics: list[Metric] = [build(cls, option, name, evaluation, **given) for cls, given, name in found]
@@ -100,6 +120,28 @@ class Evaluator:
         counts |= {source: len(dataset) for source, dataset in real.datasets.items()}
         for metric in self.metrics:
             metric.check(counts, image_size=image_size)
+
+    def prompts(self, given: Sequence[str], *, num_samples: int) -> list[str]:
+        """The prompts to draw: those that the user gave, which the metrics check, or those of the first metric.
+
+        Without a metric of prompts they are training captions, each once before any occurs again.
+
+        Raises:
+            ConfigError: a metric cannot judge one that was given.
+        """
+        judges = [metric for metric in self.metrics if isinstance(metric, PromptMetric)]
+        for metric in judges:
+            metric.check_prompts(given)
+        if given:
+            return list(given)
+        if judges:
+            return judges[0].draw_prompts(num_samples)
+        dataset: Any = self.real.datasets["train"]
+        order = Permutation(0, "caption_order", 0, length=len(dataset))
+        chosen = order(np.arange(num_samples) % len(dataset)).tolist()
+        if isinstance(dataset, CaptionedPixels):
+            return [dataset.caption_of(index) for index in chosen]
+        return [dataset.captions[index] for index in chosen]
 
     def read_real_images(self) -> None:
         """Show this rank's part of all real images to its metrics; does nothing the second time."""
@@ -182,4 +224,4 @@ def numbers_of(results: Mapping[str, Any]) -> dict[str, float]:
 
 def feature_cache_folder(config: Config) -> Path:
     """Where features of real images are kept: in the cache folder that runs share."""
-    return Path(config.cache.folder or Path(config.job.dump_folder) / "cache").expanduser() / "features"
+    return cache_folder(config) / "features"

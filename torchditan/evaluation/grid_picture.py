@@ -3,6 +3,8 @@
 
 Notable:
 - The picture is drawn with Pillow alone, including its built-in font. Every text is measured, so none is cut off.
+- That font has the characters of English. A label with others becomes the number of its row, and a text file next to
+  the picture has all labels.
 - Small images are enlarged by an integer factor with nearest neighbour: each pixel stays a square, without smoothing.
 - Samples with more than three channels are latents. The first three channels are shown as colours, scaled to the range
   of the real ones, so that generated latents of another scale look different.
@@ -10,6 +12,7 @@ Notable:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -24,7 +27,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from torchditan.config.errors import ConfigError
+from torchditan.config.errors import ConfigError, shorten
 from torchditan.run.atomic_files import write_file
 
 _MARGIN = 16
@@ -33,6 +36,8 @@ _BLOCK_GAP = 40  # between generated and real; the line in it separates them
 _INK, _PALE, _PAPER = (0, 0, 0), (170, 170, 170), (255, 255, 255)
 
 LAYOUT_KEY = "torchditan_layout"
+_LONGEST_TEXT = 200
+"""Characters of a label or the title. The width of the picture follows from them."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ def save_grid(
     if real is not None:
         blocks.append((f"{real_heading}{suffix}", _to_uint8(real, reference)))
     picture, layout = draw(blocks, labels, title, scale)
+    _write_labels(path, labels)
     about = PngInfo()
     about.add_text(LAYOUT_KEY, json.dumps(asdict(layout)))
     _save(path, picture, format="PNG", pnginfo=about)
@@ -110,6 +116,7 @@ def add_to_steps(folder: Path, samples: Tensor, labels: list[str], *, step: int,
         if pixels.shape == (column.shape[0] * column.shape[1], *column.shape[2:]):  # skip other sizes
             blocks.append((f"step {int(path.stem.split('_')[1])}", pixels.view(column.shape)[:, None]))
     picture, _ = draw(blocks, labels, title, _enlargement(column.shape[1:3]), gap=_CELL_GAP)
+    _write_labels(folder / "over_steps.png", labels)
     _save(folder / "over_steps.png", picture, format="PNG")
 
 
@@ -150,6 +157,7 @@ def save_strip(path: Path, columns: dict[int, Tensor], labels: list[str], *, tit
     """
     blocks = [(f"step {step}", column[:, None]) for step, column in columns.items()]
     picture, _ = draw(blocks, labels, title, 1, gap=_CELL_GAP)
+    _write_labels(path, labels)
     _save(path, picture, format="PNG")
 
 
@@ -169,6 +177,7 @@ def save_animation(path: Path, frames: dict[int, Tensor], labels: list[str], *, 
     pictures = [Image.new("RGB", size, _PAPER) for _ in drawn]
     for picture, frame in zip(pictures, drawn, strict=True):
         picture.paste(frame, (0, 0))
+    _write_labels(path, labels)
     durations = [round(1000 * seconds)] * (len(pictures) - 1) + [round(4000 * seconds)]
     frames_after: dict[str, Any] = {"save_all": True, "append_images": pictures[1:], "duration": durations}
     _save(path, pictures[0], format="GIF", loop=0, disposal=1, **frames_after)
@@ -207,8 +216,10 @@ def draw(
 ) -> tuple[Image.Image, GridLayout]:
     """Draw blocks of images, (rows, k, H, W, 3) uint8, each with a heading; returns the layout of the first one."""
     small, large = ImageFont.load_default(size=14), ImageFont.load_default(size=18)
+    title = shorten("".join(character if _can_draw(character) else "?" for character in title), most=_LONGEST_TEXT)
+    shown = _drawable(labels)
     height, width = (side * scale for side in blocks[0][1].shape[2:4])
-    label_width = max(_width(label, small) for label in labels)
+    label_width = max(_width(label, small) for label in shown)
     pitch = width + _CELL_GAP
     block_widths = [max(images.shape[1] * pitch, _width(heading, small)) for heading, images in blocks]
     starts = [_MARGIN + label_width + _MARGIN]
@@ -223,7 +234,7 @@ def draw(
     canvas = Image.new("RGB", (right + _MARGIN, bottom + _MARGIN), _PAPER)
     draw = ImageDraw.Draw(canvas)
     draw.text((_MARGIN, _MARGIN), title, fill=_INK, font=large)
-    for row, label in enumerate(labels):
+    for row, label in enumerate(shown):
         middle = top + row * row_height + row_height // 2
         draw.text((_MARGIN + label_width, middle), label, fill=_INK, font=small, anchor="rm")
     for (heading, images), start in zip(blocks, starts, strict=True):
@@ -238,6 +249,28 @@ def draw(
         draw.line((x, heading_top, x, bottom), fill=_PALE, width=1)
     num_columns = blocks[0][1].shape[1]
     return canvas, GridLayout(starts[0], top, width, height, pitch, row_height, num_columns, labels)
+
+
+@functools.cache
+def _can_draw(character: str) -> bool:
+    """Whether the built-in font has this character. It draws all others as the same box."""
+    font = ImageFont.load_default(size=14)
+    return character.isspace() or bytes(font.getmask(character)) != bytes(font.getmask("\uffff"))
+
+
+def _drawable(labels: list[str]) -> list[str]:
+    """The labels, with `row 3` in place of one that the built-in font lacks. Long ones are cut."""
+    return [
+        shorten(label, most=_LONGEST_TEXT) if all(map(_can_draw, label)) else f"row {row}"
+        for row, label in enumerate(labels, start=1)
+    ]
+
+
+def _write_labels(path: Path, labels: list[str]) -> None:
+    """Write all labels next to a picture that cannot show some of them: `step_00000100.labels.txt`."""
+    if _drawable(labels) != labels:
+        lines = [f"row {row}: {label}\n" for row, label in enumerate(labels, start=1)]
+        write_file(path.with_suffix(".labels.txt"), "".join(lines).encode())
 
 
 def _width(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> int:

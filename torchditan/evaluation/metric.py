@@ -6,10 +6,11 @@ torchditan evaluate computes the metrics in `--metrics` (`METRICS` in registry.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -53,6 +54,8 @@ class Pictures:
     numbers: Tensor
     """(N,) int64: place of each picture among all of its source, from 0. The same on any number of ranks."""
     source: Source
+    prompts: list[str] | None = None
+    """The text of each picture, for samples of a model of captions."""
 
 
 class Figure(NamedTuple):
@@ -65,6 +68,17 @@ class Figure(NamedTuple):
     """The same number of two disjoint halves of these images; None where a half has too few."""
     extractor: str | None = None
     """Network whose features it compares."""
+    interval: tuple[float, float] | None = None
+    """95% interval, if one set of images gives it."""
+
+
+def share(count: int, total: int) -> Figure:
+    """The figure `count / total` of independent images, with its Wilson interval (Wilson 1927)."""
+    z, value = 1.959964, count / total
+    center = (value + z**2 / (2 * total)) / (1 + z**2 / total)
+    half = z / (1 + z**2 / total) * math.sqrt(value * (1 - value) / total + z**2 / (4 * total**2))
+    ends = (0.0 if count == 0 else center - half, 1.0 if count == total else center + half)  # without rounding errors
+    return Figure(value, total, interval=ends)
 
 
 class Metric(Protocol):
@@ -105,6 +119,24 @@ class Metric(Protocol):
         """Results by name, called after all pictures were added.
 
         A result is a `Figure`, a number, a dictionary of numbers, or the reason, as a string, if it cannot be computed.
+        """
+
+
+@runtime_checkable
+class PromptMetric(Metric, Protocol):
+    """A metric of prompts of a captioned dataset. Its generated pictures have `prompts`; it sees no real images."""
+
+    needs_dataset: ClassVar[str]
+    """Name of the dataset."""
+
+    def draw_prompts(self, count: int) -> list[str]:
+        """The prompts of an evaluation, unless the user gives some: one for each picture."""
+
+    def check_prompts(self, prompts: Sequence[str]) -> None:
+        """Refuse prompts that it cannot judge.
+
+        Raises:
+            ConfigError: names the first one.
         """
 
 

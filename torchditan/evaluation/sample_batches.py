@@ -10,6 +10,7 @@ Notable:
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,8 +28,13 @@ from torchditan.run.atomic_files import atomic_writer
 
 INCEPTION = "Inception-2015"
 """The extractor of a file that names none."""
-_DAMAGE = (OSError, KeyError, ValueError, EOFError, zlib.error, zipfile.BadZipFile)
-"""What zipfile and numpy raise for a file that is damaged or no archive."""
+_MOST_FEATURES = 8_192
+"""Features in stored statistics; pool_3 has 2,048."""
+_LONGEST_TEXT = 4_096
+"""Bytes of the extractor's name."""
+_DAMAGE = (OSError, KeyError, ValueError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
+"""What zipfile and numpy raise for a file that is damaged or no archive. RuntimeError: an encrypted entry, or an
+unknown compression."""
 
 
 def image_shape(path: Path) -> tuple[int, int, int]:
@@ -50,7 +56,7 @@ def has_images(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return "arr_0.npy" in archive.namelist()
-    except (OSError, zipfile.BadZipFile) as error:
+    except _DAMAGE as error:
         raise ConfigError(f"{path}: not an .npz file of images or statistics ({error})") from error
 
 
@@ -123,22 +129,20 @@ def read_statistics(path: Path, *, extractor: str) -> tuple[Gaussian | None, Gau
     Raises:
         ConfigError: the file is unreadable, or its statistics are of another extractor.
     """
-    if path.is_file() and not zipfile.is_zipfile(path):  # numpy would suggest to unpickle it
-        raise ConfigError(f"{path}: not an .npz file of images or statistics")
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            names = set(arrays.files)
-            stored = str(arrays["extractor"]) if "extractor" in names else INCEPTION
+        with zipfile.ZipFile(path) as archive:
+            names = {name.removesuffix(".npy") for name in archive.namelist()}
+            stored = str(_read_array(archive, "extractor", ())) if "extractor" in names else INCEPTION
             if "mu" in names and stored != extractor:
                 raise ConfigError(f"{path}: its statistics are of {stored}, and this evaluation uses {extractor}")
-            count = int(arrays["count"]) if "count" in names else None
+            count = int(_read_array(archive, "count", ())) if "count" in names else None
             pairs = [("mu", "sigma"), ("mu_s", "sigma_s")]
             pool, spatial = (
-                _gaussian(arrays[mean], arrays[covariance], count) if {mean, covariance} <= names else None
+                _read_gaussian(archive, mean, covariance, count) if {mean, covariance} <= names else None
                 for mean, covariance in pairs
             )
             return pool, spatial
-    except (*_DAMAGE, RuntimeError) as error:  # RuntimeError: an encrypted entry, or an unknown compression
+    except _DAMAGE as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: not an .npz file of images or statistics ({error})") from error
@@ -159,10 +163,32 @@ def check_same_size(generated: tuple[int, int], reference: tuple[int, int], *, n
         raise ConfigError(f"{name}: images of {theirs} pixels, the generated ones are {ours}; they must be equal")
 
 
-def _gaussian(mean: np.ndarray, covariance: np.ndarray, count: int | None) -> Gaussian:
-    if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
-        raise ValueError(f"mean of shape {mean.shape}, covariance of shape {covariance.shape}")
-    return Gaussian(mean=torch.from_numpy(mean).double(), covariance=torch.from_numpy(covariance).double(), count=count)
+def _read_gaussian(archive: zipfile.ZipFile, mean: str, covariance: str, count: int | None) -> Gaussian:
+    first = _read_array(archive, mean, (None,))
+    second = _read_array(archive, covariance, (len(first), len(first)))
+    return Gaussian(mean=torch.from_numpy(first).double(), covariance=torch.from_numpy(second).double(), count=count)
+
+
+def _read_array(archive: zipfile.ZipFile, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
+    """An array of numbers, or a short text. Nothing is allocated for what the header alone promises.
+
+    Args:
+        shape: the expected one; None allows up to `_MOST_FEATURES`.
+    """
+    with archive.open(f"{name}.npy") as file:
+        found, is_fortran, dtype = _read_header(file)
+        is_right = len(found) == len(shape) and all(
+            size == right if right is not None else 0 < size <= _MOST_FEATURES
+            for size, right in zip(found, shape, strict=False)
+        )
+        if not is_right or dtype.kind not in ("fiu" if shape else "iuU") or dtype.itemsize > _LONGEST_TEXT:
+            raise ValueError(f"{name} is {found} {dtype}")
+        size = math.prod(found) * dtype.itemsize
+        data = file.read(size)
+    if len(data) < size:
+        raise ValueError(f"{name} ends too early")
+    array = np.frombuffer(data, dtype=dtype).reshape(found, order="F" if is_fortran else "C")
+    return array.astype(dtype.newbyteorder("="))
 
 
 @contextmanager
@@ -182,9 +208,19 @@ def _open_images(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, int, int, i
 
 
 def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    if np.lib.format.read_magic(file) == (1, 0):
-        return np.lib.format.read_array_header_1_0(file)
-    return np.lib.format.read_array_header_2_0(file)
+    """Shape, whether the order is Fortran's, and dtype, of an .npy file."""
+    try:
+        if np.lib.format.read_magic(file) == (1, 0):
+            shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+        else:
+            shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
+    except _DAMAGE:
+        raise
+    except Exception as error:  # of numpy, of the tokenizer that it calls, and of a dtype
+        raise ValueError(f"a damaged header: {type(error).__name__}") from error
+    if any(type(size) is not int or size < 0 for size in shape):  # numpy takes True for an integer
+        raise ValueError(f"a shape of {shape}")
+    return shape, is_fortran, dtype
 
 
 def _read_exactly(file: IO[bytes], size: int, path: Path) -> bytearray:

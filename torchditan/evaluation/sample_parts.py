@@ -55,7 +55,7 @@ class SampleParts:
 
     def __init__(self, folder: Path, plan: SamplePlan, *, seed: int, settings: Mapping[str, Any]) -> None:
         self.num_samples = len(plan)
-        classes = None if plan.labels is None else plan.labels.tolist()
+        classes = plan.texts if plan.labels is None else plan.labels.tolist()
         identity = json.dumps([seed, len(plan), classes, settings], sort_keys=True, default=str)
         self.folder = folder / f"seed-{seed}_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 

@@ -20,7 +20,7 @@ from torchditan.config.options import Sampling
 from torchditan.diffusion.objectives import Objective
 from torchditan.diffusion.samplers import guided_prediction
 from torchditan.distributed.process_group import rank_and_world_size
-from torchditan.models.spec import ModelSpec, Unconditional
+from torchditan.models.spec import ModelSpec, TextEmbeddings, Unconditional
 from torchditan.randomness import normal
 from torchditan.run.progress import Advance, report_progress
 
@@ -40,6 +40,10 @@ class SamplePlan:
     """(R, ...) each, by the names in the model's spec."""
     rows: Tensor | None = None
     """(N,) int64: which of the R conditions each sample has; None without conditions."""
+    texts: list[str] | None = None
+    """The R captions that the conditions embed; None without captions."""
+    negative: dict[str, Tensor] | None = None
+    """Embeddings of the negative prompt, one sample of each; None: guidance moves away from the empty caption."""
 
     def __len__(self) -> int:
         return len(self.noise_numbers)
@@ -49,6 +53,12 @@ class SamplePlan:
         """(N,) int64 requested class of each sample; None without classes."""
         labels = self.conditions.get("class_label")
         return None if labels is None else labels[self.rows]
+
+    def prompts_of(self, numbers: Sequence[int]) -> list[str] | None:
+        """The captions of these samples; None without captions."""
+        if self.texts is None or self.rows is None:
+            return None
+        return [self.texts[row] for row in self.rows[list(numbers)].tolist()]
 
     def conditions_of(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """The conditions of these samples, (len(numbers), ...) each."""
@@ -67,12 +77,14 @@ class SampleRows:
         numbers: number of each row. It keys the noise, so a class starts from the same noise in every grid.
         tensors: the condition of the rows, (n, ...) each, by the names in the model's spec.
         references: (n, C, H, W) pixels in [-1, 1] of the same captions, or None.
+        negative: embeddings of the negative prompt, one sample of each; None without one.
     """
 
     names: list[str]
     numbers: list[int]
     tensors: dict[str, Tensor] = field(default_factory=dict)
     references: Tensor | None = None
+    negative: dict[str, Tensor] | None = None
 
     @classmethod
     def of_classes(cls, labels: Sequence[int], *, class_names: Sequence[str]) -> SampleRows:
@@ -91,6 +103,7 @@ class SampleRows:
             noise_numbers=[noise_number(row, number) for row in self.numbers for number in range(samples_per_row)],
             conditions=self.tensors,
             rows=torch.arange(len(self.numbers)).repeat_interleave(samples_per_row) if self.tensors else None,
+            negative=self.negative,
         )
 
 
@@ -187,6 +200,9 @@ class Sampler:
         """
         sampling, objective = self.sampling, self.objective
         conditioning = self.spec.conditioning.with_guidance(sampling.embedded_guidance)
+        if plan.negative is not None:
+            assert isinstance(conditioning, TextEmbeddings)
+            conditioning = conditioning.with_null(plan.negative)
         batch = {**plan.conditions_of(numbers), "index": torch.arange(len(numbers))}
         predict = guided_prediction(
             model,

@@ -21,8 +21,8 @@ from torchditan.evaluation.card import Card, CardFigure, read_card
 from torchditan.evaluation.card_tables import COMPANIONS, columns, confidence
 
 WHOLE_INTERVAL = (0.0, 1.0)
-_FIRST_CHOICES = ("FID", "FD-", "KID", "accuracy_generated")
-_HIGHER_IS_BETTER = ("IS", "precision", "recall", "density", "coverage", "accuracy")
+_FIRST_CHOICES = ("FID", "FD-", "KID", "accuracy_generated", "prompts seen: all")
+_HIGHER_IS_BETTER = ("IS", "precision", "recall", "density", "coverage", "accuracy", "prompts")
 _NOT_OF_SAMPLES = ("held-out ", "copies", "accuracy_held_out")
 
 
@@ -131,9 +131,9 @@ class Result:
         return None if found is None or found.low is None or found.high is None else (found.low, found.high)
 
     def interval_of_seeds(self, name: str) -> tuple[float, float] | None:
-        """The 95% interval; None with one seed, whose halves give an interval that is too narrow to compare points."""
+        """The 95% interval; None if there is only one of two halves, which is too narrow to compare points."""
         found = self.figures.get(name)
-        return self.interval(name) if found is not None and len(found.per_seed) > 1 else None
+        return self.interval(name) if found is not None and "95%" in (found.interval or "") else None
 
 
 def finished_card(folder: Path, point: Point, *, step: int, metrics: list[str] | None = None) -> Card | None:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import pkgutil
+import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,11 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchditan.config.errors import option_error
 from torchditan.config.options import Config
 from torchditan.data_stream.datasets import GroupedDataset, SequentialDataset
 from torchditan.data_stream.loader import TrainingStream
 from torchditan.distributed.parallelize import parallelize
-from torchditan.distributed.process_group import init_process_group
+from torchditan.distributed.process_group import from_rank_0, init_process_group, raise_on_all_ranks
 from torchditan.job.prepare import Job
 from torchditan.models.flops import count_model_flops
 from torchditan.optim.divergence import DivergenceGuard, LossSpikes
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from torchditan.optim.loss_scaling import LossScaler
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHARED_WITHIN_S = 60.0
+"""A file server may show a new file to other machines only after its attribute cache expires."""
 
 
 def open_process_group(job: Job, supervision: Supervision) -> None:
@@ -47,6 +52,21 @@ def open_process_group(job: Job, supervision: Supervision) -> None:
         record_collectives(job.run_directory.folder("flight_recorder"), buffer_size=config.comm.trace_buf_size)
     init_process_group(job.rank, timeout_seconds=config.comm.init_timeout_seconds)
     supervision.connect(timeout_seconds=config.comm.init_timeout_seconds)
+    if job.rank.world_size > 1:
+        _check_shared_folder(job)
+
+
+def _check_shared_folder(job: Job) -> None:
+    """Refuse a dump folder that is not the same folder for all ranks, where checkpoints would lack files."""
+    opened = from_rank_0(job.run_directory.start_mark())
+    deadline, error = time.monotonic() + _SHARED_WITHIN_S, None
+    while error is None and job.run_directory.start_mark() != opened:
+        if time.monotonic() > deadline:
+            place = f"rank {job.rank.rank} on {socket.gethostname()} does not see the run that rank 0 opened there"
+            right = f"{place}; must be shared by all machines"
+            error = option_error("job.dump_folder", job.config.job.dump_folder, right)
+        time.sleep(0.1)
+    raise_on_all_ranks(error)
 
 
 def attention_backend(job: Job) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchditan.config.errors import ConfigError
+from torchditan.config.options import cache_folder
 from torchditan.data_stream.datasets import FileDataset
 from torchditan.job.prepare import Job
 from torchditan.run.atomic_files import write_file
@@ -82,13 +83,13 @@ def check_files(job: Job, supervision: Supervision) -> set[int]:
         ConfigError: files cannot be read, and `dataset.corrupt_images` is "error". The message lists them.
     """
     config = job.config
-    cache_folder = Path(config.cache.folder or Path(config.job.dump_folder) / "cache").expanduser() / "files"
+    files_folder = cache_folder(config) / "files"
     unreadable: set[int] = set()
     texts: list[str] = []
     for dataset in (job.dataset, job.validation_dataset):
         if not isinstance(dataset, FileDataset):
             continue
-        damages = _find_damages(dataset, cache_folder=cache_folder, supervision=supervision)
+        damages = _find_damages(dataset, cache_folder=files_folder, supervision=supervision)
         texts += [f"{dataset.path_of(index)} ({damage})" for index, damage in damages.items()]
         if dataset is job.dataset:
             unreadable.update(damages)
@@ -99,7 +100,7 @@ def check_files(job: Job, supervision: Supervision) -> set[int]:
         files = "1 file cannot" if len(texts) == 1 else f"{len(texts):,} files cannot"
         named = f"{files} be read: {_name(texts)}"
         if len(texts) > _MOST_NAMED:
-            listed = cache_folder / "unreadable.txt"
+            listed = files_folder / "unreadable.txt"
             named += f", listed in {listed}"
             if job.rank.rank == 0:
                 write_file(listed, "".join(f"{text}\n" for text in texts).encode(errors="surrogateescape"))

@@ -144,7 +144,7 @@ def complete_from_dataset(config: Config, dataset: ImageDataset, *, sample_shape
 
 
 def text_sizes_of(dataset: ImageDataset, config: Config) -> dict[str, int | None]:
-    """Sizes of the captions' embeddings, for models in models/; published models define their own.
+    """Sizes of the captions' embeddings and blocks of the text, for models in models/; published ones define their own.
 
     Returns:
         `{"model.text_tokens": 77, ...}`; {} for a model without text.
@@ -170,7 +170,7 @@ def text_sizes_of(dataset: ImageDataset, config: Config) -> dict[str, int | None
         if given not in (None, found[option]):
             right = f"the captions' embeddings have {'none' if found[option] is None else found[option]}; leave it out"
             raise option_error(option, given, right)
-    return found
+    return {**found, "model.text_blocks": dataset.text_blocks}
 
 
 def check_steps(config: Config, run: StoredRun) -> None:

@@ -13,9 +13,9 @@ import torch
 
 from torchditan.checkpoint.manager import check_async_mode
 from torchditan.config.errors import option_error
-from torchditan.config.options import Config, dataset_channels
+from torchditan.config.options import Config, cache_folder, dataset_channels
 from torchditan.config.rules import validate_parts
-from torchditan.data_stream.datasets import CaptionSource, ImageDataset
+from torchditan.data_stream.datasets import CaptionedPixels, CaptionSource, ImageDataset
 from torchditan.data_stream.order import BatchPlan
 from torchditan.diffusion.objectives import Objective, build_objective, uses_teacher
 from torchditan.distributed.cpu_threads import configure_cpu
@@ -99,7 +99,7 @@ def prepare(
     run = read_stored_run(path)
     config = complete_precision(config, run, device=rank.device)
     _check_machine(config, rank, num_shards=parallel_dims.num_shards)
-    if isinstance(dataset, CaptionSource):
+    if _reads_captions(config, dataset):
         open_captions = pkgutil.resolve_name(OPEN_CAPTIONS)
         dataset, validation_dataset, space = open_captions(config, dataset, validation_dataset, rank=rank)
         if config.cache.only:
@@ -165,23 +165,31 @@ def _check_machine(config: Config, rank: Rank, *, num_shards: int) -> None:
 
         check_attention_backend(config.training, device=rank.device)
     if config.training.compile:
-        from torchditan.distributed.compilation import cache_folder, check_compile
+        from torchditan.distributed.compilation import check_compile, compiled_folder
 
         check_compile(config, num_shards=num_shards, has_teacher=uses_teacher(config.diffusion))
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder(config, device=rank.device).absolute()))
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_folder(config, device=rank.device).absolute()))
     check_async_mode(config, device=rank.device)
     check_trackers(config.metrics)
     check_profiling(config.profiling, rank.device)
+
+
+def _reads_captions(config: Config, dataset: ImageDataset) -> bool:
+    """Whether the model reads the captions of this dataset. One that also has classes can train a model of classes."""
+    if isinstance(dataset, CaptionedPixels):
+        return config.model.text is not None or not dataset.class_names
+    return isinstance(dataset, CaptionSource)
 
 
 def _open_datasets(config: Config) -> tuple[ImageDataset, ImageDataset | None]:
     """Training images, and held-out ones for a job that uses them."""
     build_dataset, channels = pkgutil.resolve_name(OPEN_DATASET), dataset_channels(config)
     with report_progress(f"opening {config.dataset.dataset_name}"):
-        train = build_dataset(config.dataset, split="train", input_channels=channels)
+        places: dict[str, Any] = {"input_channels": channels, "cache_folder": cache_folder(config)}
+        train = build_dataset(config.dataset, split="train", **places)
         if not config.validation.freq and not config.evaluation.freq:
             return train, None
-        return train, build_dataset(config.dataset, split="validation", input_channels=channels)
+        return train, build_dataset(config.dataset, split="validation", **places)
 
 
 def _open_space(config: Config, dataset: ImageDataset, *, device: torch.device) -> SampleSpace:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from torchditan.autoencoders.autoencoder import Autoencoder
 from torchditan.config.errors import ConfigError, option_error
-from torchditan.data_stream.datasets import CorruptImageError, GroupedDataset, ImageDataset
+from torchditan.data_stream.datasets import CaptionedPixels, CorruptImageError, GroupedDataset, ImageDataset
 from torchditan.distributed.process_group import Rank
 from torchditan.latents.index import Encoding, LatentIndex
 from torchditan.latents.shards import PUBLIC_SCALE, LatentShards
@@ -42,6 +42,7 @@ def describe_encoding(
     flipped: bool,
     posterior: bool,
     shard_size: int,
+    shard_format: str = "safetensors",
 ) -> Encoding:
     """Describe the latents of a dataset before encoding it.
 
@@ -51,6 +52,12 @@ def describe_encoding(
     if isinstance(dataset, GroupedDataset) and len(dataset.groups()) > 1:
         right = "latent shards hold samples of one shape; leave it out (training on captions caches its own latents)"
         raise option_error("dataset.aspect_buckets", True, right)
+    if isinstance(dataset, CaptionedPixels) and not dataset.class_names:
+        raise option_error(
+            "dataset.dataset_name",
+            dataset.name,
+            "has captions without classes, so it cannot be encoded; train on its pixels",
+        )
     channels, height, width = dataset.sample_shape
     if channels != autoencoder.image_channels:
         right = f"{autoencoder.name} reads {autoencoder.image_channels} channel(s), and {dataset.name} has {channels}"
@@ -76,16 +83,17 @@ def describe_encoding(
         flipped=flipped,
         posterior=posterior,
         shard_size=shard_size,
+        shard_format=shard_format,
         class_names=tuple(dataset.class_names),
         published_shift=None if shift is None else tuple(shift.tolist()),
         published_scale=None if scale is None else tuple(scale.tolist()),
     )
 
 
-def describe_conversion(source: LatentShards, *, split: str, shard_size: int) -> Encoding:
+def describe_conversion(source: LatentShards, *, split: str, shard_size: int, shard_format: str) -> Encoding:
     """Describe the shards converted from the public file."""
     values = {name: getattr(source.index, name) for name in Encoding.__dataclass_fields__}
-    return Encoding(**{**values, "split": split, "shard_size": shard_size})
+    return Encoding(**{**values, "split": split, "shard_size": shard_size, "shard_format": shard_format})
 
 
 def encode(

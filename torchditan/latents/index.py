@@ -69,6 +69,8 @@ class Encoding:
     """Whether the log-variance is stored in addition to the mean."""
     shard_size: int
     """Source images per shard; if some cannot be read, the shard has fewer latents."""
+    shard_format: str = "safetensors"
+    """safetensors, or webdataset: tars with one safetensors file per latent."""
     class_names: tuple[str, ...]
     """Empty if there are no labels."""
     published_shift: tuple[float, ...] | None
@@ -168,6 +170,8 @@ def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
     """`encoding.json`, which is also the start of `index.json`, as nested plain values."""
     values = {name: getattr(encoding, name) for name in Encoding.__dataclass_fields__}
     autoencoder = {key: values.pop(name) for name, key in _AUTOENCODER_KEYS.items()}
+    if values["shard_format"] == "safetensors":  # older folders lack the key, and `fingerprint_of` must not change
+        del values["shard_format"]
     return {"format_version": FORMAT_VERSION, "autoencoder": autoencoder, **values}
 
 
@@ -258,6 +262,7 @@ def _encoding_from(values: dict[str, Any]) -> Encoding:
         flipped=bool(values["flipped"]),
         posterior=bool(values["posterior"]),
         shard_size=int(values["shard_size"]),
+        shard_format=str(values.get("shard_format", "safetensors")),
         class_names=tuple(str(name) for name in values["class_names"]),
         published_shift=None if shift is None else _numbers(shift),
         published_scale=None if scale is None else _numbers(scale),

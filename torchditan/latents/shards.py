@@ -9,6 +9,8 @@ Notable:
   and `index` give the label and the number of each source image;
 - opening checks the size of every shard and reads no content. Nothing is kept per sample: labels and latents stay in
   the page cache, which all processes share;
+- with `--format webdataset` a shard is a tar: `000000012.safetensors` has the tensors of one image, `000000012.cls` its
+  label. All members of a tar have the same layout, so its rows are found without reading their headers;
 - a batch is copied row by row into one tensor in the stored format. `to_sample` converts it to normalised float32
   latents on the training device;
 - the public ImageNet file `imagenet_ci8x8.safetensors` is one shard without an index, and is read by the same class.
@@ -16,10 +18,12 @@ Notable:
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import mmap
 import resource
+import tarfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,6 +55,7 @@ PUBLIC_SCALE = 16 / 255
 
 _STORED_DTYPES = {"bf16": ("BF16", torch.bfloat16), "int8": ("I8", torch.int8)}
 _SAFETENSORS_DTYPES = {"BF16": "<u2", "F32": "<f4", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+_UNPARSABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _LOGVAR_RANGE = (-30.0, 20.0)
 _PUBLIC_SAMPLES = 4096
 _SPARE_FILES = 256
@@ -82,7 +87,7 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
         places = {name: _place(entry, first=first) for name, entry in header.items()}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except _UNPARSABLE:
         kind = other_kind(path) or "is not a safetensors file"
         raise ConfigError(f"{path} {kind}") from None
     end = max((place.end for place in places.values()), default=first)
@@ -108,10 +113,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.places = read_header(path)
-        with open(path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        mapped.madvise(mmap.MADV_RANDOM)  # otherwise each cold row also reads its neighbours, up to 8 MB on cloud disks
-        self._bytes = np.frombuffer(mapped, dtype=np.uint8)
+        self._bytes = _map_bytes(path)
 
     def array(self, name: str) -> np.ndarray:
         """The whole tensor; bf16 as uint16, because numpy has no bfloat16."""
@@ -123,6 +125,86 @@ class MappedFile:
         """The tensor as (n, bytes per row) uint8."""
         place = self.places[name]
         return self._bytes[place.start : place.end].reshape(place.shape[0], -1)
+
+
+class MappedTar(MappedFile):
+    """A tar of samples as `to_tar` writes it, read as if it were one safetensors file. Its members have equal sizes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._bytes = _map_bytes(path)
+        self._num, self._has_labels = 0, False
+        self._inside: dict[str, TensorPlace] = {}
+        try:
+            if self._bytes[0]:  # not empty: the end of a tar is zeros
+                self._find_samples()
+        except (*_UNPARSABLE, IndexError):
+            raise ConfigError(f"{path} is not a tar of latents of one shape; {REPAIR}") from None
+        self.places = {
+            name: place if name == "scale" else place._replace(shape=(self._num, *place.shape))
+            for name, place in self._inside.items()
+        }
+
+    def _find_samples(self) -> None:
+        """Find them by their distance, that of the first two, and compare their headers."""
+        blocks = self._bytes[: self._bytes.size // 512 * 512].reshape(-1, 512)
+        second = 1 + -(-int(bytes(blocks[0, 124:135]), 8) // 512)  # block of the header after the first sample
+        self._has_labels = bytes(blocks[second, :100]).rstrip(b"\0").endswith(b".cls")
+        self._stride = 512 * (second + 2 * self._has_labels)
+        self._num = int(np.argmin(blocks[:: self._stride // 512, 0]))
+        start = 512 + 8 + int.from_bytes(bytes(blocks[1, :8]), "little")
+        header = json.loads(bytes(self._bytes[512 + 8 : start]))
+        header.pop("__metadata__", None)
+        self._inside = {name: _place(entry, first=start) for name, entry in header.items()}
+        headers = self._strided(0, start)
+        if (headers[:, 124:136] != headers[0, 124:136]).any() or (headers[:, 512:] != headers[0, 512:]).any():
+            raise ValueError(header)
+
+    def _strided(self, start: int, end: int) -> np.ndarray:
+        """(samples, end - start) uint8: these bytes of each sample, counted from its tar header."""
+        shape, strides = (self._num, end - start), (self._stride, 1)
+        return np.ndarray(shape, np.uint8, self._bytes, offset=start, strides=strides)
+
+    def rows(self, name: str) -> np.ndarray:
+        return self._strided(self._inside[name].start, self._inside[name].end)
+
+    def array(self, name: str) -> np.ndarray:
+        """`labels` (n,), or the `scale` (C,) that the samples share."""
+        if name == "scale":
+            return self.rows(name)[0].copy().view(_SAFETENSORS_DTYPES[self._inside[name].dtype])
+        texts = self._strided(self._stride - 512, self._stride) if self._has_labels else ()
+        return np.array([int(bytes(text).rstrip(b"\0")) for text in texts], dtype=np.int64)
+
+
+def to_tar(tensors: Mapping[str, Tensor]) -> bytes:
+    """A shard as a tar with a safetensors file for each sample, named by its `index`, and its label as `.cls`."""
+    from safetensors.torch import save
+
+    buffer = io.BytesIO()
+    names = [name for name in tensors if name not in ("index", "labels", "scale")]
+    whole = {"scale": tensors["scale"]} if "scale" in tensors else {}
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for row, number in enumerate(tensors["index"].tolist()):
+            files = {".safetensors": save({name: tensors[name][row].clone() for name in names} | whole)}
+            if "labels" in tensors:
+                files[".cls"] = str(int(tensors["labels"][row])).encode()
+            for suffix, data in files.items():
+                member = tarfile.TarInfo(f"{number:09d}{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def map_shard(path: Path) -> MappedFile:
+    """A shard of a folder, in either format."""
+    return MappedTar(path) if path.suffix == ".tar" else MappedFile(path)
+
+
+def _map_bytes(path: Path) -> np.ndarray:
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    mapped.madvise(mmap.MADV_RANDOM)  # otherwise each cold row also reads its neighbours, up to 8 MB on cloud disks
+    return np.frombuffer(mapped, dtype=np.uint8)
 
 
 class LatentShards:
@@ -226,7 +308,7 @@ class LatentShards:
                 self._map_locked(shard)
 
     def _map_locked(self, shard: int) -> None:
-        file = MappedFile(self._folder / self.index.shards[shard].file)
+        file = map_shard(self._folder / self.index.shards[shard].file)
         _check_tensors(file, self.index, num_images=self.index.shards[shard].num_images)
         if self._constant_scale is not None:
             self._scales[shard] = self._constant_scale
@@ -413,7 +495,7 @@ def _label_problems(folder: Path, index: LatentIndex) -> list[str]:
     if not index.class_names:
         return []
     labels = _map_labels(folder)
-    in_shards = np.concatenate([MappedFile(folder / shard.file).array("labels") for shard in index.shards])
+    in_shards = np.concatenate([map_shard(folder / shard.file).array("labels") for shard in index.shards])
     if not np.array_equal(labels, in_shards):
         return [f"{folder / LABELS_FILE} differs from the labels in the shards; delete it and {REPAIR}"]
     if not 0 <= labels.min() <= labels.max() < len(index.class_names):

@@ -28,7 +28,7 @@ from torchditan.weights.shared import AUTOENCODER, copy_autoencoder
 
 SPLITS = ("train", "validation")
 CARD = "README.md"
-_FILES = (INDEX_FILE, LABELS_FILE, "shard-*.safetensors")
+_FILES = (INDEX_FILE, LABELS_FILE, "shard-*.safetensors", "shard-*.tar")
 _AUTOENCODER_FILES = ("config.json", "model.safetensors")
 _CHECKED = ".torchditan_checked"
 """In a downloaded snapshot: its files are those of the index."""

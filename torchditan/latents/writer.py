@@ -42,7 +42,7 @@ from torchditan.latents.index import (
     record_to_json,
     standardizing,
 )
-from torchditan.latents.shards import LABELS_FILE, LOCK_FILE, MappedFile, size_problems
+from torchditan.latents.shards import LABELS_FILE, LOCK_FILE, map_shard, size_problems, to_tar
 from torchditan.run.atomic_files import write_file
 
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -99,11 +99,11 @@ class LatentWriter:
         """
         from safetensors.torch import save
 
-        path = self.folder / shard_file(number)
+        path = self._shard_path(number)
         for stale in self.folder.glob(f".{path.stem}.*.partial"):  # from a killed run
             stale.unlink()
         self._record_path(number).unlink(missing_ok=True)
-        data = save(shard.tensors)
+        data = save(shard.tensors) if path.suffix == ".safetensors" else to_tar(shard.tensors)
         record = _describe(path.name, shard, data)
         _write(path, data)
         _write(self._record_path(number), _to_json(record_to_json(record)))
@@ -156,7 +156,7 @@ class LatentWriter:
         )
 
     def _labels(self, index: LatentIndex) -> bytes:
-        labels = np.concatenate([MappedFile(self.folder / shard.file).array("labels") for shard in index.shards])
+        labels = np.concatenate([map_shard(self.folder / shard.file).array("labels") for shard in index.shards])
         buffer = io.BytesIO()
         np.save(buffer, labels.astype(np.int32))
         return buffer.getvalue()
@@ -171,7 +171,10 @@ class LatentWriter:
         return record if size == record.bytes else None
 
     def _record_path(self, number: int) -> Path:
-        return (self.folder / shard_file(number)).with_suffix(".json")
+        return self._shard_path(number).with_suffix(".json")
+
+    def _shard_path(self, number: int) -> Path:
+        return self.folder / shard_file(number, self.encoding.shard_format)
 
     def _reopen(self, index: LatentIndex) -> None:
         """Go back to the state before the index: settings and records, from which a run writes missing shards."""
@@ -195,7 +198,10 @@ class LatentWriter:
         return encoding_from_json(values, where=path)
 
     def _refuse_other(self, stored: Encoding) -> None:
-        there, here = (flatten_tree(encoding_to_json(encoding)) for encoding in (stored, self.encoding))
+        there, here = (
+            {**flatten_tree(encoding_to_json(encoding)), "shard_format": encoding.shard_format}
+            for encoding in (stored, self.encoding)
+        )
         differing = [
             f"{key} is {_shown(there[key])} there and {_shown(here[key])} here"
             for key in here
@@ -234,8 +240,8 @@ class LatentWriter:
                     path.unlink(missing_ok=True)
 
 
-def shard_file(number: int) -> str:
-    return f"shard-{number:05d}.safetensors"
+def shard_file(number: int, shard_format: str = "safetensors") -> str:
+    return f"shard-{number:05d}.{'tar' if shard_format == 'webdataset' else 'safetensors'}"
 
 
 def _describe(file: str, shard: Shard, data: bytes) -> ShardRecord:

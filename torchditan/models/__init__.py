@@ -80,16 +80,21 @@ def build_dit_spec(
         timestep_scale=config.timestep_scale,
         timestep_frequencies=config.timestep_frequencies,
         scalars=tuple(scalars.items()),
-        block=config.block,
+        block=block_name(config),
+        patch_bottleneck=config.patch_bottleneck or 0,
         text=config.text,
+        text_positions=config.text_positions,
+        text_blocks=config.text_blocks or 0,
         text_tokens=config.text_tokens or 0,
         text_width=config.text_width or 0,
         pooled_width=config.pooled_width or 0,
         **options,  # type: ignore[arg-type]
     )
-    block = registered(BLOCKS, config.block)
+    block = registered(BLOCKS, dit_config.block)
+    if config.text == "joint" and not block.reads_text_jointly:
+        raise option_error("model.block", config.block, "does not support --model.text joint; leave it out")
     if dit_config.conditioning not in block.conditionings:
-        right = f"the block {config.block} does not support it; must be one of {', '.join(block.conditionings)}"
+        right = f"the block {dit_config.block} does not support it; must be one of {', '.join(block.conditionings)}"
         raise option_error("model.conditioning", dit_config.conditioning, right)
     for option, right in block.option_mistakes(dit_config):
         raise option_error(option, getattr(config, option.removeprefix("model.")), right)
@@ -112,6 +117,11 @@ def build_dit_spec(
         scalars=tuple(scalars),
         can_have_heads=True,
     )
+
+
+def block_name(config: torchditan.config.options.Model) -> str:
+    """The name in `BLOCKS` of the model's block. Joint text has its own."""
+    return "joint" if config.text == "joint" and config.block == "dit" else config.block
 
 
 def _sizes(config: torchditan.config.options.Model, position: str) -> dict[str, Any]:
@@ -151,8 +161,14 @@ def _conditioning(config: DiTConfig) -> Conditioning:
 
 
 def _text_layers(model: nn.Module) -> list[nn.Module]:
-    ends = ("text_embedder.proj", "cross_attn.kv")
-    return [module for name, module in model.named_modules() if name.endswith(ends)]
+    """The linear layers over text tokens only."""
+    ends, parts = ("text_embedder.proj", "cross_attn.kv"), {"text_blocks", "text"}
+    return [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and (name.endswith(ends) or (parts & {*name.split(".")} and "adaLN_modulation" not in name))
+    ]
 
 
 PUBLISHED = "torchditan.finetune.published:build_published_spec"

@@ -6,8 +6,9 @@ Notable:
 - positions: axial 2D rotary embedding, the paper's fixed sin-cos table, or both;
 - conditioning: adaLN-zero with a modulated final layer; adaLN-single (PixArt-alpha; Chen et al. 2023, arXiv
   2310.00426), where all blocks share one modulation; or timestep and label as extra tokens, the paper's "in-context";
-- text, from precomputed embeddings: as tokens before the patches, or by cross-attention in every block. A pooled
-  vector is added to the timestep's embedding; padding is masked;
+- text, from precomputed embeddings with positions: as tokens before the patches, there also with weights of their own
+  (joint_block.py), or by cross-attention in every block. Blocks of the text alone may come first. A pooled vector is
+  added to the timestep's embedding; padding is masked;
 - RMSNorm, LayerNorm or LayerNorm without parameters; SwiGLU or GELU; queries and keys normalized or not;
 - the repeated block is an extension point: `Block` is its interface, `DiTBlock` the paper's block;
 - the `official` preset has exactly the paper's parameters, under the names of its released checkpoints;
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,8 +106,14 @@ class DiTConfig:
     """(name, factor) of scalar conditions besides t. Each has an embedder like that of t."""
     learn_sigma: bool = False
     """Predict twice the channels: mean and variance."""
+    patch_bottleneck: int = 0
+    """Width between the two linear layers of the patch embedding; 0 for one layer."""
     text: str | None = None
-    """in_context (tokens before the patches) or cross_attention; None for a model without text."""
+    """in_context or joint (tokens before the patches), or cross_attention; None for a model without text."""
+    text_positions: bool = True
+    """Add sin-cos positions to the text tokens."""
+    text_blocks: int = 0
+    """Number of blocks over the text tokens alone, before the others."""
     text_tokens: int = 0
     text_width: int = 0
     """Number and width of a caption's embeddings."""
@@ -123,9 +130,14 @@ class DiTConfig:
         return (height // self.patch_size) * (width // self.patch_size)
 
     @property
+    def text_is_context(self) -> bool:
+        """Whether the text tokens come before the patches."""
+        return self.text in ("in_context", "joint")
+
+    @property
     def num_context_tokens(self) -> int:
         """Number of tokens before the patches."""
-        text = self.text_tokens if self.text == "in_context" else 0
+        text = self.text_tokens if self.text_is_context else 0
         return text + (1 + bool(self.num_classes) if self.conditioning == "in_context" else 0)
 
 
@@ -169,13 +181,18 @@ def unpatchify(x: torch.Tensor, patch_size: int, height: int, width: int) -> tor
     return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], -1, height, width)
 
 
+def sincos(position: torch.Tensor, width: int) -> torch.Tensor:
+    """Fixed positions [sin, cos]: (N,) -> (N, width), in the dtype of `position`. The width is even."""
+    half = torch.arange(width // 2, dtype=position.dtype, device=position.device)
+    angle = position.outer(10000.0 ** -(half / (width // 2)))
+    return torch.cat([angle.sin(), angle.cos()], dim=1)
+
+
 def sincos_position_table(width: int, rows: int, columns: int) -> torch.Tensor:
     """Fixed 2D positions, (rows * columns, width) float32: [sin, cos] of the column, then of the row."""
-    frequency = 10000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
     row = torch.arange(rows, dtype=torch.float64).repeat_interleave(columns)
     column = torch.arange(columns, dtype=torch.float64).repeat(rows)
-    angles = [position.outer(frequency) for position in (column, row)]  # 2 of (N, width / 4)
-    return torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], dim=1).float()
+    return torch.cat([sincos(position, width // 2) for position in (column, row)], dim=1).float()
 
 
 def rope_table(config: DiTConfig, height: int, width: int, device: torch.device) -> torch.Tensor:
@@ -239,16 +256,23 @@ def build_norm(norm_type: str, dim: int) -> nn.Module:
 
 
 class PatchEmbed(nn.Module):
-    """Linear map of patches to tokens. Its weight has the convolution shape of the released checkpoints."""
+    """Linear map of patches to tokens. Its weight has the convolution shape of the released checkpoints.
+
+    With a bottleneck it is two linear maps, the first without bias (JiT; Li and He 2025, arXiv 2511.13720).
+    """
 
     def __init__(self, config: DiTConfig):
         super().__init__()
         self.patch_size = config.patch_size
-        self.proj = nn.Conv2d(config.input_channels, config.width, config.patch_size, config.patch_size)
+        narrow = config.patch_bottleneck
+        self.proj = nn.Conv2d(
+            config.input_channels, narrow or config.width, config.patch_size, config.patch_size, bias=not narrow
+        )
+        self.expand = nn.Linear(narrow, config.width) if narrow else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.proj.weight.permute(0, 2, 3, 1).flatten(1)  # (D, P * P * C)
-        return F.linear(patchify(x.type_as(weight), self.patch_size), weight, self.proj.bias)  # (B, N, D)
+        return self.expand(F.linear(patchify(x.type_as(weight), self.patch_size), weight, self.proj.bias))  # (B, N, D)
 
 
 class TimestepEmbedder(nn.Module):
@@ -401,6 +425,8 @@ class Block(nn.Module):
     """The last layers before the residual stream. Without adaLN's gates (conditioning in_context) they start small."""
     conditionings: tuple[str, ...] = ("adaln", "in_context")
     """Values of `model.conditioning` that the block supports."""
+    reads_text_jointly: bool = False
+    """Whether the block is one of `model.text` joint."""
     mixes_only_in_attention: bool = False
     """Whether tokens read each other only in `Attention.mix_tokens`, which context parallelism requires."""
 
@@ -510,6 +536,8 @@ class DiT(nn.Module):
             self.y_embedder = LabelEmbedder(config.num_classes, config.width)
         if config.text is not None:
             self.text_embedder = TextEmbedder(config, config.text_width)
+            of_text = replace(config, conditioning="in_context", text=None)  # no modulation: text has no timestep
+            self.text_blocks = nn.ModuleList(DiTBlock(of_text) for _ in range(config.text_blocks))
         if config.pooled_width:
             self.pooled_embedder = TextEmbedder(config, config.pooled_width)
         if "sincos" in config.position:
@@ -539,10 +567,15 @@ class DiT(nn.Module):
         if self.config.text is None:
             return None, None
         tokens = self.text_embedder(cond["prompt_embeds"])
+        if self.config.text_positions:
+            places = torch.arange(tokens.shape[1], dtype=torch.float32, device=tokens.device)
+            tokens = tokens + sincos(places, self.config.width).type_as(tokens)
         mask = next((cond[name].bool() for name in TEXT_MASKS if name in cond), None)
-        if mask is None:
-            return tokens, None
-        return tokens, torch.cat([torch.ones_like(mask[:, :1]), mask[:, 1:]], dim=1)[:, None, None]
+        if mask is not None:
+            mask = torch.cat([torch.ones_like(mask[:, :1]), mask[:, 1:]], dim=1)[:, None, None]
+        for block in self.text_blocks:
+            tokens = block(tokens, None, None, None, mask)
+        return tokens, mask
 
     def forward(
         self, x_t: torch.Tensor, t: torch.Tensor, cond: Mapping[str, torch.Tensor], features: Collection[str] = ()
@@ -577,7 +610,7 @@ class DiT(nn.Module):
         else:
             c = sum(labels, start=vector)
         text, mask = self.read_text(cond)
-        if text is not None and config.text == "in_context":
+        if text is not None and config.text_is_context:
             context.append(text)
             text = None
             if mask is not None:  # only padding is masked
@@ -636,7 +669,8 @@ class DiT(nn.Module):
         As in the paper: Xavier uniform for linear layers (the patch convolution as a linear layer, qkv and w12 as
         fused matrices), N(0, 0.02) for the label table and the timestep MLP, zero biases, and a zero adaLN and final
         layer. A block therefore starts as the identity and the prediction as 0. In-context blocks have no gate: their
-        two projections into the residual stream start at N(0, 0.02 / sqrt(2 depth)) (GPT-2). For text, the projection
+        two projections into the residual stream start at N(0, 0.02 / sqrt(2 depth)) (GPT-2), as do those of the blocks
+        of the text alone. For text, the projection
         of tokens is initialized as other linear layers and that of the pooled vector as the label table. The last
         layer of cross-attention starts at 0, so that the block is still the identity. So does that of the embedder of
         each scalar, which has no effect at first. The block's class lists its special weights. Heads start as other
@@ -644,9 +678,12 @@ class DiT(nn.Module):
         """
         assert not list(self.buffers()), "buffers would stay uninitialized"
         zero_weights = self.block_type.zero_weights
-        residual_weights = self.block_type.residual_weights if self.config.conditioning == "in_context" else ()
+        of_blocks = self.block_type.residual_weights if self.config.conditioning == "in_context" else ()
+        residual_weights = {"blocks": (of_blocks, self.config.depth)}
+        residual_weights["text_blocks"] = (DiTBlock.residual_weights, self.config.text_blocks)
         for name, parameter in named_parameters_to_fill(self):
             shape, is_of_block = parameter.shape, name.startswith("blocks.")
+            small, depth = residual_weights.get(name.partition(".")[0], ((), 0))
             is_zero = name == "final_layer.linear.weight" or (is_of_block and name.endswith(zero_weights))
             is_zero |= name.startswith("scalar_embedders.") and name.endswith("mlp.2.weight")
             if name == "pos_embed":
@@ -658,7 +695,7 @@ class DiT(nn.Module):
                 parameter.fill_(1.0)
             elif name.startswith(("y_embedder.", "t_embedder.", "scalar_embedders.", "pooled_embedder.")):
                 fill(parameter, draw_normal(seed, name, shape, std=0.02))
-            elif is_of_block and name.endswith(residual_weights):
-                fill(parameter, draw_normal(seed, name, shape, std=0.02 / math.sqrt(2 * self.config.depth)))
+            elif name.endswith(small):
+                fill(parameter, draw_normal(seed, name, shape, std=0.02 / math.sqrt(2 * depth)))
             else:
                 fill(parameter, draw_xavier_uniform(seed, name, shape))

@@ -260,7 +260,7 @@ def _resolve(config: Config, num_devices: int) -> Config:
     by_dataset = {
         "model.input_channels": channels,
         "dataset.image_size": size or None,
-        "dataset.num_classes": num_classes,
+        "dataset.num_classes": num_classes if config.model.text is None else 0,
     }
     config = config.fill_in(by_dataset)
     values = flatten(config)

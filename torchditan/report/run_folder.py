@@ -17,7 +17,7 @@ from torchditan.ablation.grid import PARALLEL, PRECISION, PRECISIONS, STANDARD_A
 from torchditan.ablation.ledger import SCHEMA_VERSION, Row, measure
 from torchditan.ablation.maker import provenance_of
 from torchditan.config.errors import ConfigError
-from torchditan.config.loader import options
+from torchditan.config.loader import build_config, options
 from torchditan.config.trajectory import VALUES_BEFORE, flatten_tree
 from torchditan.run.reading import read_config, read_metrics, read_status
 
@@ -51,6 +51,8 @@ def read_runs(folder: Path) -> tuple[dict[str, Any], list[Row], list[str]]:
     contents = {run: content for run, content in found.items() if "imported" not in content}
     if not contents:
         raise ConfigError(f"{folder} has only imported runs; must have runs of train.py")
+    for run, content in contents.items():
+        _check(run, content)
     settings = [_settings(content) for content in contents.values()]
     names = [name for name in settings[0] if name not in STANDARD_AXES and len(_values(settings, name)) > 1]
     axes = [name for name in names if name not in _COMPLETED]
@@ -66,6 +68,18 @@ def read_runs(folder: Path) -> tuple[dict[str, Any], list[Row], list[str]]:
     common = {name: settings[0][name] for name in settings[0] if len(_values(settings, name)) == 1}
     lengths = {name: rows[0][name] for name in ("steps", "window") if len({row[name] for row in rows}) == 1}
     return {"settings": common, **lengths}, rows, axes
+
+
+def _check(run: Path, content: dict[str, Any]) -> None:
+    """Refuse a config.json in which a value that is read has another type."""
+    number = (content.get("hardware") or {}).get("device_count")
+    if type(number) is not int or not 1 <= number < 2**31:
+        raise ConfigError(f"{run}/config.json is damaged: hardware.device_count must be the number of devices")
+    known = {name: value for name, value in flatten_tree(content["config"]).items() if name in options()}
+    try:
+        build_config(known)
+    except ConfigError as error:
+        raise ConfigError(f"{run}/config.json: {error}") from None
 
 
 def _settings(content: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +124,7 @@ def _row(run: Path, content: dict[str, Any]) -> Row:
         "steps": steps,
         "window": window,
         **measured,
-        "elapsed_s": records[-1]["elapsed_s"] if records else None,
-        "started": content["started"],
+        "elapsed_s": records[-1].get("elapsed_s") if records else None,
+        "started": content.get("started"),
         **provenance_of(run),
     }

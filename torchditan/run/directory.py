@@ -22,6 +22,7 @@ import os
 import shutil
 import socket
 import sys
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -50,7 +51,8 @@ _OWN_NAMES = (
     "flight_recorder",
     DATASET_FILES,
 )
-
+_LEASE_S = 120.0
+"""A file server may hold the lock of a lost machine for 90 s."""
 
 _FOLDER_OPTIONS = (
     ("checkpoint", "folder"),
@@ -101,6 +103,14 @@ class RunDirectory:
     @property
     def status_path(self) -> Path:
         return self.path / "status.json"
+
+    def start_mark(self) -> list[str] | None:
+        """What identifies the start of the run that opened the folder last; None if this machine sees none."""
+        try:
+            stored = json.loads(self.config_path.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return [stored["run_id"], stored["started"]]
 
     def sample_path(self, step: int) -> Path:
         return self.path / "samples" / f"step_{step:08d}.png"
@@ -316,7 +326,14 @@ class RunDirectory:
             raise option_error("job.dump_folder", str(self.path.parent), right) from None
         self._created = missing
         try:
-            take_lock(lock, self.path, holder="process", remedy="name this run with --metrics.experiment_name")
+            is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+            take_lock(
+                lock,
+                self.path,
+                holder="process",
+                remedy="name this run with --metrics.experiment_name",
+                patience_s=_LEASE_S if is_restart else 0.0,
+            )
         except ConfigError:
             os.close(lock)
             raise
@@ -336,7 +353,7 @@ class RunDirectory:
         os.register_at_fork(after_in_child=drop)
 
 
-def take_lock(lock: int, folder: Path, *, holder: str, remedy: str) -> None:
+def take_lock(lock: int, folder: Path, *, holder: str, remedy: str, patience_s: float = 0.0) -> None:
     """Lock an open file of `folder` until this process ends, and write the process id and host into it.
 
     Args:
@@ -344,20 +361,27 @@ def take_lock(lock: int, folder: Path, *, holder: str, remedy: str) -> None:
         folder: the folder to lock.
         holder: the kind of process that locks such folders, for the message.
         remedy: an alternative to waiting, for the message.
+        patience_s: how long to wait for another process to release it.
 
     Raises:
         ConfigError: another process holds the lock.
     """
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pid = os.read(lock, 200).decode().strip()
-        raise ConfigError(f"{folder} is in use by {holder} {pid}; wait for it, or {remedy}") from None
-    except OSError as error:
-        # Some cluster file systems are mounted without locks. Training works without one.
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-            raise
-        print(f"warning: {folder} cannot be locked ({error.strerror})", file=sys.stderr)
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                pid = os.pread(lock, 200, 0).decode().strip()
+                raise ConfigError(f"{folder} is in use by {holder} {pid}; wait for it, or {remedy}") from None
+            time.sleep(0.2)
+        except OSError as error:
+            # Some cluster file systems are mounted without locks. Training works without one.
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+            print(f"warning: {folder} cannot be locked ({error.strerror})", file=sys.stderr)
+            break
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"PID {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 

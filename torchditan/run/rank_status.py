@@ -17,7 +17,8 @@ RANKS_VARIABLE = "TORCHDITAN_RANKS_FOLDER"
 
 
 def write_rank_status(state: str, reason: str | None = None, **extra: Any) -> None:
-    """Write `rank-00003.json` into the folder that the launcher named. Does nothing if no launcher asks for it.
+    """Write `rank-00003.json`, by local rank, into the folder that the launcher of this machine named. Does nothing if
+    no launcher asks for it.
 
     Keys of earlier calls are kept unless this call changes them. Once a rank has ended, its first status is kept.
     """
@@ -26,7 +27,8 @@ def write_rank_status(state: str, reason: str | None = None, **extra: Any) -> No
     if not folder:
         return
     rank = int(os.environ.get("RANK", 0))
-    path = Path(folder) / f"rank-{rank:05d}.json"
+    # When torchrun restarts the ranks on other machines, the global rank of this process may change.
+    path = Path(folder) / f"rank-{int(os.environ.get('LOCAL_RANK', rank)):05d}.json"
     earlier = _read_rank_status(path) or {}
     if earlier.get("pid") != os.getpid():
         earlier = {}  # from another attempt

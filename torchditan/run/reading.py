@@ -10,6 +10,13 @@ from typing import Any
 
 from torchditan.config.errors import ConfigError, nearest, some
 
+_KINDS = {
+    **dict.fromkeys(("hardware", "versions", "trajectory"), dict),
+    **dict.fromkeys(("class_names", "command"), list),
+    **dict.fromkeys(("run_id", "created", "started", "git_commit"), str),
+}
+"""Types of the other entries of config.json. An entry of another type counts as null."""
+
 
 def check_folder(path: Path, *, mark: str, what: str) -> None:
     """Refuse a path that is not a folder of this kind, and suggest one that is.
@@ -63,6 +70,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} does not parse: {error}") from None
     config = content.get("config") if isinstance(content, dict) else None
+    if config is not None:
+        content |= {key: None for key, kind in _KINDS.items() if not isinstance(content.get(key, kind()), kind)}
     if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
         step = re.fullmatch(r"step-0*(\d+)", Path(path).name)
         run = Path(path).parent.parent
@@ -78,20 +87,34 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def read_status(path: str | Path) -> dict[str, Any] | None:
-    """status.json of the run in folder `path`; None if none was written."""
-    file = Path(path) / "status.json"
-    return json.loads(file.read_bytes()) if file.exists() else None
+    """status.json of the run in folder `path`; None if none was written, or it is damaged."""
+    try:
+        status = json.loads((Path(path) / "status.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_status = isinstance(status, dict) and isinstance(status.get("state"), str)
+    return status if is_status and isinstance(status.get("reason"), str | None) else None
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The complete lines of metrics.jsonl of the run in folder `path`; empty if none was written."""
+    """The complete lines of metrics.jsonl of the run in folder `path`; empty if none was written.
+
+    Each has an integer `step`; the other values are numbers or null.
+    """
     records = []
     for line in _metrics_lines(Path(path)):
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except (ValueError, RecursionError):  # incomplete after a kill, or damaged
             continue
+        if isinstance(record, dict) and type(record.get("step")) is int and abs(record["step"]) < 2**63:
+            records.append({name: value if _is_number(value) else None for name, value in record.items()})
     return records
+
+
+def _is_number(value: Any) -> bool:
+    """Whether this is a number that fits into a float, or null."""
+    return value is None or isinstance(value, bool | float) or (type(value) is int and abs(value) < 2**1000)
 
 
 def count_metrics_lines(path: str | Path) -> int:

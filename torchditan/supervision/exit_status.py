@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import os
 import resource
 import sys
@@ -101,9 +102,16 @@ def run_job(main: Callable[[], None]) -> int:
         gc.collect()
 
 
+def _escape_unprintable() -> None:
+    """In a locale without UTF-8, write other characters of names and captions as escapes, as stderr already does."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def _run_job(main: Callable[[], None]) -> int:
     die_with_launcher()
     limit_spinning()
+    _escape_unprintable()
     write_rank_status("running")
     try:
         check_user_threads()

@@ -8,7 +8,8 @@ it started (counted by torch's Flight Recorder). When a collective fails, `RankW
 1. a rank on this machine whose process has exited, and its wait status, unless torchrun has already collected it;
 2. a reason that another rank already found;
 3. a rank that no longer publishes: it is stopped, or its machine is gone;
-4. the rank that started the fewest collectives: the others wait for it.
+4. rank 0, if the store does not answer: its process or its launcher has the store;
+5. the rank that started the fewest collectives: the others wait for it.
 
 The publishing thread also watches the processes of this machine and the next rank. If the main thread does not return,
 the watching thread ends the process after the timeout. The main thread may still be computing, or NCCL may raise no
@@ -20,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import select
 import socket
 import sys
@@ -87,6 +89,7 @@ class RankWatch:
         self._collectives: dict[str, Group] = {}
         self._moved_at = time.monotonic()
         self._successor_beat, self._successor_seen = 0, time.monotonic()
+        self._connected_at = time.monotonic()
         # A separate connection: while one thread waits for an answer, no other thread can use the connection.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = store.clone()
@@ -103,6 +106,7 @@ class RankWatch:
         self._publish()
         records: list[Any] = [None] * rank.world_size
         dist.all_gather_object(records, self._identity)
+        self._connected_at = time.monotonic()  # the same moment on all ranks
         # From now on, a store that does not answer means that its machine is gone.
         self._store.set_timeout(timedelta(seconds=_GRACE_S))
         self._neighbours = [
@@ -135,10 +139,11 @@ class RankWatch:
         self._leave("")
         if not is_peer_failure(f"{type(error).__name__}: {error}"):
             return None
+        waited_in = _collective_in(error)
         try:
-            reason = self._find_lost(_collective_in(error))
-        except RuntimeError:  # the store is gone too: there are no records left to read
-            return None
+            reason = self._find_lost(waited_in)
+        except RuntimeError:  # the store does not answer, so the records cannot be read
+            return self._call_store_gone(waited_in)
         self._leave(reason or "")
         return reason
 
@@ -168,7 +173,7 @@ class RankWatch:
                 if reason is not None and self._has_left.wait(_GRACE_S):
                     return
                 reason = reason or self._find_silent_successor()
-            except RuntimeError:  # the store is gone, so torchrun is, and this process will be killed soon
+            except RuntimeError:  # the store is gone: the main thread finds it by itself
                 return
             if reason is None and self._is_stuck():
                 reason = self._explain_wait()
@@ -211,7 +216,7 @@ class RankWatch:
         record: Record = {
             **self._identity,
             "beat": self._num_beats,
-            "time": time.time(),
+            "time": time.monotonic() - self._connected_at,  # clocks of two machines may differ
             "step": step,
             "place": place,
             "seconds": time.monotonic() - since,
@@ -219,7 +224,8 @@ class RankWatch:
         }
         # If the store disappears before this rank does, other ranks report it.
         with self._publishing, contextlib.suppress(RuntimeError):
-            self._store.set(f"watch/{self.rank.rank}", json.dumps({**record, "leaving": self._leaving}))
+            text = json.dumps({**record, "leaving": self._leaving})
+            _answer(lambda: self._store.set(f"watch/{self.rank.rank}", text))
 
     def _num_began(self) -> int:
         return sum(group.began for group in self._collectives.values())
@@ -227,7 +233,11 @@ class RankWatch:
     def _records(self) -> list[Record]:
         """The last published place of each other rank."""
         others = [f"watch/{other}" for other in range(self.rank.world_size) if other != self.rank.rank]
-        return [json.loads(record) for record in self._store.multi_get(others)]
+        return [json.loads(record) for record in _answer(lambda: self._store.multi_get(others))]
+
+    def _record_of(self, rank: int) -> Record:
+        record: Record = json.loads(_answer(lambda: self._store.get(f"watch/{rank}")))
+        return record
 
     def _find_gone(self) -> str | None:
         """A rank of this machine whose process exited without announcing it."""
@@ -235,7 +245,7 @@ class RankWatch:
             process = read_process(neighbour["pid"])
             if process is not None and process.started == neighbour["started"] and not process.has_ended:
                 continue
-            record = json.loads(self._store.get(f"watch/{neighbour['rank']}"))
+            record = self._record_of(neighbour["rank"])
             if record["leaving"] is None:
                 how = self._ends.get(record["rank"], "its process is gone")
                 if process is not None and process.has_ended:
@@ -250,13 +260,13 @@ class RankWatch:
     def _find_silent(self, earlier: list[Record], waited_in: str) -> str | None:
         for record, before in zip(self._records(), earlier, strict=True):
             if record["leaving"] is None and record["beat"] == before["beat"]:
-                return self._call_silent(record, time.time() - record["time"], waited_in)
+                return self._call_silent(record, time.monotonic() - self._connected_at - record["time"], waited_in)
         return None
 
     def _find_silent_successor(self) -> str | None:
         """The next rank, if it published nothing for as long as a collective may take. Each rank watches one other, so
         all are watched with one store request per rank and second."""
-        record = json.loads(self._store.get(f"watch/{(self.rank.rank + 1) % self.rank.world_size}"))
+        record = self._record_of((self.rank.rank + 1) % self.rank.world_size)
         if record["beat"] != self._successor_beat:
             self._successor_beat, self._successor_seen = record["beat"], time.monotonic()
         seconds = time.monotonic() - self._successor_seen
@@ -264,6 +274,12 @@ class RankWatch:
             return None
         self._dump_collectives()
         return self._call_silent(record, seconds, _newest_collective() or "a collective")
+
+    def _call_store_gone(self, waited_in: str) -> str | None:
+        if self.rank.rank == 0:
+            return None
+        gone = "its store does not answer (killed, or its machine is gone or cut off)"
+        return f"{LOST_RANK} 0: {gone}; rank {self.rank.rank} waited for it in {waited_in}"
 
     def _call_silent(self, record: Record, seconds: float, waited_in: str) -> str:
         silent = f"no sign of it for {seconds:.0f} s (stopped, or its machine is gone), last seen in {_place(record)}"
@@ -300,6 +316,31 @@ class RankWatch:
             for recorder, on_device in _recorders():
                 name = f"rank_{self.rank.rank}{'_device' if on_device else ''}.json"
                 (self.folder / name).write_bytes(recorder(True, False))
+
+
+def _answer(question: Callable[[], Any]) -> Any:
+    """What the store answers within `_GRACE_S`. torch has no such limit: after its timeout it waits until the store
+    confirms the timeout, for ever if the link is cut.
+
+    Raises:
+        RuntimeError: the store failed, or gave no answer.
+    """
+    answers: queue.SimpleQueue[tuple[Any, RuntimeError | None]] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((question(), None))
+        except RuntimeError as error:
+            answers.put((None, error))
+
+    threading.Thread(target=ask, name="store", daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=_GRACE_S)
+    except queue.Empty:
+        raise RuntimeError(f"no answer from the store for {_GRACE_S:g} s") from None
+    if error is not None:
+        raise error
+    return answer
 
 
 def _place(record: Record) -> str:

@@ -63,6 +63,7 @@ _NEEDED: dict[str, Any] = {
     "timestep_scale": 1000.0,
     "timestep_frequencies": "diffusers",
     "block": "dit",
+    "patch_bottleneck": 0,
     "text": None,
 }
 """Options of [model] that DiTPipeline needs."""

@@ -173,7 +173,7 @@ def _data(facts: Facts, statements: Statements) -> str:
         f"- dataset: {_code(dataset['dataset_name'])}"
         + (f" ({_code(dataset['hub_name'])} on the hub)" if dataset["hub_name"] else ""),
         f"- fingerprint: {_code(dataset['fingerprint']) if dataset['fingerprint'] else 'none for this dataset'}",
-        f"- training images: {f'{count:,}' if count else 'number not recorded'}",
+        *([f"- training images: {count:,}"] if count else []),
         f"- image size: {' x '.join(map(str, dataset['image_size'] or ['unknown']))}",
         f"- classes: {classes or 'none'}",
         f"- origin and licence: {escape(statements.data_license) if statements.data_license else NOT_STATED}",
@@ -234,10 +234,8 @@ def _figures(card: Card | None) -> str:
     if "guidance_scale" in sampling:
         how += f", guidance {sampling['guidance_scale']:g}"
     against = {"train": "training images", "held_out": "held-out images", "file": "a file of reference images"}
-    return (
-        f"## Figures\n\n{table(card)}\n\n{how}, against {against[card.reference.source]}. Training again with another "
-        "seed changes them further."
-    )
+    how += "" if card.reference is None else f", against {against[card.reference.source]}"
+    return f"## Figures\n\n{table(card)}\n\n{how}. Training again with another seed changes them further."
 
 
 def _licences(statements: Statements) -> str:

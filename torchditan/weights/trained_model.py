@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 import torch
 from torch import nn
 
+from torchditan.checkpoint.files import DamagedCheckpointError
 from torchditan.checkpoint.loading import read_progress
-from torchditan.checkpoint.trained_weights import find_checkpoint, load_weights
+from torchditan.checkpoint.trained_weights import cannot_be_read, find_checkpoint, load_weights
 from torchditan.config.errors import ConfigError, did_you_mean, option_error, some
 from torchditan.config.loader import from_dict, override
 from torchditan.config.options import Config
@@ -69,6 +70,7 @@ class SamplingOptions(TypedDict, total=False):
     guidance_interval: Sequence[float]
     guidance_channels: int | None
     embedded_guidance: float
+    negative_prompt: str
 
 
 @dataclass
@@ -133,7 +135,10 @@ class TrainedModel:
             progress = describe_weights(found, weights=weights)
             fill = partial(load_weights_file, path=found, only_trained=only_trained)
         else:
-            progress = read_progress(found)
+            try:
+                progress = read_progress(found)
+            except DamagedCheckpointError as error:
+                raise cannot_be_read(found, error) from None
             fill = partial(load_weights, checkpoint=found, ema=weights == "ema", only_trained=only_trained)
         return cls._build(
             config,

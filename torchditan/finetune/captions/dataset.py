@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch
 from torchditan.autoencoders import Autoencoder
 from torchditan.config.errors import option_error
 from torchditan.config.options import Autoencoder as AutoencoderConfig
-from torchditan.config.options import Config
-from torchditan.data_stream.datasets import CaptionSource, ImageDataset
+from torchditan.config.options import Config, cache_folder
+from torchditan.config.prompts import is_unicode
+from torchditan.data_stream.datasets import CaptionedPixels, CaptionSource, ImageDataset
 from torchditan.distributed.process_group import Rank
 from torchditan.evaluation.sampler import SampleRows
 from torchditan.finetune.captions.encode import (
     Entries,
+    Lookup,
     PipelineEncoders,
     TextEncoder,
     batches_of_one_shape,
@@ -28,6 +31,7 @@ from torchditan.finetune.captions.encode import (
     find_text_encoder,
     open_image_autoencoder,
 )
+from torchditan.finetune.captions.tokens import beginning, describe_tokens
 from torchditan.finetune.published import family_of, patch_size_of
 from torchditan.finetune.published.stored_weights import find_lora
 from torchditan.latents.latent_space import complete_from_autoencoder, decode_latents
@@ -66,6 +70,7 @@ class CachedCaptions(ImageDataset):
         texts: embeddings by the hash of the caption.
         conditions: tensors that each sample adds to the condition (a video its first frame), by `content_key`.
         prompts: the prompts of sample grids.
+        text_blocks: see `TextEncoder`.
         identity: see `fingerprint`.
     """
 
@@ -81,6 +86,7 @@ class CachedCaptions(ImageDataset):
         texts: TensorCache,
         conditions: TensorCache | None,
         prompts: SampleRows,
+        text_blocks: int,
         identity: str,
     ) -> None:
         self.source = source
@@ -91,11 +97,15 @@ class CachedCaptions(ImageDataset):
         self.conditions = conditions
         self.shift, self.scale = shift, scale
         self.prompts = prompts
+        self.text_blocks = text_blocks
         self.fingerprint = identity
         """Fingerprint of images, captions and encoders together. A resume with other data is refused."""
         self.null_tensors = texts[hash_of("")]
         self.keys = [source.content_key(index) for index in range(len(source))] if latents is not None else None
         self.variants = [[hash_of(text) for text in source.caption_variants(index)] for index in range(len(source))]
+        weights = (source.caption_weights(index) for index in range(len(source)))
+        self.shares = {index: np.cumsum(each) for index, each in enumerate(weights) if len(set(each)) > 1}
+        """Cumulative shares of the variants of each item whose variants are not drawn equally often."""
         common = int(self.groups()[0][0])
         self.sample_shape = tuple(self[common]["sample"].shape)
 
@@ -115,11 +125,13 @@ class CachedCaptions(ImageDataset):
         return {"sample": self._sample(index), **own, **self.texts[self.variants[index][0]]}
 
     def vary(self, item: dict[str, Any], index: int, *, seed: int, position: int) -> dict[str, Any]:
-        """The item at this position of the stream, with one of the shuffles of its caption if it has some."""
+        """The item at this position of the stream, with one of its captions and of their shuffles if it has several."""
         variants = self.variants[index]
         if len(variants) == 1:
             return item
-        chosen = int(uniform(seed, "caption", [position]).item() * len(variants))
+        drawn = uniform(seed, "caption", [position]).item()
+        shares = self.shares.get(index)
+        chosen = int(drawn * len(variants)) if shares is None else np.searchsorted(shares[:-1], drawn, side="right")
         return {**item, **self.texts[variants[chosen]]}
 
     def _sample(self, index: int) -> torch.Tensor:
@@ -131,14 +143,55 @@ class CachedCaptions(ImageDataset):
         return (mean - self.shift.view(wide)) * self.scale.view(wide)
 
 
+class LookedUpCaptions(ImageDataset):
+    """An ImageDataset of pixels, with the embeddings of their captions.
+
+    Args:
+        source: the captioned pixels.
+        texts: embeds a caption.
+        prompts: the prompts of sample grids.
+        negative: the negative prompt, or "".
+    """
+
+    horizontal_flip = False
+
+    def __init__(self, source: CaptionedPixels, texts: Lookup, *, prompts: SampleRows, negative: str) -> None:
+        self.source = source
+        self.texts = texts
+        self.prompts = prompts
+        self.negative = negative
+        self.name = source.name
+        self.sample_shape = source.sample_shape
+        self.class_names = []
+        of_source = source.fingerprint or source.name
+        self.fingerprint = f"captions-{hash_of(of_source, texts.encoder.identity)[:16]}"
+        self.text_blocks = texts.encoder.text_blocks
+        self.null_tensors = texts("")
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = self.source[index]
+        return {"sample": item["sample"], **self.texts(item["caption"])}
+
+    def rows_of(self, prompts: Sequence[str]) -> SampleRows:
+        """Rows of samples of these texts."""
+        return _rows_of(prompts, self.texts, negative=self.negative)
+
+
 def open_captions(
-    config: Config, train: CaptionSource, validation: CaptionSource | None, *, rank: Rank
-) -> tuple[CachedCaptions, CachedCaptions | None, SampleSpace]:
+    config: Config,
+    train: CaptionSource | CaptionedPixels,
+    validation: CaptionSource | CaptionedPixels | None,
+    *,
+    rank: Rank,
+) -> tuple[ImageDataset, ImageDataset | None, SampleSpace]:
     """Encode the entries that the cache lacks, and open it. All ranks must call it.
 
     Args:
         config: the job.
-        train, validation: captioned images.
+        train, validation: captioned images, both of one kind. Pixels that are not encoded need no cache.
         rank: this rank, which encodes its share on its device.
 
     Returns:
@@ -150,18 +203,26 @@ def open_captions(
     if config.lora.assistant_path is not None and not config.cache.only:
         find_lora(config.lora.assistant_path)  # checks run before slow work
     check_options(config)
-    folder = _cache_folder(config)
+    folder = cache_folder(config)
     encoders = find_text_encoder(config, memory=folder / "files")
+    if isinstance(train, CaptionedPixels):
+        assert validation is None or isinstance(validation, CaptionedPixels)
+        return _open_pixels(config, train, validation, encoders, rank=rank)
+    assert not isinstance(validation, CaptionedPixels)
     sources = [source for source in (train, validation) if source is not None]
     own = _own_prompts(sources)
     prompts = config.sampling.prompts or [text for text, _, _ in own]
     captions = {text for source in sources for index in range(len(source)) for text in source.caption_variants(index)}
-    texts = _encode_texts(config, {*captions, *prompts}, encoders, folder=folder, rank=rank)
+    negative = _check_texts(config, prompts)
+    texts = _encode_texts(config, {*captions, *prompts, negative}, encoders, folder=folder, rank=rank)
+    if rank.rank == 0 and not config.job.print_config:
+        _report_tokens(encoders, captions=captions, prompts={*config.sampling.prompts, negative})
     latents, autoencoder = _encode_images(config, sources, folder=folder, rank=rank)
     conditions = _encode_conditions(config, sources, encoders, autoencoder, folder=folder, rank=rank)
     rows = _rows_of(
         prompts,
-        texts,
+        lambda text: texts[hash_of(text)],
+        negative=negative,
         conditions=[] if conditions is None else [conditions[key] for _, _, key in own],
         references=None if config.sampling.prompts else torch.stack([image() for _, image, _ in own]),
     )
@@ -174,6 +235,7 @@ def open_captions(
             texts=texts,
             conditions=conditions,
             prompts=rows,
+            text_blocks=encoders.text_blocks,
             identity=_identity(source, encoders, autoencoder),
         )
         for source in sources
@@ -182,6 +244,47 @@ def open_captions(
         torch.cuda.empty_cache()  # memory of the encoders, which nothing references any more
     space = _space(config, autoencoder, sample_shape=opened[0].sample_shape, device=rank.device)
     return opened[0], opened[1] if len(opened) > 1 else None, space
+
+
+def _open_pixels(
+    config: Config, train: CaptionedPixels, validation: CaptionedPixels | None, encoder: TextEncoder, *, rank: Rank
+) -> tuple[ImageDataset, ImageDataset | None, SampleSpace]:
+    """Nothing is encoded in advance.
+
+    Raises:
+        ConfigError: an option needs encoded images or captions, or the text encoder is not a lookup.
+    """
+    section, given = config.autoencoder, config.text_encoder
+    chosen = {
+        "cache.only": (config.cache.only or None, "leave it out"),
+        "autoencoder.name": (section.name, "leave it out to train on pixels"),
+        "autoencoder.path": (section.path, "leave it out to train on pixels"),
+        "model.name": (config.model.name if config.model.name in FAMILIES else None, "must be dit"),
+    }
+    if not encoder.is_lookup:
+        chosen["text_encoder.path"] = (given.path, "leave it out for wordllama, which only looks up embeddings")
+        chosen["text_encoder.name"] = (given.name, "must be wordllama, which only looks up embeddings")
+    for option, (value, right) in chosen.items():
+        if value is not None:
+            raise option_error(option, value, f"{train.name} encodes nothing in advance; {right}")
+    texts, prompts = Lookup(encoder), config.sampling.prompts
+    negative = _check_texts(config, prompts)
+    if rank.rank == 0 and not config.job.print_config:
+        _report_tokens(encoder, captions=(), prompts={*prompts, negative})
+    source = validation or train
+    own = {source.caption_of(index): index for index in range(min(_NUM_PROMPTS, len(source)))}
+    rows = _rows_of(
+        prompts or list(own),
+        texts,
+        negative=negative,
+        references=None if prompts else torch.stack([source[index]["sample"] for index in own.values()]),
+    )
+    opened = [
+        LookedUpCaptions(source, texts, prompts=rows, negative=negative) if source is not None else None
+        for source in (train, validation)
+    ]
+    assert opened[0] is not None
+    return opened[0], opened[1], SampleSpace(train.sample_shape, section)
 
 
 def _space(
@@ -203,33 +306,64 @@ def encode_prompts(config: Config, prompts: Sequence[str], *, rank: Rank) -> tup
     Raises:
         ConfigError: the encoders are not available.
     """
-    folder = _cache_folder(config)
+    folder = cache_folder(config)
     encoders = find_text_encoder(config, memory=folder / "files")
-    texts = _encode_texts(config, set(prompts), encoders, folder=folder, rank=rank)
-    return _rows_of(prompts, texts), texts[hash_of("")]
+    negative = _check_texts(config, prompts)
+    if encoders.is_lookup:
+        look_up = Lookup(encoders)
+        _report_tokens(encoders, captions=(), prompts={*prompts, negative})
+        return _rows_of(prompts, look_up, negative=negative), look_up("")
+    texts = _encode_texts(config, {*prompts, negative}, encoders, folder=folder, rank=rank)
+    _report_tokens(encoders, captions=(), prompts={*prompts, negative})
+    return _rows_of(prompts, lambda text: texts[hash_of(text)], negative=negative), texts[hash_of("")]
 
 
-def _cache_folder(config: Config) -> Path:
-    return Path(config.cache.folder or Path(config.job.dump_folder) / "cache").expanduser()
+def _check_texts(config: Config, prompts: Sequence[str]) -> str:
+    """The negative prompt, after checking it and the prompts. Sources check their captions.
+
+    Raises:
+        ConfigError: one is not Unicode.
+    """
+    negative = config.sampling.negative_prompt
+    for option, texts in (("sampling.prompts", prompts), ("sampling.negative_prompt", [negative])):
+        if (broken := next((text for text in texts if not is_unicode(text)), None)) is not None:
+            raise option_error(option, ascii(broken), "must be Unicode text: half of a character is missing")
+    return negative
+
+
+def _report_tokens(encoders: TextEncoder, *, captions: Collection[str], prompts: Collection[str]) -> None:
+    """Print what the encoder cuts or does not know: to stdout in a training, else to stderr."""
+    tokenizer = encoders.open_tokenizer()
+    if tokenizer is not None:
+        lines = [
+            describe_tokens(texts, tokenizer, what=what)
+            for what, texts in (("captions", captions), ("prompts", prompts))
+        ]
+    else:
+        lines = ["text encoder: captions that it cuts are not counted for this encoder"] if captions else []
+    for line in filter(None, lines):
+        print(line, file=sys.stdout if captions else sys.stderr, flush=True)
 
 
 def _rows_of(
     prompts: Sequence[str],
-    texts: TensorCache,
+    embed: Callable[[str], dict[str, torch.Tensor]],
     *,
+    negative: str,
     conditions: Sequence[dict[str, torch.Tensor]] = (),
     references: torch.Tensor | None = None,
 ) -> SampleRows:
     """Rows for these texts. If samples add to the condition, row i uses sample i, modulo the number of samples."""
     entries = [
-        {**texts[hash_of(text)], **(conditions[number % len(conditions)] if conditions else {})}
+        {**embed(text), **(conditions[number % len(conditions)] if conditions else {})}
         for number, text in enumerate(prompts)
     ]
     return SampleRows(
-        names=[_short(text) for text in prompts],
+        names=[beginning(text) for text in prompts],
         numbers=list(range(len(prompts))),
         tensors=_stack(entries),
         references=references,
+        negative=embed(negative) if negative else None,
     )
 
 
@@ -381,14 +515,15 @@ def _encode_conditions(
 
 
 def _identity(source: CaptionSource, encoders: TextEncoder, autoencoder: Autoencoder | None) -> str:
-    items = [[source.content_key(index), *source.caption_variants(index)] for index in range(len(source))]
+    items: list[list[str | float]] = []
+    for index in range(len(source)):
+        weights = source.caption_weights(index)
+        items.append(
+            [source.content_key(index), *source.caption_variants(index), *(weights if len(set(weights)) > 1 else [])]
+        )
     latents = "pixels" if autoencoder is None else autoencoder.fingerprint
     return f"captions-{hash_of(json.dumps(items), encoders.identity, latents)[:16]}"
 
 
 def _stack(entries: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
-
-
-def _short(text: str, *, most: int = 40) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."

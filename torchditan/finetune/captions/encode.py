@@ -24,6 +24,7 @@ from torchditan.autoencoders import Autoencoder, open_autoencoder
 from torchditan.config.errors import ConfigError, option_error
 from torchditan.config.options import Config
 from torchditan.distributed.process_group import Rank
+from torchditan.finetune.captions.tokens import Tokenizer, tokenizer_of_transformers
 from torchditan.finetune.published import PublishedModel, family_of
 from torchditan.finetune.published.base import require
 from torchditan.finetune.published.stored_weights import HOW_TO_GET, fetch, is_hub_name
@@ -48,6 +49,10 @@ class TextEncoder:
 
     identity: str
     """Of the encoder, its weights and its options: embeddings of another identity are not used."""
+    text_blocks: ClassVar[int] = 0
+    """Default of `model.text_blocks`. Embeddings of single words, which do not depend on the others, need some."""
+    is_lookup: ClassVar[bool] = False
+    """Whether encoding takes no longer than reading the cache. Captions without end need that (`Lookup`)."""
 
     @classmethod
     def find(cls, config: Config, *, memory: Path) -> TextEncoder:
@@ -71,6 +76,27 @@ class TextEncoder:
             L is the same for all captions. "" is the empty caption, for guidance.
         """
         raise NotImplementedError
+
+    def open_tokenizer(self) -> Tokenizer | None:
+        """Open only what counts the tokens of captions, to report those that are cut. None: they are not counted."""
+        return None
+
+
+class Lookup:
+    """Embeddings by caption, computed when they are read. Each worker of a data loader opens the encoder itself."""
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self.encoder = encoder
+        self._encode: Callable[[list[str]], dict[str, torch.Tensor]] | None = None
+
+    def __call__(self, caption: str) -> dict[str, torch.Tensor]:
+        if self._encode is None:
+            self._encode = self.encoder.open(torch.device("cpu"))
+        with torch.no_grad():
+            return {name: tensor[0] for name, tensor in self._encode([caption]).items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"encoder": self.encoder, "_encode": None}
 
 
 class PipelineEncoders(TextEncoder):
@@ -114,6 +140,18 @@ class PipelineEncoders(TextEncoder):
             return self.cls.encode_captions(pipeline, captions, max_length=self.max_length)
 
         return encode
+
+    def open_tokenizer(self) -> Tokenizer | None:
+        name = self.cls.caption_tokenizer
+        if name is None or not (self.folder / name).is_dir():
+            return None
+        silence_libraries("transformers")
+        try:
+            tokenizer = require("transformers").AutoTokenizer.from_pretrained(self.folder / name, local_files_only=True)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError):
+            return None
+        length = min(self.max_length, tokenizer.model_max_length)
+        return tokenizer_of_transformers(tokenizer, max_length=length)
 
     def open_pipeline(self, device: torch.device, *, of_images: bool = False) -> Any:
         """The pipeline without transformer and autoencoder: with its text encoders, or with its image encoders.
@@ -359,7 +397,7 @@ def batches_of_one_shape(
 def check_options(config: Config) -> None:
     """Refuse options that do not apply to captioned images."""
     if config.model.name not in FAMILIES and config.model.text is None:
-        right = "must be in_context or cross_attention to train on captions; or choose a dataset with labels"
+        right = "must be in_context, cross_attention or joint to train on captions; or choose a dataset with labels"
         raise option_error("model.text", None, right)
     if config.autoencoder.online or config.autoencoder.sample_posterior:
         option = "online" if config.autoencoder.online else "sample_posterior"

@@ -10,7 +10,8 @@ Notable:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchditan.config.errors import option_error
 from torchditan.config.optional_libraries import import_optional
 from torchditan.config.options import Config
 from torchditan.finetune.captions.encode import TextEncoder, check_own_model, silence_libraries
+from torchditan.finetune.captions.tokens import Tokenizer, tokenizer_of_transformers
 from torchditan.finetune.published.stored_weights import fetch, is_hub_name
 from torchditan.run.tensor_cache import hash_of, identity_of_files
 
@@ -73,14 +75,8 @@ class SingleEncoder(TextEncoder):
         return cls(folder, max_length=given.max_length, dtype=getattr(torch, given.dtype), memory=memory)
 
     def open(self, device: torch.device) -> Callable[[list[str]], dict[str, torch.Tensor]]:
-        silence_libraries("transformers")
         tokenizer, model = self._open()
-        positions = getattr(model.config, "max_position_embeddings", None)  # None: relative ones, as in T5
-        most = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
-        length = self.max_length or min(most, _MAX_LENGTH)
-        if length > most:
-            right = f"must be at most {most}, the tokens that this encoder reads"
-            raise option_error("text_encoder.max_length", length, right)
+        length = self._length(tokenizer, model.config)
         tokenizer.padding_side = "right"
         if tokenizer.pad_token is None:  # decoders such as Qwen's early versions
             tokenizer.pad_token = tokenizer.eos_token
@@ -95,6 +91,47 @@ class SingleEncoder(TextEncoder):
 
         return encode
 
+    def open_tokenizer(self) -> Tokenizer:
+        tokenizer, settings = self._open_tokenizer()
+        return tokenizer_of_transformers(tokenizer, max_length=self._length(tokenizer, settings))
+
+    def _length(self, tokenizer: Any, settings: Any) -> int:
+        """Tokens of a caption.
+
+        Raises:
+            ConfigError: `text_encoder.max_length` is larger than the encoder reads.
+        """
+        settings = getattr(settings, "encoder", settings)
+        positions = getattr(settings, "max_position_embeddings", None)  # None: relative ones, as in T5
+        most = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
+        length: int = self.max_length or min(most, _MAX_LENGTH)
+        if length > most:
+            right = f"must be at most {most}, the tokens that this encoder reads"
+            raise option_error("text_encoder.max_length", length, right)
+        return length
+
+    def _open_tokenizer(self) -> tuple[Any, Any]:
+        """The tokenizer and the configuration of the model.
+
+        Raises:
+            ConfigError: transformers cannot open them.
+        """
+        transformers: Any = import_optional("transformers", extra="text")
+        silence_libraries("transformers")
+        with self._refusing():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+            settings = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
+        return tokenizer, getattr(settings, "text_config", settings) if settings.model_type == "clip" else settings
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Turns what transformers raises for a folder that it cannot open into one line."""
+        try:
+            yield
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, ImportError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise option_error("text_encoder.path", str(self.folder), f"cannot be opened: {reason}") from error
+
     def _open(self) -> tuple[Any, Any]:
         """The tokenizer and the model.
 
@@ -103,18 +140,13 @@ class SingleEncoder(TextEncoder):
         """
         transformers: Any = import_optional("transformers", extra="text")
         options: dict[str, Any] = {"dtype": self.dtype, "use_safetensors": True, "local_files_only": True}
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-            settings = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
-            settings = getattr(settings, "text_config", settings) if settings.model_type == "clip" else settings
+        tokenizer, settings = self._open_tokenizer()
+        with self._refusing():
             known = type(settings) in transformers.AutoModelForTextEncoding._model_mapping
             if known:
                 settings.is_encoder_decoder = False  # T5Gemma asks for it, T5 does it itself
             opener = transformers.AutoModelForTextEncoding if known else transformers.AutoModel
             model, info = opener.from_pretrained(self.folder, config=settings, output_loading_info=True, **options)
-        except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, ImportError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise option_error("text_encoder.path", str(self.folder), f"cannot be opened: {reason}") from error
         if missing := sorted(info["missing_keys"]):  # transformers would draw them at random
             right = f"lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them"
             raise option_error("text_encoder.path", str(self.folder), right)

@@ -22,6 +22,7 @@ from torchditan.config.errors import option_error
 from torchditan.config.optional_libraries import how_to_install, import_optional
 from torchditan.config.options import Config
 from torchditan.finetune.captions.encode import TextEncoder, check_own_model
+from torchditan.finetune.captions.tokens import TokenCount, Tokenizer
 from torchditan.run.atomic_files import sha256_of
 from torchditan.run.tensor_cache import hash_of
 
@@ -38,6 +39,9 @@ class StaticEmbeddings(TextEncoder):
         max_length: tokens of a caption, the first of which marks its beginning.
         dtype: of the embeddings.
     """
+
+    text_blocks = 2
+    is_lookup = True
 
     def __init__(self, folder: Path, *, max_length: int, dtype: torch.dtype) -> None:
         self.folder = folder
@@ -60,16 +64,34 @@ class StaticEmbeddings(TextEncoder):
         import_optional("tokenizers", extra="text")
         return cls(Path(places[0]), max_length=given.max_length or _MAX_LENGTH, dtype=getattr(torch, given.dtype))
 
-    def open(self, device: torch.device) -> Callable[[list[str]], dict[str, torch.Tensor]]:
+    def open_tokenizer(self) -> Tokenizer:
+        tokenizer = self._tokenizer()
+        space, first_byte = tokenizer.token_to_id("▁"), tokenizer.token_to_id("<0x00>")
+
+        def count(captions: list[str]) -> list[TokenCount]:
+            counts = []
+            for encoded in tokenizer.encode_batch(captions):
+                ids = encoded.ids[1:]  # the first token marks the beginning
+                num_bytes = sum(first_byte <= token < first_byte + 256 for token in ids)
+                counts.append(TokenCount(len(encoded.ids), len(ids) - num_bytes - ids.count(space), num_bytes))
+            return counts
+
+        return Tokenizer(self.max_length, count)
+
+    def _tokenizer(self) -> Any:
         tokenizers: Any = import_optional("tokenizers", extra="text")
-        tokenizer = tokenizers.Tokenizer.from_file(str(self.folder / _TOKENIZER))
+        return tokenizers.Tokenizer.from_file(str(self.folder / _TOKENIZER))
+
+    def open(self, device: torch.device) -> Callable[[list[str]], dict[str, torch.Tensor]]:
+        tokenizer = self._tokenizer()
         tokenizer.enable_truncation(self.max_length)
         tokenizer.enable_padding(length=self.max_length)
         (table,) = load_file(self.folder / _WEIGHTS).values()  # (tokens, 256) float16
         table = table.to(device, self.dtype)
 
         def encode(captions: list[str]) -> dict[str, torch.Tensor]:
-            encoded = tokenizer.encode_batch(captions)
+            # Not `encode_batch`: it starts threads, and a process with them must not fork loader workers.
+            encoded = [tokenizer.encode(caption) for caption in captions]
             ids = torch.tensor([one.ids for one in encoded], device=device)  # (n, L)
             mask = torch.tensor([one.attention_mask for one in encoded], device=device).bool()
             return {"prompt_embeds": table[ids] * mask[..., None], "prompt_attention_mask": mask}

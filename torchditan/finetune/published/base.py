@@ -79,6 +79,8 @@ class PublishedModel(nn.Module):
     LoRAs with kohya's names need this table."""
     not_in_sd_scripts: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the publisher's layer names for which sd-scripts does not load LoRAs."""
+    caption_tokenizer: ClassVar[str | None] = "tokenizer"
+    """Folder of the pipeline's tokenizer that cuts captions to `text_length`. None: it puts them into a template."""
     sets_hooks: ClassVar[bool] = False
     """Whether `predict` sets hooks (`called_with`), which torch.compile cannot trace."""
     kept: ClassVar[frozenset[str]] = frozenset()

@@ -85,6 +85,7 @@ class Flux(PublishedModel):
     name = "flux"
     model_class = "FluxTransformer2DModel"
     pipeline_class = "FluxPipeline"
+    caption_tokenizer = "tokenizer_2"
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     embeds_guidance = True

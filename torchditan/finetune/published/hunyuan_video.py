@@ -46,6 +46,7 @@ class HunyuanVideo(PublishedModel):
     name = "hunyuan_video"
     model_class = "HunyuanVideoTransformer3DModel"
     pipeline_class = "HunyuanVideoPipeline"
+    caption_tokenizer = None
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     temporal_downsampling = 4
     lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")

@@ -42,6 +42,7 @@ class QwenImage(PublishedModel):
     name = "qwen_image"
     model_class = "QwenImageTransformer2DModel"
     pipeline_class = "QwenImagePipeline"
+    caption_tokenizer = None
     lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     sets_hooks = True
     flavors: ClassVar[dict[str, Flavor]] = {

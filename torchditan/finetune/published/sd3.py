@@ -84,6 +84,7 @@ class SD3(PublishedModel):
     name = "sd3"
     model_class = "SD3Transformer2DModel"
     pipeline_class = "StableDiffusion3Pipeline"
+    caption_tokenizer = "tokenizer_3"
     lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **with_prefixes("joint_blocks.*", "transformer_blocks.*", _JOINT),

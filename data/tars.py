@@ -1,0 +1,531 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Tar shards as WebDataset writes them: where they are, an index of their members on disk, and members read in place.
+
+Notable:
+- a sample is all members of one key, the name up to the first dot of the file name: `0001.jpg` with `0001.cls`;
+- the index of a folder, a pattern or an address is one file with a line for each shard, appended when the shard was
+  read. A pass that is killed continues. A shard whose size or time changed is read again;
+- the index holds names, places, the text of `.txt`, `.json` and `.cls`, and what is damaged. Opening reads no shard;
+- images are checked as file_check.py checks files, in the same pass;
+- shards at an address of fsspec (`s3://...`) are read in blocks, which a folder keeps (`RemoteFile`). fsspec's own
+  block cache shares one file of metadata, which ranks and loader workers would overwrite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import io
+import itertools
+import json
+import os
+import posixpath
+import re
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from torchditan.config.errors import ConfigError, option_error, some
+from torchditan.config.optional_libraries import import_optional
+from torchditan.datasets.file_check import damage_in
+from torchditan.datasets.images import IMAGE_SUFFIXES
+from torchditan.run.atomic_files import write_file
+from torchditan.run.progress import report_progress
+
+TEXT_SUFFIXES = frozenset([".cls", ".json", ".txt"])
+_MOST_TEXT = 1 << 20
+_VERSION = 1
+_BLOCK_SIZE = 1 << 22
+_REMOTE_THREADS = 8
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file at an address of fsspec. Its blocks of 4 MiB are kept in a folder, if there is one.
+
+    A block is written under a temporary name, so any number of processes may share the folder. Above `limit` bytes, the
+    oldest blocks in it are deleted.
+    """
+
+    address: str
+    size: int
+    folder: Path | None
+    """Blocks of this version of this file; its parent holds those of all files."""
+    limit: int | None = None
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Up to `count` bytes from `offset` on; fewer at the end of the file."""
+        end = min(offset + count, self.size)
+        if end <= offset:
+            return b""
+        numbers = range(offset // _BLOCK_SIZE, (end - 1) // _BLOCK_SIZE + 1)
+        first = numbers[0] * _BLOCK_SIZE
+        return b"".join(map(self._block, numbers))[offset - first : end - first]
+
+    def _block(self, number: int) -> bytes:
+        if self.folder is None:
+            return self._fetch(number)
+        path = self.folder / f"{number:06d}"
+        with contextlib.suppress(OSError):
+            return path.read_bytes()
+        block = self._fetch(number)
+        with contextlib.suppress(OSError):  # a full disk
+            write_file(path, block)
+            if self.limit is not None:
+                _delete_oldest(self.folder.parent, limit=self.limit)
+        return block
+
+    def _fetch(self, number: int) -> bytes:
+        fsspec = import_optional("fsspec", extra="hub")
+        start, end = number * _BLOCK_SIZE, min((number + 1) * _BLOCK_SIZE, self.size)
+        try:
+            system, path = fsspec.core.url_to_fs(self.address)  # an instance of this process, not of a parent
+            block: bytes = system.cat_file(path, start=start, end=end)
+        except Exception as error:  # errors of a protocol's own library
+            raise _unreachable(self.address, error) from error
+        if len(block) != end - start:
+            raise option_error("dataset.root_dir", self.address, "changed while it was read; start the run again")
+        return block
+
+
+def _delete_oldest(folder: Path, *, limit: int) -> None:
+    """Delete the oldest blocks, until those in `folder` have at most `limit` bytes."""
+    states = []
+    for path in folder.glob("*/*"):
+        with contextlib.suppress(FileNotFoundError):  # another process deleted it
+            states.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+    total = sum(size for _, size, _ in states)
+    for _, size, path in sorted(states):
+        if total <= limit:
+            return
+        path.unlink(missing_ok=True)
+        total -= size
+
+
+def _unreachable(address: str, error: Exception) -> ConfigError:
+    reason = (str(error).strip().splitlines() or [""])[0]
+    return option_error("dataset.root_dir", address, f"cannot be read ({type(error).__name__}: {reason})")
+
+
+@dataclass(frozen=True)
+class TarMember:
+    """A file inside an uncompressed tar, read in place."""
+
+    path: Path | RemoteFile
+    offset: int
+    size: int
+    damage: str | None = None
+    """Why it cannot be read."""
+
+    def open(self) -> BinaryIO:
+        if self.damage is not None:
+            raise OSError(self.damage)
+        return _Reader(_open_part(self.path, self.offset, self.size))
+
+
+class _Part(io.RawIOBase):
+    """`size` bytes of a file, starting at `offset`."""
+
+    def __init__(
+        self, read_at: Callable[[int, int], bytes], offset: int, size: int, *, on_close: Callable[[], None]
+    ) -> None:
+        self.read_at, self.offset, self.size, self.on_close = read_at, offset, size, on_close
+        self.place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.place = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence])
+        return self.place
+
+    def tell(self) -> int:
+        return self.place
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._next(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def readall(self) -> bytes:
+        return self._next(self.size)
+
+    def _next(self, count: int) -> bytes:
+        data = self.read_at(self.offset + self.place, min(count, max(0, self.size - self.place)))
+        self.place += len(data)
+        return data
+
+    def close(self) -> None:
+        if not self.closed:
+            self.on_close()
+        super().close()
+
+
+class _Reader(io.BufferedReader):
+    """Buffers a `_Part`. A plain BufferedReader allocates all bytes that a header asks for, before it reads any."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, cast(_Part, self.raw).size - self.tell())
+        return super().read(left if size is None or size < 0 else min(size, left))
+
+
+def _open_part(file: Path | RemoteFile, offset: int, size: int) -> _Part:
+    if isinstance(file, RemoteFile):
+        return _Part(file.read_at, offset, size, on_close=lambda: None)
+    descriptor = os.open(file, os.O_RDONLY)
+    return _Part(
+        lambda place, count: os.pread(descriptor, count, place), offset, size, on_close=lambda: os.close(descriptor)
+    )
+
+
+@dataclass(frozen=True)
+class Place:
+    """A shard, and its state when it was found."""
+
+    name: str
+    """Its path below the folder that all shards share, in names of samples."""
+    file: Path | RemoteFile
+    size: int
+    time: str
+    """Time of its last change, or what its store has instead."""
+
+
+@dataclass
+class Members:
+    """The members of a shard with one suffix."""
+
+    keys: list[int] = field(default_factory=list)
+    """Of each member, the number of its key in `Shard.keys`."""
+    offsets: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    """The content of text members; bytes that are not UTF-8 are lone surrogates."""
+    damages: dict[str, str] = field(default_factory=dict)
+    """Number of an unreadable member, as text -> the reason."""
+
+
+@dataclass
+class Shard:
+    place: Place
+    keys: list[str]
+    """Folder and key of each sample: `a/0001`."""
+    members: dict[str, Members]
+    """By everything after the key: `.jpg`, `.seg.png`."""
+    damage: str | None
+    """Why members may be missing at its end."""
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The content of a `.json` member.
+
+    Raises:
+        ValueError: it is not a JSON object.
+    """
+    try:
+        values = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(values, dict):
+        raise ValueError('must be {"key": value}')
+    return values
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """A line on stderr, of rank 0, for both splits only once."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
+
+
+def kind_of(suffix: str) -> str:
+    """`.png` of `.seg.PNG`."""
+    return os.path.splitext(f"x{suffix}")[1].lower()
+
+
+def split_roots(root: str) -> tuple[str, str | None]:
+    """Where the training and the held-out shards are; the second is None without a split.
+
+    Of a folder with `train/`, its `val/` or `validation/` are the held-out shards.
+    """
+    if "://" in root:
+        if root.endswith(".tar") or "{" in root:
+            return root, None
+        folders = [info["name"] for info in _list_remote(root)[1] if info["type"] == "directory"]
+        names, join = [posixpath.basename(name.rstrip("/")) for name in folders], posixpath.join
+    else:
+        folder = Path(root).expanduser()
+        names, join = [name for name in ("train", "val", "validation") if (folder / name).is_dir()], os.path.join
+    if "train" not in names:
+        return root, None
+    held_out = next((name for name in ("val", "validation") if name in names), None)
+    return join(root, "train"), None if held_out is None else join(root, held_out)
+
+
+def open_shards(root: str, *, cache_folder: Path | None, blocks_gib: float | None = None) -> list[Shard]:
+    """The shards of `dataset.root_dir`, sorted by name: a folder of them, one file, a pattern or an address.
+
+    Args:
+        cache_folder: keeps the index, and blocks of remote shards; None keeps nothing.
+        blocks_gib: `dataset.remote_cache_gib`.
+
+    Raises:
+        ConfigError: a shard does not exist or cannot be reached, or there are none.
+    """
+    folder = None if cache_folder is None else cache_folder / "tars"
+    if "://" in root:
+        limit = None if blocks_gib is None else int(blocks_gib * 2**30)
+        places = _find_remote(root, blocks=None if folder is None else folder / "blocks", limit=limit)
+    else:
+        places = _find_local(root)
+    if not places:
+        raise option_error("dataset.root_dir", root, "holds no .tar files")
+    absolute = root if "://" in root else os.path.abspath(Path(root).expanduser())
+    name = hashlib.sha256(f"{_VERSION} {absolute}".encode(errors="surrogateescape")).hexdigest()[:16]
+    return _read_index(places, root=root, path=None if folder is None else folder / f"{name}.jsonl")
+
+
+def read_text(root: str, name: str) -> str | None:
+    """The text of a small file in the folder of these shards; None if there is none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    folder = posixpath.dirname(expand_braces(root)[0]) if root.endswith(".tar") else root
+    if "://" in root:
+        system, found = _list_remote(folder)
+        infos = [info for info in found if posixpath.basename(info["name"]) == name]
+        files = [RemoteFile(system.unstrip_protocol(info["name"]), info["size"], None) for info in infos]
+        return files[0].read_at(0, _MOST_TEXT).decode() if files else None
+    path = Path(folder).expanduser() / name
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """`a-{000..002}.tar` -> a-000.tar, a-001.tar, a-002.tar; `{a,b}` lists words. Several braces are combined."""
+    parts = re.split(r"\{([^{}]*)\}", pattern)
+    choices = [[part] if place % 2 == 0 else _choices(part) for place, part in enumerate(parts)]
+    return ["".join(words) for words in itertools.product(*choices)]
+
+
+def _choices(text: str) -> list[str]:
+    match = re.fullmatch(r"(\d+)\.\.(\d+)", text)
+    if match is None:
+        return text.split(",")
+    first, last = match.groups()
+    width = len(first) if first.startswith("0") or len(first) == len(last) else 0
+    return [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
+
+
+def _find_local(root: str) -> list[Place]:
+    path = Path(root).expanduser()
+    if path.is_dir():
+        paths = sorted(path.glob("*.tar"))
+    else:
+        paths = [path] if path.exists() else [Path(text) for text in expand_braces(str(path))]
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        raise option_error("dataset.root_dir", root, _not_there(missing, len(paths)))
+    states = [path.stat() for path in paths]
+    names = _names([path.as_posix() for path in paths])
+    return [
+        Place(name, path.absolute(), state.st_size, str(state.st_mtime_ns))
+        for name, path, state in zip(names, paths, states, strict=True)
+    ]
+
+
+def _names(paths: list[str]) -> list[str]:
+    """The paths below their common folder."""
+    common = posixpath.commonpath([posixpath.dirname(path) for path in paths]) if paths else ""
+    return [posixpath.relpath(path, common or ".") for path in paths]
+
+
+def _list_remote(folder: str) -> tuple[Any, list[dict[str, Any]]]:
+    """The file system of a remote folder, and its content: `name`, `type`, `size` and more of each."""
+    fsspec = import_optional("fsspec", extra="hub")
+    try:
+        system, path = fsspec.core.url_to_fs(folder)
+        return system, system.ls(path, detail=True)
+    except Exception as error:
+        raise _unreachable(folder, error) from error
+
+
+def _find_remote(root: str, *, blocks: Path | None, limit: int | None) -> list[Place]:
+    addresses = expand_braces(root)
+    is_folder = len(addresses) == 1 and not root.endswith(".tar")
+    infos: dict[str, dict[str, Any]] = {}
+    for folder in [root] if is_folder else sorted({posixpath.dirname(address) for address in addresses}):
+        system, found = _list_remote(folder)
+        infos |= {info["name"]: info for info in found}
+    if is_folder:
+        paths = sorted(path for path in infos if path.endswith(".tar"))
+    else:
+        paths = [system._strip_protocol(address) for address in addresses]
+    missing = [path for path in paths if path not in infos]
+    if missing:
+        raise option_error("dataset.root_dir", root, _not_there(missing, len(paths)))
+    return [
+        _remote_place(name, system.unstrip_protocol(path), infos[path], blocks=blocks, limit=limit)
+        for name, path in zip(_names(paths), paths, strict=True)
+    ]
+
+
+def _remote_place(name: str, address: str, info: dict[str, Any], *, blocks: Path | None, limit: int | None) -> Place:
+    stamps = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
+    time = next((str(info[stamp]) for stamp in stamps if info.get(stamp) is not None), "")
+    version = hashlib.sha256(f"{address} {info['size']} {time}".encode()).hexdigest()[:16]
+    file = RemoteFile(address, info["size"], None if blocks is None else blocks / version, limit)
+    return Place(name, file, info["size"], time)
+
+
+def _not_there(missing: list[str], num_shards: int) -> str:
+    return "does not exist" if num_shards == 1 else f"{some(missing)} of {num_shards} shards do not exist"
+
+
+def _read_index(places: list[Place], *, root: str, path: Path | None) -> list[Shard]:
+    """The index of these shards. Those that `path` lacks, or has in another state, are read and added to it."""
+    shards = _load(places, path)
+    if path is None:
+        _read_missing(places, shards, root=root, write=lambda line: None)
+    elif len(shards) < len(places):
+        with _lock(path):
+            shards = _load(places, path)  # another rank may have read them
+            with contextlib.ExitStack() as stack:
+                write: Callable[[bytes], object] = lambda line: None  # noqa: E731
+                with contextlib.suppress(OSError):  # a folder that cannot be written: the next start reads them again
+                    write = stack.enter_context(open(path, "ab", buffering=0)).write
+                    write(b"\n")  # after a line that a killed process did not finish
+                _read_missing(places, shards, root=root, write=write)
+    return [shards[place.name] for place in places]
+
+
+def _read_missing(
+    places: list[Place], shards: dict[str, Shard], *, root: str, write: Callable[[bytes], object]
+) -> None:
+    missing = [place for place in places if place.name not in shards]
+    if not missing:
+        return
+    is_remote = any(isinstance(place.file, RemoteFile) for place in missing)
+    with (
+        report_progress(f"reading the members of {root}", total=len(missing), unit="shards") as advance,
+        ThreadPoolExecutor(_REMOTE_THREADS) as threads,
+    ):
+        read: Iterator[Shard] = threads.map(read_shard, missing) if is_remote else map(read_shard, missing)
+        for shard in read:
+            shards[shard.place.name] = shard
+            with contextlib.suppress(OSError):
+                write(_to_line(shard))
+            advance(1)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Other ranks wait until one has read the shards. Without locks, each reads them, and all write the same lines."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(open(path.with_suffix(".lock"), "w")), fcntl.LOCK_EX)
+        yield
+
+
+def _to_line(shard: Shard) -> bytes:
+    members = {suffix: vars(members) for suffix, members in shard.members.items()}
+    state = (shard.place.name, shard.place.size, shard.place.time)
+    return json.dumps([*state, shard.keys, members, shard.damage], separators=(",", ":")).encode() + b"\n"
+
+
+def _load(places: list[Place], path: Path | None) -> dict[str, Shard]:
+    """Name -> shard, of those that the index has in their present state. Lines that do not parse do not count."""
+    here = {place.name: place for place in places}
+    shards: dict[str, Shard] = {}
+    if path is None or not path.exists():
+        return shards
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                name, size, time, keys, members, damage = json.loads(line)
+                place = here.get(name)
+                if place is not None and (place.size, place.time) == (size, time):
+                    columns = {suffix: Members(**column) for suffix, column in members.items()}
+                    shards[name] = Shard(place, keys, columns, damage)
+            except (ValueError, TypeError, AttributeError, RecursionError):
+                continue
+    return shards
+
+
+def read_shard(place: Place) -> Shard:
+    """Read the names of all members of a shard, its texts, and the ends of its images.
+
+    Raises:
+        ConfigError: it cannot be opened or read. Damage of its content is part of the result.
+    """
+    shard = Shard(place, [], {}, None)
+    try:
+        with _open_part(place.file, 0, place.size) as raw:
+            shard.damage = _read_members(shard, raw)
+    except OSError as error:
+        raise option_error("dataset.root_dir", str(place.file), f"cannot be read: {error.strerror or error}") from error
+    return shard
+
+
+def _read_members(shard: Shard, raw: _Part) -> str | None:
+    """Add all members, and return why some may be missing."""
+    numbers: dict[str, int] = {}
+    last, offset = None, 0
+    try:
+        with tarfile.open(fileobj=_Reader(raw), mode="r:") as tar:
+            for member in tar:
+                tar.members = []  # type: ignore[attr-defined]  # it would keep all
+                last, offset = member.name, tar.offset
+                if member.isreg() and not member.issparse():
+                    _add(shard, numbers, member, raw)
+    except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # numbers, and chains of headers
+        if last is None:
+            return f"not a readable, uncompressed tar ({error})"
+    # tarfile also stops at a header that is damaged or incomplete. A whole tar ends with blocks of zeros.
+    end = raw.read_at(offset, tarfile.BLOCKSIZE)
+    if len(end) == tarfile.BLOCKSIZE and not any(end):
+        return None
+    return f"truncated or damaged after the start of {last}"
+
+
+def _add(shard: Shard, numbers: dict[str, int], member: tarfile.TarInfo, raw: _Part) -> None:
+    folder, slash, base = member.name.rpartition("/")
+    key, dot, suffix = base.partition(".")
+    if not key or not dot:  # hidden, or without a suffix
+        return
+    key = f"{folder}{slash}{key}"
+    if key not in numbers:
+        numbers[key] = len(shard.keys)
+        shard.keys.append(key)
+    members = shard.members.setdefault(f".{suffix}", Members())
+    is_whole = member.offset_data + member.size <= shard.place.size
+    kind = kind_of(f".{suffix}")
+    if kind in TEXT_SUFFIXES:
+        if not is_whole:
+            return
+        text = raw.read_at(member.offset_data, min(member.size, _MOST_TEXT))
+        members.texts.append(text.decode("utf-8", "surrogateescape"))
+    damage = None if is_whole else "incomplete"
+    if is_whole and kind in IMAGE_SUFFIXES:
+        damage = _image_damage(raw, member)
+    if damage is not None:
+        members.damages[str(len(members.keys))] = damage
+    members.keys.append(numbers[key])
+    members.offsets.append(member.offset_data)
+    members.sizes.append(member.size)
+
+
+def _image_damage(raw: _Part, member: tarfile.TarInfo) -> str | None:
+    start = raw.read_at(member.offset_data, min(12, member.size))
+    end = raw.read_at(member.offset_data + max(0, member.size - 12), min(12, member.size))
+    part = _Part(raw.read_at, member.offset_data, member.size, on_close=lambda: None)
+    return damage_in(_Reader(part), start=start, end=end, size=member.size)

@@ -1,0 +1,246 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Images in WebDataset shards, with labels: `key.jpg` with `key.cls`, or with `dataset.label_key` in `key.json`.
+
+Notable:
+- shards without any label train without labels. If only some images lack one, these count as unreadable, as do images
+  that the index found damaged, labels without an image, and the missing end of a shard. The check of files before
+  training (job/check_files.py) names them all;
+- an unreadable image keeps its number, so `dataset.corrupt_images` does not change the numbers of others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchditan.config import options
+from torchditan.config.errors import option_error
+from torchditan.data_stream.datasets import ImageDataset
+from torchditan.datasets.caption_sources import read_bytes
+from torchditan.datasets.folder import Split, held_out
+from torchditan.datasets.images import IMAGE_SUFFIXES, Crop, corrupt_image, load_sample
+from torchditan.datasets.options import existing_path, height_and_width, is_tar_address, photo_channels, refuse
+from torchditan.datasets.tars import Place, Shard, TarMember, json_object, kind_of, open_shards, read_text, split_roots
+
+CLASSES_FILE = "classes.txt"
+"""In the folder of the shards, or in that of `train/`: the names of the classes 0, 1, ..., one in each line."""
+_NO_LABEL = np.iinfo(np.int64).min
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Images of shards, in their order. Some cannot be read."""
+
+    shards: list[Place]
+    names: np.ndarray
+    """(N,) bytes, `0000.tar/key.jpg`: one array instead of Python objects, whose memory forked workers would copy."""
+    members: np.ndarray
+    """(N, 3) int64: number of the shard, offset and size."""
+    labels: np.ndarray | None
+    """(N,) int64; 0 for those without a label. None if no sample has one."""
+    damages: dict[int, str]
+    """Number of an unreadable sample -> the reason."""
+
+    def keep(self, chosen: np.ndarray) -> Samples:
+        """Those where `chosen` (N,) bool is true."""
+        numbers = np.cumsum(chosen) - 1
+        return Samples(
+            self.shards,
+            self.names[chosen],
+            self.members[chosen],
+            None if self.labels is None else self.labels[chosen],
+            {int(numbers[place]): reason for place, reason in self.damages.items() if chosen[place]},
+        )
+
+
+class TarImages(ImageDataset):
+    """Images in tar shards, read in place and decoded on access."""
+
+    horizontal_flip = True
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        name: str,
+        root: Path,
+        class_names: list[str],
+        sample_shape: tuple[int, ...],
+        crop: Crop,
+    ) -> None:
+        self.samples = samples
+        self.name = name
+        self.root = root
+        self.class_names = class_names
+        self.class_labels = samples.labels if class_names else None
+        self.sample_shape = sample_shape
+        self.crop = crop
+        self.other_files: dict[str, int] = {}
+        # Like that of a folder: names in the shards, not content. Moved shards are the same data.
+        self.fingerprint = f"members-{hashlib.sha256(samples.names.tobytes()).hexdigest()[:16]}"
+
+    def __len__(self) -> int:
+        return len(self.samples.names)
+
+    def path_of(self, index: int) -> Path:
+        return Path(self._name_of(index))
+
+    def _name_of(self, index: int) -> str:
+        return str(self.samples.names[index].decode("utf-8", "surrogateescape"))
+
+    def file_sizes(self) -> dict[str, int]:
+        return {shard.name: shard.size for shard in self.samples.shards}
+
+    def check_files(self, cache_folder: Path) -> Iterator[tuple[int, dict[int, str]]]:
+        """Yields what the index knows, at once."""
+        yield len(self), self.samples.damages
+
+    def content_of(self, index: int) -> bytes:
+        """The encoded image.
+
+        Raises:
+            CorruptImageError: it cannot be read.
+        """
+        if (damage := self.samples.damages.get(index)) is not None:
+            raise corrupt_image(self._name_of(index), damage)
+        shard, offset, size = self.samples.members[index].tolist()
+        return read_bytes(TarMember(self.samples.shards[shard].file, offset, size), where=self._name_of(index))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        where, data = self._name_of(index), self.content_of(index)
+        sample = load_sample(data, sample_shape=self.sample_shape, where=where, crop=self.crop, number=index)
+        item: dict[str, Any] = {"sample": torch.from_numpy(sample)}
+        if self.class_labels is not None:
+            item["class_label"] = int(self.class_labels[index])
+        return item
+
+
+def read_samples(shards: Sequence[Shard], *, label_key: str | None) -> Samples:
+    """The images of these shards; `label_key` None reads no labels.
+
+    Raises:
+        ConfigError: two images of a shard have one key.
+    """
+    names: list[bytes] = []
+    members: list[np.ndarray] = [np.zeros((0, 3), dtype=np.int64)]
+    labels: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
+    damages: dict[int, str] = {}
+    for number, shard in enumerate(shards):
+        rows = _rows_of(shard, label_key)
+        damages |= {len(names) + place: row.damage for place, row in enumerate(rows) if row.damage is not None}
+        names += [row.name.encode("utf-8", "surrogateescape") for row in rows]
+        members.append(np.array([(number, row.offset, row.size) for row in rows], dtype=np.int64).reshape(-1, 3))
+        labels.append(np.array([row.label for row in rows], dtype=np.int64))
+    all_labels = np.concatenate(labels)
+    bare = all_labels == _NO_LABEL
+    if not bare.all():
+        damages |= {place: damages.get(place, "it has no label") for place in np.flatnonzero(bare).tolist()}
+    return Samples(
+        shards=[shard.place for shard in shards],
+        names=np.array(names, dtype=bytes),
+        members=np.concatenate(members),
+        labels=None if bare.all() else np.where(bare, 0, all_labels),
+        damages=dict(sorted(damages.items())),
+    )
+
+
+class _Row(NamedTuple):
+    name: str
+    offset: int
+    size: int
+    label: int
+    damage: str | None
+
+
+def _rows_of(shard: Shard, label_key: str | None) -> list[_Row]:
+    """The images of a shard by their key, then what is missing."""
+    labels, problems = _read_labels(shard, label_key)
+    rows: dict[int, _Row] = {}
+    for suffix, members in shard.members.items():
+        if kind_of(suffix) not in IMAGE_SUFFIXES:
+            continue
+        for place, (key, offset, size) in enumerate(zip(members.keys, members.offsets, members.sizes, strict=True)):
+            name = f"{shard.place.name}/{shard.keys[key]}{suffix}"
+            if key in rows:
+                right = f"{rows[key].name} and {name} have one key; rename or remove one"
+                raise option_error("dataset.root_dir", str(shard.place.file), right)
+            damage = members.damages.get(str(place), problems.get(key))
+            rows[key] = _Row(name, offset, size, labels.get(key, _NO_LABEL), damage)
+    found = [rows[key] for key in sorted(rows)]
+    found += [
+        _Row(f"{shard.place.name}/{shard.keys[key]}", 0, 0, _NO_LABEL, "its image is missing")
+        for key in sorted(labels.keys() | problems.keys())
+        if key not in rows
+    ]
+    if shard.damage is not None:
+        found.append(_Row(shard.place.name, 0, 0, _NO_LABEL, shard.damage))
+    return found
+
+
+def _read_labels(shard: Shard, label_key: str | None) -> tuple[dict[int, int], dict[int, str]]:
+    """Number of a key -> its label, and of those that have an invalid one, the reason."""
+    labels: dict[int, int] = {}
+    problems: dict[int, str] = {}
+    for kind, suffix in sorted(((kind_of(suffix), suffix) for suffix in shard.members), reverse=True):
+        members = shard.members[suffix]
+        if label_key is None or kind not in (".cls", ".json"):
+            continue
+        for key, text in zip(members.keys, members.texts, strict=True):  # .json first, so that .cls replaces it
+            try:
+                label = int(text) if kind == ".cls" else json_object(text).get(label_key)
+            except ValueError:
+                problems[key] = f"its {kind} is not {'an integer' if kind == '.cls' else 'a JSON object'}"
+                continue
+            if type(label) is int and abs(label) < 2**62:
+                labels[key] = label
+            elif label is not None:
+                problems[key] = f"its label is {json.dumps(label)[:40]}, not an integer"
+    return labels, problems
+
+
+def build(
+    config: options.Dataset, *, split: Split, input_channels: int | None = None, cache_folder: Path | None = None
+) -> TarImages:
+    refuse(config, "hub_name")
+    root = str(config.root_dir if is_tar_address(config.root_dir) else existing_path(config))
+    label_key = None if config.num_classes == 0 else config.label_key
+
+    def read(place: str) -> Samples:
+        shards = open_shards(place, cache_folder=cache_folder, blocks_gib=config.remote_cache_gib)
+        return read_samples(shards, label_key=label_key)
+
+    train_root, validation_root = split_roots(root)
+    train = samples = read(train_root)
+    if validation_root is not None and split == "validation":
+        samples = read(validation_root)
+    class_names: list[str] = []
+    if train.labels is not None:
+        class_names = _class_names({root, train_root}, num_classes=int(train.labels.max()) + 1)
+    if class_names and samples.labels is None:
+        raise option_error("dataset.root_dir", str(validation_root), "has no labels, but the training images have some")
+    if validation_root is None:
+        samples = train.keep(held_out(train.names) == (split == "validation"))
+    return TarImages(
+        samples,
+        name=config.dataset_name,
+        root=Path(root),
+        class_names=class_names,
+        sample_shape=(photo_channels(config, input_channels), *height_and_width(config, default=(256, 256))),
+        crop=config.crop,
+    )
+
+
+def _class_names(roots: set[str], *, num_classes: int) -> list[str]:
+    """The lines of `classes.txt`, or "class 0" and so on."""
+    for root in sorted(roots):
+        text = read_text(root, CLASSES_FILE)
+        if text is not None:
+            return text.splitlines()
+    return [f"class {label}" for label in range(num_classes)]

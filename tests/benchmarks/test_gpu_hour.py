@@ -1,0 +1,186 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""benchmarks/gpu_hour.py with sections that only print, and cheap real ones on a CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # a folder of scripts, not a package
+
+import gpu_hour
+import gpu_hour_sections
+from gpu_hour import REPOSITORY
+from gpu_hour_sections import Figure, Found, Section
+
+PRINT = (sys.executable, "-c", "open(r'{folder}/n', 'w').write('7')")
+FAIL = (sys.executable, "-c", "print('before'); raise ValueError('no | kernel')")
+
+
+def read_number(folder: Path, outputs: Sequence[str]) -> Found:
+    number = int((folder / "n").read_text())
+    return Found([{"what": "n", "number": number, "ratio": number / 3}], problem=None if number == 7 else "not 7")
+
+
+def section(name: str, *commands: tuple[str, ...], expected_s: float = 30.0, **options: Any) -> Section:
+    return Section(name, f"Title of {name}", expected_s, commands, read_number, **options)
+
+
+@pytest.fixture
+def hour(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """`hour([sections], "--flags")`: the exit code and the JSON."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def run(sections: list[Section], *flags: str) -> tuple[int, dict[str, Any]]:
+        monkeypatch.setattr(gpu_hour, "build_sections", lambda **_: sections)
+        out = tmp_path / "hour.json"
+        code = gpu_hour.main([f"--out={out}", *flags])
+        return code, json.loads(out.read_text())
+
+    return run
+
+
+def test_a_failed_section_is_recorded_and_the_others_go_on(hour: Any, tmp_path: Path) -> None:
+    code, document = hour([section("bad", PRINT, FAIL, PRINT), section("good", PRINT)])
+    assert code == 1
+    bad, good = document["sections"]["bad"], document["sections"]["good"]
+    assert (bad["status"], bad["error"]) == ("failed", "exit code 1: ValueError: no | kernel")
+    assert bad["rows"][0]["number"] == 7, "what the first command measured is kept"
+    assert "before" in bad["output_tail"]
+    assert (good["status"], good["error"], good["rows"][0]["ratio"]) == ("ok", None, 7 / 3)
+    assert good["commands"][0].startswith("python -c ")
+    assert document["versions"]["torch"] and "git_commit" in document and document["device_name"]
+    page = (tmp_path / "hour.md").read_text()
+    assert "> exit code 1: ValueError: no | kernel" in page
+    assert "| what | number | ratio |\n| --- | --- | --- |\n| n | 7 | 2.333 |\n" in page
+    assert "Tiny models" in page and "Emulated" not in page
+
+
+def test_the_same_command_continues_with_what_has_no_record(hour: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hour([section("bad", FAIL)])[0] == 1
+    before = hour([section("bad", FAIL), section("good", PRINT)])[1]["sections"]["bad"]
+    printed = capsys.readouterr().out
+    assert printed.count("bad: Title") == 1, "a failure is not repeated"
+    code, document = hour([section("bad", PRINT), section("good", PRINT)], "bad")
+    assert code == 0, "a section that is named runs again"
+    assert before["status"] == "failed" and document["sections"]["bad"]["status"] == "ok"
+    assert len(document["commands"]) == 3
+
+
+def test_what_does_not_fit_into_the_time_is_not_run_and_runs_later(hour: Any) -> None:
+    code, document = hour([section("long", PRINT, expected_s=90.0), section("short", PRINT)], "--minutes=1")
+    assert code == 0
+    assert {name: record["status"] for name, record in document["sections"].items()} == {
+        "long": "not run",
+        "short": "ok",
+    }
+    assert document["sections"]["long"]["error"].startswith("needs about 90 s; ")
+    assert hour([section("long", PRINT, expected_s=90.0)])[1]["sections"]["long"]["status"] == "ok"
+
+
+def test_a_section_and_its_processes_end_at_the_time_limit(hour: Any) -> None:
+    sleep = (sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '60'])")
+    code, document = hour([section("hangs", PRINT, sleep, expected_s=0.75)])
+    record = document["sections"]["hangs"]
+    assert (code, record["error"]) == (1, "the time limit of 2 s was reached")
+    assert record["seconds"] < 30 and record["rows"]
+
+
+def test_figures_are_checked_unless_the_gpu_is_emulated(hour: Any, tmp_path: Path) -> None:
+    wrong = (sys.executable, "-c", "open(r'{folder}/n', 'w').write('8')")
+    code, document = hour([section("a", wrong)], "--emulated")
+    assert (code, document["sections"]["a"]["status"], document["sections"]["a"]["problem"]) == (0, "ok", "not 7")
+    assert "Emulated: nothing computed" in (tmp_path / "hour.md").read_text()
+    (tmp_path / "hour.json").unlink()
+    code, document = hour([section("a", wrong)])
+    assert (code, document["sections"]["a"]["error"]) == (1, "not 7")
+
+
+def test_the_file_of_another_device_is_refused(hour: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hour([section("a", PRINT)])
+    with pytest.raises(SystemExit) as stopped:
+        hour([section("a", PRINT)], "--emulated")
+    assert stopped.value.code == 2
+    assert "its emulated is False, here it is True; name another file" in capsys.readouterr().out
+
+
+def test_the_figures_replace_those_between_the_marks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figures = (
+        Figure("the number", "a", "{number:.2f} GiB", "8", {"what": "n"}),
+        Figure("a failure", "a", "{number:.1f}", "", {"what": "big"}),
+        Figure("another", "b", "{number}"),
+    )
+    monkeypatch.setattr(gpu_hour, "FIGURES", figures)
+    rows = [
+        {"what": "big", "number": None, "status": "oom: 3 GiB"},
+        {"what": "n", "number": None},
+        {"what": "n", "number": 7},
+    ]
+    document = {
+        "device_name": "H",
+        "date": "2026-11-25T",
+        "versions": {"torch": "2"},
+        "sections": {"a": {"rows": rows}},
+    }
+    page = tmp_path / "page.md"
+    begin, end = gpu_hour.MARKS
+    page.write_text(f"before\n{begin}old\n{end}after\n")
+    for _ in range(2):
+        gpu_hour.fill(document, page, source="x")
+    text = page.read_text()
+    assert text.startswith(f"before\n{begin}H, 2026-11-25, torch 2 (x):\n\n| figure |") and text.endswith(
+        f"{end}after\n"
+    )
+    assert text.splitlines()[6:9] == [
+        "| the number | 8 | 7.00 GiB | `a` |",
+        "| a failure |  | oom: 3 GiB | `a` |",
+        "| another |  | not measured | `b` |",
+    ]
+
+
+def test_tiny_figures_do_not_reach_the_documentation(hour: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    hour([section("a", PRINT)])
+    assert hour([section("a", PRINT)], "--fill")[0] == 2
+    assert "must be measured" in capsys.readouterr().out
+
+
+def test_the_documentation_has_every_figure_and_every_figure_its_section() -> None:
+    text = gpu_hour.PAGE_OF_FIGURES.read_text(encoding="utf-8")
+    table = text.partition(gpu_hour.MARKS[0])[2].partition(gpu_hour.MARKS[1])[0]
+    names = {section.name for section in gpu_hour_sections.build_sections(tiny=False, cuda=True)}
+    for figure in gpu_hour_sections.FIGURES:
+        assert f"| {figure.what} | {figure.target} | " in table
+        assert figure.section in names
+    assert sum(s.expected_s for s in gpu_hour_sections.build_sections(tiny=False, cuda=True)) <= 25 * 60
+
+
+def test_events_of_a_trace_are_counted_by_kind() -> None:
+    kernels = ["nvjet_tst_128x64", "void flash_fwd<cutlass>", "vectorized_add", "vectorized_add"]
+    events = [{"cat": "kernel", "name": name} for name in kernels]
+    events += [{"cat": "gpu_memcpy", "name": "DtoD"}, {"cat": "gpu_memset", "name": "set"}, {"name": "no category"}]
+    events += [{"cat": "cuda_runtime", "name": name} for name in ("cudaStreamSynchronize", "cudaDeviceSynchronize")]
+    counts, frequent = gpu_hour_sections.count_events(events)
+    expected = {"kernels": 2, "products": 1, "attention": 1, "copies": 1, "memory_sets": 1, "waits": 1}
+    assert counts == expected
+    assert frequent[0] == ("vectorized_add", 2)
+
+
+@pytest.mark.slow
+def test_cheap_sections_run_end_to_end_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "hour.json"
+    names = ["step_xl", "resume", "oom"]
+    command = [sys.executable, str(REPOSITORY / "benchmarks" / "gpu_hour.py"), "--tiny", f"--out={out}", *names]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    records = json.loads(out.read_text())["sections"]
+    assert set(records) == set(names)
+    assert records["resume"]["rows"] == [{"steps": 20, "equal": "yes"}]
+    assert records["oom"]["rows"][0]["state"] == "oom"
+    assert records["step_xl"]["rows"][0]["step_ms"] > 0

@@ -1,0 +1,251 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""`torchditan pack`: any dataset as WebDataset shards, with the bytes of its files, continued after a kill."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from refusals import assert_refused
+
+from torchditan.config.options import Dataset
+from torchditan.data_stream.datasets import ImageDataset
+from torchditan.datasets import build_dataset, packing
+
+if TYPE_CHECKING:
+    from tests.conftest import Outcome, RunScript
+
+
+def write_images(folder: Path, count: int = 12, *, suffix: str = ".jpg") -> dict[str, bytes]:
+    """Images in the classes a, b and c; path -> bytes."""
+    contents = {}
+    for number in range(count):
+        path = folder / "abc"[number % 3] / f"{number}{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((6, 6), 50 + number).convert("RGB").save(path)
+        contents[f"{path.parent.name}/{path.name}"] = path.read_bytes()
+    return contents
+
+
+def members_of(folder: Path) -> dict[str, dict[str, bytes]]:
+    """Key -> suffix -> content, of all shards."""
+    samples: dict[str, dict[str, bytes]] = {}
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                key, _, suffix = member.name.partition(".")
+                file = tar.extractfile(member)
+                assert file is not None and suffix not in samples.setdefault(key, {})
+                samples[key][suffix] = file.read()
+    return samples
+
+
+def pack(run_script: RunScript, *flags: str) -> Outcome:
+    outcome = run_script("torchditan", "pack", "out", *flags)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+FOLDER = ("--dataset.dataset_name=folder", "--dataset.root_dir=photos", "--images_per_shard=5")
+
+
+def open_packed(split: Any = "train", name: str = "webdataset", **options: Any) -> Any:
+    return build_dataset(Dataset(dataset_name=name, root_dir="out", image_size=[6], **options), split=split)
+
+
+def open_captions(root: str) -> Any:
+    return build_dataset(Dataset(dataset_name="captions", root_dir=root, image_size=[6]), split="train")
+
+
+def test_a_folder_keeps_its_bytes_labels_and_split(run_script: RunScript) -> None:
+    contents = write_images(Path("photos"))
+    pack(run_script, *FOLDER)
+    packed = [*members_of(Path("out/train")).values(), *members_of(Path("out/validation")).values()]
+    expected = sorted(("abc".index(name[0]), data) for name, data in contents.items())
+    assert sorted((int(sample["cls"]), sample["jpg"]) for sample in packed) == expected
+    assert len(list(Path("out/train").glob("*.tar"))) == 3
+    for split in ("train", "validation"):
+        source: Any = build_dataset(Dataset(dataset_name="folder", root_dir="photos", image_size=[6]), split=split)  # type: ignore[arg-type]
+        found = open_packed(split)
+        assert found.class_names == source.class_names == ["a", "b", "c"]
+        samples = {source[i]["sample"].numpy().tobytes(): source[i]["class_label"] for i in range(len(source))}
+        assert {found[i]["sample"].numpy().tobytes(): found[i]["class_label"] for i in range(len(found))} == samples
+
+
+def test_a_packing_that_was_killed_continues_with_the_same_bytes(
+    run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_images(Path("photos"))
+    pack(run_script, *FOLDER)
+    shards = sorted(Path("out/train").glob("*.tar"))
+    whole = [path.read_bytes() for path in shards]
+    shards[1].unlink()
+    (Path("out/train") / ".shard-000001.tar.host-1.partial").write_bytes(b"killed")
+    os.utime(shards[0], ns=(1, 1))
+    written = []
+    write_shard = packing._write_shard
+
+    def recorded(path: Path, *arguments: Any, **options: Any) -> list[str]:
+        written.append(path.name)
+        return write_shard(path, *arguments, **options)
+
+    monkeypatch.setattr(packing, "_write_shard", recorded)
+    pack(run_script, *FOLDER)
+    assert written == ["shard-000001.tar"] and shards[0].stat().st_mtime_ns == 1
+    assert [path.read_bytes() for path in shards] == whole
+    assert not list(Path("out/train").glob(".*.partial"))
+
+
+def test_an_error_leaves_no_part_of_a_shard(run_script: RunScript) -> None:
+    contents = write_images(Path("photos"))
+    name = sorted(name for name in contents)[0]
+    Path("photos", name).write_bytes(b"no image")
+    outcome = run_script("torchditan", "pack", "out", *FOLDER)
+    assert outcome.code == 2
+    assert_refused(outcome.err, f"photos/{name}", ["--dataset.corrupt_images"])
+    assert all(len(members) == 2 for members in members_of(Path("out/train")).values())
+    outcome = pack(run_script, *FOLDER, "--dataset.corrupt_images=skip")
+    assert f"warning: 1 left out: photos/{name}: " in outcome.err
+    assert len(members_of(Path("out/train"))) + len(members_of(Path("out/validation"))) == len(contents) - 1
+
+
+def test_captions(run_script: RunScript) -> None:
+    write_images(Path("photos"), 3, suffix=".png")
+    for number, folder in enumerate("abc"):
+        Path("photos", folder, f"{number}.txt").write_text(f"a {folder}")
+    flags = ("--dataset.dataset_name=captions", "--dataset.root_dir=photos")
+    outcome = pack(run_script, *flags)
+    assert "no validation images: dataset.held_out" in outcome.err
+    packed = open_packed(name="captions")
+    source: Any = build_dataset(Dataset(dataset_name="captions", root_dir="photos", image_size=[6]), split="train")
+    found = {packed.content_key(i): packed.captions[i] for i in range(3)}
+    assert found == {source.content_key(i): source.captions[i] for i in range(3)}
+    again = run_script(
+        "torchditan", "pack", "again", *flags[:1], "--dataset.root_dir=out/train"
+    )  # tars are a source too
+    assert again.code == 0 and [*members_of(Path("again/train")).values()] != []
+
+
+def test_several_captions_and_their_weights_survive(run_script: RunScript) -> None:
+    write_images(Path("photos"), 3, suffix=".png")
+    rows = [
+        {"file_name": "a/0.png", "text": ["a dog", "ein Hund"], "weights": [3, 1]},
+        {"file_name": "b/1.png", "text": ["a cat", "eine Katze"]},
+        {"file_name": "c/2.png", "text": "snow"},
+    ]
+    Path("photos/metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pack(run_script, "--dataset.dataset_name=captions", "--dataset.root_dir=photos")
+    found, expected = (
+        {each.content_key(i): (each.caption_variants(i), each.caption_weights(i)) for i in range(3)}
+        for each in (open_packed(name="captions"), open_captions("photos"))
+    )
+    assert len(found) == 3 and found == expected
+    assert (["a dog", "ein Hund"], [0.75, 0.25]) in found.values()
+
+    rows[0]["weights"] = [1, 1]
+    Path("photos/metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    other = run_script("torchditan", "pack", "out", "--dataset.dataset_name=captions", "--dataset.root_dir=photos")
+    assert other.code == 2
+    assert_refused(other.err, "out/train", ["identity"])
+
+
+class Named(ImageDataset):
+    """Grey pictures with classes, and with names as captions."""
+
+    name = "named"
+    horizontal_flip = False
+    class_names: ClassVar[list[str]] = ["dark", "light"]
+    class_labels = np.array([0, 1, 0])
+    sample_shape = (1, 6, 6)
+    fingerprint = None
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"sample": torch.zeros(1, 6, 6), "class_label": index % 2, "caption": self.caption_of(index)}
+
+    def caption_of(self, index: int) -> str:
+        return f"picture {index}"
+
+
+def build_named(config: Dataset, *, split: str, input_channels: int | None = None) -> Named:
+    return Named(3)
+
+
+def build_endless(config: Dataset, *, split: str, input_channels: int | None = None) -> Named:
+    return Named(2**32)
+
+
+def test_a_dataset_of_classes_and_captions_keeps_both(run_script: RunScript) -> None:
+    pack(run_script, f"--dataset.dataset_name={__name__}:build_named")
+    packed = members_of(Path("out/train"))
+    assert [packed[f"{i:09d}"]["txt"] for i in range(3)] == [b"picture 0", b"picture 1", b"picture 2"]
+    assert [packed[f"{i:09d}"]["cls"] for i in range(3)] == [b"0", b"1", b"0"]
+
+
+def test_a_dataset_without_end_is_refused_and_leaves_nothing(run_script: RunScript) -> None:
+    outcome = run_script("torchditan", "pack", "out", f"--dataset.dataset_name={__name__}:build_endless")
+    assert outcome.code == 2
+    assert_refused(outcome.err, 'dataset.dataset_name = "named"', ["4,294,967,296 images", "without packing"])
+    assert not Path("out").exists()
+
+
+def test_a_hub_dataset(run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    contents = write_images(Path("photos"), 4)
+    images = [{"bytes": data, "path": None} for data in contents.values()]
+    Path("hub").mkdir()
+    parquet.write_table(pyarrow.table({"image": images, "label": [0, 1, 2, 0]}), "hub/train.parquet")
+    pack(run_script, "--dataset.dataset_name=imagenet_hub", "--dataset.hub_name=hub")
+    packed = members_of(Path("out/train"))
+    assert {key: (sample["jpg"], sample["cls"]) for key, sample in packed.items()} == {
+        f"{row:09d}": (data, b"0120"[row : row + 1]) for row, data in enumerate(contents.values())
+    }
+
+
+def test_drawn_images_become_pngs_without_loss(run_script: RunScript) -> None:
+    pack(run_script, "--images_per_shard=700")
+    digits, packed = build_dataset(Dataset(), split="train"), open_packed()
+    assert packed.class_names == digits.class_names
+    sample = members_of(Path("out/train"))["000000007"]
+    with Image.open(io.BytesIO(sample["png"])) as image:
+        grey = torch.tensor(list(image.tobytes())) / 127.5 - 1
+    assert int(sample["cls"]) == digits[7]["class_label"]
+    assert (grey - digits[7]["sample"].flatten()).abs().max() < 1 / 127
+
+
+@pytest.mark.parametrize(
+    ("flags", "about", "mentions"),
+    [
+        (["out", *FOLDER[:2], "--images_per_shard=6"], "out/train", ["images_per_shard", "5"]),
+        (["out", *FOLDER[:1], "--dataset.root_dir=others", FOLDER[2]], "out/train", ["identity"]),
+        (["photos/a", "--dataset.dataset_name=dummy"], "dataset.dataset_name = \"dummy\"", ["pictures"]),
+        (["mine", *FOLDER], "mine/train", ["other files"]),
+        ([*FOLDER], "OUT", ["pack"]),
+        (["out", "--dataset.dataset_name=imagenet_hub", "--dataset.streaming"], "dataset.streaming = true", []),
+        (["new", *FOLDER, "--images_per_shard=0"], "--images_per_shard", ["1"]),
+    ],
+)  # fmt: skip
+def test_mistakes(flags: list[str], about: str, mentions: list[str], run_script: RunScript) -> None:
+    write_images(Path("photos"))
+    write_images(Path("others"), 14)
+    pack(run_script, *FOLDER)
+    Path("mine/train").mkdir(parents=True)
+    Path("mine/train/notes.txt").write_text("mine")
+    outcome = run_script("torchditan", "pack", *flags)
+    assert outcome.code == 2
+    assert_refused(outcome.err, about, mentions)

@@ -1,0 +1,320 @@
+# Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
+"""Captions of real data: several per image, too long, in any script; prompts in files, and negative ones."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("transformers")
+pytest.importorskip("wordllama")
+
+import tiny_pipelines
+import tiny_runs
+from refusals import assert_refused, refused
+
+from torchditan.config.loader import load_config
+from torchditan.config.options import Config
+from torchditan.config.rules import missing_for_effect
+from torchditan.datasets import build_dataset
+from torchditan.distributed.process_group import Rank
+from torchditan.evaluation.card import read_card
+from torchditan.evaluation.evaluator import Evaluator, RealImages
+from torchditan.evaluation.grid_picture import read_cells
+from torchditan.evaluation.metric import Evaluation, MetricOfAllPictures
+from torchditan.finetune.captions.dataset import CachedCaptions, encode_prompts, open_captions
+from torchditan.finetune.captions.encode import find_text_encoder
+from torchditan.finetune.captions.tokens import describe_tokens
+from torchditan.models.spec import TensorSpec, TextEmbeddings
+from torchditan.run.reading import read_config, read_metrics
+from torchditan.run.tensor_cache import hash_of
+from torchditan.weights.trained_model import load
+
+if TYPE_CHECKING:
+    from tests.conftest import RunScript
+
+ALONE = Rank(0, 0, 1)
+
+
+def write(root: Path, captions: dict[str, dict[str, Any]]) -> Path:
+    """Images of 8 x 8 in one colour each, and a metadata.jsonl with these columns."""
+    root.mkdir(exist_ok=True)
+    lines = []
+    for number, (name, columns) in enumerate(captions.items()):
+        Image.new("RGB", (8, 8), (60 * number, 0, 90)).save(root / name)
+        lines.append(json.dumps({"file_name": name, **columns}))
+    (root / "metadata.jsonl").write_text("\n".join(lines))
+    return root
+
+
+def flags_for(data: Path) -> list[str]:
+    place = [f"--dataset.root_dir={data}", f"--cache.folder={data.parent / 'cache'}"]
+    return ["--dataset.dataset_name=captions", "--dataset.image_size=8", "--model.text=in_context", *place]
+
+
+def opened(config: Config) -> CachedCaptions:
+    source: Any = build_dataset(config.dataset, split="train", input_channels=3)
+    return open_captions(config, source, None, rank=ALONE)[0]
+
+
+def test_the_stream_draws_captions_by_weight_from_seed_and_position(tmp_path: Path) -> None:
+    texts = ["a dog", "a brown dog", "snow"]
+    several, one = {"text": texts, "weights": [6, 3, 1]}, {"text": "a cat"}
+    config = load_config(flags_for(write(tmp_path / "data", {"a.png": several, "b.png": one})))
+    dataset = opened(config)
+    stored = {text: dataset.texts[hash_of(text)]["prompt_embeds"] for text in (*texts, "a cat")}
+
+    def drawn(index: int, position: int, seed: int = 0) -> str:
+        found = dataset.vary(dataset[index], index, seed=seed, position=position)["prompt_embeds"]
+        return next(text for text, embeds in stored.items() if torch.equal(embeds, found))
+
+    first = [drawn(0, position) for position in range(1000)]
+    counts = Counter(first)
+    assert [counts[text] / 1000 for text in texts] == pytest.approx([0.6, 0.3, 0.1], abs=0.05)
+    assert [drawn(0, position) for position in range(50)] == first[:50]
+    assert [drawn(0, position, seed=1) for position in range(50)] != first[:50]
+    assert torch.equal(dataset[0]["prompt_embeds"], stored["a dog"])  # validation reads the first
+    assert {drawn(1, position) for position in range(9)} == {"a cat"}
+
+
+def test_other_captions_or_weights_are_other_data(tmp_path: Path) -> None:
+    def fingerprint(**columns: Any) -> str | None:
+        data = write(tmp_path / "data", {"a.png": columns})
+        return opened(load_config(flags_for(data))).fingerprint
+
+    both = fingerprint(text=["a", "b"])
+    assert both == fingerprint(text=["a", "b"], weights=[2, 2])
+    assert len({both, fingerprint(text=["a", "b"], weights=[2, 1]), fingerprint(text=["a"])}) == 3
+    assert fingerprint(text=["a"]) == fingerprint(text="a")
+
+
+def tokenizer_of(tmp_path: Path, *flags: str) -> Any:
+    return find_text_encoder(load_config(list(flags)), memory=tmp_path).open_tokenizer()
+
+
+def save_t5(tmp_path: Path) -> str:
+    torch.manual_seed(0)
+    tiny_pipelines.t5(16).save_pretrained(tmp_path / "t5")
+    tiny_pipelines.t5_tokenizer().save_pretrained(tmp_path / "t5")
+    return f"--text_encoder.path={tmp_path / 't5'}"
+
+
+def test_captions_that_are_cut_or_unknown_are_counted(tmp_path: Path) -> None:
+    wordllama = tokenizer_of(tmp_path, "--text_encoder.max_length=4")
+    texts = {"a dog", "a red dog", "a red dog in snow", "a red dog in deep snow", "🐶🔥"}
+    assert describe_tokens(texts, wordllama, what="captions") == (
+        'text encoder: 3 of 5 captions cut to 4 tokens (the longest has 10): "a red dog in deep snow"; '
+        '1 of 5 captions without a known token: "🐶🔥"; 33.3% of the tokens of captions unknown'
+    )
+    assert describe_tokens({"a red dog", ""}, wordllama, what="captions") is None
+    t5 = tokenizer_of(tmp_path, save_t5(tmp_path), "--text_encoder.max_length=6")
+    line = describe_tokens({"a ball", "一只狗", "a red ball and a ball"}, t5, what="prompts")
+    assert line is not None and "of 3 prompts cut to 6 tokens" in line
+    assert '1 of 3 prompts without a known token: "一只狗"' in line
+
+
+def test_the_tokenizer_of_a_pipeline_counts_unless_it_has_a_template(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    for name, subfolder, counts in (("Flux", "tokenizer_2", True), ("QwenImage", "tokenizer", False)):
+        folder = tmp_path / name
+        tiny_pipelines.t5_tokenizer().save_pretrained(folder / subfolder)
+        (folder / "model_index.json").write_text(json.dumps({"_class_name": f"{name}Pipeline"}))
+        found = tokenizer_of(tmp_path, f"--text_encoder.path={folder}", "--text_encoder.max_length=5")
+        assert (found is not None) == counts
+        if counts:
+            assert found.max_length == 5 and found.count(["a ball"])[0].length > found.count([""])[0].length == 1
+
+
+def test_the_line_is_the_same_with_a_full_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write(tmp_path / "data", {"a.png": {"text": "a red dog in deep snow"}, "b.png": {"text": "a dog"}})
+    config = load_config([*flags_for(data), "--text_encoder.max_length=4", "--sampling.prompts", "a cat in the snow"])
+    lines = []
+    for _ in range(2):
+        opened(config)
+        found = capsys.readouterr()
+        lines.append([line for line in found.out.splitlines() if line.startswith("text encoder")])
+    assert lines[0] == lines[1] and len(lines[0]) == 2, lines
+    assert "1 of 2 captions cut" in lines[0][0] and "1 of 2 prompts cut" in lines[0][1]  # with the empty one
+    encode_prompts(config, ["a very long prompt"], rank=ALONE)
+    found = capsys.readouterr()
+    assert "text encoder" not in found.out and "1 of 2 prompts cut" in found.err
+
+
+def test_a_prompt_with_half_of_a_character_is_refused(tmp_path: Path) -> None:
+    with refused("sampling.prompts", "Unicode"):
+        encode_prompts(load_config([f"--cache.folder={tmp_path}"]), ["half \ud83d"], rank=ALONE)
+
+
+def test_a_negative_prompt_replaces_the_null_condition_of_sampling_alone(tmp_path: Path, run_script: RunScript) -> None:
+    captions = {f"{i}.png": {"text": f"a {colour} ball"} for i, colour in enumerate(("red", "green", "blue"))}
+    flags = [*flags_for(write(tmp_path / "data", captions)), "--training.steps=6", "--optimizer.lr=1e-2"]
+    flags += ["--metrics.enable_sampling=true", "--sampling.num_steps=2", "--sampling.prompts", "a red ball"]
+    flags += ["--dataset.held_out=1", "--validation.freq=6", "--validation.by_timestep=false"]
+
+    def train(name: str, *more: str) -> Path:
+        outcome = run_script("torchditan", "train", *tiny_runs.job(tmp_path / name, *tiny_runs.KEEP, *flags, *more))
+        assert outcome.code == 0, outcome.err
+        return tmp_path / name
+
+    plain, negative = train("plain"), train("negative", "--sampling.negative_prompt=a green ball")
+    curves = [[(one["loss"], one.get("validation_loss")) for one in read_metrics(run)] for run in (plain, negative)]
+    assert curves[0] == curves[1] and curves[0][-1][1] is not None
+    grids = [read_cells(run / "samples/step_00000006.png") for run in (plain, negative)]
+    assert grids[0] is not None and grids[1] is not None and not torch.equal(grids[0][0], grids[1][0])
+
+    trained = load(plain, device="cpu")
+
+    def draw(**options: Any) -> torch.Tensor:
+        return trained.sample(prompts="a red ball", seed=1, **options).int()
+
+    unguided = draw(guidance_scale=1.0)
+    assert torch.equal(unguided, draw(guidance_scale=1.0, negative_prompt="a blue ball"))
+    assert torch.equal(draw(guidance_scale=4.0), draw(guidance_scale=4.0, negative_prompt=""))
+    assert not torch.equal(draw(guidance_scale=4.0), draw(guidance_scale=4.0, negative_prompt="a blue ball"))
+    itself = draw(guidance_scale=4.0, negative_prompt="a red ball")  # both predictions are the same
+    assert (itself - unguided).abs().max() <= 1
+    drawn = load(negative, device="cpu").sample(prompts="a red ball", seed=1).int()  # the run's own
+    assert torch.equal(drawn, draw(negative_prompt="a green ball"))
+    picture = tmp_path / "out.png"
+    command = ["generate", plain, "--prompts", "a red ball", "--sampling.negative_prompt", "blue", f"--out={picture}"]
+    outcome = run_script("torchditan", *command)
+    assert outcome.code == 0 and picture.is_file(), outcome.err
+
+
+def test_a_negative_prompt_keeps_what_does_not_depend_on_the_caption() -> None:
+    """A published model's first frame stays in the null condition."""
+    tensors = {"prompt_embeds": TensorSpec((2, 3)), "condition": TensorSpec((4,))}
+    empty = TextEmbeddings(tensors, kept=frozenset(["condition"]), null_tensors={"prompt_embeds": torch.zeros(2, 3)})
+    cond = {"prompt_embeds": torch.rand(5, 2, 3), "condition": torch.rand(5, 4)}
+    null = empty.with_null({"prompt_embeds": torch.ones(2, 3)}).null(cond)
+    assert torch.equal(null["prompt_embeds"], torch.ones(5, 2, 3)) and torch.equal(null["condition"], cond["condition"])
+
+
+def test_a_negative_prompt_without_effect_is_refused_or_named() -> None:
+    option, given = "sampling.negative_prompt", "--sampling.negative_prompt=blurred"
+    with refused(f'{option} = "blurred"', "model.text"):
+        load_config([given])
+    with refused(f'{option} = "blurred"', "imf"):
+        load_config([given, "--model.text=in_context", "--diffusion.objective=imf guidance=true"])
+    config = load_config([given, "--model.text=in_context", "--sampling.guidance_scale=1"])
+    assert "guidance_scale" in str(missing_for_effect(config, option))
+    assert missing_for_effect(config.replace({"sampling.guidance_scale": 2.0}), option) is None
+
+
+def test_grids_keep_their_prompts_and_noise_over_steps_and_a_resume(tmp_path: Path, run_script: RunScript) -> None:
+    """Weights that do not change draw the same pictures, also after the file of the prompts changed."""
+    captions = {f"{i}.png": {"text": f"a ball, number {i}"} for i in range(4)}
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\ufeff# two\n\n一只猫\r\n  @a red ball \n", encoding="utf-8")
+    flags = [*flags_for(write(tmp_path / "data", captions)), "--optimizer.lr=0", "--metrics.sample_freq=1"]
+    flags += ["--metrics.enable_sampling=true", "--sampling.num_steps=2", "--sampling.images_per_class=2"]
+    flags += ["--dataset.held_out=2"]
+
+    def train(name: str, *more: str) -> str:
+        outcome = run_script("torchditan", "train", *tiny_runs.job(tmp_path / name, *tiny_runs.KEEP, *flags, *more))
+        assert outcome.code == 0, outcome.err
+        return outcome.err
+
+    def grids(name: str) -> list[tuple[torch.Tensor, list[str]]]:
+        found = [read_cells(path) for path in sorted((tmp_path / name / "samples").glob("step_*.png"))]
+        return [grid for grid in found if grid is not None]
+
+    for name, more in (("captions", []), ("file", ["--sampling.prompts", f"@{prompts}"])):
+        train(name, "--training.steps=2", *more)
+        if name == "file":
+            prompts.write_text("another")
+        err = train(name, "--training.steps=4", *more)
+        assert ("keeps the 2 prompts" in err) == (name == "file")
+        (first, labels), *others = grids(name)
+        assert len(others) == 3 and not torch.equal(first[0, 0], first[0, 1])
+        assert all(torch.equal(first, cells) and labels == found for cells, found in others)
+    assert labels == ["一只猫", "@a red ball"] == read_config(tmp_path / "file")["config"]["sampling"]["prompts"]
+    text = (tmp_path / "file/samples/step_00000004.labels.txt").read_text(encoding="utf-8")
+    assert text == "row 1: 一只猫\nrow 2: @a red ball\n"
+    assert not list((tmp_path / "captions/samples").glob("*.txt"))
+    drawn = run_script("torchditan", "generate", tmp_path / "captions", "--prompts", f"@{prompts}", "a blue ball")
+    assert drawn.code == 0 and "samples: " in drawn.out, drawn.err
+    found = read_cells(next((tmp_path / "captions/samples").glob("generated*.png")))
+    assert found is not None and found[1] == ["another", "a blue ball"]
+
+
+def test_a_script_prints_any_text_in_a_locale_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchditan.supervision import exit_status
+
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(exit_status, "die_with_launcher", lambda: None)
+    assert exit_status.run_job(lambda: print("a собака", flush=True)) == 0
+    assert written.getvalue() == rb"a \u0441\u043e\u0431\u0430\u043a\u0430" + b"\n"
+
+
+class Means(MetricOfAllPictures):
+    """The mean of each source."""
+
+    def compute(self) -> dict[str, Any]:
+        return {source: float(self.images(source).mean()) for source in ("train", "held_out", "generated")}
+
+
+def test_a_run_on_captions_is_compared_with_its_images(tmp_path: Path, run_script: RunScript) -> None:
+    captions = {f"{i}.png": {"text": f"ball {i}"} for i in range(4)}
+    flags = [*flags_for(write(tmp_path / "data", captions)), "--training.steps=6", "--dataset.held_out=1"]
+    flags += ["--optimizer.lr=1e-2", "--sampling.guidance_scale=3"]
+    run = tmp_path / "run"
+    trained = run_script("torchditan", "train", *tiny_runs.job(run, *tiny_runs.KEEP, *flags, "--sampling.num_steps=2"))
+    assert trained.code == 0, trained.err
+
+    metric = f"--metrics={__name__}:Means"
+    evaluated = run_script("torchditan", "evaluate", run, metric, "--num_samples=7", "--out=card")
+    assert evaluated.code == 0, evaluated.err
+    card = read_card("card")
+    assert card.reference is not None and card.held_out is not None and card.class_balance is None
+    assert (card.reference.num_images, card.held_out.num_images) == (3, 1)
+    again = run_script("torchditan", "evaluate", "--card=card", "--out=again")
+    assert again.code == 0 and "equal to the bit" in again.err, again.err
+
+    Path("prompts.txt").write_text("ball 1\n# no prompt\nanother ball\n")
+    own = ["--prompts", "@prompts.txt", "--num_samples=4", "--out=own"]
+    assert run_script("torchditan", "evaluate", run, metric, *own).code == 0
+    assert read_card("own").prompts == ["ball 1", "another ball"]
+
+    away = run_script(
+        *("torchditan", "evaluate", run, metric, "--num_samples=7", "--out=away", "--sampling.negative_prompt=ball 0")
+    )
+    assert away.code == 0 and read_card("away").sampling["negative_prompt"] == "ball 0", away.err
+    assert read_card("away").samples != card.samples
+
+    refusal = run_script("torchditan", "evaluate", run, "--metrics=classifier", "--num_samples=7")
+    assert refusal.code == 2
+    assert_refused(refusal.err, '--metrics = "classifier"', ["without labels"])
+
+
+def test_embeddings_that_are_looked_up_keep_the_negative_prompt() -> None:
+    flags = ["--dataset.dataset_name=scenes", "--model.text=in_context", "--sampling.negative_prompt=a red circle"]
+    config = load_config(flags)
+    source: Any = build_dataset(config.dataset, split="train", input_channels=3)
+    dataset: Any = open_captions(config, source, None, rank=ALONE)[0]
+    expected = dataset.texts("a red circle")
+    for rows in (dataset.prompts, dataset.rows_of(["a blue square"]), encode_prompts(config, ["x"], rank=ALONE)[0]):
+        assert rows.negative is not None
+        assert all(torch.equal(rows.negative[name], expected[name]) for name in expected)
+
+
+def test_prompts_of_an_evaluation_are_all_captions_before_one_occurs_again(tmp_path: Path) -> None:
+    captions = {f"{i}.png": {"text": f"ball {i}"} for i in range(4)}
+    config = load_config([*flags_for(write(tmp_path / "data", captions)), "--dataset.held_out=0"])
+    dataset = build_dataset(config.dataset, split="train", input_channels=3)
+    real = RealImages({"train": dataset}, to_pixels=lambda samples: samples, has_labels=False)
+    sizes: dict[str, Any] = {"num_samples": 6, "image_size": (8, 8), "without_labels": "no"}
+    evaluation = Evaluation(class_names=[], seed=0)
+    evaluator = Evaluator([f"{__name__}:Means"], evaluation, real, prompts_of="captions", **sizes)
+    prompts = evaluator.prompts([], num_samples=6)
+    assert sorted(prompts[:4]) == [f"ball {i}" for i in range(4)] and set(prompts[4:]) < set(prompts[:4])
+    assert evaluator.prompts(["mine"], num_samples=6) == ["mine"]
