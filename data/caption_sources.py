@@ -25,6 +25,7 @@ from torchditan.config import options
 from torchditan.config.errors import ConfigError, option_error, some
 from torchditan.config.optional_libraries import import_optional
 from torchditan.config.prompts import is_unicode
+from torchditan.datasets.folder import walk_folders
 from torchditan.datasets.hub import _load as load_hub
 from torchditan.datasets.images import IMAGE_SUFFIXES, Encoded, corrupt_image
 from torchditan.datasets.options import is_tar_address
@@ -179,10 +180,9 @@ def _pair(
 
 def _walk(root: Path) -> Iterable[tuple[str, Path, list[str]]]:
     """(path with slashes and a final slash, folder, its files) of each folder, without hidden ones."""
-    for folder, subfolders, names in os.walk(root, followlinks=True):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+    for folder, names in walk_folders(root):
         relative = Path(folder).relative_to(root).as_posix()
-        yield "" if relative == "." else f"{relative}/", Path(folder), sorted(n for n in names if not n.startswith("."))
+        yield "" if relative == "." else f"{relative}/", Path(folder), sorted(names)
 
 
 def _read_folder(root: Path, *, is_video: bool, refusal: Refusal) -> list[Entry]:

@@ -133,14 +133,36 @@ def _list_images(root: Path) -> tuple[list[str], Counter[str]]:
     and folders do not count."""
     paths: list[str] = []
     others: Counter[str] = Counter()
-    for folder, subfolders, names in os.walk(root, followlinks=True):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        suffixes = {name: os.path.splitext(name)[1].lower() for name in names if not name.startswith(".")}
+    for folder, names in walk_folders(root):
+        suffixes = {name: os.path.splitext(name)[1].lower() for name in names}
         relative = os.path.relpath(folder, root)
         prefix = "" if relative == "." else relative + os.sep
         paths += [prefix + name for name, suffix in suffixes.items() if suffix in IMAGE_SUFFIXES]
         others.update(suffix or "no suffix" for suffix in suffixes.values() if suffix not in IMAGE_SUFFIXES)
     return sorted(paths), others
+
+
+def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """(path, names of its files) of a folder and of all below it, through links. Hidden files and folders do not count.
+
+    Raises:
+        ConfigError: a link leads to a folder that contains the link, so the walk would not end.
+    """
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        for name in subfolders:
+            link = Path(folder, name)
+            if link.is_symlink() and any(above.resolve().is_relative_to(link.resolve()) for above in _up_to(root, link)):
+                right = f"{link.relative_to(root)} is a link to {link.resolve()}, which contains it; remove the link"
+                raise option_error("dataset.root_dir", str(root), right)
+        yield folder, [name for name in names if not name.startswith(".")]
+
+
+def _up_to(root: Path, path: Path) -> Iterator[Path]:
+    """The folders that contain a path, from the nearest to `root`."""
+    while path != root:
+        path = path.parent
+        yield path
 
 
 def held_out(paths: np.ndarray) -> np.ndarray:

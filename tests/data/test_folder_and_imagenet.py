@@ -173,6 +173,23 @@ def test_what_a_folder_cannot_be_is_refused(tmp_path: Path) -> None:
     refuse(r"1\.png .*in .*folder .*training class \(a, \.\.\.\)", tmp_path, dataset_name="folder")
 
 
+def test_a_link_to_a_folder_is_followed_unless_it_leads_back(tmp_path: Path) -> None:
+    write_image(tmp_path / "images/a/1.png", 1)
+    write_image(tmp_path / "elsewhere/2.png", 2)
+    (tmp_path / "images/b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "images/c").symlink_to(tmp_path / "elsewhere")
+    dataset = open_folder(tmp_path / "images")
+    assert dataset.class_names == ["a", "b", "c"]
+    assert greys(dataset) + greys(open_folder(tmp_path / "images", "validation")) in ([1, 2, 2], [2, 2, 1], [2, 1, 2])
+    for target, named in ((tmp_path, "loop"), (tmp_path / "images", "loop"), (tmp_path / "elsewhere", "b/loop")):
+        link = tmp_path / "images" / named
+        link.symlink_to(target)
+        message = rf"{named} is a link to {target.resolve()}, .*contains it; remove"
+        refuse(message, tmp_path / "images", dataset_name="folder")
+        refuse(message, tmp_path / "images", dataset_name="captions", image_size=[8])
+        link.unlink()
+
+
 def test_imagenet_is_a_tree_with_train_and_val(tmp_path: Path) -> None:
     refuse("folder train/", tmp_path, dataset_name="imagenet")
     write_image(tmp_path / "train" / "1.png")

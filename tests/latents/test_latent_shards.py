@@ -340,6 +340,9 @@ def test_missing_and_damaged_labels_are_named(folder: Path) -> None:
     refuse(folder, "labels.npy has 3 labels, not 8; rerun")
     (folder / "labels.npy").write_bytes(b"x")
     refuse(folder, "labels.npy is damaged; rerun")
+    header = b"{'descr': '<i4"  # numpy's reader has an error of its own for a header like this
+    (folder / "labels.npy").write_bytes(b"\x93NUMPY\x01\x00" + bytes([len(header), 0]) + header)
+    refuse(folder, "labels.npy is damaged; rerun")
     (folder / "labels.npy").unlink()
     refuse(folder, "labels.npy is missing; rerun")
 
@@ -356,6 +359,9 @@ def test_a_damaged_index_is_named(folder: Path) -> None:
         lambda values: values["shards"][0].pop("file"),
         lambda values: values.update(dtype="float8"),
         lambda values: values.update(autoencoder=None),
+        lambda values: values["normalization"].update(shift=[]),
+        lambda values: values["shards"][0]["sum"].append(0.0),
+        lambda values: values.update(latent_shape=[4, 2]),
     ):
         before = (folder / "index.json").read_bytes()
         change_index(folder, change)

@@ -594,7 +594,7 @@ ROWS: list[tuple[str, str, list[str]]] = [
         "gone",
         [
             "train_configs",
-            "0.5B, 7B, 7B_autotune, convergence, debug, flux_benchmark, published_debug, published_models",
+            "0.5B, 7B, 7B_autotune, captions, convergence, debug, flux_benchmark, published_debug, published_models",
         ],
     ),
     (

@@ -145,6 +145,7 @@ def index_from_json(values: Any, *, where: Path) -> LatentIndex:
             normalization=str(normalization["source"]),
             shards=shards,
         )
+        _check_channels(index)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise ConfigError(f"{where} is damaged; restore it, or delete it and encode the latents again") from None
     return index
@@ -267,6 +268,16 @@ def _encoding_from(values: dict[str, Any]) -> Encoding:
         published_shift=None if shift is None else _numbers(shift),
         published_scale=None if scale is None else _numbers(scale),
     )
+
+
+def _check_channels(index: LatentIndex) -> None:
+    """Raise a ValueError unless all numbers per channel have the channels of the latents."""
+    channels, _, _ = index.latent_shape
+    per_channel = [index.mean, index.std, index.shift, index.scale]
+    per_channel += [sums for shard in index.shards for sums in (shard.sum, shard.sum_of_squares)]
+    per_channel += [values for values in (index.published_shift, index.published_scale) if values is not None]
+    if channels < 1 or any(len(values) != channels for values in per_channel):
+        raise ValueError(channels)
 
 
 def _numbers(values: Any) -> tuple[float, ...]:

@@ -25,6 +25,7 @@ import mmap
 import resource
 import tarfile
 import threading
+import tokenize
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -481,7 +482,7 @@ def _label_file_problems(folder: Path, index: LatentIndex) -> list[str]:
         labels = _map_labels(folder)
     except FileNotFoundError:
         return [f"{LABELS_FILE} is missing"]
-    except (OSError, ValueError, OverflowError):
+    except (OSError, ValueError, OverflowError, SyntaxError, tokenize.TokenError):  # the header is a Python literal
         return [f"{LABELS_FILE} is damaged"]
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
         return [f"{LABELS_FILE} holds {labels.dtype} {list(labels.shape)}, not a list of integers"]

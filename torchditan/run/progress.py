@@ -66,7 +66,7 @@ def report_progress(
 
 
 def _report(line: Callable[[], str], finished: threading.Event, say: Callable[[str], None] | None) -> None:
-    if say is None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+    if say is None and sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         is_drawn = False
         while not finished.wait(_REDRAW_S):
             text = line()[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be erased

@@ -141,9 +141,9 @@ class Supervision:
         self.run_directory.write_failure("error", reason, step=self.progress.step, rank=self.rank.rank)
 
     def exit_if_another_rank_failed(self) -> None:
-        """Exit with the other rank's reason. Here it shows only as a lost connection; rank 0 prints one line."""
+        """Exit with the other rank's reason. Here it shows only as a lost connection; one rank per host prints it."""
         status = read_status(self.run_directory.path)
         if status is not None and status["state"] in ("error", "oom") and status["rank"] != self.rank.rank:
             stopped = f"stopped by rank {status['rank']}: {status['reason']}"
             write_rank_status("error", stopped, step=self.progress.step, exit_code=1)
-            raise SystemExit(stopped if self.rank.rank == 0 else 1)
+            raise SystemExit(f"rank {self.rank.rank}: {stopped}" if self.rank.local_rank == 0 else 1)

@@ -12,6 +12,7 @@ import argparse
 import json
 import pickle
 import re
+import tarfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -91,6 +92,8 @@ def _read_file(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             is_zip = start.startswith(b"PK")  # older files cannot be memory-mapped
+            if not is_zip and tarfile.is_tarfile(path):
+                raise ValueError("torch would unpack it into a temporary folder")
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except (ConfigError, MemoryError):
         raise
