@@ -152,8 +152,9 @@ def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in subfolders:
             link = Path(folder, name)
-            if link.is_symlink() and any(above.resolve().is_relative_to(link.resolve()) for above in _up_to(root, link)):
-                right = f"{link.relative_to(root)} is a link to {link.resolve()}, which contains it; remove the link"
+            target = link.resolve()
+            if link.is_symlink() and any(above.resolve().is_relative_to(target) for above in _up_to(root, link)):
+                right = f"{link.relative_to(root)} is a link to {target}, which contains it; remove the link"
                 raise option_error("dataset.root_dir", str(root), right)
         yield folder, [name for name in names if not name.startswith(".")]
 
