@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -110,6 +110,27 @@ def build_dataset(
         option, value = ("dataset_name", name) if config.root_dir is None else ("root_dir", config.root_dir)
         raise option_error(f"dataset.{option}", value, f"holds no {split} images")
     return _set_classes(config, dataset)
+
+
+def build_stored_latents(
+    config: Dataset, *, split: Literal["train", "validation"], cache_folder: Path | None = None
+) -> ImageDataset:
+    """Latents in tar shards of others, for `torchditan encode --latents`: items are (C, h, w) float32, as stored.
+
+    Raises:
+        ConfigError: the dataset is not `webdataset`, or holds no latents.
+    """
+    from torchditan.datasets.webdataset import build_latents
+
+    if config.dataset_name != "webdataset":
+        right = "must be webdataset, tar shards with .npy or .safetensors members, for --latents"
+        raise option_error("dataset.dataset_name", config.dataset_name, right)
+    if config.image_size is not None:
+        right = "follows from the latents and the autoencoder; leave it out"
+        raise option_error("dataset.image_size", config.image_size, right)
+    _refuse_caption_options(config)
+    dataset = build_latents(config, split=split, cache_folder=cache_folder)
+    return cast("ImageDataset", _set_classes(config, dataset))
 
 
 def _refuse_caption_options(config: Dataset) -> None:

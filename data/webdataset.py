@@ -1,6 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """Images in WebDataset shards, with labels: `key.jpg` with `key.cls`, or with `dataset.label_key` in `key.json`.
 
+Latents in shards, `key.npy` or `key.safetensors`, are read for `torchditan encode`, which converts them.
+
 Notable:
 - shards without any label train without labels. If only some images lack one, these count as unreadable, as do images
   that the index found damaged, labels without an image, and the missing end of a shard. The check of files before
@@ -12,25 +14,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from torchditan.config import options
 from torchditan.config.errors import option_error
-from torchditan.data_stream.datasets import ImageDataset
+from torchditan.data_stream.datasets import CorruptImageError, ImageDataset
 from torchditan.datasets.caption_sources import read_bytes
 from torchditan.datasets.folder import Split, held_out
 from torchditan.datasets.images import IMAGE_SUFFIXES, Crop, corrupt_image, load_sample
 from torchditan.datasets.options import existing_path, height_and_width, is_tar_address, photo_channels, refuse
 from torchditan.datasets.tars import Place, Shard, TarMember, json_object, kind_of, open_shards, read_text, split_roots
+from torchditan.run.npy_files import read_array
 
 CLASSES_FILE = "classes.txt"
 """In the folder of the shards, or in that of `train/`: the names of the classes 0, 1, ..., one in each line."""
+LATENT_SUFFIXES = frozenset([".npy", ".safetensors"])
 _NO_LABEL = np.iinfo(np.int64).min
 
 
@@ -122,8 +129,59 @@ class TarImages(ImageDataset):
         return item
 
 
-def read_samples(shards: Sequence[Shard], *, label_key: str | None) -> Samples:
-    """The images of these shards; `label_key` None reads no labels.
+class TarLatents(TarImages):
+    """Latents in tar shards; `sample` is (C, h, w) float32, as stored."""
+
+    horizontal_flip = False  # the mirrored image has other latents
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        where, data = self._name_of(index), self.content_of(index)
+        try:
+            latent = read_latent(data)
+        except ValueError as error:
+            raise CorruptImageError(f"{where}: no readable latent ({error}); repair or remove it") from None
+        if latent.shape != self.sample_shape:
+            right = f"has shape {list(latent.shape)}, and the first latent {list(self.sample_shape)}"
+            raise option_error("dataset.root_dir", str(self.root), f"{where} {right}; must have one shape")
+        item: dict[str, Any] = {"sample": latent}
+        if self.class_labels is not None:
+            item["class_label"] = int(self.class_labels[index])
+        return item
+
+
+def read_latent(data: bytes) -> torch.Tensor:
+    """(C, h, w) float32 of a member: an array, or a file of safetensors with one tensor, or one called `latents`.
+
+    A first dimension of 1 is dropped if there are four.
+
+    Raises:
+        ValueError: it is damaged, or holds something else.
+    """
+    if data[:6] == b"\x93NUMPY":
+        array = read_array(data)
+        if array.dtype.kind != "f":
+            raise ValueError(f"{array.dtype}, not floating-point numbers")
+        latent = torch.from_numpy(array.astype(np.float32))
+    else:
+        try:
+            tensors = load(data)
+        except SafetensorError as error:
+            raise ValueError(str(error)) from None
+        latent = tensors["latents"] if "latents" in tensors else next(iter(tensors.values()), torch.zeros(0))
+        if "latents" not in tensors and len(tensors) != 1:
+            raise ValueError(f"{len(tensors)} tensors, none called latents")
+        if not latent.is_floating_point():
+            raise ValueError(f"{latent.dtype}, not floating-point numbers")
+        latent = latent.float()
+    if latent.ndim == 4 and len(latent) == 1:
+        latent = latent[0]
+    if latent.ndim != 3 or not latent.numel() or not latent.isfinite().all():
+        raise ValueError(f"shape {list(latent.shape)}" if latent.ndim != 3 else "empty, or not finite")
+    return latent
+
+
+def read_samples(shards: Sequence[Shard], *, label_key: str | None, suffixes: Set[str] = IMAGE_SUFFIXES) -> Samples:
+    """The images of these shards; `label_key` None reads no labels, other `suffixes` other members.
 
     Raises:
         ConfigError: two images of a shard have one key.
@@ -133,7 +191,7 @@ def read_samples(shards: Sequence[Shard], *, label_key: str | None) -> Samples:
     labels: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
     damages: dict[int, str] = {}
     for number, shard in enumerate(shards):
-        rows = _rows_of(shard, label_key)
+        rows = _rows_of(shard, label_key, suffixes)
         damages |= {len(names) + place: row.damage for place, row in enumerate(rows) if row.damage is not None}
         names += [row.name.encode("utf-8", "surrogateescape") for row in rows]
         members.append(np.array([(number, row.offset, row.size) for row in rows], dtype=np.int64).reshape(-1, 3))
@@ -159,12 +217,12 @@ class _Row(NamedTuple):
     damage: str | None
 
 
-def _rows_of(shard: Shard, label_key: str | None) -> list[_Row]:
+def _rows_of(shard: Shard, label_key: str | None, suffixes: Set[str]) -> list[_Row]:
     """The images of a shard by their key, then what is missing."""
     labels, problems = _read_labels(shard, label_key)
     rows: dict[int, _Row] = {}
     for suffix, members in shard.members.items():
-        if kind_of(suffix) not in IMAGE_SUFFIXES:
+        if kind_of(suffix) not in suffixes:
             continue
         for place, (key, offset, size) in enumerate(zip(members.keys, members.offsets, members.sizes, strict=True)):
             name = f"{shard.place.name}/{shard.keys[key]}{suffix}"
@@ -208,13 +266,42 @@ def _read_labels(shard: Shard, label_key: str | None) -> tuple[dict[int, int], d
 def build(
     config: options.Dataset, *, split: Split, input_channels: int | None = None, cache_folder: Path | None = None
 ) -> TarImages:
+    shape = (photo_channels(config, input_channels), *height_and_width(config, default=(256, 256)))
+    samples, root, class_names = _open_split(config, split, IMAGE_SUFFIXES, cache_folder=cache_folder)
+    return TarImages(
+        samples, name=config.dataset_name, root=root, class_names=class_names, sample_shape=shape, crop=config.crop
+    )
+
+
+def build_latents(config: options.Dataset, *, split: Split, cache_folder: Path | None = None) -> TarLatents:
+    """The latents in shards of images' latents.
+
+    Raises:
+        ConfigError: it holds none that can be read.
+    """
+    samples, root, class_names = _open_split(config, split, LATENT_SUFFIXES, cache_folder=cache_folder)
+    dataset = TarLatents(
+        samples, name=config.dataset_name, root=root, class_names=class_names, sample_shape=(), crop="center"
+    )
+    for index in range(len(dataset)):
+        with suppress(CorruptImageError, ValueError):
+            dataset.sample_shape = tuple(read_latent(dataset.content_of(index)).shape)
+            return dataset
+    right = "holds no latents: no readable .npy or .safetensors members of shape (C, h, w)"
+    raise option_error("dataset.root_dir", str(root), right)
+
+
+def _open_split(
+    config: options.Dataset, split: Split, suffixes: Set[str], *, cache_folder: Path | None
+) -> tuple[Samples, Path, list[str]]:
+    """The samples of a split, their place, and the names of the classes."""
     refuse(config, "hub_name")
     root = str(config.root_dir if is_tar_address(config.root_dir) else existing_path(config))
     label_key = None if config.num_classes == 0 else config.label_key
 
     def read(place: str) -> Samples:
         shards = open_shards(place, cache_folder=cache_folder, blocks_gib=config.remote_cache_gib)
-        return read_samples(shards, label_key=label_key)
+        return read_samples(shards, label_key=label_key, suffixes=suffixes)
 
     train_root, validation_root = split_roots(root)
     train = samples = read(train_root)
@@ -227,14 +314,7 @@ def build(
         raise option_error("dataset.root_dir", str(validation_root), "has no labels, but the training images have some")
     if validation_root is None:
         samples = train.keep(held_out(train.names) == (split == "validation"))
-    return TarImages(
-        samples,
-        name=config.dataset_name,
-        root=Path(root),
-        class_names=class_names,
-        sample_shape=(photo_channels(config, input_channels), *height_and_width(config, default=(256, 256))),
-        crop=config.crop,
-    )
+    return samples, Path(root), class_names
 
 
 def _class_names(roots: set[str], *, num_classes: int) -> list[str]:

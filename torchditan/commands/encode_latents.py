@@ -5,6 +5,8 @@ torchditan encode latents/earth --dataset.dataset_name earth --autoencoder.name 
 torchrun --nproc_per_node=8 -m torchditan encode /data/latents --dataset.dataset_name imagenet \\
     --dataset.root_dir /data/imagenet --dataset.image_size 256 --dataset.crop adm --autoencoder.name sd-vae
 torchditan encode /data/latents --convert imagenet_ci8x8.safetensors
+torchditan encode /data/latents --latents mean --dataset.dataset_name webdataset \\
+    --dataset.root_dir 'shards/{000..099}.tar' --autoencoder.name sd-vae
 torchditan encode /data/latents --verify
 
 You can stop it at any time. Run the same command again to continue; the result has the same bytes.
@@ -55,6 +57,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         help="one file per shard, or a tar with a safetensors file per image (default: safetensors)",
     )
     parser.add_argument("--convert", type=Path, metavar="FILE", help="convert the public ImageNet file to shards")
+    parser.add_argument(
+        "--latents",
+        choices=("mean", "normalized"),
+        help="the tar shards hold latents of the autoencoder (.npy or .safetensors) instead of images: its mean, or "
+        "the mean after its normalization, such as 0.18215 z",
+    )
     parser.add_argument("--verify", action="store_true", help="read all of OUT and report every problem")
     if argv[:1] and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
         raise ConfigError(
@@ -103,11 +111,11 @@ def summary(folder: Path, index: LatentIndex, *, encoded: int, seconds: float) -
     return f"{folder}: complete, {index.num_images:,} latents of {shape}{pairs} in {size:,.1f} MB{skipped}{speed}"
 
 
-def open_dataset(config: Config, *, split: Any, is_asked_for: bool) -> ImageDataset | None:
-    """One split; None if the dataset lacks it and the user did not request it."""
+def open_dataset(config: Config, *, split: Any, is_asked_for: bool, is_encoded: bool) -> ImageDataset | None:
+    """One split, of images or of latents; None if the dataset lacks it and the user did not request it."""
     from torchditan.config.errors import ConfigError, option_error
     from torchditan.config.options import cache_folder
-    from torchditan.datasets import build_dataset
+    from torchditan.datasets import build_dataset, build_stored_latents
 
     if config.dataset.dataset_name in ("latents", "imagenet_dummy"):
         right = "is already encoded; --convert converts the public ImageNet file to shards"
@@ -115,8 +123,9 @@ def open_dataset(config: Config, *, split: Any, is_asked_for: bool) -> ImageData
     if config.dataset.streaming:
         right = "cannot be encoded, because shards need numbered images; leave it out to download the dataset"
         raise option_error("dataset.streaming", True, right)
+    build = build_stored_latents if is_encoded else build_dataset
     try:
-        return build_dataset(config.dataset, split=split, cache_folder=cache_folder(config))
+        return build(config.dataset, split=split, cache_folder=cache_folder(config))
     except ConfigError as error:
         if split == "train" or is_asked_for:
             raise
@@ -127,7 +136,7 @@ def open_dataset(config: Config, *, split: Any, is_asked_for: bool) -> ImageData
 def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> None:
     from torchditan.autoencoders import open_autoencoder
     from torchditan.config.errors import option_error
-    from torchditan.latents.encoding import describe_encoding, encode
+    from torchditan.latents.encoding import as_stored, denormalize, describe_encoding, encode
     from torchditan.latents.writer import LatentWriter
     from torchditan.run.progress import report_progress
 
@@ -136,13 +145,20 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
     if config.autoencoder.online or config.autoencoder.sample_posterior:
         name = "online" if config.autoencoder.online else "sample_posterior"
         raise option_error(f"autoencoder.{name}", True, "applies to training only; leave it out here")
+    is_encoded = arguments.latents is not None
+    if is_encoded and arguments.posterior:
+        raise option_error("--posterior", True, "--latents reads means without a variance; leave it out")
+    if is_encoded and config.dataset.horizontal_flip:
+        right = "the latents of mirrored images are not in the shards; leave it out"
+        raise option_error("dataset.horizontal_flip", True, right)
     autoencoder: Autoencoder | None = None
     for split in (arguments.split or "train,validation").split(","):
-        dataset = open_dataset(config, split=split, is_asked_for=arguments.split is not None)
+        is_asked_for = arguments.split is not None
+        dataset = open_dataset(config, split=split, is_asked_for=is_asked_for, is_encoded=is_encoded)
         if dataset is None:
             continue
         if autoencoder is None:
-            channels = dataset.sample_shape[0]
+            channels = None if is_encoded else dataset.sample_shape[0]
             with report_progress("opening the autoencoder"):
                 autoencoder = open_autoencoder(config.autoencoder, device=rank.device, image_channels=channels)
         flip = dataset.horizontal_flip if config.dataset.horizontal_flip is None else config.dataset.horizontal_flip
@@ -156,8 +172,12 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
             posterior=arguments.posterior,
             shard_size=arguments.shard_size,
             shard_format=arguments.format,
+            is_encoded=is_encoded,
         )
         writer = LatentWriter(arguments.out / split, encoding)
+        moments = None
+        if is_encoded:
+            moments = as_stored if arguments.latents == "mean" else denormalize(autoencoder)
 
         work = partial(
             encode,
@@ -168,6 +188,7 @@ def encode_all(arguments: argparse.Namespace, config: Config, rank: Rank) -> Non
             batch_size=arguments.batch_size,
             num_workers=config.dataset.num_workers,
             prefetch_factor=config.dataset.prefetch_factor,
+            moments=moments,
         )
         run_split(writer, work, rank=rank)
 
@@ -183,6 +204,8 @@ def convert_file(arguments: argparse.Namespace, rank: Rank) -> None:
         raise option_error("--split", split, "must be train or validation, because a file is one split")
     if not arguments.convert.is_file():
         raise option_error("--convert", str(arguments.convert), "is not a file; must be imagenet_ci8x8.safetensors")
+    if arguments.latents is not None:
+        raise option_error("--latents", arguments.latents, "applies to tar shards; leave it out with --convert")
     source = LatentShards.open(arguments.convert)
     writer = LatentWriter(
         arguments.out / split,

@@ -25,6 +25,7 @@ from torch import Tensor
 from torchditan.config.errors import ConfigError
 from torchditan.evaluation.distances import Gaussian
 from torchditan.run.atomic_files import atomic_writer
+from torchditan.run.npy_files import read_header
 
 INCEPTION = "Inception-2015"
 """The extractor of a file that names none."""
@@ -176,7 +177,7 @@ def _read_array(archive: zipfile.ZipFile, name: str, shape: tuple[int | None, ..
         shape: the expected one; None allows up to `_MOST_FEATURES`.
     """
     with archive.open(f"{name}.npy") as file:
-        found, is_fortran, dtype = _read_header(file)
+        found, is_fortran, dtype = read_header(file)
         is_right = len(found) == len(shape) and all(
             size == right if right is not None else 0 < size <= _MOST_FEATURES
             for size, right in zip(found, shape, strict=False)
@@ -196,7 +197,7 @@ def _open_images(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, int, int, i
     """The data of `arr_0`, positioned at the first image, and its shape (N, H, W, 3)."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open("arr_0.npy") as file:
-            shape, is_fortran, dtype = _read_header(file)
+            shape, is_fortran, dtype = read_header(file)
             if len(shape) != 4 or shape[3] != 3 or dtype != np.uint8 or is_fortran:
                 right = f"must be (N, H, W, 3) uint8, not {shape} {dtype}"
                 raise ConfigError(f"{path}: arr_0 {right}")
@@ -205,22 +206,6 @@ def _open_images(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, int, int, i
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: not an .npz file with images in arr_0 ({error})") from error
-
-
-def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether the order is Fortran's, and dtype, of an .npy file."""
-    try:
-        if np.lib.format.read_magic(file) == (1, 0):
-            shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
-        else:
-            shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
-    except _DAMAGE:
-        raise
-    except Exception as error:  # of numpy, of the tokenizer that it calls, and of a dtype
-        raise ValueError(f"a damaged header: {type(error).__name__}") from error
-    if any(type(size) is not int or size < 0 for size in shape):  # numpy takes True for an integer
-        raise ValueError(f"a shape of {shape}")
-    return shape, is_fortran, dtype
 
 
 def _read_exactly(file: IO[bytes], size: int, path: Path) -> bytearray:

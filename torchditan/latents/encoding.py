@@ -30,6 +30,8 @@ from torchditan.latents.shards import PUBLIC_SCALE, LatentShards
 from torchditan.latents.writer import LatentWriter, Shard
 
 _INT8_MAX = 127
+Moments = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+"""(B, C, H, W) -> mean and log-variance of the latents before normalisation, as `Autoencoder.moments`."""
 
 
 def describe_encoding(
@@ -43,11 +45,15 @@ def describe_encoding(
     posterior: bool,
     shard_size: int,
     shard_format: str = "safetensors",
+    is_encoded: bool = False,
 ) -> Encoding:
     """Describe the latents of a dataset before encoding it.
 
+    Args:
+        is_encoded: the dataset has latents of this autoencoder instead of images.
+
     Raises:
-        ConfigError: the images do not match the autoencoder, or it has no variance to store.
+        ConfigError: the samples do not match the autoencoder, or it has no variance to store.
     """
     if isinstance(dataset, GroupedDataset) and len(dataset.groups()) > 1:
         right = "latent shards hold samples of one shape; leave it out (training on captions caches its own latents)"
@@ -59,9 +65,13 @@ def describe_encoding(
             "has captions without classes, so it cannot be encoded; train on its pixels",
         )
     channels, height, width = dataset.sample_shape
-    if channels != autoencoder.image_channels:
-        right = f"{autoencoder.name} reads {autoencoder.image_channels} channel(s), and {dataset.name} has {channels}"
+    expected = autoencoder.latent_channels if is_encoded else autoencoder.image_channels
+    if channels != expected:
+        verb = "has latents of" if is_encoded else "reads"
+        right = f"{autoencoder.name} {verb} {expected} channel(s), and {dataset.name} has {channels}"
         raise option_error("autoencoder.name", autoencoder.name, right)
+    if is_encoded:
+        height, width = height * autoencoder.downsampling, width * autoencoder.downsampling
     if posterior and not autoencoder.has_posterior:
         raise option_error("--posterior", True, f"{autoencoder.name} has no variance; leave it out")
     shift, scale = autoencoder.shift, autoencoder.scale
@@ -76,8 +86,8 @@ def describe_encoding(
         autoencoder_path=autoencoder.path,
         downsampling=autoencoder.downsampling,
         fingerprint=autoencoder.fingerprint,
-        image_channels=channels,
-        autoencoder_dtype=str(autoencoder.dtype).removeprefix("torch."),
+        image_channels=autoencoder.image_channels,
+        autoencoder_dtype=None if is_encoded else str(autoencoder.dtype).removeprefix("torch."),
         latent_shape=autoencoder.latent_shape(height, width),
         dtype=dtype,
         flipped=flipped,
@@ -96,6 +106,24 @@ def describe_conversion(source: LatentShards, *, split: str, shard_size: int, sh
     return Encoding(**{**values, "split": split, "shard_size": shard_size, "shard_format": shard_format})
 
 
+def as_stored(latents: Tensor) -> tuple[Tensor, None]:
+    """`Moments` of samples that are latents before normalisation."""
+    return latents, None
+
+
+def denormalize(autoencoder: Autoencoder) -> Moments:
+    """`Moments` of samples that are latents after the normalisation of this autoencoder, such as 0.18215 z.
+
+    Raises:
+        ConfigError: it publishes no normalisation.
+    """
+    if autoencoder.shift is None or autoencoder.scale is None:
+        right = f"{autoencoder.name} publishes no normalization; must be mean"
+        raise option_error("--latents", "normalized", right)
+    shift, scale = (values.to(autoencoder.device)[:, None, None] for values in (autoencoder.shift, autoencoder.scale))
+    return lambda latents: (latents / scale + shift, None)
+
+
 def encode(
     dataset: ImageDataset,
     autoencoder: Autoencoder,
@@ -106,12 +134,14 @@ def encode(
     num_workers: int,
     prefetch_factor: int,
     report: Callable[[int], None],
+    moments: Moments | None = None,
 ) -> LatentIndex | None:
     """Encode this rank's missing shards, and finish the folder if no other rank has work left.
 
     Args:
         dataset: the source images, in their own order.
         autoencoder: on this rank's device.
+        moments: used in place of the autoencoder's, for samples that are latents already.
         writer: open.
         rank: encodes every world_size-th shard.
         batch_size: images in one forward pass.
@@ -126,6 +156,7 @@ def encode(
         ConfigError: the disk is full, or the dataset fails for more than single images.
     """
     encoding = writer.encoding
+    moments = moments or autoencoder.moments
     numbers = [number for number in writer.missing() if number % rank.world_size == rank.rank]
     batches = _load(
         dataset,
@@ -137,7 +168,7 @@ def encode(
     with ThreadPoolExecutor(max_workers=1) as executor:
         writing: Future[None] | None = None
         for number, shard_batches in itertools.groupby(batches, key=lambda batch: batch.start // encoding.shard_size):
-            shard = _encode_shard(shard_batches, autoencoder, encoding, report=report)
+            shard = _encode_shard(shard_batches, autoencoder.device, encoding, moments=moments, report=report)
             if writing is not None:
                 writing.result()
             writing = executor.submit(_write_shard, writer, number, shard)
@@ -260,7 +291,12 @@ class _EncodedShard(NamedTuple):
 
 
 def _encode_shard(
-    batches: Iterable[_SourceBatch], autoencoder: Autoencoder, encoding: Encoding, *, report: Callable[[int], None]
+    batches: Iterable[_SourceBatch],
+    device: torch.device,
+    encoding: Encoding,
+    *,
+    moments: Moments,
+    report: Callable[[int], None],
 ) -> _EncodedShard:
     """Encode the images of one shard. Nothing here waits for the device, so a GPU stays busy."""
     kept_dtype = torch.bfloat16 if encoding.dtype == "bf16" else torch.float32  # int8 needs the whole shard's maximum
@@ -270,11 +306,11 @@ def _encode_shard(
         shard.parts["labels"].append(batch.labels)
         shard.parts["index"].append(batch.numbers)
         shard.skipped.extend(batch.skipped)
-        images = batch.images.to(autoencoder.device, non_blocking=True)
+        images = batch.images.to(device, non_blocking=True)
         for (mean_name, logvar_name), view in zip(names, (images, images.flip(-1)), strict=False):
             if len(view) == 0:
                 continue
-            mean, logvar = autoencoder.moments(view)
+            mean, logvar = moments(view)
             shard.parts.setdefault(mean_name, []).append(mean.to(kept_dtype))
             if encoding.posterior:
                 assert logvar is not None

@@ -25,7 +25,6 @@ import mmap
 import resource
 import tarfile
 import threading
-import tokenize
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -46,6 +45,7 @@ from torchditan.latents.index import (
     read_index,
     standardizing,
 )
+from torchditan.run import npy_files
 from torchditan.run.atomic_files import sha256_of
 from torchditan.weights.safetensors_files import other_kind
 
@@ -479,10 +479,12 @@ def _map_labels(folder: Path) -> np.memmap:
 
 def _label_file_problems(folder: Path, index: LatentIndex) -> list[str]:
     try:
+        with open(folder / LABELS_FILE, "rb") as file:
+            npy_files.read_header(file)
         labels = _map_labels(folder)
     except FileNotFoundError:
         return [f"{LABELS_FILE} is missing"]
-    except (OSError, ValueError, OverflowError, SyntaxError, tokenize.TokenError):  # the header is a Python literal
+    except (OSError, ValueError, OverflowError):
         return [f"{LABELS_FILE} is damaged"]
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
         return [f"{LABELS_FILE} holds {labels.dtype} {list(labels.shape)}, not a list of integers"]
