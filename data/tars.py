@@ -491,7 +491,7 @@ def _read_members(shard: Shard, raw: _Part) -> str | None:
         if last is None:
             return f"not a readable, uncompressed tar ({error})"
     # tarfile also stops at a header that is damaged or incomplete. A whole tar ends with blocks of zeros.
-    end = raw.read_at(offset, tarfile.BLOCKSIZE)
+    end = raw.read_at(offset, tarfile.BLOCKSIZE) if offset < shard.place.size else b""
     if len(end) == tarfile.BLOCKSIZE and not any(end):
         return None
     return f"truncated or damaged after the start of {last}"
@@ -507,7 +507,7 @@ def _add(shard: Shard, numbers: dict[str, int], member: tarfile.TarInfo, raw: _P
         numbers[key] = len(shard.keys)
         shard.keys.append(key)
     members = shard.members.setdefault(f".{suffix}", Members())
-    is_whole = member.offset_data + member.size <= shard.place.size
+    is_whole = 0 <= member.size <= shard.place.size - member.offset_data
     kind = kind_of(f".{suffix}")
     if kind in TEXT_SUFFIXES:
         if not is_whole:
@@ -521,7 +521,7 @@ def _add(shard: Shard, numbers: dict[str, int], member: tarfile.TarInfo, raw: _P
         members.damages[str(len(members.keys))] = damage
     members.keys.append(numbers[key])
     members.offsets.append(member.offset_data)
-    members.sizes.append(member.size)
+    members.sizes.append(member.size if is_whole else 0)  # a damaged size may exceed 64 bits
 
 
 def _image_damage(raw: _Part, member: tarfile.TarInfo) -> str | None:

@@ -25,6 +25,8 @@ import torch
 from fuzz_cases import Kind
 from ledger_rows import row
 from PIL import Image
+from safetensors.torch import save, save_file
+from tiny_published import tiny_flux
 from torch import nn
 
 from torchditan import load
@@ -35,15 +37,17 @@ from torchditan.autoencoders.patch import PatchAutoencoder, PatchAutoencoderConf
 from torchditan.checkpoint.files import MANIFEST, read_manifest, write_manifest
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config, to_dict, to_toml
-from torchditan.config.options import Autoencoder, Dataset
+from torchditan.config.options import Autoencoder, Dataset, LoRA, Model, Quantize
 from torchditan.config.prompts import read_prompts
 from torchditan.data_stream.datasets import CorruptImageError
-from torchditan.datasets import build_dataset
+from torchditan.datasets import build_dataset, build_stored_latents
 from torchditan.evaluation.card import read_card
 from torchditan.evaluation.card_tables import comparison, write_card
 from torchditan.evaluation.distances import Gaussian
 from torchditan.evaluation.grid_picture import save_grid
 from torchditan.evaluation.sample_batches import has_images, image_shape, read_images, read_statistics, write_reference
+from torchditan.finetune.lora import load_assistant
+from torchditan.finetune.published import build_published_spec
 from torchditan.report.compare_page import write_comparison
 from torchditan.report.grid_page import analyse, write_report
 from torchditan.report.run_page import write_run_page
@@ -280,12 +284,15 @@ def _picture(kind: str) -> bytes:
 
 def _read_all(name: str, root: str = ".", **options: Any) -> None:
     config = Dataset(**{"dataset_name": name, "root_dir": root, "image_size": [8, 8], **options})
-    dataset = build_dataset(config, split="train", cache_folder=Path("cache"))
+    _read_items(build_dataset(config, split="train", cache_folder=Path("cache")))
+
+
+def _read_items(dataset: Any) -> None:
     refused: ConfigError | None = None
     for index in range(min(32, len(dataset))):
         try:
             item = dataset[index]
-            assert item["sample"].isfinite().all() or name == "latents"
+            assert item["sample"].isfinite().all() or dataset.name == "latents"
         except CorruptImageError as error:
             refused = error
     if hasattr(dataset, "check_files"):
@@ -390,6 +397,21 @@ def _open_latents() -> None:
     _read_all("latents", "latents", image_size=None)
 
 
+def _make_stored_latents(folder: Path) -> None:
+    members: list[tuple[str, bytes]] = []
+    for number in range(3):
+        array, buffer = np.full((4, 2, 2), number, dtype=np.float32), io.BytesIO()
+        np.save(buffer, array)
+        data = save({"latents": torch.from_numpy(array)}) if number == 2 else buffer.getvalue()
+        members += [(f"{number}.{'safetensors' if number == 2 else 'npy'}", data), (f"{number}.cls", b"1")]
+    _write_tar(folder / "0.tar", members)
+
+
+def _open_stored_latents() -> None:
+    config = Dataset(dataset_name="webdataset", root_dir=".")
+    _read_items(build_stored_latents(config, split="train", cache_folder=Path("cache")))
+
+
 def _make_cifar(folder: Path) -> None:
     rng = np.random.default_rng(0)
     for name in [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]:
@@ -463,6 +485,35 @@ def _make_torchscript(folder: Path) -> None:
     torch.jit.trace(decoder, torch.zeros(1, 16, 8, 8)).save(str(folder / "cosmos/decoder.jit"))
 
 
+def _make_published(folder: Path) -> None:
+    torch.manual_seed(0)
+    tiny_flux().save_pretrained(folder / "flux", max_shard_size="50KB")
+
+
+def _open_published() -> None:
+    config = Model(name="flux", flavor="debugmodel", path="flux")
+    spec = build_published_spec(
+        config, sample_shape=(1, 8, 8), lora=LoRA(), quantize=Quantize(), text_length=8, embedded_guidance=3.5
+    )
+    model: Any = spec.build()
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+
+
+def _make_lora(folder: Path) -> None:
+    tensors = {}
+    for name in ("transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.to_k"):
+        tensors[f"transformer.{name}.lora_A.weight"] = torch.ones(2, 32)
+        tensors[f"transformer.{name}.lora_B.weight"] = torch.ones(32, 2)
+    tensors["transformer.transformer_blocks.0.attn.to_q.alpha"] = torch.tensor(4.0)
+    metadata = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 4})}
+    save_file(tensors, folder / "lora.safetensors", metadata)
+
+
+def _open_lora() -> None:
+    load_assistant(tiny_flux(), Path("lora.safetensors"))
+
+
 _RUN_FILES = ("run/*.json", "run/*.jsonl", "run/samples/*")
 
 KINDS = {
@@ -478,6 +529,9 @@ KINDS = {
         Kind("captions", _make_captions, functools.partial(_read_captions, caption_key="text")),
         Kind("images", _make_images, functools.partial(_read_all, "folder")),
         Kind("latents", _make_latents, _open_latents, seal=_seal_latents),
+        Kind("stored_latents", _make_stored_latents, _open_stored_latents),
+        Kind("published", _make_published, _open_published),
+        Kind("lora", _make_lora, _open_lora),
         Kind("toml", _make_config, _open_config, may_read_outside=True),
         Kind("grid_toml", _make_grid, _open_grid, may_read_outside=True),
         Kind("prompts", _make_prompts, _open_prompts),

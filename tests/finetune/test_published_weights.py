@@ -268,7 +268,8 @@ def test_damaged_files_are_refused(saved):
     assert "its config.json cannot be read" in line_of(saved)
     config.write_text(json.dumps(sizes))
     index = saved / "diffusion_pytorch_model.safetensors.index.json"
-    for broken in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
+    long_name = json.dumps({"weight_map": {"a": "b" * 5000}})
+    for broken in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', long_name):
         index.write_text(broken)
         assert "index.json cannot be read" in line_of(saved)
     index.write_text(json.dumps({"weight_map": {"proj_out.bias": "model-00001-of-00002.safetensors"}}))
@@ -289,3 +290,18 @@ def test_a_config_may_leave_out_some_sizes_and_have_old_ones(tmp_path):
     content["of_an_older_version"] = 768
     file.write_text(json.dumps(content))
     assert spec_of("flux", path=tmp_path).config["axes_dims_rope"] == spec_of("flux").config["axes_dims_rope"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_layers", 2**64, "its config.json has num_layers = 18446744073709551616, and its files have"),
+        ("in_channels", "four", 'its config.json has in_channels = "four"; must be like 16'),
+        ("joint_attention_dim", 2**40, r"context_embedder.weight must be \[\d+, 1099511627776\] and is \[\d+, \d+\]"),
+    ],
+)
+def test_sizes_that_are_not_those_of_the_files_are_refused_before_memory_is_allocated(saved, name, value, message):
+    config = saved / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {name: value}))
+    with pytest.raises(ConfigError, match=message):
+        spec_of("sd3", path=saved).build()

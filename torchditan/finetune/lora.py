@@ -268,7 +268,7 @@ def _check_shapes(model: nn.Module, name: str, down: Tensor, up: Tensor, shown: 
     layer: Any = model.get_submodule(name)
     out_size, in_size, *kernel = getattr(layer, "base_layer", layer).weight.shape  # a convolution has a kernel
     fits_down = down.shape[1:] == (in_size, *kernel)
-    if not (fits_down and (up.shape[0], *up.shape[2:]) == (out_size, *(1 for _ in kernel))):
+    if not (fits_down and up.shape == (out_size, down.shape[0], *(1 for _ in kernel))):
         right = f"is for another model: {name} maps {in_size} to {out_size} here"
         raise option_error("lora.assistant_path", shown, f"{right}, {down.shape[-1]} to {up.shape[0]} there")
 
@@ -312,6 +312,8 @@ def read_adapter(source: str | Path | Mapping[str, Tensor], layers: Sequence[str
         parts = known.get(stem)
         if parts is None:
             raise option_error(option, shown, f"is a LoRA for another model: this one has no linear layer {stem}")
+        if tensor.numel() != 1 if kind == "alpha" else tensor.ndim < 2 or not tensor.numel():
+            raise option_error(option, shown, f"is not a LoRA of linear layers: {key} has shape {list(tensor.shape)}")
         if kind == "alpha":
             factors |= dict.fromkeys(parts, float(tensor))
         elif kind == "down":
@@ -368,5 +370,5 @@ def _alphas_of(metadata: Mapping[str, str]) -> dict[str, float]:
             patterns = adapter.get(f"{part}.alpha_pattern") or {}
             alphas |= {str(name).lstrip("^"): float(value) for name, value in patterns.items()}
         return alphas
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         raise ConfigError("the metadata of the LoRA cannot be read; export it again") from None

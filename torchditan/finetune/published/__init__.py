@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import torchditan.config.options
-from torchditan.config.errors import option_error
+from torchditan.config.errors import option_error, shorten
 from torchditan.finetune.int8 import base_names, fill_parameter, quantize_base
 from torchditan.finetune.lora import (
     AdapterWeights,
@@ -160,10 +160,26 @@ class Recipe:
 
     def build(self) -> nn.Module:
         """The model with its parameters on the meta device. With a LoRA it is frozen, quantised and adapted."""
-        model = self.cls(build_transformer(self.cls.model_class, self.sizes))
+        model = self.cls(self._build_transformer())
         assistant = self._adapt(model) if self.lora.rank else None
         model.init_weights = functools.partial(self.init_weights, model, assistant)
         return model
+
+    def _build_transformer(self) -> nn.Module:
+        """On meta. A folder whose config.json and files differ is refused before memory is allocated for it."""
+        if self.weights is None or self.weights.is_file:
+            return build_transformer(self.cls.model_class, self.sizes)
+        assert self.path is not None
+        found = self.weights.shapes()
+        for name, value in self.sizes.items():
+            if name.endswith("layers") and isinstance(value, int) and value > len(found):
+                right = f"its config.json has {name} = {value}, and its files have {len(found)} tensors"
+                raise option_error("model.path", self.path, right)
+        transformer = build_transformer(self.cls.model_class, self.sizes)
+        buffers = {name: buffer.shape for name, buffer in transformer.named_buffers()}
+        parameters = {name: shape for name, shape in found.items() if buffers.get(name) != shape}
+        check_names(base_parameters(transformer), parameters, path=self.path)
+        return transformer
 
     def _adapt(self, model: PublishedModel) -> AdapterWeights | None:
         """Freeze the weights, quantise them as configured, and add the adapters. Returns the assistant's weights."""
@@ -234,6 +250,24 @@ def _check_stored(cls: type[PublishedModel], flavor: Flavor, stored: dict[str, A
             raise option_error("model.path", path, right)
 
 
+def _check_types(flavor: Flavor, stored: dict[str, Any], *, path: str) -> None:
+    for name, example in flavor.config.items():
+        if name in stored and not _is_like(stored[name], example):
+            right = f"its config.json has {name} = {shorten(json.dumps(stored[name]), most=40)}"
+            raise option_error("model.path", path, f"{right}; must be like {json.dumps(example)}")
+
+
+def _is_like(value: Any, example: Any) -> bool:
+    """Whether a size has the type of an example."""
+    if example is None or (value is None and isinstance(example, bool)):
+        return True
+    if isinstance(example, (list, tuple)):
+        return isinstance(value, list) and all(_is_like(part, example[0]) for part in value if example)
+    if isinstance(example, float):
+        return type(value) in (int, float)
+    return type(value) is type(example)
+
+
 def _sizes(
     cls: type[PublishedModel], flavor: Flavor, weights: PublishedWeights | None, overrides: list[str]
 ) -> dict[str, Any]:
@@ -243,6 +277,7 @@ def _sizes(
     if stored is not None:
         assert weights is not None
         _check_stored(cls, flavor, stored, path=str(weights.path))
+        _check_types(flavor, stored, path=str(weights.path))
         known = sizes_of_class(cls.model_class)  # released files have keys that diffusers no longer reads
         sizes |= {name: value for name, value in stored.items() if name in known}
     for text in overrides:

@@ -49,6 +49,27 @@ class PublishedWeights:
             raise option_error("model.path", str(self.path), "its config.json is not a JSON object")
         return content
 
+    def shapes(self) -> dict[str, torch.Size]:
+        """Name -> shape of the tensors in a folder, from the headers of its files.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        shapes: dict[str, torch.Size] = {}
+        try:
+            for file in self.files():
+                with safe_open(file, framework="pt") as reader:
+                    shapes |= {name: torch.Size(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise self._unreadable(error) from error
+        return shapes
+
+    def _unreadable(self, error: Exception) -> ConfigError:
+        reason = str(error).strip().split("\n")[0]
+        return option_error("model.path", str(self.path), f"cannot be read: {reason}")
+
     def tensors(self, *, model_class: str, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name in diffusers, full tensor on the CPU in its stored dtype), one at a time.
 
@@ -67,8 +88,7 @@ class PublishedWeights:
                     for name in reader.keys():  # noqa: SIM118  no mapping: it has only this
                         yield name, reader.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise option_error("model.path", str(self.path), f"cannot be read: {reason}") from error
+            raise self._unreadable(error) from error
 
     def files(self) -> list[Path]:
         """The safetensors files of a folder: those listed in its index, or its only file.
@@ -87,7 +107,10 @@ class PublishedWeights:
             files = sorted(self.path.glob("*.safetensors"))
             whole = [file for file in files if file.name == "diffusion_pytorch_model.safetensors"]
             files = whole or files
-        missing = [file.name for file in files if not file.is_file()]
+        try:
+            missing = [file.name for file in files if not file.is_file()]
+        except (OSError, ValueError):  # names that no file can have
+            raise option_error("model.path", str(self.path), f"its {indices[0].name} cannot be read") from None
         if missing or not files:
             what = f"has no {missing[0]}" if missing else "has no .safetensors file"
             raise option_error("model.path", str(self.path), f"{what}; {HOW_TO_GET}")
