@@ -232,8 +232,9 @@ def _rows_of(shard: Shard, label_key: str | None, suffixes: Set[str]) -> list[_R
             damage = members.damages.get(str(place), problems.get(key))
             rows[key] = _Row(name, offset, size, labels.get(key, _NO_LABEL), damage)
     found = [rows[key] for key in sorted(rows)]
+    what = "latent" if suffixes == LATENT_SUFFIXES else "image"
     found += [
-        _Row(f"{shard.place.name}/{shard.keys[key]}", 0, 0, _NO_LABEL, "its image is missing")
+        _Row(f"{shard.place.name}/{shard.keys[key]}", 0, 0, _NO_LABEL, f"its {what} is missing")
         for key in sorted(labels.keys() | problems.keys())
         if key not in rows
     ]

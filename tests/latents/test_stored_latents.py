@@ -154,14 +154,16 @@ def test_what_cannot_be_read_is_skipped_and_listed(run_script: RunScript, tmp_pa
     members = {f"{name}.npy": content for name, content in DAMAGED.items()}
     two = {"a": torch.zeros(48, 2, 2), "b": torch.zeros(48, 2, 2)}
     members |= {"two.safetensors": save(two), "good.npy": npy(latent(1)), "last.npy": npy(latent(2))}
+    members |= {f"{name}.cls": b"1" for name in (*DAMAGED, "two", "good", "last", "bare")}
     write_tar(tmp_path / "shards/train/0.tar", members)
     write_tar(tmp_path / "shards/val/0.tar", {"a.npy": npy(latent(3))})
     code, out, err = run_script(SCRIPT, "out", "--latents=mean", "--split=train", *TARS)
     assert (code, err) == (0, "")
-    assert f"2 latents of 48 x 2 x 2 in 0.0 MB, {len(DAMAGED) + 1} unreadable images skipped" in out
+    assert f"2 latents of 48 x 2 x 2 in 0.0 MB, {len(DAMAGED) + 2} unreadable images skipped" in out
     skipped = json.loads((tmp_path / "out/train/index.json").read_bytes())["shards"][0]["skipped"]
     reasons = {Path(entry["reason"].split(":")[0]).stem: entry["reason"] for entry in skipped}
-    assert reasons.keys() == {*DAMAGED, "two"}
+    assert reasons.keys() == {*DAMAGED, "two", "bare"}
+    assert "its latent is missing" in reasons.pop("bare")
     assert all(": no readable latent (" in reason for reason in reasons.values())
     assert "2 tensors, none called latents" in reasons["two"]
     assert "int64, not floating" in reasons["integers"]
