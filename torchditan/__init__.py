@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
+        if name in __all__:
+            from torchditan.distributed.cpu_threads import limit_spinning
+
+            limit_spinning()  # before torch, which follows now
         if name == "load":
             from torchditan.weights.trained_model import load
 
