@@ -152,8 +152,10 @@ def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in subfolders:
             link = Path(folder, name)
+            if not link.is_symlink():
+                continue
             target = link.resolve()
-            if link.is_symlink() and any(above.resolve().is_relative_to(target) for above in _up_to(root, link)):
+            if any(above.resolve().is_relative_to(target) for above in _up_to(root, link)):
                 right = f"{link.relative_to(root)} is a link to {target}, which contains it; remove the link"
                 raise option_error("dataset.root_dir", str(root), right)
         yield folder, [name for name in names if not name.startswith(".")]

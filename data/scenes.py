@@ -174,7 +174,7 @@ class Scene:
             objects += [(number, Object(group.colour, group.shape, AREAS[size], 0.0, 0.0))] * group.count
         extents = np.array([_extents(one.shape, one.area) for _, one in objects])  # (n, 4): left, top, right, bottom
         owners = np.array([number for number, _ in objects])
-        while True:  # on average 4 tries; for two large triangles beside a third one, 1,500
+        while True:  # 4 tries on average, and 1,500 for two large triangles beside a third
             spans = WIDTH - 2 * _EDGE - extents[:, :2] - extents[:, 2:]  # (n, 2) of x and y
             places = _EDGE + extents[:, :2] + draws.random((128, len(objects), 2)) * spans
             fits = self._fits(places - extents[:, :2], places + extents[:, 2:], owners)

@@ -121,12 +121,16 @@ class TarImages(ImageDataset):
         return read_bytes(TarMember(self.samples.shards[shard].file, offset, size), where=self._name_of(index))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        where, data = self._name_of(index), self.content_of(index)
-        sample = load_sample(data, sample_shape=self.sample_shape, where=where, crop=self.crop, number=index)
-        item: dict[str, Any] = {"sample": torch.from_numpy(sample)}
+        item: dict[str, Any] = {"sample": self._decode(self.content_of(index), index)}
         if self.class_labels is not None:
             item["class_label"] = int(self.class_labels[index])
         return item
+
+    def _decode(self, data: bytes, index: int) -> torch.Tensor:
+        """A member -> `sample`."""
+        where = self._name_of(index)
+        sample = load_sample(data, sample_shape=self.sample_shape, where=where, crop=self.crop, number=index)
+        return torch.from_numpy(sample)
 
 
 class TarLatents(TarImages):
@@ -134,8 +138,8 @@ class TarLatents(TarImages):
 
     horizontal_flip = False  # the mirrored image has other latents
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        where, data = self._name_of(index), self.content_of(index)
+    def _decode(self, data: bytes, index: int) -> torch.Tensor:
+        where = self._name_of(index)
         try:
             latent = read_latent(data)
         except ValueError as error:
@@ -143,10 +147,7 @@ class TarLatents(TarImages):
         if latent.shape != self.sample_shape:
             right = f"has shape {list(latent.shape)}, and the first latent {list(self.sample_shape)}"
             raise option_error("dataset.root_dir", str(self.root), f"{where} {right}; must have one shape")
-        item: dict[str, Any] = {"sample": latent}
-        if self.class_labels is not None:
-            item["class_label"] = int(self.class_labels[index])
-        return item
+        return latent
 
 
 def read_latent(data: bytes) -> torch.Tensor:
@@ -167,16 +168,18 @@ def read_latent(data: bytes) -> torch.Tensor:
             tensors = load(data)
         except SafetensorError as error:
             raise ValueError(str(error)) from None
-        latent = tensors["latents"] if "latents" in tensors else next(iter(tensors.values()), torch.zeros(0))
         if "latents" not in tensors and len(tensors) != 1:
             raise ValueError(f"{len(tensors)} tensors, none called latents")
+        latent = tensors["latents"] if "latents" in tensors else next(iter(tensors.values()))
         if not latent.is_floating_point():
             raise ValueError(f"{latent.dtype}, not floating-point numbers")
         latent = latent.float()
     if latent.ndim == 4 and len(latent) == 1:
         latent = latent[0]
-    if latent.ndim != 3 or not latent.numel() or not latent.isfinite().all():
-        raise ValueError(f"shape {list(latent.shape)}" if latent.ndim != 3 else "empty, or not finite")
+    if latent.ndim != 3:
+        raise ValueError(f"shape {list(latent.shape)}")
+    if not latent.numel() or not latent.isfinite().all():
+        raise ValueError("empty, or not finite")
     return latent
 
 

@@ -65,8 +65,11 @@ def t5gemma() -> tuple[Any, Any, Callable[[Any], Any]]:
     from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration, T5GemmaModuleConfig
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    part = T5GemmaModuleConfig(vocab_size=30, num_key_value_heads=1, head_dim=8, **sizes)
-    model = T5GemmaForConditionalGeneration(T5GemmaConfig(encoder=part, decoder=part, vocab_size=30)).eval()
+    # Two objects: transformers marks the decoder's as causal, and 5.20 then masks an encoder that shares it.
+    encoder, decoder = (
+        T5GemmaModuleConfig(vocab_size=30, num_key_value_heads=1, head_dim=8, **sizes) for _ in range(2)
+    )
+    model = T5GemmaForConditionalGeneration(T5GemmaConfig(encoder=encoder, decoder=decoder, vocab_size=30)).eval()
     return model, tiny_pipelines.t5_tokenizer(), lambda model: model.model.encoder
 
 

@@ -68,7 +68,7 @@ def read_all(folder: Path) -> torch.Tensor:
 
 
 def as_safetensors(array: np.ndarray) -> bytes:
-    """With a first dimension of 1, in float16 and beside another tensor."""
+    """A file of safetensors: float16, with a batch dimension of 1, and a second tensor that is no latent."""
     tensors = {"latents": torch.from_numpy(array)[None].half(), "seed": torch.zeros(1)}
     return save(tensors)
 

@@ -131,9 +131,10 @@ class Grids:
 
     def _read_original(self, folder: Path) -> Tensor | None:
         """Pixels (rows, k, C, H, W), or None if they were not drawn, or drawn in another way than these samples."""
+        drawn = self.drawn
         try:
             with np.load(folder / ORIGINAL, allow_pickle=False) as stored:
-                if str(stored["drawn"]) != self.drawn:
+                if str(stored["drawn"]) != drawn:
                     return None
                 return torch.from_numpy(stored["pixels"]).float() / 127.5 - 1
         except Exception:  # of the archive, of numpy, and of the tokenizer that it calls

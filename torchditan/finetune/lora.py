@@ -312,7 +312,8 @@ def read_adapter(source: str | Path | Mapping[str, Tensor], layers: Sequence[str
         parts = known.get(stem)
         if parts is None:
             raise option_error(option, shown, f"is a LoRA for another model: this one has no linear layer {stem}")
-        if tensor.numel() != 1 if kind == "alpha" else tensor.ndim < 2 or not tensor.numel():
+        is_right = tensor.numel() == 1 if kind == "alpha" else tensor.ndim >= 2 and tensor.numel() > 0
+        if not is_right:
             raise option_error(option, shown, f"is not a LoRA of linear layers: {key} has shape {list(tensor.shape)}")
         if kind == "alpha":
             factors |= dict.fromkeys(parts, float(tensor))
