@@ -392,3 +392,12 @@ def test_the_cost_of_objectives_is_relative_to_flow_matching(tmp_path: Path, run
     assert [line.split("  ")[0] for line in printed.splitlines()] == list(rows)
     assert rows["flow_matching"]["flops"] == rows["flow_matching"]["time"] == 1
     assert rows["imf guidance=true"]["flops"] > rows["imf"]["flops"] > rows["imf tangent=data"]["flops"] > 1
+
+
+def test_cpu_attention_is_measured_in_turns(tmp_path: Path, run_alone: RunAlone) -> None:
+    out = tmp_path / "attention.json"
+    printed = run_alone("benchmarks/cpu_attention.py", "--rounds=2", f"--out={out}")
+    rows = json.loads(out.read_text())["rows"]
+    assert len(printed.splitlines()) == len(rows) == 4
+    for row in rows.values():
+        assert row["ratio"] > 0 and row["kernel_ms"] > 0 and row["products_ms"] > 0

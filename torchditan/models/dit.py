@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchditan.models.attention import attention
 from torchditan.models.initialization import draw_normal, draw_xavier_uniform, fill, named_parameters_to_fill
 from torchditan.registry import BLOCKS, registered
 
@@ -337,7 +338,7 @@ class Attention(nn.Module):
 
     def mix_tokens(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Attend, (B, H, N, K). Nowhere else do tokens of `run_blocks` read each other."""
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return attention(q, k, v, mask)
 
 
 class CrossAttention(nn.Module):
@@ -356,7 +357,7 @@ class CrossAttention(nn.Module):
         q = self.q_norm(self.q(x).unflatten(-1, (-1, self.head_dim)))  # (B, N, H, K)
         k, v = self.kv(text).unflatten(-1, (2, -1, self.head_dim)).unbind(2)  # 2 of (B, L, H, K)
         q, k, v = q.transpose(1, 2), self.k_norm(k).transpose(1, 2), v.transpose(1, 2)  # (B, H, N or L, K)
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)  # (B, N, H, K)
+        x = attention(q, k, v, mask).transpose(1, 2)  # (B, N, H, K)
         return self.proj(x.flatten(2))
 
 

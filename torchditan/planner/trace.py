@@ -33,6 +33,7 @@ from torchditan.diffusion.loss_flops import example_batch
 from torchditan.diffusion.objectives import Objective, build_objective, split
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.context_parallel import split_tokens
+from torchditan.models.attention import attention_by_products, is_faster_by_products
 from torchditan.models.spec import ModelSpec
 from torchditan.planner.recorder import StepRecorder, list_tensors
 
@@ -295,6 +296,8 @@ class DeviceKernels(TorchFunctionMode):
         **_options: Any,
     ) -> torch.Tensor:
         aten = torch.ops.aten
+        if self.kernels == "cpu" and is_faster_by_products(query, key):
+            return attention_by_products(query, key, value, attn_mask)
         if self.kernels == "cpu":
             bias = _attention_bias(query, key, attn_mask)
             return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=bias)[0]
