@@ -304,12 +304,16 @@ def test_two_processes_import_one_run(digits: Path, tmp_path: Path, monkeypatch:
 
 def test_the_card_has_the_figures_of_the_same_step(run: Path, tmp_path: Path, run_script: RunScript) -> None:
     copied = Path(shutil.copytree(run, tmp_path / "run"))
-    write_card(copied / "evaluation/other", card(step=600))
+    write_card(copied / "evaluation/other", card(step=600, num_samples=1234))
+    write_card(copied / "evaluation/raw", card(step=2, weights="raw", num_samples=1234))
+    with (copied / "metrics.jsonl").open("a") as file:  # two steps later, after the weights were saved
+        file.write(json.dumps({"step": 4, "elapsed_s": 9 * 3600}) + "\n")
     write_card(copied / "evaluation/this", card(step=2, created="2020-01-01T00:00:00+00:00"))
     done = run_script("torchditan", "share", copied, "shared", "--without_samples")
     assert done.code == 0 and "outputs/quickstart" not in (tmp_path / "shared/README.md").read_text()
     text = (tmp_path / "shared/README.md").read_text()
-    assert "95% interval" in text and "samples.png" not in text and "3 x 2,600 samples" in text
+    assert "95% interval" in text and "samples.png" not in text and "3 x 2,600 samples" in text and "1,234" not in text
+    assert "- time:" in text and "9.0 hours" not in text
     assert not (tmp_path / "shared/samples.png").exists()
 
 
