@@ -39,18 +39,25 @@ from torchditan.planner.devices import Device, device_named
 from torchditan.planner.memory import Instant, Layout, Parameters, model_parameters, model_state, timeline
 from torchditan.planner.step_bound import StepBound, step_bound
 from torchditan.planner.trace import Checkpointing, Kernels, StepTrace, trace_blocks
-from torchditan.registry import FAMILIES, registered
+from torchditan.registry import FAMILIES, TEXT_ENCODERS, registered
 
 GIB = 1024**3
 USABLE_MEMORY = 0.92
 """Usable share of the device's memory. The rest is for the CUDA context, NCCL and fragmentation."""
 
-SAMPLE_SHAPES: dict[str, tuple[int, int, int, int]] = {
+SAMPLE_SHAPES: dict[str, tuple[int, int, int, int | None]] = {
+    "captions": (3, 256, 256, None),
     "cifar10": (3, 32, 32, 10),
     "digits": (1, 8, 8, 10),
     "dummy": (4, 32, 32, 1000),
+    "earth": (3, 32, 32, 7),
+    "emoji": (3, 32, 32, 9),
+    "folder": (3, 256, 256, None),
+    "imagenet": (3, 256, 256, 1000),
+    "scenes": (3, 32, 32, 0),
+    "webdataset": (3, 256, 256, None),
 }
-"""Channels, height, width and classes of datasets, for options that the configuration does not set."""
+"""Channels, height, width and classes of pixels, for options that the configuration does not set. None: unknown."""
 
 _DTYPES = {"float32": torch.float32, "float16": torch.bfloat16, "bfloat16": torch.bfloat16}
 """dtypes of the traces. float16 has the kernels and sizes of bfloat16."""
@@ -256,19 +263,30 @@ def _resolve(config: Config, num_devices: int) -> Config:
     if config.model.name in FAMILIES:
         config = _resolve_latents(config)
     name = config.dataset.dataset_name
-    channels, *size, num_classes = SAMPLE_SHAPES.get(name, (None, None))
+    is_latent = config.autoencoder.name is not None or config.autoencoder.path is not None
+    channels, *size, num_classes = (None, None) if is_latent else SAMPLE_SHAPES.get(name, (None, None))
     by_dataset = {
         "model.input_channels": channels,
         "dataset.image_size": size or None,
         "dataset.num_classes": num_classes if config.model.text is None else 0,
     }
-    config = config.fill_in(by_dataset)
+    config = config.fill_in({**by_dataset, "model.text_blocks": _text_blocks(config)})
     values = flatten(config)
     for option in by_dataset:
         if values[option] is None:
             raise option_error(option, None, f"must be given: the planner does not open the dataset {name}")
     dims = ParallelDims.resolve(config.training, world_size=num_devices)
     return complete_batches(config, dims.data_rank(Rank(rank=0, local_rank=0, world_size=num_devices)))
+
+
+def _text_blocks(config: Config) -> int:
+    """What `model.text_blocks` becomes if it is left open. Only the default encoder is known without opening it."""
+    encoder, is_own = config.text_encoder, config.model.name not in FAMILIES
+    is_default = encoder.name == "wordllama" or (encoder.name == "auto" and encoder.path is None)
+    if config.model.text is None or config.dataset.dataset_name == "dummy" or not (is_own and is_default):
+        return 0
+    blocks: int = registered(TEXT_ENCODERS, "wordllama").text_blocks
+    return blocks
 
 
 def _resolve_latents(config: Config) -> Config:
