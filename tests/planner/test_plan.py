@@ -670,6 +670,12 @@ def test_a_shipped_configuration_is_planned_with_the_model_that_it_trains(name: 
             "dataset.num_classes = none",
             ["must be"],
         ),
+        (  # of latents, not the three of pictures
+            ["--dataset.dataset_name=imagenet", "--autoencoder.name=sd-vae", "--model.input_channels=none"],
+            "h100",
+            "model.input_channels = none",
+            ["must be given"],
+        ),
         (["--autoencoder.online", "--autoencoder.name=haar"], "h100", "autoencoder.online = true", ["encoder"]),
         (["--training.data_parallel_shard_degree=3"], "h100", "training.data_parallel_shard_degree = 3", ["4"]),
         (["--training.global_batch_size=20"], "h100", "training.global_batch_size = 20", ["16"]),
