@@ -634,7 +634,7 @@ ROWS: list[tuple[str, str, list[str]]] = [
     ),
     (
         "plan nowhere.toml --device h100",
-        "model.input_channels = none",
+        "dataset.num_classes = none",
         ["folder"],
     ),
     (

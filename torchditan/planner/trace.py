@@ -10,11 +10,12 @@ Notable:
 - every number is affine in the batch size, so two traces give it for all batch sizes;
 - the meta device has no attention and norm kernels, so the trace uses those of the target device. On a GPU these are
   the fused RMSNorm, and attention by cuDNN or flash where they can compute it (not in float32; flash not with a mask),
-  else memory-efficient attention; on a CPU its flash attention.
+  else memory-efficient attention; on a CPU its flash attention, or the products of `models.attention`.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from torchditan.diffusion.objectives import Objective, build_objective, split
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.context_parallel import split_tokens
 from torchditan.models.attention import attention_by_products, is_faster_by_products
+from torchditan.models.dit import DiT
 from torchditan.models.spec import ModelSpec
 from torchditan.planner.recorder import StepRecorder, list_tensors
 
@@ -201,8 +203,9 @@ def _record(
     objective: Objective,
 ) -> StepRecorder:
     batch, randomness = example_batch(spec, objective, batch_size)
+    replacing = functools.partial(DeviceKernels, kernels, is_own=isinstance(model, DiT))
     for block in blocks:  # backward recomputes blocks with the mode below switched off
-        block.forward = _with_kernels(kernels, block.forward)
+        block.forward = _with_kernels(replacing, block.forward)
     mode = "selective" if checkpointing == "op" else checkpointing
     apply_activation_checkpoint(blocks, mode=mode, selective_option="op")
     inputs = [*model.parameters(), *model.buffers(), *batch.values()]
@@ -214,7 +217,7 @@ def _record(
     inputs += randomness.values()
     recorder = StepRecorder(ignored=inputs)
     model.register_forward_hook(lambda *_: recorder.mark("loss"))
-    with recorder, DeviceKernels(kernels), _marked(blocks, recorder):
+    with recorder, replacing(), _marked(blocks, recorder):
         recorder.mark("start")
         losses, _ = split(objective.loss(model, batch, randomness, teacher))
         loss = losses.sum() / batch_size
@@ -268,11 +271,17 @@ def _marked(blocks: nn.ModuleList, recorder: StepRecorder) -> Iterator[None]:
 
 
 class DeviceKernels(TorchFunctionMode):
-    """Replaces attention and norms by the kernels of a device, which save other tensors for the backward pass."""
+    """Replaces attention and norms by the kernels of a device, which save other tensors for the backward pass.
 
-    def __init__(self, kernels: Kernels) -> None:
+    Args:
+        kernels: of this device.
+        is_own: the model attends by `models.attention`. Others, as those of diffusers, call torch's function.
+    """
+
+    def __init__(self, kernels: Kernels, *, is_own: bool) -> None:
         super().__init__()
         self.kernels = kernels
+        self.is_own = is_own
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -296,7 +305,7 @@ class DeviceKernels(TorchFunctionMode):
         **_options: Any,
     ) -> torch.Tensor:
         aten = torch.ops.aten
-        if self.kernels == "cpu" and is_faster_by_products(query, key):
+        if self.kernels == "cpu" and self.is_own and is_faster_by_products(query, key):
             return attention_by_products(query, key, value, attn_mask)
         if self.kernels == "cpu":
             bias = _attention_bias(query, key, attn_mask)
@@ -318,9 +327,11 @@ def _attention_bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor |
     return bias.expand(*query.shape[:-1], key.shape[-2])
 
 
-def _with_kernels(kernels: Kernels, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _with_kernels(
+    replacing: Callable[[], DeviceKernels], forward: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
     def with_kernels(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with DeviceKernels(kernels):
+        with replacing():
             return forward(*args, **kwargs)
 
     return with_kernels
