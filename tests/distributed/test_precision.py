@@ -1,5 +1,5 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""`training.mixed_precision_param = "auto"`: bfloat16 where the device multiplies in it, float32 elsewhere."""
+"""The precision "auto", of the model and of Muon: bfloat16 where the device multiplies in it, float32 elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.conftest import Train
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-AUTO = "--training.mixed_precision_param=auto"
+AUTO = ["--training.mixed_precision_param=auto", "--optimizer.name=Muon", "--optimizer.ns_dtype=auto"]
 OLD, NEW = {"architecture": "x86_64", "avx512_bf16": False}, {"architecture": "x86_64", "avx512_bf16": True}
 
 
@@ -50,20 +50,20 @@ def test_a_gpu_is_asked_without_emulation(monkeypatch: pytest.MonkeyPatch) -> No
     assert precision_advice("bfloat16", CUDA) is None
 
 
-def stored(run: Path) -> str:
-    precision: str = json.loads((run / "config.json").read_text())["config"]["training"]["mixed_precision_param"]
-    return precision
+def stored(run: Path) -> list[str]:
+    config = json.loads((run / "config.json").read_text())["config"]
+    return [config["training"]["mixed_precision_param"], config["optimizer"]["ns_dtype"]]
 
 
 def test_a_run_records_its_precision_and_keeps_it_on_another_machine(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = [AUTO, "--checkpoint.enable_checkpoint", "--checkpoint.save_final=true"]
+    flags = [*AUTO, "--checkpoint.enable_checkpoint", "--checkpoint.save_final=true"]
     for first, second, precision in ((OLD, NEW, "float32"), (NEW, OLD, "bfloat16")):
         for capabilities, steps in ((first, 2), (second, 4)):
             monkeypatch.setattr(torch.cpu, "get_capabilities", lambda it=capabilities: it, raising=False)
             outcome = train(precision, *flags, f"--training.steps={steps}")
-            assert stored(tmp_path / precision) == precision
+            assert stored(tmp_path / precision) == [precision, precision]
         assert "resumed at step 2" in outcome.out and f"on cpu, {precision}" in outcome.out
     losses = [(tmp_path / precision / "metrics.jsonl").read_text() for precision in ("float32", "bfloat16")]
     last_losses = [json.loads(text.splitlines()[-1])["loss"] for text in losses]
@@ -79,3 +79,14 @@ def test_the_planner_plans_a_gpu_in_bfloat16(monkeypatch: pytest.MonkeyPatch) ->
             peaks[device, precision] = plan_run(config, device=device, num_devices=1).peak_memory_gib
     assert peaks["h100", "auto"] == peaks["h100", "bfloat16"] != peaks["h100", "float32"]
     assert peaks["cpu", "auto"] == peaks["cpu", "float32"] != peaks["cpu", "bfloat16"]
+
+
+@pytest.mark.parametrize(("ns_dtype", "flops"), [("auto", 989e12), ("bfloat16", 989e12), ("float32", 67e12)])
+def test_the_planner_bounds_muon_on_a_gpu_by_bfloat16_products(ns_dtype: str, flops: float) -> None:
+    config = load_config(["--job.config_file=earth", f"--optimizer.ns_dtype={ns_dtype}"])
+    without = plan_run(
+        config.replace({"optimizer.name": "AdamW", "optimizer.ns_dtype": "bfloat16"}), device="h100", num_devices=1
+    )
+    plan = plan_run(config, device="h100", num_devices=1)
+    assert plan.bound is not None and without.bound is not None
+    assert plan.bound.products - without.bound.products == pytest.approx(plan.optimizer_flops / flops)

@@ -306,8 +306,9 @@ class Optimizer:
     """Muon: Nesterov's momentum."""
     ns_steps: int = 5
     """Muon: number of Newton-Schulz iterations."""
-    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Muon: dtype of the iterations. float32 is faster on a CPU without bfloat16 instructions."""
+    ns_dtype: Literal["bfloat16", "float32", "auto"] = "bfloat16"
+    """Muon: dtype of the iterations. auto is bfloat16 where the device multiplies in it, else float32, which is faster
+    there."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,14 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
-"""The precision that suits a device: `training.mixed_precision_param = "auto"`."""
+"""The precision that suits a device: "auto" in `AUTOMATIC`."""
 
 from __future__ import annotations
 
 import torch
 
+from torchditan.config.options import Config, flatten
+
+AUTOMATIC = ("training.mixed_precision_param", "optimizer.ns_dtype")
+"""Options that take "auto"."""
 _CPU_PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
 """Instructions that multiply in bfloat16: of Intel and AMD, then of Arm. Names of `torch.cpu.get_capabilities`."""
 
@@ -25,6 +29,12 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 def precision_for(device: torch.device) -> str:
     """What "auto" means on this device: bfloat16 or float32."""
     return "bfloat16" if multiplies_bfloat16(device) else "float32"
+
+
+def automatic(config: Config) -> list[str]:
+    """The options of this configuration that are "auto"."""
+    values = flatten(config)
+    return [option for option in AUTOMATIC if values[option] == "auto"]
 
 
 def float64_device(device: torch.device) -> torch.device:

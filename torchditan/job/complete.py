@@ -23,7 +23,7 @@ from torchditan.data_stream.datasets import ImageDataset, StandInDataset
 from torchditan.data_stream.order import BatchPlan
 from torchditan.diffusion.objectives import batch_multiple
 from torchditan.diffusion.timesteps import shift_of_dimension
-from torchditan.distributed.precision import precision_for
+from torchditan.distributed.precision import automatic, precision_for
 from torchditan.distributed.process_group import Rank
 from torchditan.latents.sample_space import SampleSpace
 from torchditan.models import ModelSpec, TextEmbeddings, model_spec_of
@@ -94,12 +94,9 @@ def complete(
 
 
 def complete_precision(config: Config, run: StoredRun | None, *, device: torch.device) -> Config:
-    """Replace a precision of "auto" by that of the continued run, or by the one that suits the device."""
-    option = "training.mixed_precision_param"
-    if config.training.mixed_precision_param != "auto":
-        return config
-    stored = None if run is None else run.options.get(option)
-    return config.replace({option: stored or precision_for(device)})
+    """Replace each precision of "auto" by that of the continued run, or by the one that suits the device."""
+    stored = {} if run is None else run.options
+    return config.replace({option: stored.get(option) or precision_for(device) for option in automatic(config)})
 
 
 def timestep_shift_of(config: Diffusion, spec: ModelSpec) -> float:

@@ -29,7 +29,7 @@ from torchditan.diffusion.loss_flops import count_loss_flops
 from torchditan.diffusion.objectives import batch_multiple, build_objective
 from torchditan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchditan.distributed.parallel_dims import ParallelDims
-from torchditan.distributed.precision import precision_for
+from torchditan.distributed.precision import automatic, precision_for
 from torchditan.finetune.resolutions import latent_channels
 from torchditan.models import ModelSpec, model_spec_of
 from torchditan.models.flops import count_model_flops
@@ -226,11 +226,9 @@ def _known(device: str | None) -> Device | None:
 
 
 def _with_precision(config: Config, device: Device | None) -> Config:
-    """Replace a precision of "auto" by that of the device. Without one it is this machine's CPU."""
-    if config.training.mixed_precision_param != "auto":
-        return config
+    """Replace each precision of "auto" by that of the device. Without one it is this machine's CPU."""
     precision = "bfloat16" if device is not None else precision_for(torch.device("cpu"))
-    return config.replace({"training.mixed_precision_param": precision})
+    return config.replace(dict.fromkeys(automatic(config), precision))
 
 
 def _kernels(device: str | None, config: Config) -> Kernels:
