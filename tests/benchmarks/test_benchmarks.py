@@ -401,13 +401,3 @@ def test_cpu_attention_is_measured_in_turns(tmp_path: Path, run_alone: RunAlone)
     assert len(printed.splitlines()) == len(rows) == 4
     for row in rows.values():
         assert row["ratio"] > 0 and row["kernel_ms"] > 0 and row["products_ms"] > 0
-
-
-def test_word_order_is_read_with_each_kind_of_positions(run_alone: RunAlone) -> None:
-    printed = run_alone("benchmarks/word_order.py", "--steps=8", "--seeds=1", "--captions=300")
-    rows = [line.split(": right signs ") for line in printed.splitlines()]
-    assert [name for name, _ in rows] == [
-        f"{way}, seed 0" for way in ("rotary positions", "sin-cos table", "no positions")
-    ]
-    for _, shares in rows:
-        assert len(shares.split()) == 8 and all(0 <= float(share) <= 1 for share in shares.split())
