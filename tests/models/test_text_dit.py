@@ -21,7 +21,7 @@ from torchditan.data_stream.datasets import ImageDataset
 from torchditan.distributed.parallelize import CompileOptions, parallelize
 from torchditan.job.complete import text_sizes_of
 from torchditan.models import ModelSpec, TextEmbeddings, build_model_spec
-from torchditan.models.dit import PRESETS, DiT, DiTConfig, rope_table, sincos, text_rope_table
+from torchditan.models.dit import PRESETS, DiT, DiTConfig, rope_table
 from torchditan.models.flops import count_model_flops
 
 WAYS = ["in_context", "cross_attention", "joint"]
@@ -102,11 +102,9 @@ def test_a_caption_that_is_all_padding_shows_its_first_token(text, conditioning)
 
 
 @pytest.mark.parametrize(("text", "conditioning"), KINDS)
-@pytest.mark.parametrize(("positions", "rope"), [(True, True), (True, False), (False, True)])
-def test_text_and_pooled_vector_change_the_prediction_and_positions_give_tokens_an_order(
-    text, conditioning, positions, rope
-):
-    config = tiny_config(text, conditioning, text_positions=positions, text_rope=rope)
+@pytest.mark.parametrize("positions", [True, False])
+def test_text_and_pooled_vector_change_the_prediction_and_positions_give_tokens_an_order(text, conditioning, positions):
+    config = tiny_config(text, conditioning, text_positions=positions)
     model = random_model(config, DiT)
     x_t, t, cond = inputs(config)
     prediction = model(x_t, t, cond)
@@ -121,34 +119,6 @@ def test_text_and_pooled_vector_change_the_prediction_and_positions_give_tokens_
         torch.testing.assert_close(turned, prediction, atol=1e-5, rtol=1e-4)
     scaled = {name: 100 * value for name, value in cond.items()}  # another encoder's habit
     torch.testing.assert_close(model(x_t, t, scaled), prediction, atol=1e-4, rtol=1e-3)
-
-
-def test_rotary_text_blocks_see_distances_between_words_and_the_table_their_places():
-    draw = torch.Generator().manual_seed(2)
-    rotary, table = (random_model(tiny_config(text_rope=rope), DiT) for rope in (True, False))
-    assert rotary.state_dict().keys() == table.state_dict().keys()
-    tokens, places = torch.randn(3, TOKENS, 32, generator=draw), torch.arange(TOKENS).float()
-    (block,) = rotary.text_blocks
-    at, later, backwards = (
-        block(tokens, None, text_rope_table(rotary.config, where)) for where in (places, places + 7, -places)
-    )
-    torch.testing.assert_close(later, at, atol=1e-5, rtol=1e-5)
-    assert (backwards - at).abs().amax(dim=(1, 2)).min() > 1e-3
-    _, _, cond = inputs(rotary.config)
-    embedded = rotary.text_embedder(cond["prompt_embeds"])
-    expected = block(embedded, None, text_rope_table(rotary.config, places))
-    assert torch.equal(rotary.read_text(cond)[0], expected)
-    (block,) = table.text_blocks
-    embedded = table.text_embedder(cond["prompt_embeds"])
-    assert torch.equal(table.read_text(cond)[0], block(embedded + sincos(places, 32), None, None))
-
-
-def test_without_text_blocks_words_get_the_table():
-    rotary, table = (random_model(tiny_config(text_blocks=0, text_rope=rope), DiT) for rope in (True, False))
-    _, _, cond = inputs(rotary.config)
-    places = sincos(torch.arange(TOKENS).float(), 32)
-    for model in (rotary, table):
-        assert torch.equal(model.read_text(cond)[0], model.text_embedder(cond["prompt_embeds"]) + places)
 
 
 def test_text_before_the_patches_is_not_turned():

@@ -98,9 +98,7 @@ class Model:
     """Read captions: as tokens before the patches, in joint blocks with weights of their own, or by cross-attention in
     every block (docs/text_to_image.md)."""
     text_positions: bool = True
-    """Give the tokens of a caption positions, so that the order of words counts."""
-    text_rope: bool = True
-    """Use rotary positions in the `text_blocks`, which learn the order of words sooner than from a sin-cos table."""
+    """Add sin-cos positions to the tokens of a caption, so that the order of words counts."""
     text_blocks: int | None = None
     """Number of blocks that only the tokens of a caption pass, before the others. Default: 2 for wordllama, else 0."""
     text_tokens: int | None = None

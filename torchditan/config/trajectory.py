@@ -25,7 +25,6 @@ from torchditan.registry import FAMILIES, entry_name
 VALUES_BEFORE: dict[str, Any] = {
     "model.patch_bottleneck": None,
     "model.text_positions": False,
-    "model.text_rope": False,
     "model.text_blocks": 0,
     "sampling.negative_prompt": "",
 }

@@ -84,7 +84,6 @@ def build_dit_spec(
         patch_bottleneck=config.patch_bottleneck or 0,
         text=config.text,
         text_positions=config.text_positions,
-        text_rope=config.text_rope,
         text_blocks=config.text_blocks or 0,
         text_tokens=config.text_tokens or 0,
         text_width=config.text_width or 0,

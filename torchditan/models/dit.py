@@ -112,9 +112,7 @@ class DiTConfig:
     text: str | None = None
     """in_context or joint (tokens before the patches), or cross_attention; None for a model without text."""
     text_positions: bool = True
-    """Give the text tokens positions: by `text_rope`, or else by a sin-cos table that is added to them."""
-    text_rope: bool = True
-    """With `text_blocks`, rotate queries and keys there by the positions, and add no table."""
+    """Add sin-cos positions to the text tokens."""
     text_blocks: int = 0
     """Number of blocks over the text tokens alone, before the others."""
     text_tokens: int = 0
@@ -217,14 +215,6 @@ def rope_table(config: DiTConfig, height: int, width: int, device: torch.device)
 
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
-
-
-def text_rope_table(config: DiTConfig, places: torch.Tensor) -> torch.Tensor:
-    """(cos, sin) of the rotary embedding of words, (L, 1, K / 2, 2) float32, from their places (L,) float32."""
-    half = config.width // config.num_heads // 2
-    frequency = config.rope_theta ** -(torch.arange(half, dtype=torch.float32, device=places.device) / half)
-    angle = places.outer(frequency)  # (L, K / 2)
-    return torch.stack([angle.cos(), angle.sin()], dim=-1).unsqueeze(1)
 
 
 def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
@@ -578,18 +568,14 @@ class DiT(nn.Module):
         if self.config.text is None:
             return None, None
         tokens = self.text_embedder(cond["prompt_embeds"])
-        rope = None
         if self.config.text_positions:
             places = torch.arange(tokens.shape[1], dtype=torch.float32, device=tokens.device)
-            if self.config.text_rope and self.config.text_blocks:
-                rope = text_rope_table(self.config, places)
-            else:
-                tokens = tokens + sincos(places, self.config.width).type_as(tokens)
+            tokens = tokens + sincos(places, self.config.width).type_as(tokens)
         mask = next((cond[name].bool() for name in TEXT_MASKS if name in cond), None)
         if mask is not None:
             mask = torch.cat([torch.ones_like(mask[:, :1]), mask[:, 1:]], dim=1)[:, None, None]
         for block in self.text_blocks:
-            tokens = block(tokens, None, rope, None, mask)
+            tokens = block(tokens, None, None, None, mask)
         return tokens, mask
 
     def forward(
