@@ -32,7 +32,7 @@ SHAPES = {
     "DiT-S/2, batch 16": (16, 6, 256, 64),
     "1,024 tokens": (4, 6, 1024, 64),
 }
-"""(B, H, N, K). The last is computed by torch's kernel in training."""
+"""(B, H, N, K). The last two are computed by torch's kernel in training."""
 
 
 def seconds(attend: Callable[..., torch.Tensor], heads: list[torch.Tensor]) -> float:

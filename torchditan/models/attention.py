@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-_MOST_PAIRS = 256 * 256
-"""Of a query and a key. With more, torch's kernel is as fast, and keeps no matrix of the pairs."""
+_MOST_PAIRS = 144 * 144
+"""Of a query and a key. With 196 * 196, torch's kernel is as fast, and it keeps no matrix of the pairs."""
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
