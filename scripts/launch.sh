@@ -15,14 +15,15 @@
 set -euo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-NGPU=${NGPU:-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}
-NNODES=${NNODES:-${SLURM_STEP_NUM_NODES:-1}}
-NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
-
 refuse() {
   echo "error: $1" >&2
   exit 2
 }
+
+command -v torchrun >/dev/null || refuse "torchrun: was not found; activate the environment that torch is installed in"
+NGPU=${NGPU:-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}
+NNODES=${NNODES:-${SLURM_STEP_NUM_NODES:-1}}
+NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
 
 [[ $NGPU =~ ^[1-9][0-9]*$ ]] || refuse "NGPU = \"$NGPU\": must be an integer of at least 1"
 [[ $NNODES =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] && ((${NNODES%:*} <= ${NNODES#*:})) ||

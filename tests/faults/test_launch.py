@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -269,6 +270,15 @@ def test_variables_that_cannot_be_are_refused_in_one_line(
 ) -> None:
     process = start(**variables)
     assert_refused(process.communicate()[1], about, mentions)
+    assert process.returncode == 2
+
+
+def test_an_environment_without_torch_is_refused_in_one_line(start: Start, tmp_path: Path) -> None:
+    for tool in ("bash", "dirname"):
+        (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
+    (tmp_path / "bin" / "torchrun").unlink()
+    process = start(PATH=str(tmp_path / "bin"))
+    assert_refused(process.communicate()[1], "torchrun", ["environment"])
     assert process.returncode == 2
 
 

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +18,7 @@ from torchditan.latents.shards import LABELS_FILE
 from torchditan.run.hub import split_place
 
 if TYPE_CHECKING:
-    from tests.conftest import RunAlone
+    from tests.conftest import RunAlone, RunDistributed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -35,26 +33,31 @@ def hub() -> Iterator[FakeHub]:
 
 
 @pytest.fixture
-def command(hub: FakeHub, tmp_path: Path) -> Command:
-    """`command("generate", "hub:me/digits", home="b")`: torchditan in a folder and with a hub cache of its own."""
+def command(hub: FakeHub, run_distributed: RunDistributed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    """`command("generate", "hub:me/digits", home="b")`: torchditan in a folder and with a hub cache of its own.
+
+    A fork that has imported torch, but not huggingface_hub, which reads the environment when it is imported.
+    """
 
     def run(*words: object, home: str = "a", token: str | None = None, **more: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / home).mkdir(exist_ok=True)
-        hidden = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
-        environment = {name: value for name, value in os.environ.items() if name not in hidden}
-        environment |= {
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        environment = {
             "HF_ENDPOINT": hub.url,
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HOME": str(tmp_path / home / "hf_home"),
-            "PYTHONPATH": str(REPOSITORY),
-            "CUDA_VISIBLE_DEVICES": "",
             **({"HF_TOKEN": token} if token else {}),
             **more,
         }
-        program = [sys.executable, "-m", "torchditan"] if words[0] != "-c" else [sys.executable]
-        arguments = [*program, *map(str, words)]
-        return subprocess.run(arguments, cwd=tmp_path / home, env=environment, capture_output=True, text=True)
+        if words[0] == "-c":
+            script = tmp_path / "program.py"
+            script.write_text(str(words[1]))
+            words = (script,)
+        else:
+            words = (REPOSITORY / "torchditan/__main__.py", *words)
+        return run_distributed([str(word) for word in words], None, cwd=tmp_path / home, env=environment)
 
     return run
 

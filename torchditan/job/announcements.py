@@ -129,7 +129,7 @@ def _what_is_left(config: Config, progress: Progress) -> str | None:
 
 def _describe_run(job: Job, model: nn.Module, progress: Progress) -> str:
     config, count = job.config, sum(parameter.numel() for parameter in model.parameters())
-    images = "streamed images" if isinstance(job.dataset, SequentialDataset) else f"{len(job.dataset)} images"
+    images = "streamed images" if isinstance(job.dataset, SequentialDataset) else f"{len(job.dataset):,} images"
     shape = "x".join(map(str, job.dataset.sample_shape))
     if job.space.is_encoding:
         shape += f", encoded to {'x'.join(map(str, job.space.sample_shape))}"
