@@ -38,7 +38,7 @@ TOKENS, WIDTH, POOLED = 5, 12, 7
 
 def tiny_config(text: str | None = "in_context", conditioning: str = "adaln", **options: Any) -> DiTConfig:
     sizes = {"depth": 2, "width": 32, "num_heads": 2, "patch_size": 2, "input_channels": 3, "image_size": (8, 8)}
-    of_text = {"text_tokens": TOKENS, "text_width": WIDTH, "pooled_width": POOLED, "text_blocks": 1}
+    of_text = {"text_tokens": TOKENS, "text_width": WIDTH, "pooled_width": POOLED, "text_blocks": 1, "text_kernel": 3}
     of_text["block"] = "joint" if text == "joint" else "dit"
     return DiTConfig(num_classes=0, text=text, conditioning=conditioning, **{**sizes, **of_text, **options})  # type: ignore[arg-type]
 
@@ -104,7 +104,7 @@ def test_a_caption_that_is_all_padding_shows_its_first_token(text, conditioning)
 @pytest.mark.parametrize(("text", "conditioning"), KINDS)
 @pytest.mark.parametrize("positions", [True, False])
 def test_text_and_pooled_vector_change_the_prediction_and_positions_give_tokens_an_order(text, conditioning, positions):
-    config = tiny_config(text, conditioning, text_positions=positions)
+    config = tiny_config(text, conditioning, text_positions=positions, text_kernel=0)
     model = random_model(config, DiT)
     x_t, t, cond = inputs(config)
     prediction = model(x_t, t, cond)
@@ -142,7 +142,7 @@ def test_text_changes_no_weight_of_the_model_without_it(text):
         assert torch.equal(added.pop(name), weight), name
     kinds = {name.split(".")[2] if name.startswith("blocks") else name.split(".")[0] for name in added}
     own = {"cross_attn", "norm_cross"} if text == "cross_attention" else set()
-    assert kinds == {"text_embedder", "text_blocks", "pooled_embedder", *own}
+    assert kinds == {"text_embedder", "text_conv", "text_blocks", "pooled_embedder", *own}
 
 
 @pytest.mark.parametrize("conditioning", ["adaln", "in_context"])
@@ -168,6 +168,43 @@ def test_blocks_of_the_text_let_words_read_each_other_and_not_padding():
         other[:, place] += 1
         changed, _ = model.read_text({"prompt_embeds": other, "prompt_attention_mask": mask})
         assert ((changed - read)[:, 0].abs().max() > 1e-3).item() is moves
+
+
+def test_the_convolution_adds_the_words_around_each_word():
+    """A written-out sum of neighbours. Padding is none of them."""
+    model = random_model(tiny_config(text_blocks=0, text_positions=False), DiT)
+    embeds = torch.randn(2, TOKENS, WIDTH)
+    words = model.text_embedder(embeds)
+    before, at, after = model.text_conv.weight.mT  # (D,) each
+    sums = words.clone()
+    for place in range(TOKENS):
+        sums[:, place] += at * words[:, place]
+        if place > 0:
+            sums[:, place] += before * words[:, place - 1]
+        if place + 1 < TOKENS:
+            sums[:, place] += after * words[:, place + 1]
+    read, _ = model.read_text({"prompt_embeds": embeds})
+    torch.testing.assert_close(read, sums)
+    mask = torch.tensor([[1, 1, 1, 0, 0]]).bool().expand(2, -1)
+    read, _ = model.read_text({"prompt_embeds": embeds, "prompt_attention_mask": mask})
+    sums[:, 2] -= after * words[:, 3]
+    torch.testing.assert_close(read[:, :3], sums[:, :3])
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel"),
+    [
+        ({}, 5),
+        ({"text_blocks": None}, 0),
+        ({"text_positions": False}, 0),  # captions stay bags of words
+        ({"text_kernel": 0}, 0),
+        ({"text_blocks": 0, "text_kernel": 3}, 3),
+    ],
+)
+def test_text_blocks_and_positions_bring_a_convolution_unless_told_otherwise(
+    options: dict[str, Any], kernel: int
+) -> None:
+    assert spec_of(**options).config.text_kernel == kernel
 
 
 @pytest.mark.parametrize("width", [0, 3])
@@ -198,6 +235,7 @@ def test_new_layers_start_as_documented_and_the_prediction_at_zero(text):
     bound = math.sqrt(6 / (512 + 64))
     assert 0.98 * bound < weights["text_embedder.proj.weight"].abs().max().item() <= bound * (1 + 1e-6)
     assert (weights["text_embedder.norm.weight"] == 1).all()
+    assert weights["text_conv.weight"].std().item() == pytest.approx(3**-0.5, rel=0.15)
     x_t, t, cond = inputs(config)
     assert not model(x_t, t, cond).any()
     if text == "cross_attention":
@@ -387,6 +425,11 @@ def test_embeddings_of_another_size_are_refused_in_one_line(options, pooled, mes
         (["--model.text=cross"], 'model.text = "cross": must be one of in_context, cross_attention, joint'),
         (["--model.text_blocks=2"], "model.text_blocks = 2: has no effect without model.text; leave it out"),
         (["--model.text=joint", "--model.text_blocks=-1"], "model.text_blocks = -1: must be 0 or more"),
+        (["--model.text_kernel=3"], "model.text_kernel = 3: has no effect without model.text; leave it out"),
+        (
+            ["--model.text=joint", "--model.text_kernel=4"],
+            "model.text_kernel = 4: must be odd: a word and as many on each side, or 0",
+        ),
         (["--model.patch_bottleneck=0"], "model.patch_bottleneck = 0: must be at least 1"),
         (
             ["--model.name=flux", "--model.flavor=debugmodel", "--model.text=in_context"],

@@ -69,7 +69,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be 0 or more",
         lambda value: value >= 0,
-        "model.text_blocks dataset.num_classes dataset.num_workers dataset.shuffle_tags dataset.held_out "
+        "model.text_blocks model.text_kernel dataset.num_classes dataset.num_workers dataset.shuffle_tags dataset.held_out "
         "training.max_norm optimizer.lr optimizer.weight_decay optimizer.adamw_lr "
         "lr_scheduler.warmup_steps checkpoint.keep_latest_k metrics.sample_freq sampling.guidance_scale lora.rank "
         "diffusion.embedded_guidance sampling.embedded_guidance "
@@ -380,9 +380,11 @@ def _refuse_without_effect(config: Config, table: list[tuple[Callable[[Config], 
 
 
 def _validate_own_model(config: Config) -> None:
-    if config.model.text_blocks and config.model.text is None:
-        right = "has no effect without model.text; leave it out"
-        raise option_error("model.text_blocks", config.model.text_blocks, right)
+    for option in ("model.text_blocks", "model.text_kernel"):
+        if (value := flatten(config)[option]) and config.model.text is None:
+            raise option_error(option, value, "has no effect without model.text; leave it out")
+    if (kernel := config.model.text_kernel) and kernel % 2 == 0:
+        raise option_error("model.text_kernel", kernel, "must be odd: a word and as many on each side, or 0")
     position = config.model.position or ("sincos" if config.model.preset == "official" else "rope")
     if config.dataset.aspect_buckets and position != "rope":
         right = f"{position} positions are a table for one size; set --model.position rope, or leave it out"

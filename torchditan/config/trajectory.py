@@ -25,6 +25,7 @@ from torchditan.registry import FAMILIES, entry_name
 VALUES_BEFORE: dict[str, Any] = {
     "model.patch_bottleneck": None,
     "model.text_positions": False,
+    "model.text_kernel": 0,
     "model.text_blocks": 0,
     "sampling.negative_prompt": "",
 }

@@ -84,6 +84,7 @@ def build_dit_spec(
         patch_bottleneck=config.patch_bottleneck or 0,
         text=config.text,
         text_positions=config.text_positions,
+        text_kernel=_text_kernel(config),
         text_blocks=config.text_blocks or 0,
         text_tokens=config.text_tokens or 0,
         text_width=config.text_width or 0,
@@ -149,6 +150,12 @@ def _check_text(config: torchditan.config.options.Model, *, conditioning: str) -
         if config.text is not None and getattr(config, option) is None:
             right = "must be set if the data has no captions, as for the dataset dummy"
             raise option_error(f"model.{option}", None, right)
+
+
+def _text_kernel(config: torchditan.config.options.Model) -> int:
+    if config.text_kernel is not None:
+        return config.text_kernel
+    return 5 if config.text_blocks and config.text_positions else 0
 
 
 def _conditioning(config: DiTConfig) -> Conditioning:

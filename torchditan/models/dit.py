@@ -113,6 +113,8 @@ class DiTConfig:
     """in_context or joint (tokens before the patches), or cross_attention; None for a model without text."""
     text_positions: bool = True
     """Add sin-cos positions to the text tokens."""
+    text_kernel: int = 0
+    """Number of words that a depthwise convolution over the text tokens reads, odd; 0 for none."""
     text_blocks: int = 0
     """Number of blocks over the text tokens alone, before the others."""
     text_tokens: int = 0
@@ -312,6 +314,19 @@ class TextEmbedder(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.proj(self.norm(x.type_as(self.proj.weight)))  # (B, D), or (B, L, D)
+
+
+class WordConvolution(nn.Module):
+    """Depthwise convolution over the words of a caption. No matrix product, so it counts no FLOPs."""
+
+    def __init__(self, config: DiTConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.width, config.text_kernel))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        kernel = self.weight.shape[1]
+        windows = F.pad(words, (0, 0, kernel // 2, kernel // 2)).unfold(1, kernel, 1)  # (B, L, D, K)
+        return (windows * self.weight).sum(-1)  # (B, L, D)
 
 
 class Attention(nn.Module):
@@ -537,6 +552,8 @@ class DiT(nn.Module):
             self.y_embedder = LabelEmbedder(config.num_classes, config.width)
         if config.text is not None:
             self.text_embedder = TextEmbedder(config, config.text_width)
+            if config.text_kernel:
+                self.text_conv = WordConvolution(config)
             of_text = replace(config, conditioning="in_context", text=None)  # no modulation: text has no timestep
             self.text_blocks = nn.ModuleList(DiTBlock(of_text) for _ in range(config.text_blocks))
         if config.pooled_width:
@@ -574,6 +591,9 @@ class DiT(nn.Module):
         mask = next((cond[name].bool() for name in TEXT_MASKS if name in cond), None)
         if mask is not None:
             mask = torch.cat([torch.ones_like(mask[:, :1]), mask[:, 1:]], dim=1)[:, None, None]
+        if self.config.text_kernel:
+            words = tokens if mask is None else tokens * mask[:, 0, 0, :, None]  # no word reads padding
+            tokens = tokens + self.text_conv(words)
         for block in self.text_blocks:
             tokens = block(tokens, None, None, None, mask)
         return tokens, mask
@@ -696,6 +716,8 @@ class DiT(nn.Module):
                 parameter.fill_(1.0)
             elif name.startswith(("y_embedder.", "t_embedder.", "scalar_embedders.", "pooled_embedder.")):
                 fill(parameter, draw_normal(seed, name, shape, std=0.02))
+            elif name == "text_conv.weight":  # the neighbours are as loud as the word
+                fill(parameter, draw_normal(seed, name, shape, std=shape[-1] ** -0.5))
             elif name.endswith(small):
                 fill(parameter, draw_normal(seed, name, shape, std=0.02 / math.sqrt(2 * depth)))
             else:
