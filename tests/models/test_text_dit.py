@@ -222,6 +222,7 @@ def test_the_convolution_adds_the_words_around_each_word():
         ({"text_positions": False}, 0),  # captions stay bags of words
         ({"text_kernel": 0}, 0),
         ({"text_blocks": 0, "text_kernel": 3}, 3),
+        ({"text_positions": False, "text_kernel": 3}, 0),
     ],
 )
 def test_text_blocks_and_positions_bring_a_convolution_unless_told_otherwise(

@@ -98,10 +98,11 @@ class Model:
     """Read captions: as tokens before the patches, in joint blocks with weights of their own, or by cross-attention in
     every block (docs/text_to_image.md)."""
     text_positions: bool = True
-    """Add sin-cos positions to the tokens of a caption, so that the order of words counts."""
+    """Add sin-cos positions to the tokens of a caption, so that the order of words counts. False switches off
+    text_kernel as well."""
     text_kernel: int | None = None
-    """Number of words in a row, odd, that a convolution mixes before the text_blocks, so that they learn the order of
-    words soon; 0 for none. Default: 5 with text_blocks and text_positions, else 0."""
+    """Number of words in a row, odd, that a convolution mixes, so that the order of words is learned soon; 0 for none.
+    Default: 5 with text_blocks, else 0."""
     text_blocks: int | None = None
     """Number of blocks that only the tokens of a caption pass, before the others. Default: 2 for wordllama, else 0."""
     text_tokens: int | None = None

@@ -153,9 +153,11 @@ def _check_text(config: torchditan.config.options.Model, *, conditioning: str) -
 
 
 def _text_kernel(config: torchditan.config.options.Model) -> int:
-    if config.text_kernel is not None:
-        return config.text_kernel
-    return 5 if config.text_blocks and config.text_positions else 0
+    if not config.text_positions:
+        return 0
+    if config.text_kernel is None:
+        return 5 if config.text_blocks else 0
+    return config.text_kernel
 
 
 def _conditioning(config: DiTConfig) -> Conditioning:
