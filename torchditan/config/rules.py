@@ -69,7 +69,8 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "must be 0 or more",
         lambda value: value >= 0,
-        "model.text_blocks model.text_kernel dataset.num_classes dataset.num_workers dataset.shuffle_tags dataset.held_out "
+        "model.text_blocks model.text_kernel "
+        "dataset.num_classes dataset.num_workers dataset.shuffle_tags dataset.held_out "
         "training.max_norm optimizer.lr optimizer.weight_decay optimizer.adamw_lr "
         "lr_scheduler.warmup_steps checkpoint.keep_latest_k metrics.sample_freq sampling.guidance_scale lora.rank "
         "diffusion.embedded_guidance sampling.embedded_guidance "
