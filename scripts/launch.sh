@@ -15,6 +15,7 @@
 set -euo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
 refuse() {
   echo "error: $1" >&2
   exit 2

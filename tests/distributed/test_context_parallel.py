@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {  # 16 patches, unless the image has another
     "text in context, 21 tokens": {**TEXT, "text": "in_context", "pooled_width": 6},
     "text in context with its condition, 22 tokens": {**TEXT, "text": "in_context", "conditioning": "in_context"},
     "cross-attention": {**TEXT, "text": "cross_attention"},
-    "text with blocks of its own, 21 tokens": {**TEXT, "text": "in_context", "text_blocks": 1},
+    "text with blocks of its own, 21 tokens": {**TEXT, "text": "in_context", "text_blocks": 1, "text_kernel": 3},
     "5 tokens, none on the last of 4 ranks": {"image_size": (2, 10)},
 }
 
