@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import itertools
 import mmap
+import pickle
 import resource
 import shutil
 import signal
@@ -25,12 +27,14 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from torchditan.checkpoint import manager as checkpoint
 from torchditan.checkpoint.files import (
     CheckpointReader,
     ChecksummingWriter,
     DamagedCheckpointError,
+    _IndexUnpickler,
     list_checkpoints,
     remove,
 )
@@ -288,3 +292,25 @@ def test_slow_deletion_times_no_rank_out(async_mode: str, tmp_path: Path, run_di
     result = run_distributed([script], 2)
     assert result.returncode == 0, result.stderr
     assert [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()] == ["step-00000010"]
+
+
+class _Attribute:
+    """Pickled as `getattr(owner, name)`."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.parts = (owner, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.parts
+
+
+def test_an_index_that_python_3_11_2_wrote_is_read_and_other_attributes_are_refused() -> None:
+    """Python 3.11.0 to 3.11.3, Debian's among them, pickle a member of an enumeration by `getattr`."""
+    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    stored = pickle.dumps(_Attribute(_MEM_FORMAT_ENCODING, member.name))
+    assert _IndexUnpickler(io.BytesIO(stored)).load() is member
+    for hostile in (_Attribute(torch.Size, "__new__"), _Attribute(_Attribute(Metadata, "__init__"), "__globals__")):
+        with pytest.raises(DamagedCheckpointError, match=r"asks for builtins\.getattr, which no checkpoint needs"):
+            _IndexUnpickler(io.BytesIO(pickle.dumps(hostile))).load()
+    with pytest.raises(KeyError):
+        _IndexUnpickler(io.BytesIO(pickle.dumps(_Attribute(_MEM_FORMAT_ENCODING, "TORCH_OTHER")))).load()

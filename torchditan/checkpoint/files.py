@@ -15,6 +15,7 @@ Notable:
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import hashlib
 import io
@@ -436,6 +437,8 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("pathlib"):  # the path it was written to; unused
             return _as_text
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickle a member of an enumeration
+            return _member_of
         if name not in _TYPES_OF_INDEX.get(module, ()):
             raise DamagedCheckpointError(f"{INDEX} asks for {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
@@ -443,6 +446,13 @@ class _IndexUnpickler(pickle.Unpickler):
 
 def _as_text(*parts: str) -> str:
     return "/".join(parts)
+
+
+def _member_of(enumeration: Any, name: str) -> enum.Enum:
+    if not (isinstance(enumeration, type) and issubclass(enumeration, enum.Enum)):
+        raise DamagedCheckpointError(f"{INDEX} asks for builtins.getattr, which no checkpoint needs")
+    member: enum.Enum = enumeration[name]
+    return member
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
