@@ -13,6 +13,7 @@ from PIL import Image
 from torchditan.config.loader import from_dict, load_config, to_dict
 from torchditan.config.options import Config, flatten
 from torchditan.config.trajectory import VALUES_BEFORE, differences, trajectory
+from torchditan.models import build_model_spec
 from torchditan.run.directory import DATASET_FILES
 from torchditan.run.reading import read_config, read_metrics
 
@@ -103,6 +104,15 @@ def test_an_old_configuration_is_read_with_the_values_of_its_time(old_run: Path)
     assert config.ema.warmup is False
     assert Config().ema.warmup is True
     assert flatten(config).keys() == flatten(Config()).keys()
+
+
+def test_text_blocks_from_before_text_kernel_keep_their_model() -> None:
+    stored = to_dict(load_config(["--model.text=joint", "--model.text_blocks=2"]))
+    del stored["model"]["text_kernel"]
+    model = from_dict(stored).replace({"model.text_tokens": 4, "model.text_width": 8}).model
+    assert model.text_kernel == 0
+    built = build_model_spec(model, sample_shape=(3, 8, 8), num_classes=0)
+    assert built.config.text_blocks == 2 and built.config.text_kernel == 0
 
 
 def test_fewer_steps_than_were_trained_are_refused(run_script: RunScript) -> None:

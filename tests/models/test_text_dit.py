@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config
 from torchditan.config.options import Config, Model
+from torchditan.config.rules import missing_for_effect
 from torchditan.data_stream.datasets import ImageDataset
 from torchditan.distributed.parallelize import CompileOptions, parallelize
 from torchditan.job.complete import text_sizes_of
@@ -229,6 +230,21 @@ def test_text_blocks_and_positions_bring_a_convolution_unless_told_otherwise(
     options: dict[str, Any], kernel: int
 ) -> None:
     assert spec_of(**options).config.text_kernel == kernel
+
+
+def test_a_convolution_reaches_from_the_first_word_to_the_last_and_no_further() -> None:
+    longest = 2 * TOKENS - 1
+    assert spec_of(text_kernel=longest).config.text_kernel == longest
+    with pytest.raises(ConfigError, match=f"model.text_kernel = {longest + 2}: a caption has {TOKENS} words"):
+        spec_of(text_kernel=longest + 2)
+
+
+def test_a_convolution_without_positions_is_named_as_without_effect() -> None:
+    """In a run from before the option it is 0, and not named."""
+    for kernel, need in ((7, "model.text_positions"), (0, None)):
+        flags = ["--model.text=joint", f"--model.text_kernel={kernel}", "--model.text_positions=false"]
+        assert missing_for_effect(load_config(flags), "model.text_kernel") == need
+    assert missing_for_effect(load_config(["--model.text=joint", "--model.text_kernel=7"]), "model.text_kernel") is None
 
 
 @pytest.mark.parametrize("width", [0, 3])
@@ -453,6 +469,15 @@ def test_embeddings_of_another_size_are_refused_in_one_line(options, pooled, mes
         (
             ["--model.text=joint", "--model.text_kernel=4"],
             "model.text_kernel = 4: must be odd: a word and as many on each side, or 0",
+        ),
+        (["--model.text=joint", "--model.text_kernel=-3"], "model.text_kernel = -3: must be 0 or more"),
+        (
+            ["--model.name=flux", "--model.flavor=debugmodel", "--model.text_kernel=3"],
+            "model.text_kernel = 3: flux defines its own; leave it out",
+        ),
+        (
+            ["--model.name=flux", "--model.flavor=debugmodel", "--model.text_blocks=1"],
+            "model.text_blocks = 1: flux defines its own; leave it out",
         ),
         (["--model.patch_bottleneck=0"], "model.patch_bottleneck = 0: must be at least 1"),
         (

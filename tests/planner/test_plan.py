@@ -653,7 +653,7 @@ def test_what_a_configuration_leaves_open_is_what_the_dataset_says() -> None:
     ("name", "num_parameters"), [("scenes", 2_448_320), ("emoji_text", 2_838_448), ("earth", 1_978_800)]
 )
 def test_a_shipped_configuration_is_planned_with_the_model_that_it_trains(name: str, num_parameters: int) -> None:
-    """The numbers that training prints. The first two read captions, in blocks that their encoder asks for."""
+    """The numbers that training prints. The first two read captions."""
     config = load_config([f"--job.config_file={name}"])
     assert plan_run(config, device="cpu", num_devices=1).num_parameters == num_parameters
 

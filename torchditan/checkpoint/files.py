@@ -437,7 +437,7 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("pathlib"):  # the path it was written to; unused
             return _as_text
-        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickle a member of an enumeration
+        if (module, name) == ("builtins", "getattr"):  # how early Python 3.11 pickles enumerations
             return _member_of
         if name not in _TYPES_OF_INDEX.get(module, ()):
             raise DamagedCheckpointError(f"{INDEX} asks for {module}.{name}, which no checkpoint needs")

@@ -77,6 +77,11 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "validation.freq evaluation.freq evaluation.seed comm.trace_buf_size",
     ),
     (
+        "must be odd: a word and as many on each side, or 0",
+        lambda value: value == 0 or value % 2 == 1,
+        "model.text_kernel",
+    ),
+    (
         "must be greater than 0",
         lambda value: value > 0,
         "model.rope_theta model.timestep_scale diffusion.logit_normal_std diffusion.timestep_shift "
@@ -189,7 +194,14 @@ def validate_parts(config: Config, *, is_training: bool = True) -> None:
 
 
 def _validate_model(config: Config) -> None:
-    if config.model.name in FAMILIES:
+    is_published = config.model.name in FAMILIES
+    if config.model.text is None:
+        values = flatten(config)
+        right = f"{config.model.name} defines its own" if is_published else "has no effect without model.text"
+        for option in ("model.text_blocks", "model.text_kernel"):  # 0 in runs from before these options
+            if values[option]:
+                raise option_error(option, values[option], f"{right}; leave it out")
+    if is_published:
         return
     if config.model.name in FLAVORS_OF:
         _check_flavor(config.model.flavor, FLAVORS_OF[config.model.name])
@@ -341,6 +353,11 @@ _IDLE: list[tuple[Callable[[Config, str | None], bool], str, str]] = [
         "checkpoint.interval checkpoint.keep_latest_k checkpoint.async_mode checkpoint.verify_after_write",
         "checkpoint.enable_checkpoint",
     ),
+    (
+        lambda config, _: bool(config.model.text_kernel) and not config.model.text_positions,
+        "model.text_kernel",
+        "model.text_positions",
+    ),
     (lambda config, _: not config.metrics.enable_sampling, "metrics.sample_freq", "metrics.enable_sampling"),
     (
         lambda config, _: config.sampling.guidance_scale == 1,
@@ -381,11 +398,6 @@ def _refuse_without_effect(config: Config, table: list[tuple[Callable[[Config], 
 
 
 def _validate_own_model(config: Config) -> None:
-    for option in ("model.text_blocks", "model.text_kernel"):
-        if (value := flatten(config)[option]) and config.model.text is None:
-            raise option_error(option, value, "has no effect without model.text; leave it out")
-    if (kernel := config.model.text_kernel) and kernel % 2 == 0:
-        raise option_error("model.text_kernel", kernel, "must be odd: a word and as many on each side, or 0")
     position = config.model.position or ("sincos" if config.model.preset == "official" else "rope")
     if config.dataset.aspect_buckets and position != "rope":
         right = f"{position} positions are a table for one size; set --model.position rope, or leave it out"
