@@ -498,8 +498,11 @@ def test_the_guidance_interval_counts_t_1_as_data_although_the_model_counts_it_a
     ("flags", "about", "right"),
     [
         ("--diffusion.noise_schedule=cosine --diffusion.objective=flow_matching", "diffusion.noise_schedule", "ddpm"),
-        ("--sampling.sampler=ddim --diffusion.objective=flow_matching", 'sampling.sampler = "ddim"', "dpmpp_2m"),
-        ("--sampling.sampler=ancestral --diffusion.objective=flow_matching", "sampling.sampler", "dpmpp_2m"),
+        (
+            "--sampling.sampler=ddim --diffusion.objective=flow_matching",
+            'sampling.sampler = "ddim"',
+            "must be euler, heun, dpmpp_2m, ancestral",
+        ),
         ("--sampling.spacing=leading --diffusion.objective=flow_matching", "sampling.spacing", "only to ddpm"),
         ("--sampling.timestep_shift=0", "sampling.timestep_shift = 0.0", "greater than 0"),
         ("--sampling.timestep_shift=3", "sampling.timestep_shift = 3.0", "its own levels"),

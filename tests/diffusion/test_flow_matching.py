@@ -15,10 +15,11 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.options import Diffusion, Model, Sampling
 from torchditan.diffusion.flow_matching import FlowMatching
 from torchditan.diffusion.objectives import build_objective
-from torchditan.diffusion.samplers import guided_prediction
+from torchditan.diffusion.samplers import Velocity, guided_prediction
 from torchditan.diffusion.timesteps import Timesteps, shift_timesteps
 from torchditan.models import ClassLabels, Unconditional, build_model_spec
 from torchditan.randomness import Randomness, draw
+from torchditan.registry import SAMPLERS, registered
 
 
 class Recorder(nn.Module):
@@ -100,6 +101,42 @@ def test_solvers_converge_with_their_order(method: str, order: int) -> None:
         return abs(end.item() - math.exp(-1.5))
 
     assert math.log2(error(20) / error(40)) == pytest.approx(order, abs=0.15)
+
+
+def ancestral(velocity: Velocity, start: torch.Tensor, timesteps: list[float]) -> torch.Tensor:
+    fresh = torch.Generator().manual_seed(1)
+
+    def step_noise(step: int) -> torch.Tensor:
+        return torch.randn(start.shape, generator=fresh, dtype=start.dtype)
+
+    return registered(SAMPLERS, "ancestral")().flow(velocity, start, timesteps=timesteps, step_noise=step_noise)
+
+
+def test_an_ancestral_step_draws_from_the_posterior_of_its_sample() -> None:
+    noise, sample = torch.randn(100_000, generator=torch.Generator().manual_seed(0)), 2.0
+    start = 0.2 * sample + 0.8 * noise
+    after = ancestral(lambda x, t: (sample - x) / (1 - t), start, [0.2, 0.5])
+    noise_after = (after - 0.5 * sample) / 0.5
+    assert noise_after.mean() == pytest.approx(0, abs=0.015) and noise_after.std() == pytest.approx(1, abs=0.015)
+    assert (noise * noise_after).mean() == pytest.approx(0.2 / 0.5 * 0.5 / 0.8, abs=0.015)
+
+
+@pytest.mark.parametrize("steps", [50, 200])
+def test_ancestral_samples_of_a_known_velocity_have_the_spread_of_the_data(steps: int) -> None:
+    noise, spread = torch.randn(100_000, generator=torch.Generator().manual_seed(0)), 0.5
+    samples = ancestral(
+        lambda x, t: x * (t * spread**2 - (1 - t)) / (t**2 * spread**2 + (1 - t) ** 2),
+        noise,
+        Timesteps(kind="uniform").grid(steps),
+    )
+    assert samples.std() == pytest.approx(spread, rel=4 / steps)  # of first order
+    assert (noise * samples).mean() == pytest.approx(0, abs=0.01)  # the first step keeps nothing of the start
+
+
+def test_one_ancestral_step_is_eulers() -> None:
+    start = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    euler = solve(lambda x, t: -x * (1 + t), start, timesteps=[0.0, 1.0], method="euler")
+    assert torch.equal(ancestral(lambda x, t: -x * (1 + t), start, [0.0, 1.0]), euler)
 
 
 def test_guidance_extrapolates_from_null_inside_its_interval_and_on_its_channels() -> None:

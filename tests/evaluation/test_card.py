@@ -641,7 +641,7 @@ def test_a_card_without_newer_sampling_options_reads_as_their_previous_behavior(
     assert read_card(path) == card()
 
 
-@pytest.mark.parametrize("sampler", ["euler", "heun", "dpmpp_2m", "ancestral"])
+@pytest.mark.parametrize("sampler", ["euler", "heun", "dpmpp_2m", "ancestral", "ddim"])
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("interval", [[0.0, 1.0], [0.3, 0.7], [0.85, 1.0]])
 @pytest.mark.parametrize("conditioning", [ClassLabels(3), Unconditional()])
@@ -651,7 +651,7 @@ def test_model_evaluations_are_the_forward_passes_of_a_sample(
     sampling = Sampling(sampler=sampler, num_steps=10, guidance_scale=scale, guidance_interval=interval)
     timesteps = Timesteps(kind="uniform", mean=0.0, std=1.0, shift=3.0)
     objective: Any = FlowMatching(conditioning=conditioning, timesteps=timesteps, label_dropout=0.0)
-    if sampler == "ancestral":
+    if sampler == "ddim":
         objective = build_objective(Diffusion(objective="ddpm"), spec_of(conditioning))
     model = Counter()
     sampler = Sampler(spec_of(conditioning), objective, sampling, torch.device("cpu"))

@@ -427,7 +427,8 @@ class Sampling:
     """Sampling of images, during training and by torchditan generate."""
 
     sampler: Annotated[str, SAMPLERS] = "euler"
-    """flow_matching: euler, or of second order heun and dpmpp_2m. ddpm: ddim, which euler means too, or ancestral."""
+    """flow_matching: euler, of second order heun and dpmpp_2m, or ancestral, which adds noise in each step. ddpm: ddim,
+    which euler means too, or ancestral."""
     num_steps: int = 50
     """Solver steps from noise to image; heun evaluates the model twice per step. Default for imf: 1."""
     spacing: Literal["trailing", "leading", "linspace"] = "trailing"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
@@ -116,6 +117,22 @@ class DDIM(Sampler):
 class Ancestral(Sampler):
     """Draws from the Gaussian of each step (Ho et al. 2020, arXiv 2006.11239), with the learned variance, or without
     one, that of the posterior."""
+
+    def flow(
+        self, velocity: Velocity, noise: torch.Tensor, *, timesteps: list[float], step_noise: StepNoise
+    ) -> torch.Tensor:
+        x = noise
+        for number, (t, t_next) in enumerate(itertools.pairwise(timesteps)):
+            slope = velocity(x, t)
+            sample, noise_in_x = x + (1 - t) * slope, x - t * slope
+            x = t_next * sample
+            if t_next < 1:
+                # The posterior of x at t_next, given x and the sample, where noise is added from 1 to 0 by a Markov
+                # process: `kept` is the correlation of the noise at both times.
+                kept = t / t_next * (1 - t_next) / (1 - t)
+                fresh = math.sqrt(1 - kept**2) * step_noise(number)
+                x = x + (1 - t_next) * (kept * noise_in_x + fresh)
+        return x
 
     def levels(
         self, denoise: Denoise, noise: torch.Tensor, *, steps: list[Step], step_noise: StepNoise
