@@ -771,7 +771,7 @@ def test_what_fits_comes_first() -> None:
     [
         (["quickstart", "--device", "h101"], '--device = "h101"', ["h100"]),
         (["quickstart", "--device", "h100", "--optimizer.lr", "1"], "--optimizer.lr", ["option"]),
-        (["quickstart"], "", ["required", "--device"]),
+        (["quickstart"], "", ["required", "--device", "h100", "cpu"]),
         (["quickstart", "--device", "h100", "--price_per_hour", "2"], "--price_per_hour", ["--num_devices"]),
         (["quickstart", "--device", "h100", "--num_devices", "0"], "--num_devices", ["at least 1"]),
     ],

@@ -35,9 +35,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this tool, and the remaining flags for the configuration."""
     parser = ScriptParser(__doc__, options=_SECTIONS)
     parser.add_argument("config", help="configuration: a path, or a name in train_configs/")
-    parser.add_argument("--device", required=True, help="accelerator, for example a100-80gb; cpu plans only memory")
+    parser.add_argument("--device", help="accelerator, for example a100-80gb; cpu plans only memory")
     parser.add_argument("--num_devices", type=count, default=1, help="devices of the run (default: 1)")
-    return parser.parse(argv)
+    arguments, flags = parser.parse(argv)
+    if arguments.device is None:
+        from torchditan.planner.devices import DEVICES
+
+        parser.error(f"the following arguments are required: --device, one of {', '.join([*DEVICES, 'cpu'])}")
+    return arguments, flags
 
 
 @reader_may_leave()

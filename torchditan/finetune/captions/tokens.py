@@ -88,7 +88,7 @@ def describe_tokens(captions: Collection[str], tokenizer: Tokenizer, *, what: st
 
 def beginning(caption: str) -> str:
     """The caption, or its first words and three dots, for messages and pictures."""
-    return shorten(caption, most=40)
+    return shorten(caption, most=60)
 
 
 def _quoted(caption: str) -> str:
