@@ -581,6 +581,13 @@ def rename_file(name: str) -> Callable[[Path], None]:
     return change
 
 
+def place_without_length(checkpoint: Path) -> None:
+    metadata = pickle.loads((checkpoint / INDEX).read_bytes())
+    for place in metadata.storage_data.values():
+        del place.__dict__["length"]
+    (checkpoint / INDEX).write_bytes(pickle.dumps(metadata))
+
+
 def write_progress(content: Any) -> Callable[[Path], None]:
     def change(checkpoint: Path) -> None:
         (checkpoint / "progress.json").write_text(json.dumps(content))
@@ -595,6 +602,7 @@ HOSTILE_CHECKPOINTS = {
     "file above": rename_file("../../../../outside"),
     "file elsewhere": rename_file("/etc/passwd"),
     "file of another type": rename_file(7),  # type: ignore[arg-type]
+    "place without length": place_without_length,
     "progress of a list": write_progress([1]),
     "progress of texts": write_progress({"step": "1", "images_seen": "2", "elapsed_s": "3"}),
     "progress with more": write_progress({"step": 1, "__class__": "x"}),

@@ -401,7 +401,8 @@ class CheckpointReader(dcp.FileSystemReader):
             name = getattr(place, "relative_path", None)
             if not _is_plain_name(name) or name not in files or getattr(place, "transform_descriptors", None):
                 raise DamagedCheckpointError(f"{INDEX} names {name!r}, which is not a file of the checkpoint")
-            if not all(isinstance(number, int) and number >= 0 for number in (place.offset, place.length)):
+            numbers = [getattr(place, key, None) for key in ("offset", "length")]
+            if not all(isinstance(number, int) and number >= 0 for number in numbers):
                 raise DamagedCheckpointError(f"{INDEX} has no place in {name} for one of its tensors")
         return metadata
 
