@@ -35,13 +35,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of this tool, and the remaining flags for the configuration."""
     parser = ScriptParser(__doc__, options=_SECTIONS)
     parser.add_argument("config", help="configuration: a path, or a name in train_configs/")
-    parser.add_argument("--device", help="accelerator, for example a100-80gb; cpu plans only memory")
+    parser.add_argument("--device", help="required: accelerator, for example a100-80gb; cpu plans only memory")
     parser.add_argument("--num_devices", type=count, default=1, help="devices of the run (default: 1)")
     arguments, flags = parser.parse(argv)
     if arguments.device is None:
-        from torchditan.planner.devices import DEVICES
+        from torchditan.planner.devices import NAMES
 
-        parser.error(f"the following arguments are required: --device, one of {', '.join([*DEVICES, 'cpu'])}")
+        parser.error(f"the following arguments are required: --device, one of {', '.join(NAMES)}")
     return arguments, flags
 
 

@@ -71,6 +71,8 @@ _TABLE = (
     Device("rtx4090", "NVIDIA GeForce RTX 4090", 24, 82.6, True, 1008),
 )
 DEVICES = {device.name: device for device in _TABLE}
+NAMES = [*DEVICES, "cpu"]
+"""Values of `--device`."""
 
 
 def device_named(name: str) -> Device:
@@ -82,8 +84,7 @@ def device_named(name: str) -> Device:
     for device in _TABLE:
         if name.lower() == device.name or name == device.driver_name:
             return device
-    known = [*DEVICES, "cpu"]
-    same_chip = [known_name for known_name in known if name and known_name.startswith(name.lower())]
-    hint = f"; did you mean {' or '.join(same_chip)}?" if same_chip else did_you_mean(name, known)
-    right = f"the planner knows {', '.join(known)}{hint}"
+    same_chip = [known_name for known_name in NAMES if name and known_name.startswith(name.lower())]
+    hint = f"; did you mean {' or '.join(same_chip)}?" if same_chip else did_you_mean(name, NAMES)
+    right = f"the planner knows {', '.join(NAMES)}{hint}"
     raise option_error("--device", name, right)
