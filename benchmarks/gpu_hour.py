@@ -4,6 +4,7 @@
 
 Notable:
 - gpu_hour_sections.py lists the sections. Each one runs commands of this repository, with a time limit;
+- sections that measure no time run first, side by side on a GPU. The others have the machine to themselves;
 - the JSON is written after each section, and a Markdown page next to it. The same command continues a run that was
   killed or ran out of time;
 - a section that fails records its last error line and what it measured before, and the others go on;
@@ -13,13 +14,13 @@ Notable:
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -95,31 +96,48 @@ def save(document: dict[str, Any], out: Path) -> None:
     write_file(out.with_suffix(".md"), page(document).encode())
 
 
-def run_sections(
-    sections: Sequence[Section], document: dict[str, Any], out: Path, *, named: Sequence[str], minutes: float
+async def run_sections(
+    sections: Sequence[Section],
+    document: dict[str, Any],
+    out: Path,
+    *,
+    named: Sequence[str],
+    minutes: float,
+    side_by_side: bool,
 ) -> int:
-    """Run what is not done, and save after each. Returns the exit code: 1 if the record of any section is a failure."""
+    """Run what is not done, and save after each: first what measures no time (all `side_by_side`), then one by one.
+
+    Returns the exit code: 1 if the record of any section is a failure.
+    """
     deadline = time.monotonic() + 60 * minutes
     records = document["sections"]
-    for section in sections:
-        done = records.get(section.name, {"status": NOT_RUN})["status"] != NOT_RUN
-        if section.name not in named if named else done:
-            continue
-        left = deadline - time.monotonic()
-        if left < section.expected_s:
-            reason = f"needs about {section.expected_s:g} s; {max(left, 0):.0f} s were left"
-            records[section.name] = {"title": section.title, "status": NOT_RUN, "error": reason}
-        else:
-            print(f"{section.name}: {section.title} ...", flush=True)
-            limit = min(section.limit_s, left)
-            records[section.name] = run_section(section, limit_s=limit, emulated=document["emulated"])
-        record = records[section.name]
+
+    async def run(section: Section, room: asyncio.Semaphore) -> None:
+        async with room:
+            left = deadline - time.monotonic()
+            if left < section.expected_s:
+                reason = f"needs about {section.expected_s:g} s; {max(left, 0):.0f} s were left"
+                record = {"title": section.title, "status": NOT_RUN, "error": reason}
+            else:
+                print(f"{section.name}: {section.title} ...", flush=True)
+                limit = min(section.limit_s, left)
+                record = await run_section(section, limit_s=limit, emulated=document["emulated"])
+        records[section.name] = record
         print(f"{section.name}: {record['status']}" + (f": {record['error']}" if record["error"] else ""), flush=True)
         save(document, out)
+
+    def is_due(section: Section) -> bool:
+        done = records.get(section.name, {"status": NOT_RUN})["status"] != NOT_RUN
+        return section.name in named if named else not done
+
+    due = [section for section in sections if is_due(section)]
+    for timed in (False, True):
+        room = asyncio.Semaphore(len(due) if side_by_side and not timed else 1)
+        await asyncio.gather(*(run(section, room) for section in due if section.timed is timed))
     return 1 if any(record["status"] == "failed" for record in records.values()) else 0
 
 
-def run_section(section: Section, *, limit_s: float, emulated: bool) -> dict[str, Any]:
+async def run_section(section: Section, *, limit_s: float, emulated: bool) -> dict[str, Any]:
     """The record of a section. Its commands share a folder and `limit_s`; the first that fails ends it."""
     start = time.monotonic()
     outputs: list[str] = []
@@ -128,7 +146,7 @@ def run_section(section: Section, *, limit_s: float, emulated: bool) -> dict[str
         folder = Path(name)
         commands = [[part.replace("{folder}", name) for part in command] for command in section.commands]
         for command in commands:
-            code, output = run_command(command, limit_s=limit_s - (time.monotonic() - start))
+            code, output = await run_command(command, limit_s=limit_s - (time.monotonic() - start))
             outputs.append(output)
             if code not in section.exit_codes:
                 error = f"the time limit of {limit_s:.0f} s was reached" if code is None else last_error(output, code)
@@ -156,32 +174,28 @@ def run_section(section: Section, *, limit_s: float, emulated: bool) -> dict[str
     }
 
 
-def run_command(command: Sequence[str], *, limit_s: float) -> tuple[int | None, str]:
+async def run_command(command: Sequence[str], *, limit_s: float) -> tuple[int | None, str]:
     """Exit code and output of a command in the repository. It and its processes are killed after `limit_s`: None."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            command,
+        process = await asyncio.create_subprocess_exec(
+            *command,
             cwd=REPOSITORY,
             env=provenance.importable(),
             stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=die_with_parent if sys.platform == "linux" else None,
         )
         try:
-            code: int | None = process.wait(max(limit_s, 0))
-        except subprocess.TimeoutExpired:
+            code: int | None = await asyncio.wait_for(process.wait(), max(limit_s, 0))
+        except asyncio.TimeoutError:
             code = None
         finally:
-            kill_group(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
         output.seek(0)
         return code, output.read()
-
-
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def last_error(output: str, code: int) -> str:
@@ -262,7 +276,10 @@ def main(argv: Sequence[str]) -> int:
     document = open_document(args, argv)
     sections = build_sections(tiny=args.tiny, cuda=torch.cuda.is_available())
     print(f"{document['device_name']}, torch {document['versions']['torch']}, {args.minutes:g} minutes")
-    code = run_sections(sections, document, args.out, named=args.sections, minutes=args.minutes)
+    side_by_side = torch.cuda.is_available()  # the cores of a machine without a GPU are busy with one section
+    code = asyncio.run(
+        run_sections(sections, document, args.out, named=args.sections, minutes=args.minutes, side_by_side=side_by_side)
+    )
     waiting = [name for name, record in document["sections"].items() if record["status"] == NOT_RUN]
     if waiting:
         print(f"not run: {', '.join(waiting)}; the same command continues")

@@ -18,6 +18,7 @@ from typing import Any
 
 from torchditan.run.reading import read_metrics
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
 Command = tuple[str, ...]
 
@@ -59,6 +60,8 @@ class Section:
     """Of the folder and the outputs. It may raise if a command failed."""
     exit_codes: tuple[int, ...] = (0,)
     """Of commands that did what they should."""
+    timed: bool = True
+    """It measures time, or takes all of the memory, so no other section may run at the same time."""
 
     @property
     def limit_s(self) -> float:
@@ -153,6 +156,7 @@ FIGURES = (
         {"what": "async: the stall"},
     ),
     Figure("a resumed run of DiT-B/2 has the losses of the whole run", "resume", "{equal}", "yes"),
+    Figure("an evaluation repeated from its card (quickstart, 200 steps)", "path", "{repeated}", "equal to the bit"),
     Figure("a batch that does not fit", "oom", "state {state}", "state oom"),
     Figure(
         "`training.float32_matmul_precision` high, time of float32's (DiT-XL/2, batch 32, eager)",
@@ -209,8 +213,26 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
     )
     checkpoint = ("--rounds=1", "--model.flavor=debugmodel") if tiny else ("--rounds=2", "--model.flavor=DiT-L")
     gpu_tests = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu and not slow")
-    gpu_tests += ("tests/run", "tests/trainer/test_float32_products.py") if tiny else ()  # those without training
+    # those without training; or the files with such tests, because collecting all takes a minute
+    gpu_tests += ("tests/run", "tests/trainer/test_float32_products.py") if tiny else files_with_gpu_tests()
     loss_steps = 20 if tiny else 100
+    run, steps = "{folder}/quickstart", 20 if tiny else 200
+    end = (f"--training.steps={steps}", "--lr_scheduler.warmup_steps=5", f"--metrics.sample_freq={steps // 2}")
+    quickstart: Command = ("train", "quickstart", *end)
+    again = "{folder}/again"
+    path: tuple[Command, ...] = tuple(
+        (python, "-m", "torchditan", *command)
+        for command in (
+            (*quickstart, "--job.dump_folder={folder}"),
+            ("generate", run),
+            ("evaluate", run, "--metrics=classifier", "--num_samples=500", "--epochs=2", "--out={folder}/e"),
+            ("evaluate", "--card={folder}/e/card.json"),
+            ("export", run, "{folder}/weights.safetensors"),
+            ("import", "{folder}/weights.safetensors", again),
+            ("generate", again),
+            (*quickstart, f"--job.dump_folder={again}", "--checkpoint.initial_load_path={folder}/weights.safetensors"),
+        )
+    )
     oom: Command = ("--model.flavor=DiT-XL", "--training.batch_size=8192")
     if not cuda:
         oom = ("--model.flavor=DiT-L", "--training.mixed_precision_param=float32")
@@ -219,7 +241,7 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
         oom = ("bash", "-c", 'ulimit -v 6000000 && exec "$@"', "-", *oom)  # KiB
 
     return [
-        Section("tests", "Tests that need a GPU", 160, (gpu_tests,), read_tests, (0, 1)),
+        Section("tests", "Tests that need a GPU", 160, (gpu_tests,), read_tests, (0, 1), timed=False),
         sweep("DiT-XL", 128, 140),
         sweep("DiT-L", 128, 90),
         Section("float8", "Float8 against bfloat16", 90, (step_time("float8", "float8"),), read_step_times),
@@ -234,6 +256,7 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
                 ),
             ),
             read_float8_losses,
+            timed=False,
         ),
         Section(
             "kernels",
@@ -244,6 +267,7 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
                 train("compiled", "DiT-XL", 32, TRACED_STEP, *trace, *compiled),
             ),
             read_kernels,
+            timed=False,
         ),
         Section(
             "attention",
@@ -269,6 +293,7 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
                 ),
             ),
             read_planner,
+            timed=False,
         ),
         Section(
             "imf",
@@ -308,7 +333,9 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
                 train("cut", "DiT-B", 32, 20, *keep),
             ),
             read_resume,
+            timed=False,
         ),
+        Section("path", "A run from training to import", 120, path, read_path, timed=False),
         Section("oom", "Out of memory", 40, (oom,), read_oom, (3,)),
         sweep("DiT-7B", 4, 100),
         Section(
@@ -319,6 +346,11 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
             read_step_times,
         ),
     ]
+
+
+def files_with_gpu_tests() -> tuple[str, ...]:
+    files = (REPOSITORY / "tests").rglob("test_*.py")
+    return tuple(sorted(str(f.relative_to(REPOSITORY)) for f in files if "pytest.mark.gpu" in f.read_text("utf-8")))
 
 
 def read_json(path: Path) -> Any:
@@ -416,6 +448,8 @@ def count_events(events: Sequence[Row]) -> tuple[Row, list[tuple[str, int]]]:
 
 def read_planner(folder: Path, outputs: Sequence[str]) -> Found:
     document = read_json(folder / "planner.json")
+    for row in document["rows"]:
+        del row["measured_s"]  # other sections ran at the same time
     rows: list[Row] = [
         {
             "model": row["flavor"],
@@ -424,8 +458,6 @@ def read_planner(folder: Path, outputs: Sequence[str]) -> Found:
             "planned_gib": row["planned_gib"],
             "measured_gib": row["measured_gib"],
             "difference": row["memory_error"],
-            "at_least_s": row["at_least_s"],
-            "measured_s": row["measured_s"],
             "status": row["status"] if row["reason"] is None else f"{row['status']}: {row['reason'][:60]}",
         }
         for row in document["rows"]
@@ -470,6 +502,15 @@ def read_resume(folder: Path, outputs: Sequence[str]) -> Found:
     equal = losses["whole"] == losses["cut"]
     rows = [{"steps": len(losses["whole"]), "equal": "yes" if equal else "no"}]
     return Found(rows, losses, None if equal else "the losses of the resumed run differ")
+
+
+def read_path(folder: Path, outputs: Sequence[str]) -> Found:
+    """Whether the repeated evaluation has the same figures."""
+    card = read_json(folder / "e" / "card.json")
+    repeated = re.search(r"^figures: (.*)$", outputs[3], re.MULTILINE)
+    assert repeated is not None, "the repeated evaluation printed no comparison"
+    equal = "equal to the bit" in repeated[1]
+    return Found([{"repeated": repeated[1]}], card, None if equal else "the repeated evaluation has other figures")
 
 
 def read_oom(folder: Path, outputs: Sequence[str]) -> Found:

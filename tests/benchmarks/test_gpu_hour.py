@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -93,6 +94,44 @@ def test_a_section_and_its_processes_end_at_the_time_limit(hour: Any) -> None:
     assert record["seconds"] < 30 and record["rows"]
 
 
+def test_sections_that_measure_no_time_run_side_by_side_on_a_gpu_and_others_alone(tmp_path: Path) -> None:
+    meet = """if 1:
+        import pathlib, sys, time
+        folder, own, other = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+        (folder / own).touch()
+        end = time.monotonic() + 20
+        while other and not (folder / other).exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        print(sorted(path.name for path in folder.iterdir()))
+        if not other or not (folder / other).exists():
+            (folder / own).unlink()
+        """
+
+    def present(folder: Path, outputs: Sequence[str]) -> Found:
+        return Found([{"present": outputs[0].strip()}])
+
+    def one(name: str, other: str, *, timed: bool) -> Section:
+        command = (sys.executable, "-c", meet, str(tmp_path), name, other)
+        return Section(name, name, 30, (command,), present, timed=timed)
+
+    sections = [one("c", "", timed=True), one("a", "b", timed=False), one("d", "", timed=True)]
+    sections.append(one("b", "a", timed=False))
+    document: dict[str, Any] = {
+        "device_name": "H",
+        "versions": {},
+        "emulated": False,
+        "tiny": False,
+        "git_commit": "",
+        "date": "",
+        "sections": {},
+    }
+    run = gpu_hour.run_sections(sections, document, tmp_path / "hour.json", named=[], minutes=5, side_by_side=True)
+    assert asyncio.run(run) == 0
+    found = {name: record["rows"][0]["present"] for name, record in document["sections"].items()}
+    assert "'a', 'b'" in found["a"] and "'a', 'b'" in found["b"]
+    assert "'c'" in found["c"] and "'d'" not in found["c"] and "'c'" not in found["d"]
+
+
 def test_figures_are_checked_unless_the_gpu_is_emulated(hour: Any, tmp_path: Path) -> None:
     wrong = (sys.executable, "-c", "open(r'{folder}/n', 'w').write('8')")
     code, document = hour([section("a", wrong)], "--emulated")
@@ -158,7 +197,9 @@ def test_the_documentation_has_every_figure_and_every_figure_its_section() -> No
     for figure in gpu_hour_sections.FIGURES:
         assert f"| {figure.what} | {figure.target} | " in table
         assert figure.section in names
-    assert sum(s.expected_s for s in gpu_hour_sections.build_sections(tiny=False, cuda=True)) <= 25 * 60
+    sections = gpu_hour_sections.build_sections(tiny=False, cuda=True)
+    side_by_side = max(section.expected_s for section in sections if not section.timed)
+    assert side_by_side + sum(section.expected_s for section in sections if section.timed) <= 25 * 60
 
 
 def test_events_of_a_trace_are_counted_by_kind() -> None:
