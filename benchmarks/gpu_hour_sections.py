@@ -23,8 +23,8 @@ Row = dict[str, Any]
 Command = tuple[str, ...]
 
 EMULATED: dict[str, Row] = {
-    "eager": {"kernels": 2689, "products": 433, "copies": 472, "waits": 1},
-    "compiled": {"kernels": 1541, "waits": 1},
+    "eager": {"kernels": 2745, "products": 433, "copies": 472, "waits": 1},
+    "compiled": {"kernels": 1597, "waits": 1},
 }
 """Counts of a step of DiT-XL/2, batch 32, on an emulated H100 (docs/performance.md)."""
 ATTENTION = re.compile(r"fmha|flash|sdpa", re.IGNORECASE)
@@ -111,7 +111,7 @@ FIGURES = (
             RATIO,
             where={"flags": f"training.attention_backend={name}"},
         )
-        for name in ("flash", "efficient")
+        for name in ("cudnn", "efficient")
     ),
     Figure(
         "planned memory, largest difference from the measured (DiT-L/2, eager)",
@@ -188,7 +188,8 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
         return (python, "train.py", *data, *small, "--model.patch_size=2", *shared, *place, *own)
 
     def sweep(flavor: str, batch_size: int, expected_s: float) -> Section:
-        flags = () if tiny else (f"--models={flavor}", f"--batch_size={batch_size}")
+        seconds = f"{0.6 * expected_s:g}"  # further cases, such as one of less memory, are then skipped
+        flags = () if tiny else (f"--models={flavor}", f"--batch_size={batch_size}", f"--time_limit={seconds}")
         suite = "sweep" if cuda else "trainer"  # the sweep needs a GPU
         name = f"step_{flavor.removeprefix('DiT-').lower()}"
         title = f"Step time and MFU of {flavor}/2"
@@ -241,10 +242,8 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
         oom = ("bash", "-c", 'ulimit -v 6000000 && exec "$@"', "-", *oom)  # KiB
 
     return [
-        Section("tests", "Tests that need a GPU", 160, (gpu_tests,), read_tests, (0, 1), timed=False),
-        sweep("DiT-XL", 128, 140),
-        sweep("DiT-L", 128, 90),
-        Section("float8", "Float8 against bfloat16", 90, (step_time("float8", "float8"),), read_step_times),
+        Section("tests", "Tests that need a GPU", 80, (gpu_tests,), read_tests, (0, 1), timed=False),
+        Section("path", "A run from training to import", 120, path, read_path, timed=False),
         Section(
             "float8_losses",
             "Losses of float8 and bfloat16",
@@ -261,23 +260,13 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
         Section(
             "kernels",
             "Kernels, copies and host waits of a step of DiT-XL/2, batch 32",
-            100,
+            60,
             (
                 train("eager", "DiT-XL", 32, TRACED_STEP, *trace),
                 train("compiled", "DiT-XL", 32, TRACED_STEP, *trace, *compiled),
             ),
             read_kernels,
             timed=False,
-        ),
-        Section(
-            "attention",
-            "Attention backends",
-            120,
-            tuple(
-                step_time(name, "options", f"--flags=--training.attention_backend={name}", *bf16)
-                for name in ("flash", "efficient")
-            ),
-            read_step_times,
         ),
         Section(
             "planner",
@@ -296,9 +285,43 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
             timed=False,
         ),
         Section(
+            "resume",
+            "A resume",
+            80,
+            (
+                train("whole", "DiT-B", 32, 20, *keep),
+                train("cut", "DiT-B", 32, 10, *keep),
+                train("cut", "DiT-B", 32, 20, *keep),
+            ),
+            read_resume,
+            timed=False,
+        ),
+        sweep("DiT-XL", 128, 120),
+        Section("float8", "Float8 against bfloat16", 60, (step_time("float8", "float8"),), read_step_times),
+        sweep("DiT-7B", 4, 100),
+        Section("sampling", "Drawing images", 80, (step_time("sampling", "sampling", "--turns=3"),), read_step_times),
+        Section(
+            "checkpoint",
+            "Checkpoints against torch.save",
+            60,
+            (script("checkpoint_cost", *checkpoint, "--out={folder}/checkpoint.json"),),
+            read_checkpoint,
+        ),
+        Section("oom", "Out of memory", 30, (oom,), read_oom, (3,)),
+        Section(
+            "attention",
+            "Attention backends",
+            110,
+            tuple(
+                step_time(name, "options", f"--flags=--training.attention_backend={name}", *bf16)
+                for name in ("cudnn", "efficient")
+            ),
+            read_step_times,
+        ),
+        Section(
             "imf",
             "One-step generation (imf)",
-            90,
+            60,
             (
                 script(
                     "objective_cost",
@@ -315,29 +338,6 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
             ),
             read_imf,
         ),
-        Section("sampling", "Drawing images", 80, (step_time("sampling", "sampling", "--turns=3"),), read_step_times),
-        Section(
-            "checkpoint",
-            "Checkpoints against torch.save",
-            100,
-            (script("checkpoint_cost", *checkpoint, "--out={folder}/checkpoint.json"),),
-            read_checkpoint,
-        ),
-        Section(
-            "resume",
-            "A resume",
-            80,
-            (
-                train("whole", "DiT-B", 32, 20, *keep),
-                train("cut", "DiT-B", 32, 10, *keep),
-                train("cut", "DiT-B", 32, 20, *keep),
-            ),
-            read_resume,
-            timed=False,
-        ),
-        Section("path", "A run from training to import", 120, path, read_path, timed=False),
-        Section("oom", "Out of memory", 40, (oom,), read_oom, (3,)),
-        sweep("DiT-7B", 4, 100),
         Section(
             "float32_products",
             "Products of float32 in TF32",
@@ -345,6 +345,7 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
             (step_time("products", "float32_products", "--variants=fp32_eager", "--turns=3"),),
             read_step_times,
         ),
+        sweep("DiT-L", 128, 90),
     ]
 
 
@@ -416,16 +417,19 @@ def read_kernels(folder: Path, outputs: Sequence[str]) -> Found:
     """Counts of one traced step, eager and compiled, next to those of the emulation."""
     rows: list[Row] = []
     names: dict[str, Any] = {}
+    callers: dict[str, Any] = {}
     for blocks, emulated in EMULATED.items():
         trace = folder / blocks / "profile_trace" / f"step_{TRACED_STEP:08d}" / "rank0.json"
-        counts, names[blocks] = count_events(read_json(trace)["traceEvents"])
+        events = read_json(trace)["traceEvents"]
+        counts, names[blocks] = count_events(events)
+        callers[blocks] = callers_of_waits(events)
         rows += [
             {"blocks": blocks, "device": "measured", **counts},
             {"blocks": blocks, "device": "emulated", **emulated},
         ]
     on_gpu = "on cuda" in outputs[0]
     problem = "the traces have no kernels" if on_gpu and not all(row["kernels"] for row in rows) else None
-    return Found(rows, {"most frequent kernels": names}, problem)
+    return Found(rows, {"most frequent kernels": names, "callers of waits": callers}, problem)
 
 
 def count_events(events: Sequence[Row]) -> tuple[Row, list[tuple[str, int]]]:
@@ -444,6 +448,21 @@ def count_events(events: Sequence[Row]) -> tuple[Row, list[tuple[str, int]]]:
         "waits": sum(calls[name] for name in WAITS),
     }
     return counts, Counter(name[:120] for name in kernels).most_common(40)
+
+
+def callers_of_waits(events: Sequence[Row]) -> list[str]:
+    """For each host wait, the operator and the annotation around it, innermost first."""
+    around = [event for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
+    found = []
+    for wait in (event for event in events if event["name"] in WAITS and event.get("cat") == "cuda_runtime"):
+        holds = [
+            event
+            for event in around
+            if event["tid"] == wait["tid"] and event["ts"] <= wait["ts"] <= event["ts"] + event["dur"]
+        ]
+        holds.sort(key=lambda event: event["dur"])
+        found.append(" < ".join(event["name"][:60] for event in holds) or f"no operator, {wait['dur']} us")
+    return found
 
 
 def read_planner(folder: Path, outputs: Sequence[str]) -> Found:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from refusals import refused
 from torchditan.config.loader import load_config
 from torchditan.data_stream.datasets import Batch
 from torchditan.distributed.attention_backend import BACKENDS, check_attention_backend, preferring
+from torchditan.job.build import attention_backend
 from torchditan.periodic_tasks import StepResult
 from torchditan.randomness import Randomness
 from torchditan.trainer import Trainer
@@ -76,6 +78,19 @@ def test_a_run_trains_with_the_backend_that_is_set_and_a_resume_may_change_it(
     assert kernel() == "flash"
 
 
+@pytest.mark.parametrize(("backend", "allows"), [("default", False), ("efficient", False), ("cudnn", True)])
+def test_a_run_on_a_gpu_leaves_out_cudnn_unless_it_is_set(backend: str, allows: bool) -> None:
+    job: Any = SimpleNamespace(config=load_config([f"--training.attention_backend={backend}"]))
+    job.device = torch.device("cuda")
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with attention_backend(job):
+        assert torch.backends.cuda.cudnn_sdp_enabled() is allows
+    assert torch.backends.cuda.cudnn_sdp_enabled() is before
+    job.device = torch.device("cpu")
+    with attention_backend(job):
+        assert torch.backends.cuda.cudnn_sdp_enabled() is before
+
+
 @pytest.mark.parametrize("backend", ["cudnn", "flash"])
 def test_a_backend_that_computes_no_float32_is_refused_for_it(backend: str) -> None:
     flags = [f"--training.attention_backend={backend}", "--training.mixed_precision_param=float32"]
@@ -93,3 +108,27 @@ def test_the_backends_of_a_gpu_agree() -> None:
     for backend in BACKENDS:
         with preferring(backend):
             torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), exact, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [16, 24, 64, 192, 256, 1000])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_default_of_a_gpu_has_the_gradients_of_math(num_tokens: int, masked: bool) -> None:
+    """cuDNN's are NaN with 24 tokens, and with 64 or 192 under a mask if all scores are very negative."""
+    q, k, v, weight = torch.randn(4, 2, 4, num_tokens, 64, device="cuda").bfloat16()
+    k[..., 0], q[..., 0] = -960, 1  # scores around -120
+    mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device="cuda").tril() if masked else None
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+    job: Any = SimpleNamespace(config=load_config([]), device=torch.device("cuda"))
+
+    def gradients() -> list[torch.Tensor]:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return list(torch.autograd.grad(out, inputs, weight))
+
+    with preferring("math"):
+        exact = gradients()
+    with attention_backend(job):
+        found = gradients()
+    for ours, reference in zip(found[1:], exact[1:], strict=True):
+        assert (ours - reference).norm() <= 0.05 * reference.norm()
+    assert found[0].isfinite().all()

@@ -521,7 +521,7 @@ def test_the_peak_of_the_bound_is_that_of_the_precision() -> None:
 @pytest.mark.parametrize(
     ("device", "flags", "operators"),
     [
-        ("h100", [], {"cudnn"}),  # as torch 2.13 chooses
+        ("h100", [], {"flash"}),  # torch would choose cuDNN's
         ("a100-80gb", [], {"flash"}),
         ("a100-80gb", ["--training.attention_backend=cudnn"], {"cudnn"}),
         ("h100", ["--training.attention_backend=flash"], {"flash"}),
@@ -530,7 +530,7 @@ def test_the_peak_of_the_bound_is_that_of_the_precision() -> None:
         ("h100", ["--training.mixed_precision_param=float32"], {"efficient"}),  # the only one for float32
     ],
 )
-def test_a_plan_has_the_attention_that_torch_chooses_or_the_run_sets(
+def test_a_plan_has_the_attention_that_the_run_sets(
     device: str, flags: list[str], operators: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: set[str] = set()

@@ -254,7 +254,7 @@ class Training:
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Products of float32 matrices in the run: IEEE float32, TF32 on CUDA (high), or also bfloat16 on CPUs with AMX."""
     attention_backend: Literal["default", "cudnn", "flash", "efficient", "math"] = "default"
-    """Kernel of attention: torch's choice, or the one you prefer where it can compute the call."""
+    """Kernel of attention: on a GPU flash (default), or the one you prefer, where it can compute the call."""
     data_parallel_replicate_degree: int = 1
     """Number of model replicas: the world size gives DDP, a number between 1 and the world size gives HSDP."""
     data_parallel_shard_degree: int = -1

@@ -33,11 +33,6 @@ class Device:
         return peak
 
     @property
-    def prefers_cudnn(self) -> bool:
-        """Whether torch 2.13 chooses cuDNN's attention where it can: on the H100, and assumed for its successors."""
-        return self.name.startswith(("h100", "h200", "h20", "gh200", "b200", "gb200"))
-
-    @property
     def float32_flops(self) -> float:
         return self.float32_tflops * 1e12
 

@@ -232,19 +232,17 @@ def _with_precision(config: Config, device: Device | None) -> Config:
 
 
 def _kernels(device: str | None, config: Config) -> Kernels:
-    """Those of the attention backend that the run sets, or else of torch's own choice."""
+    """Those of the attention backend that the run sets."""
     if device == "cpu":
         return "cpu"
-    known, backend = _known(device), config.training.attention_backend
-    if backend == "default":
-        backend = "cudnn" if known is not None and known.prefers_cudnn else "flash"
     of_backend: dict[str, Kernels] = {
+        "default": "cuda",
         "cudnn": "cuda_cudnn",
         "flash": "cuda",
         "efficient": "cuda_efficient",
         "math": "cuda_math",
     }
-    return of_backend[backend]
+    return of_backend[config.training.attention_backend]
 
 
 def _resolve(config: Config, num_devices: int) -> Config:

@@ -40,7 +40,7 @@ from torchditan.models.spec import ModelSpec
 from torchditan.planner.recorder import StepRecorder, list_tensors
 
 Kernels = Literal["cpu", "cuda", "cuda_cudnn", "cuda_efficient", "cuda_math"]
-"""Those of a CPU, or of a GPU that prefers flash attention (cuda), cuDNN's, ... (`training.attention_backend`)."""
+"""Those of a CPU, or of a GPU with flash attention (cuda), cuDNN's, ... (`training.attention_backend`)."""
 Checkpointing = Literal["none", "full", "op"]
 """Tensors that a block keeps for backward: all (none), its inputs (full), or outputs of products and attention (op)."""
 
