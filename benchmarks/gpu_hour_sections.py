@@ -296,9 +296,9 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
             read_resume,
             timed=False,
         ),
-        sweep("DiT-XL", 128, 120),
+        sweep("DiT-XL", 128, 100),
         Section("float8", "Float8 against bfloat16", 60, (step_time("float8", "float8"),), read_step_times),
-        sweep("DiT-7B", 4, 100),
+        sweep("DiT-7B", 4, 80),
         Section("sampling", "Drawing images", 80, (step_time("sampling", "sampling", "--turns=3"),), read_step_times),
         Section(
             "checkpoint",
