@@ -170,7 +170,7 @@ async def run_section(section: Section, *, limit_s: float, emulated: bool) -> di
         ],
         "rows": found.rows,
         "results": found.results,
-        "output_tail": outputs[-1].splitlines()[-30:] if error else [],
+        "output_tail": without_paths(outputs[-1]).splitlines()[-30:] if error else [],
     }
 
 
@@ -196,6 +196,11 @@ async def run_command(command: Sequence[str], *, limit_s: float) -> tuple[int | 
             await process.wait()
         output.seek(0)
         return code, output.read()
+
+
+def without_paths(output: str) -> str:
+    """Without the folders of this machine: the JSON is meant to be shared."""
+    return output.replace(f"{REPOSITORY}/", "").replace(sys.executable, "python")
 
 
 def last_error(output: str, code: int) -> str:

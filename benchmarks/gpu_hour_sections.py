@@ -266,7 +266,6 @@ def build_sections(*, tiny: bool, cuda: bool) -> list[Section]:
                 train("compiled", "DiT-XL", 32, TRACED_STEP, *trace, *compiled),
             ),
             read_kernels,
-            timed=False,
         ),
         Section(
             "planner",
@@ -433,21 +432,28 @@ def read_kernels(folder: Path, outputs: Sequence[str]) -> Found:
 
 
 def count_events(events: Sequence[Row]) -> tuple[Row, list[tuple[str, int]]]:
-    """Counts of a trace of torch.profiler, and the 40 most frequent kernels. `kernels` are neither products nor
-    attention."""
-    kernels = [event["name"] for event in events if event.get("cat") == "kernel"]
-    attention = [name for name in kernels if ATTENTION.search(name)]
-    products = [name for name in kernels if PRODUCTS.search(name) and not ATTENTION.search(name)]
+    """Counts and times of a trace of torch.profiler, and the 40 most frequent kernels. `kernels` are neither products
+    nor attention; the rest of a step's time, the GPU waits."""
+
+    def kind(name: str) -> str:
+        return "attention" if ATTENTION.search(name) else "products" if PRODUCTS.search(name) else "kernels"
+
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    found = Counter(kind(event["name"]) for event in kernels)
+    spent: Counter[str] = Counter()
+    for event in kernels:
+        spent[kind(event["name"])] += event.get("dur", 0)
+    step = [event["dur"] for event in events if event["name"] == f"ProfilerStep#{TRACED_STEP - 1}"]
     calls = Counter(event["name"] for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver"))
     counts = {
-        "kernels": len(kernels) - len(attention) - len(products),
-        "products": len(products),
-        "attention": len(attention),
+        **{name: found[name] for name in ("kernels", "products", "attention")},
         "copies": sum(event.get("cat") == "gpu_memcpy" for event in events),
         "memory_sets": sum(event.get("cat") == "gpu_memset" for event in events),
         "waits": sum(calls[name] for name in WAITS),
+        **{f"{name}_ms": spent[name] / 1000 for name in ("kernels", "products", "attention")},
+        "step_ms": step[0] / 1000 if step else None,
     }
-    return counts, Counter(name[:120] for name in kernels).most_common(40)
+    return counts, Counter(event["name"][:120] for event in kernels).most_common(40)
 
 
 def callers_of_waits(events: Sequence[Row]) -> list[str]:

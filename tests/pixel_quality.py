@@ -29,6 +29,7 @@ class PixelNetwork:
         generator = torch.Generator().manual_seed(0)
         x = images.float().flatten(1) / 128 - 1
         weights = torch.randn(x.shape[1], self.num_features + 8 + 5, generator=generator) / x.shape[1] ** 0.5
+        weights = weights.to(x.device)
         # Row by row: a product of all rows may round otherwise for another number of rows.
         values = torch.stack([(row[:, None] * weights).sum(0) for row in x]).tanh()
         return Features(values[:, : self.num_features], values[:, self.num_features : -5], values[:, -5:] * 4)

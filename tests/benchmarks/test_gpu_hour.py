@@ -22,7 +22,7 @@ from gpu_hour import REPOSITORY
 from gpu_hour_sections import Figure, Found, Section
 
 PRINT = (sys.executable, "-c", "open(r'{folder}/n', 'w').write('7')")
-FAIL = (sys.executable, "-c", "print('before'); raise ValueError('no | kernel')")
+FAIL = (sys.executable, "-c", f"print(r'before {REPOSITORY}/train.py'); raise ValueError('no | kernel')")
 
 
 def read_number(folder: Path, outputs: Sequence[str]) -> Found:
@@ -54,7 +54,7 @@ def test_a_failed_section_is_recorded_and_the_others_go_on(hour: Any, tmp_path: 
     bad, good = document["sections"]["bad"], document["sections"]["good"]
     assert (bad["status"], bad["error"]) == ("failed", "exit code 1: ValueError: no | kernel")
     assert bad["rows"][0]["number"] == 7, "what the first command measured is kept"
-    assert "before" in bad["output_tail"]
+    assert "before train.py" in bad["output_tail"]
     assert (good["status"], good["error"], good["rows"][0]["ratio"]) == ("ok", None, 7 / 3)
     assert good["commands"][0].startswith("python -c ")
     assert document["versions"]["torch"] and "git_commit" in document and document["device_name"]
@@ -204,13 +204,36 @@ def test_the_documentation_has_every_figure_and_every_figure_its_section() -> No
 
 def test_events_of_a_trace_are_counted_by_kind() -> None:
     kernels = ["nvjet_tst_128x64", "void flash_fwd<cutlass>", "vectorized_add", "vectorized_add"]
-    events = [{"cat": "kernel", "name": name} for name in kernels]
+    events: list[Any] = [{"cat": "kernel", "name": name, "dur": 500} for name in kernels]
+    events += [{"name": "ProfilerStep#7", "dur": 4000}]
     events += [{"cat": "gpu_memcpy", "name": "DtoD"}, {"cat": "gpu_memset", "name": "set"}, {"name": "no category"}]
     events += [{"cat": "cuda_runtime", "name": name} for name in ("cudaStreamSynchronize", "cudaDeviceSynchronize")]
     counts, frequent = gpu_hour_sections.count_events(events)
-    expected = {"kernels": 2, "products": 1, "attention": 1, "copies": 1, "memory_sets": 1, "waits": 1}
+    expected: dict[str, float] = {
+        "kernels": 2,
+        "products": 1,
+        "attention": 1,
+        "copies": 1,
+        "memory_sets": 1,
+        "waits": 1,
+    }
+    expected |= {"kernels_ms": 1.0, "products_ms": 0.5, "attention_ms": 0.5, "step_ms": 4.0}
     assert counts == expected
     assert frequent[0] == ("vectorized_add", 2)
+
+
+def test_host_waits_are_named_by_what_calls_them() -> None:
+    wait = {"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "tid": 1, "dur": 3}
+    around = {"cat": "cpu_op", "tid": 1}
+    events = [
+        {**around, "name": "aten::item", "ts": 10, "dur": 10},
+        {**around, "name": "aten::_local_scalar_dense", "ts": 12, "dur": 6},
+        {**around, "name": "of another thread", "ts": 0, "dur": 100, "tid": 2},
+        {**wait, "ts": 14},
+        {**wait, "ts": 50},
+    ]
+    callers = gpu_hour_sections.callers_of_waits(events)
+    assert callers == ["aten::_local_scalar_dense < aten::item", "no operator, 3 us"]
 
 
 @pytest.mark.slow

@@ -73,6 +73,7 @@ def test_mps_refuses_in_one_line_what_it_lacks(
 
 
 def test_mps_refuses_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     check_devices(Rank(0, 0, 1))
     with pytest.raises(ConfigError, match=r"nproc_per_node.*= 2: .*must be 1"):
