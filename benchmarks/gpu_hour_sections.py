@@ -1,7 +1,8 @@
 # Copyright (c) the TorchDiTan authors. BSD 3-Clause, see LICENSE.
 """The sections of gpu_hour.py: the commands, what is read from their results, and the figures of docs/performance.md.
 
-Notable: the expected seconds are from a first run on an H200 as far as it went, and estimates else. They decide whether a section still fits into the time.
+Notable: the expected seconds are those of a first run on an H200, as far as it went, and else estimates. They decide
+whether a section still fits into the time.
 """
 
 from __future__ import annotations
