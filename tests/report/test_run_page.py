@@ -212,6 +212,22 @@ def test_damaged_files_are_named_and_left_out(runs: Path, run_script: RunScript)
     assert not re.search(r">(nan|None|inf)<", page)
 
 
+def test_pictures_behind_broken_links_and_halves_of_characters_have_a_page(runs: Path, run_script: RunScript) -> None:
+    run = runs / "one"
+    pictures = sorted((run / "samples").glob("step_*.png"))
+    nowhere, circle = pictures[:2]
+    for picture in (nowhere, circle):
+        picture.unlink()
+    nowhere.symlink_to("nowhere.png")
+    circle.symlink_to(circle.name)
+    change_config(run, lambda content: content["config"]["job"].update(description="half \ud800 of a pair"))
+    page = page_of(run_script, run)
+    assert "half ? of a pair" in page
+    assert page.count("The picture of this step cannot be read.") >= 1
+    outcome = run_script("torchditan", "report", "--compare", run, runs / "two")
+    assert outcome.code == 0, outcome.err
+
+
 @pytest.mark.parametrize("lines", [[], ["{"], [{"step": 1}], [{"step": 3, "loss": None, "lr": 0.0}]])
 def test_a_run_without_data_has_a_page(runs: Path, run_script: RunScript, lines: list[Any]) -> None:
     run = runs / "one"

@@ -26,6 +26,7 @@ from torchditan.ablation.ledger import CSV_NAME
 from torchditan.ablation.maker import RUNS_FOLDER
 from torchditan.config.errors import option_error
 from torchditan.report.grid_results import distinct_names, parallel_mode
+from torchditan.report.labels import as_utf8
 from torchditan.run.reading import count_metrics_lines, read_config, read_metrics, read_status
 
 SAME_CURVE = 1e-3
@@ -473,7 +474,7 @@ def comparison_csv(comparison: Comparison) -> bytes:
     writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return file.getvalue().encode()
+    return as_utf8(file.getvalue())
 
 
 def _csv_row(comparison: Comparison, run: Run) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchditan.ablation.grid import BATCH_SIZE, COMPILE, PARALLEL, parallel_degrees
 from torchditan.report.grid_results import GridResults, ordered_values, parallel_mode, work_axes
+from torchditan.report.labels import as_utf8
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -383,7 +384,7 @@ def effects_csv(found: Effects) -> bytes:
                 mixed = int(effect.pairs["mixed"].sum())
                 where = (comparison, effect.source, *effect.key, metric.column, metric.better)
                 writer.writerow((*where, change.num_pairs, *numbers, change.num_better, noise, mixed))
-    return file.getvalue().encode()
+    return as_utf8(file.getvalue())
 
 
 def pairs_csv(found: Effects, cells: pd.DataFrame) -> bytes:
@@ -401,4 +402,4 @@ def pairs_csv(found: Effects, cells: pd.DataFrame) -> bytes:
         frames.append(frame)
     table = pd.concat([frame for frame in frames if len(frame)] or frames[:1], ignore_index=True)
     text: str = table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
-    return text.encode()
+    return as_utf8(text)

@@ -37,6 +37,11 @@ _AXES = {
 }
 
 
+def as_utf8(text: str) -> bytes:
+    """The bytes of a file. Halves of surrogate pairs, which JSON of strangers may have, become question marks."""
+    return text.encode("utf-8", "replace")
+
+
 def axis_name(axis: str) -> str:
     return _AXES.get(axis, axis)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torchditan.config.errors import option_error
 from torchditan.config.optional_libraries import import_optional
-from torchditan.report.labels import count
+from torchditan.report.labels import as_utf8, count
 from torchditan.run.atomic_files import write_file
 
 if TYPE_CHECKING:
@@ -194,8 +194,8 @@ def write_page(page: Page, out: Path, name: str) -> Path:
     for section in page.shown:
         for block in section.blocks:
             if isinstance(block, Plot) and block.png:
-                contents |= {out / f"{block.name}.svg": block.svg.encode(), out / f"{block.name}.png": block.png}
-    contents[out / name] = html_of(page).encode()
+                contents |= {out / f"{block.name}.svg": as_utf8(block.svg), out / f"{block.name}.png": block.png}
+    contents[out / name] = as_utf8(html_of(page))
     try:
         for path, content in contents.items():
             write_file(path, content)
@@ -226,6 +226,14 @@ def data_uri(path: Path, *, most_bytes: int | None = None) -> str | None:
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # errors of Pillow
         return None
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def num_bytes(path: Path) -> int:
+    """Size of a file; 0 if it cannot be read, such as a link that leads nowhere."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _encoded(picture: Image.Image, kind: str) -> bytes:

@@ -20,7 +20,7 @@ from torchditan.config.loader import options
 from torchditan.report import plots
 from torchditan.report.compare import Run, Setting, differing_settings, read_runs
 from torchditan.report.compare_page import KINDS, state_name, state_text, steps_text
-from torchditan.report.labels import UNKNOWN, commit_name, count, duration, listed, number, setting_value
+from torchditan.report.labels import UNKNOWN, as_utf8, commit_name, count, duration, listed, number, setting_value
 from torchditan.report.page import (
     Block,
     Frames,
@@ -34,6 +34,7 @@ from torchditan.report.page import (
     Warned,
     data_uri,
     html_of,
+    num_bytes,
 )
 from torchditan.report.plots import Panel, Points
 from torchditan.run.atomic_files import write_file
@@ -67,7 +68,7 @@ def write_run_page(folders: Sequence[Path], out: Path | None, labels: Sequence[s
         raise ConfigError(
             f"{len(folders)} runs are too many for one page; name at most {_MOST_RUNS}, or the folder that holds them"
         )
-    content = html_of(run_page(read_runs(folders, labels, option="run"))).encode()
+    content = as_utf8(html_of(run_page(read_runs(folders, labels, option="run"))))
     first = folders[0]
     path = out or (first if len(folders) == 1 else first.absolute().parent)
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
@@ -286,7 +287,7 @@ def _samples(runs: Sequence[Run]) -> Section:
         for run, found in drawn
     ]
     all_steps = len(set(chain.from_iterable(run.pictures for run in runs)))
-    is_smaller = any(run.pictures[step].stat().st_size > share for run, found in drawn for step in found)
+    is_smaller = any(num_bytes(run.pictures[step]) > share for run, found in drawn for step in found)
     notes = [
         "Move the slider, or use the arrow keys on it." if len(steps) > 1 else "",
         f"The page has {len(steps)} of {all_steps:,} steps, samples/ of the runs all."

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from torchditan.evaluation.card_tables import columns, rounded, significant
-from torchditan.report.labels import TOO_FEW_RUNS, axis_name, change_name, count, value_name
+from torchditan.report.labels import TOO_FEW_RUNS, as_utf8, axis_name, change_name, count, value_name
 from torchditan.report.verdicts import (
     BETTER,
     INCONCLUSIVE,
@@ -182,7 +182,7 @@ def verdicts_csv(verdicts: Sequence[Verdict]) -> bytes:
         counts = (verdict.num_comparisons, verdict.word, verdict.further_seeds)
         ratios = map(_number, (cost.flops, cost.time, *(cost.time_interval or (None, None)), cost.memory))
         writer.writerow((*where, *seeds, *map(_number, numbers), *counts, *ratios))
-    return file.getvalue().encode()
+    return as_utf8(file.getvalue())
 
 
 def _number(value: float | None) -> str:
