@@ -645,6 +645,12 @@ def test_a_folder_that_is_no_grid_is_one_line(tmp_path: Path, run_script: RunScr
         code, out, err = run_script(SCRIPT, foreign)
         assert (code, out) == (2, "")
         assert_refused(err, str(foreign / file), mentions)
+    for name in ("runs_summary.csv", "grid.json"):  # grid.json now has schema_version 1
+        (foreign / name).unlink(missing_ok=True)
+        (foreign / name).mkdir()
+        code, out, err = run_script(SCRIPT, foreign)
+        assert (code, out) == (2, "")
+        assert_refused(err, str(foreign / name), ["cannot be read", "directory"])
 
 
 def write_run(folder: Path, *flags: str, state: str = "completed", **content: Any) -> None:

@@ -240,6 +240,8 @@ def _read_content(folder: Path) -> dict[str, Any]:
     check_folder(folder, mark="grid.json", what="a run directory, a grid folder or a folder of run directories")
     try:
         content = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} does not parse: {error}") from None
     if not isinstance(content, dict) or "schema_version" not in content:
@@ -256,6 +258,8 @@ def _read_csv(file: Path) -> pd.DataFrame:
     try:
         text = file.read_text(encoding="utf-8")
         lines = list(csv.reader(io.StringIO(text, newline=""), strict=True))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror})") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{file} is not a complete CSV file: {error}") from None
     if not lines:
