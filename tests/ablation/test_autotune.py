@@ -36,7 +36,7 @@ from torchditan.config.errors import ConfigError
 from torchditan.config.loader import build_config, load_config
 from torchditan.config.options import Config
 from torchditan.finetune.resolutions import published_options
-from torchditan.run.reading import read_config
+from torchditan.run.reading import read_config, read_metrics
 
 
 def trial(batch_size: int, *, fits_up_to: int, speed: Callable[[int], float] = float) -> Trial:
@@ -278,9 +278,13 @@ def test_auto_stands_where_a_number_stood_and_other_words_do_not(tmp_path: Path)
 def test_train_py_finds_the_largest_batch_under_a_memory_limit_and_trains_with_it(
     world_size: int, tmp_path: Path, run_distributed: Any
 ) -> None:
-    flags = ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--training.batch_size=auto"]
-    flags += ["--training.steps=2", "--metrics.enable_sampling=false", "--autotune.steps=2"]
-    flags += ["--autotune.memory_limit_gib=0.8", "--autotune.batch_size_multiple=512", "--metrics.experiment_name=job"]
+    flags = ["--model.flavor=debugmodel", "--dataset.num_workers=0", "--training.steps=2"]
+    flags += ["--metrics.enable_sampling=false", "--metrics.log_freq=1"]
+    plain = [*flags, "--training.batch_size=512", "--metrics.experiment_name=plain"]
+    subprocess.run([sys.executable, str(REPOSITORY / "train.py"), *plain], cwd=tmp_path, check=True, timeout=300)
+    limit = 1.25 * read_metrics(tmp_path / "outputs" / "plain")[-1]["peak_memory_gib"]  # torch alone differs by machine
+    flags += ["--training.batch_size=auto", "--autotune.steps=2", "--autotune.batch_size_multiple=512"]
+    flags += [f"--autotune.memory_limit_gib={limit:.2f}", "--metrics.experiment_name=job"]
     if world_size == 1:
         command = [sys.executable, str(REPOSITORY / "train.py"), *flags]
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
