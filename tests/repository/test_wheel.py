@@ -64,7 +64,10 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     packages = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
     libraries = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     Path(packages, "libraries.pth").write_text("\n".join(libraries) + "\n")
-    subprocess.run([str(folder / "bin/pip"), "install", "--quiet", "--no-deps", str(wheel)], check=True)
+    # With the checkout on PYTHONPATH, pip may take it for an installed version.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(folder / "bin/pip"), "install", "--quiet", "--no-deps", str(wheel)]
+    subprocess.run(command, check=True, env=environment)
     return folder / "bin"
 
 
