@@ -76,8 +76,7 @@ def attention_backend(job: Job) -> AbstractContextManager[None]:
     (pytorch issue 196678, and 24 tokens without a mask). On a CPU only math differs from torch's choice.
     """
     backend = job.config.training.attention_backend
-    is_gpu = job.device.type == "cuda"
-    if backend != "math" and not is_gpu:
+    if job.device.type != "cuda" and backend != "math":
         return nullcontext()
     from torchditan.distributed.attention_backend import preferring
 
