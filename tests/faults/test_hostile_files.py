@@ -588,6 +588,33 @@ def place_without_length(checkpoint: Path) -> None:
     (checkpoint / INDEX).write_bytes(pickle.dumps(metadata))
 
 
+def index_without(owner: Callable[[Any], Any], name: str) -> Callable[[Path], None]:
+    """Leave an attribute out of an object of the index, as a pickle with a renamed attribute does."""
+
+    def change(checkpoint: Path) -> None:
+        metadata = pickle.loads((checkpoint / INDEX).read_bytes())
+        del owner(metadata).__dict__[name]
+        (checkpoint / INDEX).write_bytes(pickle.dumps(metadata))
+
+    return change
+
+
+def _a_tensor(metadata: Any) -> Any:
+    return next(entry for name, entry in metadata.state_dict_metadata.items() if name.startswith("model."))
+
+
+def index_of_other_names(checkpoint: Path) -> None:
+    metadata = pickle.loads((checkpoint / INDEX).read_bytes())
+    metadata.state_dict_metadata = {7: entry for entry in metadata.state_dict_metadata.values()}
+    (checkpoint / INDEX).write_bytes(pickle.dumps(metadata))
+
+
+def tensor_of_type_seven(checkpoint: Path) -> None:
+    metadata = pickle.loads((checkpoint / INDEX).read_bytes())
+    _a_tensor(metadata).properties.dtype = 7
+    (checkpoint / INDEX).write_bytes(pickle.dumps(metadata))
+
+
 def write_progress(content: Any) -> Callable[[Path], None]:
     def change(checkpoint: Path) -> None:
         (checkpoint / "progress.json").write_text(json.dumps(content))
@@ -603,6 +630,12 @@ HOSTILE_CHECKPOINTS = {
     "file elsewhere": rename_file("/etc/passwd"),
     "file of another type": rename_file(7),  # type: ignore[arg-type]
     "place without length": place_without_length,
+    "index without its tensors": index_without(lambda index: index, "state_dict_metadata"),
+    "index of numbers": index_of_other_names,
+    "tensor without size": index_without(_a_tensor, "size"),
+    "tensor of another type": tensor_of_type_seven,
+    "tensor without chunks": index_without(_a_tensor, "chunks"),
+    "chunk without offsets": index_without(lambda index: _a_tensor(index).chunks[0], "offsets"),
     "progress of a list": write_progress([1]),
     "progress of texts": write_progress({"step": "1", "images_seen": "2", "elapsed_s": "3"}),
     "progress with more": write_progress({"step": 1, "__class__": "x"}),
@@ -667,6 +700,24 @@ def test_a_damaged_number_of_a_checkpoint_is_one_line_for_load(checkpoint: Path)
     write_progress({"step": "1"})(checkpoint)
     sign(checkpoint)
     refuse(lambda: load("outputs/run"), str(checkpoint), "progress.json", "step")
+
+
+def change_config(run: Path, **options: Any) -> None:
+    """Change options of the model in the stored configuration of a run."""
+    stored = json.loads((run / "config.json").read_text())
+    stored["config"]["model"] |= options
+    (run / "config.json").write_text(json.dumps(stored))
+
+
+def test_a_run_whose_model_is_larger_than_its_weights_is_refused_before_memory_is_allocated(checkpoint: Path) -> None:
+    change_config(Path("outputs/run"), patch_bottleneck=2**40)
+    refuse(lambda: load("outputs/run"), str(checkpoint), "x_embedder.proj.weight", str(2**40))
+
+
+@pytest.mark.parametrize("size", [[-8, 8], [0, 8], [8], []])
+def test_a_run_with_a_size_below_one_is_refused(size: list[int], checkpoint: Path) -> None:
+    change_config(Path("outputs/run"), sample_size=size)
+    refuse(lambda: load("outputs/run"), "model.sample_size", "two or three positive integers")
 
 
 def npy(descr: str, shape: str, data: bytes = b"") -> bytes:

@@ -28,6 +28,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from types import NoneType
 from typing import IO, Any, cast
 
 import torch
@@ -35,7 +36,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -395,7 +403,7 @@ class CheckpointReader(dcp.FileSystemReader):
             raise
         except Exception as error:  # a pickle can fail in any way
             raise DamagedCheckpointError(f"{INDEX} cannot be read ({type(error).__name__})") from None
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        if not _is_index(metadata):
             raise DamagedCheckpointError(f"{INDEX} is not a checkpoint index")
         for place in metadata.storage_data.values():
             name = getattr(place, "relative_path", None)
@@ -443,6 +451,42 @@ class _IndexUnpickler(pickle.Unpickler):
         if name not in _TYPES_OF_INDEX.get(module, ()):
             raise DamagedCheckpointError(f"{INDEX} asks for {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
+
+
+def _is_index(metadata: Any) -> bool:
+    """Whether all attributes are there and of their types: a changed pickle can create objects without them."""
+    tensors, places = (getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data"))
+    return (
+        isinstance(metadata, Metadata)
+        and isinstance(tensors, dict)
+        and all(isinstance(name, str) and _is_index_entry(entry) for name, entry in tensors.items())
+        and isinstance(places, dict)
+        and all(
+            isinstance(key, MetadataIndex)
+            and isinstance(getattr(key, "fqn", None), str)
+            and isinstance(key.offset, (torch.Size, NoneType))
+            for key in places
+        )
+    )
+
+
+def _is_index_entry(entry: Any) -> bool:
+    if isinstance(entry, BytesStorageMetadata):
+        return True
+    properties, chunks = (getattr(entry, name, None) for name in ("properties", "chunks"))
+    return (
+        isinstance(entry, TensorStorageMetadata)
+        and isinstance(getattr(entry, "size", None), torch.Size)
+        and isinstance(properties, TensorProperties)
+        and isinstance(getattr(properties, "dtype", None), torch.dtype)
+        and isinstance(chunks, list)
+        and all(
+            isinstance(chunk, ChunkStorageMetadata)
+            and all(isinstance(getattr(chunk, name, None), torch.Size) for name in ("offsets", "sizes"))
+            and len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
+            for chunk in chunks
+        )
+    )
 
 
 def _as_text(*parts: str) -> str:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchditan.checkpoint.files import (
     CheckpointReader,
@@ -50,6 +51,26 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
         return checkpoints[number]
     others = f"; there are {sorted(checkpoints)}" if step is not None and len(checkpoints) > 1 else ""
     raise ConfigError(f"no checkpoint can be used: {'; '.join(damages)}{others}")
+
+
+def check_sizes(model: nn.Module, checkpoint: Path, *, ema: bool, only_trained: bool = False) -> None:
+    """Refuse a checkpoint whose weights differ in size from those of a model on the meta device.
+
+    `load_weights` would notice too, after the memory for the model was allocated.
+
+    Raises:
+        ConfigError: names the first such weight, or says that the checkpoint is damaged.
+    """
+    try:
+        entries = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
+    except DamagedCheckpointError as error:
+        raise cannot_be_read(checkpoint, error) from None
+    weights = saved_weights(model, only_trained=only_trained)
+    for name, key in checkpoint_keys(entries, ema=ema).items():
+        entry = entries[key]
+        if name in weights and isinstance(entry, TensorStorageMetadata) and entry.size != weights[name].shape:
+            sizes = f"{name} with size {[*entry.size]}, where config.json asks for {[*weights[name].shape]}"
+            raise ConfigError(f"{checkpoint} cannot be read: it has {sizes}")
 
 
 def load_weights(

@@ -77,6 +77,11 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "validation.freq evaluation.freq evaluation.seed comm.trace_buf_size",
     ),
     (
+        "must be two or three positive integers",
+        lambda values: len(values) in (2, 3) and min(values) >= 1,
+        "model.sample_size",
+    ),
+    (
         "must be odd: a word and as many on each side, or 0",
         lambda value: value == 0 or value % 2 == 1,
         "model.text_kernel",

@@ -99,9 +99,19 @@ def load_weights_file(model: nn.Module, path: Path, *, only_trained: bool = Fals
     Raises:
         ConfigError: it is not a safetensors file, is truncated, or does not match this model.
     """
+    stored = check_sizes_of_file(model, path, only_trained=only_trained)
+    _fill_from_file(model, path, only_trained=only_trained)
+    return stored
+
+
+def check_sizes_of_file(model: nn.Module, path: Path, *, only_trained: bool = False) -> StoredWeights:
+    """Refuse a file whose names or sizes differ from those of a model, which may be on the meta device.
+
+    Raises:
+        ConfigError: they differ; it is not a safetensors file, or is truncated.
+    """
     stored = describe_file(path)
     refuse_other_model(model, stored, [], only_trained=only_trained)
-    _fill_from_file(model, path, only_trained=only_trained)
     return stored
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from torchditan.checkpoint.files import DamagedCheckpointError
 from torchditan.checkpoint.loading import read_progress
-from torchditan.checkpoint.trained_weights import cannot_be_read, find_checkpoint, load_weights
+from torchditan.checkpoint.trained_weights import cannot_be_read, check_sizes, find_checkpoint, load_weights
 from torchditan.config.errors import ConfigError, did_you_mean, option_error, some
 from torchditan.config.loader import from_dict, override
 from torchditan.config.options import Config
@@ -46,7 +46,7 @@ from torchditan.weights.exported import (
     names_in,
     read_weights_metadata,
 )
-from torchditan.weights.initial import load_initial_weights, load_weights_file
+from torchditan.weights.initial import check_sizes_of_file, load_initial_weights, load_weights_file
 from torchditan.weights.shared import is_shared, open_shared
 
 if TYPE_CHECKING:
@@ -129,19 +129,23 @@ class TrainedModel:
         weights = weights or ("ema" if config.ema.enable else "raw")
         found = find_checkpoint(run / config.checkpoint.folder, step)
         progress: Progress | StoredWeights
+        check: Callable[[nn.Module], object]
         fill: Callable[[nn.Module], object]
         only_trained = config.lora.rank > 0
         if found.is_file():
             progress = describe_weights(found, weights=weights)
+            check = partial(check_sizes_of_file, path=found, only_trained=only_trained)
             fill = partial(load_weights_file, path=found, only_trained=only_trained)
         else:
             try:
                 progress = read_progress(found)
             except DamagedCheckpointError as error:
                 raise cannot_be_read(found, error) from None
+            check = partial(check_sizes, checkpoint=found, ema=weights == "ema", only_trained=only_trained)
             fill = partial(load_weights, checkpoint=found, ema=weights == "ema", only_trained=only_trained)
         return cls._build(
             config,
+            check,
             fill,
             step=progress.step or 0,
             images_seen=progress.images_seen or 0,
@@ -179,6 +183,7 @@ class TrainedModel:
         assert stored.step is not None and stored.images_seen is not None and stored.weights is not None
         return cls._build(
             config,
+            partial(check_sizes_of_file, path=path),
             partial(load_weights_file, path=path),
             step=stored.step,
             images_seen=stored.images_seen,
@@ -192,17 +197,19 @@ class TrainedModel:
     def _build(
         cls,
         config: Config,
+        check: Callable[[nn.Module], object],
         fill: Callable[[nn.Module], object],
         *,
         device: torch.device,
         dtype: torch.dtype | None,
         **fields: Any,
     ) -> TrainedModel:
-        """Build the model of a run's configuration; `fill` loads its weights."""
+        """Build the model of a run's configuration. `check` compares it with the weights, and `fill` loads them."""
         spec = stored_spec(config)
         assert config.dataset.num_classes is not None
         with torch.device("meta"):
             model = spec.build()
+        check(model)
         model.to_empty(device=device)
         if config.lora.rank:  # the checkpoint has only the LoRA
             cast(Any, model).init_weights(config.training.seed)
