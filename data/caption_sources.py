@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 from torchditan.config import options
-from torchditan.config.errors import ConfigError, option_error, some
+from torchditan.config.errors import ConfigError, option_error, shorten, some
 from torchditan.config.optional_libraries import import_optional
 from torchditan.config.prompts import is_unicode
 from torchditan.datasets.folder import walk_folders
@@ -271,7 +271,7 @@ def _weights(given: Any, count: int, *, where: str, refusal: Refusal) -> tuple[f
 def _read_line(line: str, *, where: str, refusal: Refusal) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise refusal(f"{where} is not JSON ({error})") from None
     if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
         raise refusal(f'{where}: must be {{"file_name": "...", "text": "..."}}')
@@ -283,13 +283,13 @@ def _find_listed(root: Path, name: str, *, where: str, is_video: bool, refusal: 
     if relative.is_absolute() or ".." in relative.parts or os.path.isabs(name):
         raise refusal(f"{where}: {name} is outside the folder; must be a path inside it")
     path = root / relative
-    if is_video and path.is_dir():
+    if is_video and os.path.isdir(path):  # unlike Path.is_dir, not an error for a name that no disk takes
         frames = _numbered_frames(path, [entry.name for entry in path.iterdir() if not entry.name.startswith(".")])
         if not frames.files:
             raise refusal(f"{where}: the folder {name} holds no frames")
         return frames
-    if not path.is_file():
-        raise refusal(f"{where}: {name} does not exist")
+    if not os.path.isfile(path):
+        raise refusal(f"{where}: {shorten(name, most=200)} does not exist")
     if path.suffix.lower() not in (VIDEO_SUFFIXES if is_video else IMAGE_SUFFIXES):
         hint = "" if is_video else "; videos need dataset.num_frames"
         raise refusal(f"{where}: {name} is not {'a video' if is_video else 'an image'}{hint}")

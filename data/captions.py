@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, UnidentifiedImageError
 
 from torchditan.config import options
 from torchditan.config.errors import option_error, some
@@ -32,7 +32,7 @@ from torchditan.datasets.buckets import Size, bucket_sizes, nearest_bucket
 from torchditan.datasets.caption_sources import Entry, File, Frames, read_bytes, read_entries, read_hub
 from torchditan.datasets.file_check import damage_of
 from torchditan.datasets.folder import HELD_OUT_SHARE, Split, find_validation
-from torchditan.datasets.images import _FORMATS, DECODE_ERRORS, Crop, Encoded, corrupt_image, fit, load_sample
+from torchditan.datasets.images import DECODE_ERRORS, Crop, Encoded, corrupt_image, fit, load_sample, open_picture
 from torchditan.datasets.options import existing_path, height_and_width, is_tar_address, photo_channels, refuse
 from torchditan.datasets.tars import split_roots
 from torchditan.datasets.videos import corrupt_video, open_video
@@ -210,7 +210,7 @@ def read_size(entry: Entry, *, is_video: bool) -> Size:
             return frame.height, frame.width
         raise corrupt_video(entry.name, "it has no frames")
     try:
-        with _files(entry)[0].open() as stream, Image.open(stream, formats=_FORMATS) as image:
+        with _files(entry)[0].open() as stream, open_picture(stream) as image:
             is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
             return (image.width, image.height) if is_turned else (image.height, image.width)
     except UnidentifiedImageError as error:

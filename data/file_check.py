@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import UnidentifiedImageError
 
-from torchditan.datasets.images import _FORMATS, DECODE_ERRORS
+from torchditan.datasets.images import DECODE_ERRORS, open_picture
 from torchditan.run.atomic_files import write_file
 
 _MARKS = (  # (header, end)
@@ -55,7 +55,7 @@ def damage_in(source: str | BinaryIO, *, start: bytes, end: bytes, size: int) ->
     if is_marked and start[:4] == b"RIFF" and size >= 8 + int.from_bytes(start[4:8], "little"):
         return None
     try:
-        with Image.open(source, formats=_FORMATS) as image:
+        with open_picture(source) as image:
             if is_marked:
                 image.draft(None, (1, 1))  # a JPEG, at an eighth of its size
                 image.load()

@@ -13,10 +13,12 @@ Notable:
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol, cast
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -36,6 +38,59 @@ class Encoded(Protocol):
     """An encoded image or video."""
 
     def open(self) -> BinaryIO: ...
+
+
+class _Bounded:
+    """A file that asks for no more bytes than are left. Python reserves what a damaged PNG asks for, up to 4 GiB."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.seek, self.tell, self._read = file.seek, file.tell, file.read
+        self._size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(0, self._size - self.tell())
+        return self._read(left if count < 0 else min(count, left))
+
+
+@contextlib.contextmanager
+def open_picture(source: str | Path | bytes | BinaryIO) -> Iterator[Image.Image]:
+    """A picture of a format in `IMAGE_SUFFIXES`, not yet decoded: a path, its bytes, or an open file, which stays open.
+
+    Raises:
+        UnidentifiedImageError: of another format.
+        Exception: one of `DECODE_ERRORS`, here or when it is decoded.
+    """
+    with contextlib.ExitStack() as opened:
+        file: BinaryIO
+        if isinstance(source, bytes):
+            file = io.BytesIO(source)
+        elif isinstance(source, (str, Path)):
+            file = opened.enter_context(Path(source).open("rb"))
+        else:
+            file = source
+        _check_webp(file)
+        yield opened.enter_context(Image.open(cast(Any, _Bounded(file)), formats=_FORMATS))
+
+
+def _check_webp(file: BinaryIO) -> None:
+    """Refuse a WebP that is too large for Pillow, which allocates its canvas before it checks the size."""
+    header = file.read(30)
+    if header[:4] != b"RIFF" or header[8:12] != b"WEBP" or len(header) < 30:
+        return
+
+    def number(start: int, end: int) -> int:
+        return int.from_bytes(header[start:end], "little")
+
+    sizes = {  # RFC 9649; the first two are stored less one
+        b"VP8X": (number(24, 27), number(27, 30)),
+        b"VP8L": (number(21, 25) & 0x3FFF, number(21, 25) >> 14 & 0x3FFF),
+        b"VP8 ": (number(26, 28) & 0x3FFF, number(28, 30) & 0x3FFF),
+    }
+    width, height = sizes.get(header[12:16], (0, 0))
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and (width + 1) * (height + 1) > 2 * limit:
+        raise Image.DecompressionBombError(f"{width:,} x {height:,} pixels; the limit is {2 * limit:,}")
 
 
 def load_sample(
@@ -61,7 +116,7 @@ def load_sample(
         CorruptImageError: it cannot be decoded.
     """
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as image:
+        with open_picture(source) as image:
             if image.format == "JPEG" and crop != "adm":  # decodes at 1/2, 1/4 or 1/8 if that is twice the crop
                 side = 2 * max(sample_shape[1:])  # for both sides: EXIF may rotate the image
                 image.draft(None, (side, side))

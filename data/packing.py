@@ -30,7 +30,7 @@ from torchditan.datasets.captions import CaptionedImages
 from torchditan.datasets.file_check import damage_in
 from torchditan.datasets.folder import ImageFolder
 from torchditan.datasets.hub import HubImages
-from torchditan.datasets.images import _FORMATS, corrupt_image
+from torchditan.datasets.images import corrupt_image, open_picture
 from torchditan.datasets.webdataset import CLASSES_FILE, TarImages
 from torchditan.randomness import generator
 from torchditan.run.atomic_files import atomic_writer, write_file
@@ -181,7 +181,7 @@ def _suffix_of(data: bytes, *, where: str) -> str:
     damage = damage_in(source, start=data[:12], end=data[-12:], size=len(data))
     if damage is not None:
         raise corrupt_image(where, damage)
-    with Image.open(source, formats=_FORMATS) as image:
+    with open_picture(source) as image:
         kind = str(image.format).lower()
     return ".jpg" if kind in ("jpeg", "mpo") else f".{kind}"
 

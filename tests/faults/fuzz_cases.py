@@ -31,6 +31,9 @@ from torchditan.supervision.exit_status import verdict_of
 
 MEMORY = 384 << 20
 """Bytes that opening a small file may take, code and caches of libraries included."""
+PICTURE_MEMORY = 3 << 29
+"""The same for pictures: Pillow refuses more than 179 million pixels, and its WebP decoder has two canvases of 4 bytes
+each. A picture of one colour in so many pixels is a small file."""
 MEMORY_PER_BYTE = 64
 CPU_SECONDS = 15.0
 _HARD_LIMIT = 3 << 30
@@ -60,6 +63,8 @@ class Kind:
     """Makes sizes and checksums fit the changed files, as an attacker would."""
     may_read_outside: bool = False
     """The file is the user's own program (a configuration): its paths are meant."""
+    memory: int = MEMORY
+    """Bytes that opening a small file may take."""
     refuses_links: bool = False
     """Links out of the folder are refused. Elsewhere they are the user's: many datasets are folders of links."""
 
@@ -228,7 +233,7 @@ def open_case(kind: Kind, case: Path, watch: _Watch, output: Path) -> Outcome:
     has_link = any(path.is_symlink() for path in (case / "here").rglob("*"))
     here = case / "here"
     size = sum(path.stat().st_size for path in here.rglob("*") if path.is_file() and not path.is_symlink())
-    allowed = MEMORY + MEMORY_PER_BYTE * size
+    allowed = kind.memory + MEMORY_PER_BYTE * size
     before = _outside(case)
     pages = set(here.rglob("*"))
     os.chdir(here)

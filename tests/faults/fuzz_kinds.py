@@ -22,7 +22,7 @@ import cards
 import numpy as np
 import tiny_runs
 import torch
-from fuzz_cases import Kind
+from fuzz_cases import PICTURE_MEMORY, Kind
 from ledger_rows import row
 from PIL import Image
 from safetensors.torch import save, save_file
@@ -35,6 +35,7 @@ from torchditan.ablation.ledger import write_ledger
 from torchditan.autoencoders import open_autoencoder
 from torchditan.autoencoders.patch import PatchAutoencoder, PatchAutoencoderConfig, PatchNetwork
 from torchditan.checkpoint.files import MANIFEST, read_manifest, write_manifest
+from torchditan.commands.samples_over_steps import read_grids
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config, to_dict, to_toml
 from torchditan.config.options import Autoencoder, Dataset, LoRA, Model, Quantize
@@ -161,6 +162,10 @@ def _share_run() -> None:
 
 def _report_run() -> None:
     write_run_page([Path("run")], None)
+
+
+def _join_samples() -> None:
+    read_grids(Path("run"))
 
 
 def _make_two_runs(folder: Path) -> None:
@@ -524,10 +529,15 @@ KINDS = {
         Kind("pt", _make_pt, _open_pt),
         Kind("npz", _make_npz, _open_npz),
         Kind("shared_model", _make_shared, _open_shared, seal=_seal_shared, refuses_links=True),
-        Kind("tar", _make_tar, _open_tar),
-        Kind("caption_tar", _make_caption_tar, functools.partial(_read_captions, caption_key="text")),
-        Kind("captions", _make_captions, functools.partial(_read_captions, caption_key="text")),
-        Kind("images", _make_images, functools.partial(_read_all, "folder")),
+        Kind("tar", _make_tar, _open_tar, memory=PICTURE_MEMORY),
+        Kind(
+            "caption_tar",
+            _make_caption_tar,
+            functools.partial(_read_captions, caption_key="text"),
+            memory=PICTURE_MEMORY,
+        ),
+        Kind("captions", _make_captions, functools.partial(_read_captions, caption_key="text"), memory=PICTURE_MEMORY),
+        Kind("images", _make_images, functools.partial(_read_all, "folder"), memory=PICTURE_MEMORY),
         Kind("latents", _make_latents, _open_latents, seal=_seal_latents),
         Kind("stored_latents", _make_stored_latents, _open_stored_latents),
         Kind("published", _make_published, _open_published),
@@ -541,13 +551,14 @@ KINDS = {
             "initial_run", _copy_run, _open_initial, ("run/config.json", "run/checkpoint/**/*"), seal=_seal_checkpoint
         ),
         Kind("run_to_share", _copy_run, _share_run, _RUN_FILES),
-        Kind("run_report", _copy_run, _undrawn(_report_run), _RUN_FILES),
-        Kind("run_report_drawn", _copy_run, _report_run, _RUN_FILES),
+        Kind("run_report", _copy_run, _undrawn(_report_run), _RUN_FILES, memory=PICTURE_MEMORY),
+        Kind("run_report_drawn", _copy_run, _report_run, _RUN_FILES, memory=PICTURE_MEMORY),
+        Kind("samples_over_steps", _copy_run, _join_samples, ("run/samples/*",), memory=PICTURE_MEMORY),
         Kind("compared_runs", _make_two_runs, _undrawn(_compare_runs), ("one/*.json*", "one/samples/*")),
         Kind("folder_of_runs", _make_run_folder, _undrawn(_analyse_runs), ("runs/*/*.json*",)),
         Kind("ledger", _make_ledger, _undrawn(_open_ledger)),
         Kind("ledger_drawn", _make_ledger, _open_ledger),
-        Kind("parquet", _make_parquet, _open_parquet),
+        Kind("parquet", _make_parquet, _open_parquet, memory=PICTURE_MEMORY),
         Kind("patch_autoencoder", _make_patch, functools.partial(_open_as, "patch", "patch")),
         Kind("diffusers_autoencoder", _make_diffusers, functools.partial(_open_as, "diffusers", "vae")),
         Kind("torchscript", _make_torchscript, functools.partial(_open_as, "cosmos", "cosmos")),

@@ -14,12 +14,13 @@ import json
 import os
 import pickle
 import re
+import resource
 import shutil
 import sys
 import tarfile
 import tracemalloc
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +43,16 @@ from torchditan.checkpoint.files import INDEX, MANIFEST, read_manifest, write_ma
 from torchditan.config.errors import ConfigError
 from torchditan.config.loader import load_config, to_dict
 from torchditan.config.options import Autoencoder, Dataset
+from torchditan.data_stream.datasets import CorruptImageError
 from torchditan.datasets import build_dataset
+from torchditan.datasets.images import load_sample
 from torchditan.evaluation.card_tables import comparison, markdown
 from torchditan.evaluation.grid_picture import save_grid
 from torchditan.evaluation.sample_batches import read_statistics
+from torchditan.report.page import data_uri
 from torchditan.run.reading import read_config, read_metrics, read_status
+from torchditan.weights.exported import export_weights
+from torchditan.weights.imported_run import import_weights
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -605,7 +611,7 @@ def _a_tensor(metadata: Any) -> Any:
 
 def index_of_other_names(checkpoint: Path) -> None:
     metadata = pickle.loads((checkpoint / INDEX).read_bytes())
-    metadata.state_dict_metadata = {7: entry for entry in metadata.state_dict_metadata.values()}
+    metadata.state_dict_metadata = dict(enumerate(metadata.state_dict_metadata.values()))
     (checkpoint / INDEX).write_bytes(pickle.dumps(metadata))
 
 
@@ -714,10 +720,10 @@ def test_a_run_whose_model_is_larger_than_its_weights_is_refused_before_memory_i
     refuse(lambda: load("outputs/run"), str(checkpoint), "x_embedder.proj.weight", str(2**40))
 
 
-@pytest.mark.parametrize("size", [[-8, 8], [0, 8], [8], []])
-def test_a_run_with_a_size_below_one_is_refused(size: list[int], checkpoint: Path) -> None:
+@pytest.mark.parametrize("size", [[-8, 8], [0, 8], [8], [], [8, 10**60]])
+def test_a_run_with_an_impossible_size_is_refused(size: list[int], checkpoint: Path) -> None:
     change_config(Path("outputs/run"), sample_size=size)
-    refuse(lambda: load("outputs/run"), "model.sample_size", "two or three positive integers")
+    refuse(lambda: load("outputs/run"), "model.sample_size", "two or three integers", "65536")
 
 
 def npy(descr: str, shape: str, data: bytes = b"") -> bytes:
@@ -756,6 +762,84 @@ def test_statistics_take_no_more_memory_than_their_file(name: str, descr: str, s
     refuse(lambda: read_statistics(save("hostile.npz"), extractor="E"), "hostile.npz", ".npz", "statistics")
     assert tracemalloc.get_traced_memory()[1] < 10e6
     tracemalloc.stop()
+
+
+def test_the_name_of_an_extractor_with_numbers_that_are_no_characters_is_one_line() -> None:
+    with zipfile.ZipFile("hostile.npz", "w") as archive:
+        archive.writestr("extractor.npy", npy("'<U1'", "()", b"\xff\xff\xff\xff"))
+    refuse(lambda: read_statistics(Path("hostile.npz"), extractor="E"), "hostile.npz", ".npz", "statistics")
+
+
+def test_names_of_classes_with_half_of_a_surrogate_pair_survive_export_and_import(checkpoint: Path) -> None:
+    names = ["half \ud800 of a pair", *"\u732b23456789"]
+    stored = json.loads(Path("outputs/run/config.json").read_text())
+    Path("outputs/run/config.json").write_text(json.dumps({**stored, "class_names": names}))
+    export_weights(checkpoint, Path("model.safetensors"))
+    import_weights(Path("model.safetensors"), Path("imported"))
+    for path in ("outputs/run", "model.safetensors", "imported"):
+        assert load(path).class_names == names
+
+
+@contextlib.contextmanager
+def memory_limit(num_bytes: int) -> Iterator[None]:
+    """Reserving more memory, even without using it, raises MemoryError."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    (size,) = re.findall(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())
+    resource.setrlimit(resource.RLIMIT_AS, (int(size) * 1024 + num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def png_with_pixels_of_two_gigabytes() -> bytes:
+    """Only by its own account. Pillow passes over them after the last pixel, and reserves them if it reads a file."""
+    with io.BytesIO() as file:
+        Image.new("RGB", (8, 8)).save(file, "PNG")
+        data = bytearray(file.getvalue())
+    start = data.index(b"IDAT") - 4
+    data[start : start + 4] = (2**31 - 1).to_bytes(4, "big")
+    return bytes(data)
+
+
+def webp_of_268_megapixels() -> bytes:
+    """Only by its own account."""
+    with io.BytesIO() as file:
+        Image.new("RGB", (8, 8)).save(file, "WEBP", lossless=True)
+        data = bytearray(file.getvalue())
+    data[21:25] = (2**28 - 1).to_bytes(4, "little")
+    return bytes(data)
+
+
+@pytest.mark.parametrize("data", [png_with_pixels_of_two_gigabytes, webp_of_268_megapixels])
+def test_a_picture_takes_no_more_memory_than_its_file(data: Callable[[], bytes]) -> None:
+    for name in ("a.png", "b.png"):
+        write(f"pictures/{name}", data())
+    write("pictures/a.txt", "a caption")
+    write("pictures/b.txt", "a caption")
+    path = Path("pictures/a.png")
+    with memory_limit(1 << 30):
+        if data is png_with_pixels_of_two_gigabytes:
+            assert data_uri(path) is not None
+            assert load_sample(path, sample_shape=(3, 8, 8), where="a.png").shape == (3, 8, 8)
+        else:
+            with pytest.raises(CorruptImageError, match="limit"):
+                load_sample(path, sample_shape=(3, 8, 8), where="a.png")
+        with contextlib.suppress(ConfigError):
+            open_dataset("captions", root_dir="pictures", image_size=[8, 8])
+
+
+def test_a_listed_file_with_deep_brackets_is_one_line() -> None:
+    write("pictures/metadata.jsonl", "[" * 100_000)
+    about = 'dataset.root_dir = "pictures"'
+    refuse(lambda: open_dataset("captions", root_dir="pictures", image_size=[8, 8]), about, "metadata.jsonl", "JSON")
+
+
+@pytest.mark.parametrize("name", ["a" * 300 + ".png", "\u754c" * 200 + ".png", "nul\0.png"])
+def test_a_listed_file_with_a_name_that_no_disk_takes_is_one_line(name: str) -> None:
+    write("pictures/metadata.jsonl", json.dumps({"file_name": name, "text": "a caption"}))
+    about = 'dataset.root_dir = "pictures"'
+    refuse(lambda: open_dataset("captions", root_dir="pictures", image_size=[8, 8]), about, "does not exist")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[training]\nsteps = " + "1" * 5_000])

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from refusals import refused
 
-from torchditan.evaluation.grid_picture import read_cells, save_grid
+from torchditan.evaluation.grid_picture import LAYOUT_KEY, read_cells, save_grid
 
 if TYPE_CHECKING:
     from tests.conftest import RunScript
@@ -121,3 +124,36 @@ def test_a_damaged_grid_is_named(run: Path, run_script: RunScript, damage: Calla
     code, _, errors = run_script(SCRIPT, str(run))
     assert code == 2 and errors.startswith(f"error: {path} is not a readable grid") and errors.count("\n") == 1
     assert not (run / "samples" / "steps.png").exists()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"num_columns": "2"},
+        {"num_columns": 2**31 - 1},
+        {"num_columns": 0},
+        {"top": -1},
+        {"left": 10**30},
+        {"width": 0},
+        {"column_pitch": 0},
+        {"labels": []},
+        {"labels": [1, 2, 3]},
+        {"labels": "three"},
+        {"labels": ["again"] * 1_000_000},
+        {"row_pitch": 1.5},
+    ],
+    ids=lambda layout: next(iter(layout)),
+)
+def test_a_grid_with_a_layout_of_a_stranger_is_named(run: Path, layout: dict[str, Any]) -> None:
+    path = min((run / "samples").glob("step_*.png"))
+    with Image.open(path) as picture:
+        about = PngInfo()
+        about.add_text(LAYOUT_KEY, json.dumps(json.loads(picture.info[LAYOUT_KEY]) | layout))
+        picture.save(path, pnginfo=about)
+    with refused(str(path), "not", "layout" if "labels" not in layout else "its"):
+        read_cells(path)
+
+
+def test_other_pictures_in_the_folder_are_no_grids(run: Path, run_script: RunScript) -> None:
+    (run / "samples/step_last.png").write_bytes(b"a user's own")
+    assert run_script(SCRIPT, str(run))[1].startswith("strip of 3 steps")

@@ -31,10 +31,10 @@ def read_grids(run: Path) -> tuple[dict[int, Tensor], list[str]]:
     from torchditan.run.reading import check_folder
 
     check_folder(run, mark="config.json", what="a run directory")
-    paths = sorted((run / "samples").glob("step_*.png"))
+    paths = sorted(path for path in (run / "samples").glob("step_*.png") if path.stem[5:].isdecimal())
     if not paths:
         raise ConfigError(f"{run}/samples has no grids; train with --metrics.sample_freq 100, for example")
-    grids = {int(path.stem.removeprefix("step_")): read_cells(path) for path in paths}
+    grids = {int(path.stem[5:]): read_cells(path) for path in paths}
     known = {step: grid for step, grid in grids.items() if grid is not None}
     if not known:
         raise ConfigError(f"{run}/samples: an older version drew these grids and did not store their layout")

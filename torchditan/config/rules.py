@@ -77,8 +77,8 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         "validation.freq evaluation.freq evaluation.seed comm.trace_buf_size",
     ),
     (
-        "must be two or three positive integers",
-        lambda values: len(values) in (2, 3) and min(values) >= 1,
+        "must be two or three integers from 1 to 65536",
+        lambda values: len(values) in (2, 3) and min(values) >= 1 and max(values) <= 65_536,
         "model.sample_size",
     ),
     (

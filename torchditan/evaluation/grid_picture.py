@@ -38,6 +38,8 @@ _INK, _PALE, _PAPER = (0, 0, 0), (170, 170, 170), (255, 255, 255)
 LAYOUT_KEY = "torchditan_layout"
 _LONGEST_TEXT = 200
 """Characters of a label or the title. The width of the picture follows from them."""
+_DAMAGE = (OSError, SyntaxError, TypeError, ValueError, RecursionError, Image.DecompressionBombError)
+"""What Pillow, JSON and `_check_layout` raise for a damaged grid."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +132,14 @@ def read_cells(path: Path) -> tuple[Tensor, list[str]] | None:
         ConfigError: the file is damaged.
     """
     try:
-        with Image.open(path) as picture:
+        with Image.open(io.BytesIO(path.read_bytes())) as picture:
             stored = picture.info.get(LAYOUT_KEY)
             if stored is None:
                 return None
             pixels = torch.from_numpy(np.array(picture.convert("RGB")))  # (H, W, 3)
         layout = GridLayout(**json.loads(stored))
-    except (OSError, SyntaxError, TypeError, ValueError) as error:  # as PIL, JSON and the layout report damage
+        _check_layout(layout, height=pixels.shape[0], width=pixels.shape[1])
+    except _DAMAGE as error:
         raise ConfigError(f"{path} is not a readable grid ({error}); delete it") from None
     rows = []
     for row in range(len(layout.labels)):
@@ -144,6 +147,24 @@ def read_cells(path: Path) -> tuple[Tensor, list[str]] | None:
         lefts = [layout.left + column * layout.column_pitch for column in range(layout.num_columns)]
         rows.append([pixels[top : top + layout.height, left : left + layout.width] for left in lefts])
     return torch.stack([torch.stack(row) for row in rows]), layout.labels
+
+
+def _check_layout(layout: GridLayout, *, height: int, width: int) -> None:
+    """Refuse a layout of other types, and cells outside the picture.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    numbers = [value for name, value in asdict(layout).items() if name != "labels"]
+    if not all(isinstance(number, int) and 0 <= number < 2**31 for number in numbers):
+        raise ValueError("its layout is not one of numbers")
+    if not (isinstance(layout.labels, list) and all(isinstance(label, str) for label in layout.labels)):
+        raise ValueError("its labels are not texts")
+    bottom = layout.top + (len(layout.labels) - 1) * layout.row_pitch + layout.height
+    right = layout.left + (layout.num_columns - 1) * layout.column_pitch + layout.width
+    is_there = layout.labels and layout.num_columns and layout.column_pitch >= layout.width >= 1
+    if not is_there or layout.row_pitch < layout.height or layout.height < 1 or bottom > height or right > width:
+        raise ValueError("its layout does not fit the picture")
 
 
 def save_strip(path: Path, columns: dict[int, Tensor], labels: list[str], *, title: str) -> None:

@@ -33,9 +33,9 @@ _MOST_FEATURES = 8_192
 """Features in stored statistics; pool_3 has 2,048."""
 _LONGEST_TEXT = 4_096
 """Bytes of the extractor's name."""
-_DAMAGE = (OSError, KeyError, ValueError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
+_DAMAGE = (OSError, KeyError, ValueError, EOFError, RuntimeError, SystemError, zlib.error, zipfile.BadZipFile)
 """What zipfile and numpy raise for a file that is damaged or no archive. RuntimeError: an encrypted entry, or an
-unknown compression."""
+unknown compression. SystemError: a text with numbers that are no characters."""
 
 
 def image_shape(path: Path) -> tuple[int, int, int]:

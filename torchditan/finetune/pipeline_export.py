@@ -110,7 +110,7 @@ def _find_other_parts(config: Config, *, pipeline_class: str, subfolder: str) ->
         folder = _local(place)
         index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
         found = index.get("_class_name")
-    except (ConfigError, OSError, ValueError, AttributeError):
+    except (ConfigError, OSError, ValueError, AttributeError, RecursionError):
         return f"{place} has no {INDEX_FILE}"
     if found != pipeline_class:
         return f"{place} is a {found}"

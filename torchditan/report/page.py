@@ -212,9 +212,10 @@ def data_uri(path: Path, *, most_bytes: int | None = None) -> str | None:
     from PIL import Image
 
     try:
-        with Image.open(path) as picture:
+        data = path.read_bytes()
+        with Image.open(io.BytesIO(data)) as picture:  # of a file, Pillow reserves as many bytes as a damaged one names
             picture.load()
-            data, kind = path.read_bytes(), (picture.format or "").lower()
+            kind = (picture.format or "").lower()
             if most_bytes is None and max(picture.size) > _SIDES[0]:
                 picture.thumbnail((_SIDES[0], _SIDES[0]))
                 data, kind = _encoded(picture, "png"), "png"

@@ -215,7 +215,7 @@ def read_sweep(folder: Path) -> dict[str, Any]:
     try:
         stored: dict[str, Any] = json.loads((folder / SWEEP_NAME).read_bytes())
         is_known = stored["sweep"] == _VERSION
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         is_known = False
     if not is_known:
         raise _damaged(folder)

@@ -26,6 +26,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -399,8 +400,12 @@ def _check_inside(option: str, value: str, place: str) -> None:
 
 
 def to_json(value: Any, indent: int | None = None) -> bytes:
-    text = json.dumps(_finite(value), indent=indent, allow_nan=False, default=str, ensure_ascii=False)
-    return text.encode()
+    """UTF-8. Halves of surrogate pairs, which names of files can have, make all of it ASCII with escapes."""
+    dump = partial(json.dumps, _finite(value), indent=indent, allow_nan=False, default=str)
+    try:
+        return dump(ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return dump().encode()
 
 
 def _finite(value: Any) -> Any:

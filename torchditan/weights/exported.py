@@ -29,7 +29,7 @@ from torchditan.config.loader import from_dict, override, to_dict
 from torchditan.config.options import Config
 from torchditan.models.saved_weights import TRAINING_ONLY, checkpoint_keys
 from torchditan.registry import FORMATS
-from torchditan.run.directory import check_folders
+from torchditan.run.directory import check_folders, to_json
 from torchditan.run.reading import read_config
 from torchditan.run.training_progress import Progress
 from torchditan.weights.safetensors_files import TensorToWrite, is_of_diffusers, is_pickle, open_file, write_weights
@@ -364,7 +364,7 @@ def _to_metadata(stored: StoredWeights) -> dict[str, str]:
     further = {
         "git_commit": stored.git_commit,
         "ema_width": stored.ema_width,
-        "class_names": json.dumps(stored.class_names, ensure_ascii=False) if stored.class_names else None,
+        "class_names": to_json(stored.class_names).decode() if stored.class_names else None,
     }
     return texts | {name: str(value) for name, value in further.items() if value is not None}
 

@@ -7,7 +7,6 @@ tensors must match the model of this configuration. imported_format.py creates s
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -31,6 +30,7 @@ from torchditan.config.options import Config
 from torchditan.config.trajectory import trajectory
 from torchditan.run import provenance
 from torchditan.run.atomic_files import new_folder, write_file
+from torchditan.run.directory import to_json
 from torchditan.run.reading import read_config
 from torchditan.run.training_progress import Progress
 from torchditan.weights.exported import StoredWeights, checked_config, key_of, read_weights_metadata
@@ -188,7 +188,7 @@ def _write_run(
         "command": sys.argv,
         "class_names": stored.class_names,
     }
-    write_file(run / "config.json", json.dumps(content, indent=2, ensure_ascii=False).encode())
+    write_file(run / "config.json", to_json(content, indent=2))
 
 
 def _write_checkpoint(

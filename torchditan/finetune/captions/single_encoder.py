@@ -67,7 +67,7 @@ class SingleEncoder(TextEncoder):
             raise option_error("text_encoder.path", given.path, right)
         try:
             content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             content = None
         if not isinstance(content, dict) or "model_type" not in content:
             right = "is not a model that transformers saved (its config.json names no model_type)"

@@ -74,7 +74,7 @@ def family_of(config: torchditan.config.options.Config) -> type[PublishedModel]:
     try:
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
         class_name = index.get("_class_name")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         raise option_error("text_encoder.path", place, f"is not a saved pipeline; {HOW_TO_GET}") from None
     for name in FAMILIES:
         if family(name).pipeline_class == class_name:
