@@ -726,6 +726,16 @@ def test_a_run_with_an_impossible_size_is_refused(size: list[int], checkpoint: P
     refuse(lambda: load("outputs/run"), "model.sample_size", "two or three integers", "65536")
 
 
+def test_a_run_of_another_size_than_its_data_is_drawn_without_real_images(
+    checkpoint: Path, run_script: RunScript
+) -> None:
+    change_config(Path("outputs/run"), sample_size=[8, 12])
+    code, output, errors = run_script("scripts/generate.py", "outputs/run", "--classes=0", "--out=grid.png")
+    assert code == 0, errors
+    assert "no real images" in errors and "8 x 8" in errors and "8 x 12" in errors
+    assert "samples: grid.png" in output
+
+
 def npy(descr: str, shape: str, data: bytes = b"") -> bytes:
     header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".encode() + b"\n"
     return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + data

@@ -154,6 +154,11 @@ def main() -> None:
         found = similarity(pictures, real)
         similarities = "".join(f", {name.upper()} {value:.4g}" for name, value in found.items())
 
+    if real is not None and real.shape[2:] != pictures.shape[2:]:
+        sizes = [" x ".join(map(str, images.shape[-2:])) for images in (real, pictures)]
+        print(f"note: the picture shows no real images: the data has {sizes[0]}, the model {sizes[1]}", file=sys.stderr)
+        real = None
+
     without = "_without_lora" if args.without_lora else "_and_original" if args.original else ""
     out = args.out or args.run / "samples" / f"generated_{trained.step:08d}_seed{args.seed}{without}.png"
     out.parent.mkdir(parents=True, exist_ok=True)
