@@ -75,6 +75,7 @@ def open_picture(source: str | Path | bytes | BinaryIO) -> Iterator[Image.Image]
 
 def _check_webp(file: BinaryIO) -> None:
     """Refuse a WebP that is too large for Pillow, which allocates its canvas before it checks the size."""
+    file.seek(0)
     header = file.read(30)
     if header[:4] != b"RIFF" or header[8:12] != b"WEBP" or len(header) < 30:
         return

@@ -235,6 +235,15 @@ def test_a_grid_of_another_version_is_refused(run_here: RunHere, tmp_path: Path)
         run_here(small_grid())
 
 
+@pytest.mark.parametrize("change", [{"axes": {"training.seed": 0}}, {"axes": [1]}, {"settings": 3}, {"name": None}])
+def test_a_grid_json_of_other_types_is_refused(change: dict[str, Any], run_here: RunHere, tmp_path: Path) -> None:
+    run_here(small_grid())
+    file = tmp_path / "outputs" / "g" / "grid.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ConfigError, match=r"grid\.json does not describe a grid"):
+        run_here(small_grid())
+
+
 RUNNER = """
     import io, sys
     from pathlib import Path

@@ -639,6 +639,9 @@ def test_a_folder_that_is_no_grid_is_one_line(tmp_path: Path, run_script: RunScr
         ("{", "grid.json", ["parse"]),
         ("[]", "grid.json", ["schema_version"]),
         ('{"schema_version": 7}', "grid.json", ["version 7", "version 1"]),
+        ('{"schema_version": 1, "settings": 7}', "grid.json", ["settings", "type"]),
+        ('{"schema_version": 1, "axes": {"training.seed": 0}}', "grid.json", ["axes", "type"]),
+        ('{"schema_version": 1, "axes": {"training.seed": []}}', "grid.json", ["axes", "type"]),
         ('{"schema_version": 1}', "", ["runs_summary.csv"]),
     ):
         (foreign / "grid.json").write_text(content)

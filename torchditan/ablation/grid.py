@@ -134,6 +134,19 @@ class Run:
         return tuple(json.dumps(value) for axis, value in self.axes.items() if axis not in (BATCH_SIZE, SEED))
 
 
+def is_grid(content: Any) -> bool:
+    """Whether a grid.json, which may be a stranger's, has the types of a grid. Keys may be missing."""
+    if not isinstance(content, dict):
+        return False
+    name, axes, settings = (content.get(key, empty) for key, empty in (("name", ""), ("axes", {}), ("settings", {})))
+    return (
+        isinstance(name, str)
+        and isinstance(axes, dict)
+        and all(isinstance(values, list) and values for values in axes.values())
+        and isinstance(settings, dict)
+    )
+
+
 @dataclass(frozen=True)
 class Grid:
     """A resolved grid file."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from torchditan.ablation.board import Board
 from torchditan.ablation.device import Device, probe
-from torchditan.ablation.grid import BATCH_SIZE, SEED, Grid, Run
+from torchditan.ablation.grid import BATCH_SIZE, SEED, Grid, Run, is_grid
 from torchditan.ablation.launch import TRAIN, last_step
 from torchditan.ablation.launchers import SLURM_FOLDER, Launcher, Pending
 from torchditan.ablation.ledger import SCHEMA_VERSION, SKIPPED_AFTER_OOM, Row, read_ledger, write_ledger
@@ -127,7 +127,7 @@ def read_grid(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((path / GRID_NAME).read_bytes())
     except (OSError, ValueError, RecursionError):
         raise ConfigError(f"{path} is not a grid folder: it has no readable {GRID_NAME}") from None
-    if not isinstance(content, dict):
+    if not is_grid(content) or not {"name", "axes"} <= content.keys():
         raise ConfigError(f"{path} is not a grid folder: its {GRID_NAME} does not describe a grid")
     if content.get("kind") != _KIND or content.get("schema_version") != SCHEMA_VERSION:
         version = content.get("schema_version")

@@ -31,6 +31,7 @@ from torchditan.ablation.grid import (
     PATCH_SIZE,
     PRECISION,
     SEED,
+    is_grid,
     parallel_degrees,
 )
 from torchditan.ablation.ledger import (
@@ -248,6 +249,8 @@ def _read_content(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} does not belong to an ablation grid: it has no schema_version")
     if content["schema_version"] != SCHEMA_VERSION:
         raise _other_version(file, content["schema_version"])
+    if not is_grid(content):
+        raise ConfigError(f"{file} does not describe a grid: name, axes or settings have another type")
     return content
 
 
