@@ -94,6 +94,7 @@ DAMAGES: list[tuple[Damage, list[str]]] = [
     (lambda content: content.update(metrics=["--out=/"]), ["--out=/"]),
     (lambda content: content["data"].update(image_size=[8, "x"]), ["data.image_size[1]", "integer"]),
     (lambda content: content["figures"]["FD-EffNetLite0"].update(low=1e999), ["figures.FD-EffNetLite0.low"]),
+    (lambda content: content["figures"]["FD-EffNetLite0"].update(low=10**400), ["figures.FD-EffNetLite0.low"]),
 ]
 
 

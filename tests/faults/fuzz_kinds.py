@@ -353,8 +353,8 @@ def _read_captions(**options: Any) -> None:
             source.content_key(index)  # type: ignore[attr-defined]
         except CorruptImageError as error:
             refused = error
-    captions = captions[:8]
-    save_grid(Path("grid.png"), torch.zeros(len(captions), 1, 3, 8, 8), None, captions, title="captions")
+    if captions := captions[:8]:  # none, if no picture can be read
+        save_grid(Path("grid.png"), torch.zeros(len(captions), 1, 3, 8, 8), None, captions, title="captions")
     if refused is not None:
         raise refused
 

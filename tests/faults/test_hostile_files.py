@@ -231,6 +231,11 @@ def test_no_name_in_an_index_leaves_its_folder(latents: Path, name: Any) -> None
         {"latent_shape": ["4", None]},
         {"class_names": 3},
         {"format_version": True},
+        {"shards": []},
+        {"num_images": 2**40},
+        {"latent_shape": [4, 4, 0]},
+        {"latent_shape": [4, 4, -4]},
+        {"latent_shape": [4, 2**40, 4]},
     ],
 )
 def test_an_index_of_other_types_is_one_line(latents: Path, change: dict[str, Any]) -> None:
@@ -857,6 +862,14 @@ def test_toml_beyond_measure_is_one_line(text: str) -> None:
     write("job.toml", text)
     refuse(lambda: load_config(["--job.config_file=job.toml"]), "", "job.toml")
     refuse(lambda: load_grid("./job.toml"), "", "job.toml")
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "-1" + "0" * 400, "inf", "nan"])
+def test_a_number_beyond_floating_point_is_one_line(number: str) -> None:
+    write("job.toml", f"[optimizer]\nlr = {number}")
+    refuse(lambda: load_config(["--job.config_file=job.toml"]), "optimizer.lr", "finite number")
+    write("grid.toml", f'timeout_s = {number}\n[axes]\n"training.seed" = [0]')
+    refuse(lambda: load_grid("./grid.toml"), "timeout_s", "number greater than 0")
 
 
 @pytest.mark.parametrize(("line", "about"), [("base = []", "base = []"), ("exclude = [1]", "exclude = [1]")])

@@ -234,6 +234,8 @@ def test_the_model_that_ships_draws_its_classes_and_has_a_card(
         ("truncate", "damaged: model.safetensors has"),
         ("delete", "incomplete: model.safetensors is missing"),
         ("link", "refused: model.safetensors is a link to another folder"),
+        ("link to itself", "incomplete: model.safetensors is missing"),
+        ("linked config", "refused: config.json is a link to another folder"),
         ("newer", "was shared by torchditan 9.9 in format 2; this one reads up to 1: update"),
         ("outside", "refused: config.json lists '../x'"),
         ("pickle", "refused: config.json lists 'model.pt'"),
@@ -254,6 +256,12 @@ def test_a_damaged_or_hostile_folder_is_refused(copied: Path, damage: str, right
     elif damage == "link":
         weights.rename(copied.parent / "outside.safetensors")
         weights.symlink_to(copied.parent / "outside.safetensors")
+    elif damage == "link to itself":
+        weights.unlink()
+        weights.symlink_to("model.safetensors")
+    elif damage == "linked config":
+        (copied / "config.json").rename(copied.parent / "outside.json")
+        (copied / "config.json").symlink_to(copied.parent / "outside.json")
     elif damage == "newer":
         edit(copied, lambda content: content.update(format_version=2, torchditan_version="9.9"))
     elif damage in ("outside", "pickle"):

@@ -22,6 +22,7 @@ import itertools
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -371,7 +372,7 @@ def _check_numbers(grid: Grid) -> None:
         raise option_error("window", grid.window, right)
     for key in ("timeout_s", "memory_limit_gib"):
         value = getattr(grid, key)
-        is_number = type(value) in (int, float) and math.isfinite(value) and value > 0
+        is_number = type(value) in (int, float) and 0 < value <= sys.float_info.max
         if not is_number and not (value is None and key == "memory_limit_gib"):
             raise option_error(key, value, "must be a number greater than 0")
     if type(grid.one_at_a_time) is not bool:

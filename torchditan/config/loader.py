@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import math
 import os
 import pkgutil
 import re
@@ -351,7 +350,9 @@ def _coerce(option: Option, value: Any) -> Any:
 
 def _coerce_one(option: Option, element: Any, value: Any) -> Any:
     # In Python bool is a subclass of int, but `steps = true` is an error.
-    if option.kind is float and type(element) in (int, float) and math.isfinite(element):
+    if option.kind is float and type(element) in (int, float):
+        if not abs(element) <= sys.float_info.max:
+            raise option_error(option.name, value, "must be a finite number")
         return float(element)
     if option.name == "activation_checkpoint.selective_ac_option" and type(element) is int:
         return str(element)
@@ -361,8 +362,6 @@ def _coerce_one(option: Option, element: Any, value: Any) -> Any:
         return element
     if type(element) is not option.kind:
         raise option_error(option.name, value, option.expected)
-    if option.kind is float:
-        raise option_error(option.name, value, "must be a finite number")
     if isinstance(option.choices, (Registry, Registries)):
         name = entry_name(str(element))
         if option.choices.place(name) is not None:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import statistics
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -269,7 +270,7 @@ def _decode(kind: Any, value: Any, name: str) -> Any:
             raise _DamagedError(f"{prefix}{unknown[0]} is not an entry of version {VERSION}")
         build: Any = kind
         return build(**{key: _decode(hints[key], entry, f"{prefix}{key}") for key, entry in value.items()})
-    if kind is float and type(value) in (int, float) and math.isfinite(value):  # Python's parser reads NaN and 1e999
+    if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:  # no NaN, no infinity
         return float(value)
     if value in inner if origin is Literal else type(value) is kind is not float:  # a bool is no integer here
         return value

@@ -27,6 +27,8 @@ SETTINGS_FILE = "encoding.json"
 """File that an unfinished folder has instead of an index."""
 REPAIR = "rerun the command that encoded it"
 STORED_DTYPES = ("bf16", "int8")
+_LARGEST_SIDE = 65_536
+"""Of a latent shape, channels included."""
 _AUTOENCODER_KEYS = {
     "autoencoder_name": "name",
     "autoencoder_path": "path",
@@ -145,7 +147,7 @@ def index_from_json(values: Any, *, where: Path) -> LatentIndex:
             normalization=str(normalization["source"]),
             shards=shards,
         )
-        _check_channels(index)
+        _check_numbers(index)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise ConfigError(f"{where} is damaged; restore it, or delete it and encode the latents again") from None
     return index
@@ -270,13 +272,18 @@ def _encoding_from(values: dict[str, Any]) -> Encoding:
     )
 
 
-def _check_channels(index: LatentIndex) -> None:
-    """Raise a ValueError unless all numbers per channel have the channels of the latents."""
+def _check_numbers(index: LatentIndex) -> None:
+    """Raise a ValueError for impossible sizes and counts, and unless all numbers per channel have its channels."""
     channels, _, _ = index.latent_shape
+    counts = [shard.num_images for shard in index.shards]
+    if not all(0 < side <= _LARGEST_SIDE for side in index.latent_shape):
+        raise ValueError(index.latent_shape)
+    if min(counts, default=-1) < 0 or sum(counts) != index.num_images:
+        raise ValueError(counts)
     per_channel = [index.mean, index.std, index.shift, index.scale]
     per_channel += [sums for shard in index.shards for sums in (shard.sum, shard.sum_of_squares)]
     per_channel += [values for values in (index.published_shift, index.published_scale) if values is not None]
-    if channels < 1 or any(len(values) != channels for values in per_channel):
+    if any(len(values) != channels for values in per_channel):
         raise ValueError(channels)
 
 

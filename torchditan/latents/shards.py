@@ -275,6 +275,8 @@ class LatentShards:
         shards = np.searchsorted(self._ends, indices, side="right")
         rows = indices - self._starts[shards]
         places = list(zip(shards.tolist(), rows.tolist(), flips.tolist(), strict=True))
+        for shard in {*shards.tolist()}:
+            self._map(shard)
         batch = {"latent": self._gather("latents", places, _STORED_DTYPES[self.index.dtype][1])}
         if self.index.dtype == "int8":
             batch["latent_scale"] = torch.from_numpy(self._scales[shards])  # (B, C)
@@ -287,11 +289,7 @@ class LatentShards:
         target = gathered.view(torch.uint8).numpy().reshape(len(places), -1)  # (B, bytes per row)
         plain, mirrored = self._rows_of(name), self._rows_of(f"{name}_flipped")
         for position, (shard, row, flip) in enumerate(places):
-            rows = (mirrored if flip else plain)[shard]
-            if rows is None:
-                self._map(shard)
-                rows = cast(np.ndarray, (mirrored if flip else plain)[shard])
-            target[position] = rows[row]
+            target[position] = cast(np.ndarray, (mirrored if flip else plain)[shard])[row]
         return gathered
 
     def _rows_of(self, name: str) -> list[np.ndarray | None]:
@@ -304,9 +302,10 @@ class LatentShards:
 
     def _map(self, shard: int) -> None:
         """Map a shard on its first read, and check that its tensors match the index."""
-        with self._lock:
-            if self._files[shard] is None:
-                self._map_locked(shard)
+        if self._files[shard] is None:
+            with self._lock:
+                if self._files[shard] is None:
+                    self._map_locked(shard)
 
     def _map_locked(self, shard: int) -> None:
         file = map_shard(self._folder / self.index.shards[shard].file)

@@ -147,14 +147,16 @@ def _inside(folder: Path, file: str, *, shown: str) -> Path:
     if folder.parent.name == "snapshots":
         places.append(folder.parent.resolve().parent / "blobs")
     path = folder / file
-    if not any(path.resolve().is_relative_to(place) for place in places):
+    target = Path(os.path.realpath(path))  # Path.resolve fails for a link to itself before Python 3.13
+    if not any(target.is_relative_to(place) for place in places):
         raise ConfigError(f"{shown} is refused: {file} is a link to another folder")
     return path
 
 
 def _read(folder: Path, file: str, *, shown: str) -> Any:
+    path = _inside(folder, file, shown=shown)
     try:
-        return json.loads(_inside(folder, file, shown=shown).read_bytes())
+        return json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{shown} cannot be read: {file}: {error.strerror}") from None
     except (ValueError, RecursionError):
@@ -162,9 +164,11 @@ def _read(folder: Path, file: str, *, shown: str) -> Any:
 
 
 def _library(folder: Path) -> str | None:
-    """`library_name` in the folder's config.json."""
+    """`library_name` in the folder's config.json; that of ours for a link next to weights, so that it is refused."""
     try:
-        content = json.loads((folder / CONFIG_FILE).read_bytes())
+        content = json.loads(_inside(folder, CONFIG_FILE, shown=str(folder)).read_bytes())
+    except ConfigError:
+        return LIBRARY if os.path.lexists(folder / WEIGHTS_FILE) else None
     except (OSError, ValueError, RecursionError):
         return None
     return content.get("library_name") if isinstance(content, dict) else None
